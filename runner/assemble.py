@@ -1,0 +1,294 @@
+"""The composition root: the one place that turns settings into concrete parts.
+
+Knows everything; nothing knows it but the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.checkpoint.ring import Identity, Ring, RingRules
+from runner.checkpoint.store import RingStore
+from runner.config import DataKind, ParallelKind, Precision, RunConfig
+from runner.data.cursor import SampleStream
+from runner.data.dataset import Dataset
+from runner.data.feed import Feed
+from runner.data.synthetic import SyntheticLanguage
+from runner.data.text import open_text
+from runner.data.tokens import open_tokens
+from runner.dist.agree import Ranks
+from runner.dist.group import Place
+from runner.engine.fsdp import AdamWSettings, FsdpEngine, Layout, device_mesh, shard_model
+from runner.error import ConfigError
+from runner.model.decoder import Decoder, DecoderShape, default_ffn_dim, flops_per_token
+from runner.model.initial import initial_range, initial_rule
+from runner.model.loss import sequence_losses
+from runner.observe.console import Console
+from runner.observe.journal import Journal
+from runner.observe.metrics import Metrics
+from runner.observe.throughput import Throughput, peak_tflops
+from runner.observe.tracker import TensorBoardTracker, Tracker
+from runner.policy.history import Incident
+from runner.policy.remedy import RemedyRules
+from runner.policy.schedule import Schedule
+from runner.policy.verdict import JudgeRules
+from runner.report import Reporter
+from runner.resume import Resumed
+from runner.rundir import RunDir
+
+Report = Callable[[Incident], None]
+
+
+def judge_rules(config: RunConfig) -> JudgeRules:
+    """The judge's part of ``guard.*``."""
+    return JudgeRules(**_named(JudgeRules, config.guard))
+
+
+def remedy_rules(config: RunConfig) -> RemedyRules:
+    """The ladder's part of ``guard.*``."""
+    return RemedyRules(batch=config.batch.global_size, **_named(RemedyRules, config.guard))
+
+
+def _named(kind: type, source: Any) -> dict[str, Any]:
+    """Values of the fields that a rules class shares with its config group."""
+    names = {spec.name for spec in dataclasses.fields(kind)}
+    return {s.name: getattr(source, s.name) for s in dataclasses.fields(source) if s.name in names}
+
+
+def schedule(config: RunConfig) -> Schedule:
+    """The learning rate over updates."""
+    return Schedule(
+        kind=config.schedule.kind.value,
+        peak=config.optim.lr,
+        total=config.schedule.total or config.steps,
+        warmup=config.schedule.warmup,
+        floor=config.schedule.floor,
+        decay=config.schedule.decay,
+    )
+
+
+def open_dataset(config: RunConfig) -> Dataset:
+    """The corpus.
+
+    Raises:
+        DataError: it cannot be trained on.
+    """
+    data = config.data
+    if data.kind is DataKind.synthetic:
+        return SyntheticLanguage(
+            vocab_size=data.vocab_size or 64,
+            samples=data.samples,
+            seq_len=data.seq_len,
+            seed=config.seed,
+        )
+    if data.kind is DataKind.tokens:
+        return open_tokens(
+            paths=data.path,
+            token_dtype=data.token_dtype.value,
+            vocab_size=data.vocab_size,
+            seq_len=data.seq_len,
+            end_token=data.end_token,
+            isolate_documents=data.isolate_documents,
+        )
+    return open_text(
+        paths=data.path,
+        suffixes=data.suffixes,
+        tokenizer=data.tokenizer,
+        seq_len=data.seq_len,
+        isolate_documents=data.isolate_documents,
+        cache=token_cache(data.cache),
+    )
+
+
+def token_cache(wanted: str | None) -> Path:
+    """Where token files are kept: as asked, or the user's cache directory (XDG)."""
+    if wanted is not None:
+        return Path(wanted)
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "holdfast"
+
+
+def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
+    """The order of samples."""
+    return SampleStream(
+        num_samples=len(dataset),
+        seed=config.seed,
+        held_out_share=config.data.held_out,
+        global_size=config.batch.global_size,
+    )
+
+
+def feed(
+    config: RunConfig, dataset: Dataset, stream: SampleStream, place: Place, device: torch.device
+) -> Feed:
+    """This rank's loader."""
+    return Feed(
+        dataset,
+        stream,
+        seq_len=config.data.seq_len,
+        global_size=config.batch.global_size,
+        micro_size=config.batch.micro_size,
+        rank=place.rank,
+        world_size=place.world_size,
+        workers=config.data.workers,
+        prefetch=config.data.prefetch,
+        pin_memory=config.data.pin_memory and device.type == "cuda",
+    )
+
+
+def model_shape(config: RunConfig, dataset: Dataset) -> DecoderShape:
+    """The decoder's sizes, with what the data decides filled in.
+
+    Raises:
+        ConfigError: the embedding is smaller than the data's vocabulary, or sizes misfit.
+    """
+    model = config.model
+    vocab_size = model.vocab_size or dataset.vocab_size
+    if vocab_size < dataset.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size}: the data has {dataset.vocab_size} token ids; use "
+            "at least that, or null"
+        )
+    return DecoderShape(
+        vocab_size=vocab_size,
+        dim=model.dim,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        ffn_dim=model.ffn_dim or default_ffn_dim(model.dim),
+        seq_len=config.data.seq_len,
+        tied_head=model.tied_head,
+        qk_norm=model.qk_norm,
+        norm_eps=model.norm_eps,
+        rope_theta=model.rope_theta,
+        dropout=model.dropout,
+        activation_checkpointing=model.activation_checkpointing,
+        init_std=model.init_std,
+    )
+
+
+def layout(config: RunConfig, place: Place) -> Layout:
+    """Copies and shards for ``parallel.kind``."""
+    parallel = config.parallel
+    shard_size = place.world_size
+    if parallel.kind is ParallelKind.ddp:
+        shard_size = 1
+    elif parallel.kind is ParallelKind.hsdp:
+        shard_size = parallel.shard_size or place.local_world_size
+    return Layout(
+        replicas=place.world_size // shard_size,
+        shard_size=shard_size,
+        bf16=config.model.precision is Precision.bf16,
+        reshard_after_forward=parallel.reshard_after_forward,
+        reduce_each_micro_batch=parallel.reduce_each_micro_batch,
+        compile=config.model.compile,
+    )
+
+
+def engine(
+    config: RunConfig, shape: DecoderShape, place: Place, device: torch.device
+) -> FsdpEngine:
+    """The model over the ranks, with its initial weights. Collective."""
+    plan = layout(config, place)
+    mesh = device_mesh(device, plan)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    shard_model(model, list(model.blocks), mesh=mesh, layout=plan)
+    model.to_empty(device=device)
+    model.reset_buffers()
+    made = FsdpEngine(
+        model,
+        embedding=model.embedding,
+        sequence_losses=lambda logits, targets: sequence_losses(
+            logits, targets, fp32=config.model.loss_fp32, z_loss=config.model.z_loss
+        ),
+        settings=AdamWSettings(
+            beta1=config.optim.beta1,
+            beta2=config.optim.beta2,
+            eps=config.optim.eps,
+            weight_decay=config.optim.weight_decay,
+        ),
+        layout=plan,
+        mesh=mesh,
+        device=device,
+        probe=config.guard.enabled,
+    )
+    made.initialise(lambda *where: _initial(config.seed, shape, *where))
+    return made
+
+
+def _initial(
+    seed: int, model: DecoderShape, name: str, shape: Sequence[int], start: int, count: int
+) -> torch.Tensor:
+    rule = initial_rule(name, model)
+    return initial_range(
+        name=name,
+        shape=tuple(shape),
+        std=rule.std,
+        ones=rule.ones,
+        seed=seed,
+        start=start,
+        count=count,
+    )
+
+
+def ring(
+    config: RunConfig,
+    store: RingStore,
+    made: FsdpEngine,
+    ranks: Ranks,
+    identity: Identity,
+    report: Report,
+) -> Ring:
+    """The checkpoints."""
+    return Ring(
+        store,
+        holder=made,
+        ranks=ranks,
+        rules=RingRules(
+            clean_after=config.checkpoint.clean_after,
+            keep=config.checkpoint.keep,
+            keep_every=config.checkpoint.keep_every,
+            background=config.checkpoint.background,
+        ),
+        identity=identity,
+        report=report,
+    )
+
+
+def reporter(
+    config: RunConfig,
+    shape: DecoderShape,
+    place: Place,
+    device: torch.device,
+    run_dir: RunDir,
+    console: Console,
+    journal: Journal,
+    made: Ring,
+    resumed: Resumed,
+) -> Reporter:
+    """Metrics, trackers and the live line; files on rank 0 only."""
+    peak = config.track.peak_tflops
+    if peak is None and device.type == "cuda":
+        peak = peak_tflops(torch.cuda.get_device_name(device))
+    trackers: list[Tracker] = []
+    if config.track.tensorboard and place.is_first:
+        trackers.append(TensorBoardTracker(run_dir.tensorboard, first_step=resumed.step + 1))
+    return Reporter(
+        metrics=Metrics(run_dir.metrics if place.is_first else None, length=resumed.metrics_bytes),
+        trackers=trackers,
+        console=console,
+        throughput=Throughput(
+            flops_per_token=flops_per_token(shape),
+            peak_flops=peak * 1e12 * place.world_size if peak else None,
+        ),
+        history=journal.history,
+        ring=made,
+        total_steps=config.steps,
+    )

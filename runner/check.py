@@ -1,0 +1,120 @@
+"""Refuses impossible settings before anything starts, naming key, value and what is allowed.
+
+Pure: reads a :class:`RunConfig` and the world size, touches nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from runner.compose import fields
+from runner.config import ParallelKind, RunConfig
+from runner.error import ConfigError
+
+_HOLDS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
+    "ge": ("at least", lambda value, bound: value >= bound),
+    "gt": ("greater than", lambda value, bound: value > bound),
+    "le": ("at most", lambda value, bound: value <= bound),
+    "lt": ("less than", lambda value, bound: value < bound),
+}
+
+
+def check(config: RunConfig, *, world_size: int) -> None:
+    """Raise on settings that cannot work.
+
+    Raises:
+        ConfigError: naming every problem found, one a line.
+    """
+    problems = [*_bounds(config), *_lists(config), *_combinations(config, world_size)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _bounds(config: RunConfig) -> list[str]:
+    problems = []
+    for name, spec, value in fields(config):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        broken = [
+            f"{words} {spec.metadata[bound]:g}"
+            for bound, (words, holds) in _HOLDS.items()
+            if bound in spec.metadata and not holds(value, spec.metadata[bound])
+        ]
+        if not math.isfinite(value):
+            broken.append("finite")
+        if broken:
+            help_text = spec.metadata["help"]
+            problems.append(f"{name}={value}: must be {' and '.join(broken)} ({help_text})")
+    return problems
+
+
+def _lists(config: RunConfig) -> list[str]:
+    problems = []
+    paths = config.data.path
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        problems.append(f"data.path={paths}: must be a path or a list of paths")
+    for pair in config.data.skip:
+        if not _is_range(pair):
+            problems.append(
+                f"data.skip={config.data.skip}: {pair} is no half-open range of sample "
+                "positions; write data.skip=[[400,432]] with 0 <= start < end"
+            )
+    return problems
+
+
+def _is_range(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in pair)
+    return whole and 0 <= pair[0] < pair[1]
+
+
+def _combinations(config: RunConfig, world_size: int) -> list[str]:
+    batch, guard, ring = config.batch, config.guard, config.checkpoint
+    shard = config.parallel.shard_size
+    kind = config.parallel.kind
+    rules = [
+        (
+            world_size > batch.global_size,
+            f"batch.global_size={batch.global_size}: fewer sequences than the {world_size} "
+            f"ranks; use at least {world_size}, or fewer ranks",
+        ),
+        (
+            ring.every < ring.clean_after,
+            f"checkpoint.every={ring.every}: shorter than the probation "
+            f"checkpoint.clean_after={ring.clean_after}; a checkpoint must be proven before "
+            f"the next is due: use checkpoint.every>={ring.clean_after}",
+        ),
+        (
+            guard.min_history > guard.window,
+            f"guard.min_history={guard.min_history}: more than guard.window={guard.window} "
+            "holds; the guard would never be armed",
+        ),
+        (
+            guard.persist > guard.persist_window,
+            f"guard.persist={guard.persist}: more than guard.persist_window="
+            f"{guard.persist_window}; a rollback could never happen",
+        ),
+        (
+            kind is ParallelKind.single and world_size != 1,
+            f"parallel=single: is one process, but there are {world_size} ranks; use "
+            "parallel=fsdp, ddp or hsdp",
+        ),
+        (
+            shard is not None and world_size % shard != 0,
+            f"parallel.shard_size={shard}: must divide the {world_size} ranks",
+        ),
+        (
+            config.parallel.device not in ("auto", "cpu", "cuda"),
+            f"parallel.device={config.parallel.device}: must be auto, cpu or cuda",
+        ),
+        (
+            config.schedule.total is not None and config.schedule.total <= config.schedule.warmup,
+            f"schedule.total={config.schedule.total}: must exceed schedule.warmup="
+            f"{config.schedule.warmup}",
+        ),
+        (not config.out.strip(), "out=: must name a directory"),
+    ]
+    return [message for broken, message in rules if broken]

@@ -1,0 +1,1 @@
+"""Commands beside training; each reads a run directory and prints."""

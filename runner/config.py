@@ -1,0 +1,335 @@
+"""The typed schema of a run: every key, its type, unit, default and bounds stand here only.
+
+YAML under ``configs/`` selects and overrides these fields; :mod:`runner.compose` turns the
+command line into one :class:`RunConfig`. This module knows nothing of torch, Hydra or files.
+
+Each field carries metadata: ``help`` (one line for ``--help`` and the README), bounds
+(``ge``, ``gt``, ``le``, ``lt``), and ``trajectory``: whether changing it changes what the
+run computes, so that resuming with another value must be refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+def key(default: Any, help: str, *, trajectory: bool = False, **bounds: float) -> Any:
+    """A config field: its default, its one-line help, its bounds."""
+    metadata = {"help": help, "trajectory": trajectory, **bounds}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class DataKind(Enum):
+    text = "text"
+    tokens = "tokens"
+    synthetic = "synthetic"
+
+
+class TokenDtype(Enum):
+    auto = "auto"
+    uint8 = "uint8"
+    uint16 = "uint16"
+    uint32 = "uint32"
+
+
+class ParallelKind(Enum):
+    single = "single"
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+
+
+class ScheduleKind(Enum):
+    cosine = "cosine"
+    wsd = "wsd"
+    linear = "linear"
+    constant = "constant"
+
+
+class Precision(Enum):
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class DebugKind(Enum):
+    off = "off"
+    nccl = "nccl"
+    collectives = "collectives"
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    """A pre-norm decoder: RMSNorm, RoPE, SwiGLU."""
+
+    dim: int = key(128, "width of the residual stream", trajectory=True, ge=2)
+    layers: int = key(4, "number of blocks", trajectory=True, ge=1)
+    heads: int = key(4, "attention heads; must divide dim", trajectory=True, ge=1)
+    kv_heads: int | None = key(
+        None, "key/value heads (grouped-query attention); null: as heads", trajectory=True, ge=1
+    )
+    ffn_dim: int | None = key(
+        None, "hidden width of SwiGLU; null: 8/3 dim rounded up to 64", trajectory=True, ge=1
+    )
+    vocab_size: int | None = key(
+        None, "rows of the embedding; null: what the data needs", trajectory=True, ge=2
+    )
+    tied_head: bool = key(True, "the output head reuses the embedding", trajectory=True)
+    qk_norm: bool = key(False, "RMSNorm on queries and keys", trajectory=True)
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm", trajectory=True, gt=0)
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", trajectory=True, gt=0)
+    dropout: float = key(
+        0.0, "dropout after attention and feed-forward", trajectory=True, ge=0, lt=1
+    )
+    z_loss: float = key(
+        0.0, "weight of logsumexp(logits)^2 in the training loss", trajectory=True, ge=0
+    )
+    init_std: float = key(0.02, "standard deviation of the initial weights", trajectory=True, gt=0)
+    loss_fp32: bool = key(True, "compute the cross-entropy in FP32", trajectory=True)
+    precision: Precision = key(
+        Precision.bf16, "compute type of forward and backward: bf16 or fp32", trajectory=True
+    )
+    activation_checkpointing: bool = key(False, "recompute block activations in backward")
+    compile: bool = key(False, "torch.compile each block")
+
+
+@dataclass(slots=True, kw_only=True)
+class DataConfig:
+    """Where samples come from. A sample is a window of ``seq_len + 1`` tokens."""
+
+    kind: DataKind = key(DataKind.text, "text, tokens or synthetic", trajectory=True)
+    path: Any = key(
+        [],
+        "a file or directory, or a list of them; text without one: Python's standard library",
+        trajectory=True,
+    )
+    suffixes: list[str] = key(
+        [".py", ".txt", ".md", ".jsonl", ".rst", ".c", ".h"],
+        "text: file name endings read from directories",
+        trajectory=True,
+    )
+    tokenizer: str | None = key(
+        None,
+        "text: a Hugging Face tokenizers JSON file; null: bytes (256 values and an end mark)",
+        trajectory=True,
+    )
+    token_dtype: TokenDtype = key(
+        TokenDtype.auto,
+        "tokens: type of a raw file (uint16, uint32); .npy and .idx say it",
+        trajectory=True,
+    )
+    vocab_size: int | None = key(
+        None, "tokens, synthetic: number of token ids; tokens need it", trajectory=True, ge=2
+    )
+    seq_len: int = key(256, "tokens the model sees per sequence", trajectory=True, ge=1)
+    end_token: int | None = key(
+        None, "tokens: id that ends a document, for isolate_documents", trajectory=True, ge=0
+    )
+    isolate_documents: bool = key(
+        False, "attention does not cross document boundaries", trajectory=True
+    )
+    held_out: float = key(
+        0.01, "share of samples kept out of training, by hash", trajectory=True, ge=0, lt=1
+    )
+    samples: int = key(100_000, "synthetic: number of samples", trajectory=True, ge=1)
+    skip: list[Any] = key(
+        [], "sample positions never read: [[a,b],...], half open", trajectory=True
+    )
+    cache: str | None = key(
+        None, "directory of the token cache; null: under the user's cache directory"
+    )
+    workers: int = key(1, "loader processes per rank; 0: load in the training process", ge=0)
+    prefetch: int = key(2, "micro-batches each worker keeps ready", ge=1)
+    pin_memory: bool = key(True, "page-locked batches on CUDA")
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchConfig:
+    """Sizes in sequences. The global batch does not depend on the world size."""
+
+    global_size: int = key(32, "sequences per step over all ranks", trajectory=True, ge=1)
+    micro_size: int = key(16, "sequences per forward/backward on one rank", ge=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class ParallelConfig:
+    """How parameters are laid out over ranks."""
+
+    kind: ParallelKind = key(ParallelKind.fsdp, "single, ddp, fsdp or hsdp")
+    shard_size: int | None = key(
+        None, "hsdp: ranks that share one copy; null: the ranks of one node", ge=1
+    )
+    reduce_each_micro_batch: bool = key(
+        True,
+        "reduce gradients after every micro-batch (less memory); false: once a step",
+    )
+    reshard_after_forward: bool = key(True, "free gathered parameters between uses (ZeRO-3)")
+    device: str = key("auto", "auto, cpu or cuda")
+    timeout_seconds: float = key(600.0, "a collective waits no longer than this", gt=0)
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimConfig:
+    """Fused AdamW; decay only on matrices."""
+
+    lr: float = key(3e-3, "peak learning rate", trajectory=True, gt=0)
+    beta1: float = key(0.9, "decay of the first moment", trajectory=True, ge=0, lt=1)
+    beta2: float = key(0.95, "decay of the second moment", trajectory=True, ge=0, lt=1)
+    eps: float = key(1e-8, "AdamW's epsilon", trajectory=True, gt=0)
+    weight_decay: float = key(0.1, "on parameters of two or more dims", trajectory=True, ge=0)
+    clip: float = key(
+        1.0, "gradients are scaled to at most this global norm; 0: off", trajectory=True, ge=0
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate as a function of applied updates."""
+
+    kind: ScheduleKind = key(
+        ScheduleKind.cosine, "cosine, wsd, linear or constant", trajectory=True
+    )
+    warmup: int = key(20, "updates of linear warm-up", trajectory=True, ge=0)
+    decay: float = key(
+        0.2, "wsd: share of all updates in the final decay", trajectory=True, gt=0, le=1
+    )
+    floor: float = key(0.1, "final rate as a share of the peak", trajectory=True, ge=0, le=1)
+    total: int | None = key(
+        None, "updates the schedule is laid out for; null: steps", trajectory=True, ge=1
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class GuardConfig:
+    """What counts as trouble, and how much of it is survived before asking a person."""
+
+    enabled: bool = key(
+        True, "false: no gate, no judge, no rollback (for comparison only)", trajectory=True
+    )
+    window: int = key(200, "clean steps the statistics look back on", trajectory=True, ge=4)
+    min_history: int = key(
+        50, "clean steps before spikes are judged; non-finite always is", trajectory=True, ge=4
+    )
+    loss_sigmas: float = key(
+        8.0, "spike: loss above median by this many robust sigmas", trajectory=True, gt=0
+    )
+    loss_floor: float = key(0.4, "and by at least this many nats per token", trajectory=True, ge=0)
+    norm_sigmas: float = key(
+        8.0, "spike: log grad norm above median by this many robust sigmas", trajectory=True, gt=0
+    )
+    norm_floor: float = key(
+        2.0, "and by at least this much (2.0: 7.4 times the median)", trajectory=True, ge=0
+    )
+    drift_slack: float = key(
+        0.15, "drift: nats above the best held level that are forgiven", trajectory=True, ge=0
+    )
+    drift_nats: float = key(
+        5.0, "drift: summed excess, in nats x steps, that raises the alarm", trajectory=True, gt=0
+    )
+    persist: int = key(
+        3, "bad steps among the last persist_window that force a rollback", trajectory=True, ge=1
+    )
+    persist_window: int = key(10, "see persist, in attempted steps", trajectory=True, ge=1)
+    margin: int = key(
+        1, "steps' worth of samples skipped before the onset as well", trajectory=True, ge=0
+    )
+    ahead: int = key(
+        0, "steps' worth of samples skipped after the last bad step", trajectory=True, ge=0
+    )
+    back: int = key(0, "roll back at least this many steps before the onset", trajectory=True, ge=0)
+    repeat_window: int = key(
+        200, "trouble within so many steps of the last rollback is a repeat", trajectory=True, ge=1
+    )
+    widen: float = key(2.0, "each repeat skips this many times as far ahead", trajectory=True, ge=1)
+    cooldown: float = key(
+        0.5, "learning-rate factor from the second repeat on", trajectory=True, gt=0, le=1
+    )
+    cooldown_steps: int = key(100, "updates the factor lasts", trajectory=True, ge=0)
+    level_steps: int = key(
+        20, "finite, level bad steps in a row that become the new baseline", trajectory=True, ge=2
+    )
+    level_spread: float = key(
+        0.1, "level: their robust sigma is below this share of their median", trajectory=True, gt=0
+    )
+    max_rollbacks: int = key(
+        5, "rollbacks within budget_window before the run halts", trajectory=True, ge=0
+    )
+    budget_window: int = key(1000, "in applied steps", trajectory=True, ge=1)
+    max_discards: int = key(
+        100,
+        "discarded steps in a row without a rollback before the run halts",
+        trajectory=True,
+        ge=1,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointConfig:
+    """The ring."""
+
+    every: int = key(50, "steps between checkpoints", ge=1)
+    clean_after: int = key(10, "clean steps that prove a checkpoint; at most every", ge=1)
+    keep: int = key(3, "clean checkpoints kept", ge=1)
+    keep_every: int = key(0, "also keep every such step for good; 0: none", ge=0)
+    background: bool = key(True, "write while training goes on")
+
+
+@dataclass(slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out loss on a fixed set."""
+
+    every: int = key(100, "steps between evaluations; 0: never", ge=0)
+    samples: int = key(64, "held-out sequences", ge=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class DebugConfig:
+    """What torch.distributed and NCCL check and print."""
+
+    kind: DebugKind = key(DebugKind.off, "off, nccl or collectives")
+    nccl_subsystems: str = key("INIT,COLL,ENV", "NCCL_DEBUG_SUBSYS when kind is nccl")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrackConfig:
+    """Where numbers go besides metrics.jsonl."""
+
+    tensorboard: bool = key(False, "write TensorBoard scalars to out/tensorboard")
+    every: int = key(1, "steps between console lines and tracker points", ge=1)
+    peak_tflops: float | None = key(
+        None, "peak of one device, for MFU; null: from the device's name", gt=0
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ResumeConfig:
+    """What a second command on the same out may change."""
+
+    allow_change: bool = key(False, "resume although settings change the trajectory")
+
+
+@dataclass(slots=True, kw_only=True)
+class RunConfig:
+    """Everything a run is told."""
+
+    out: str = key("runs/default", "directory of the run; the same command again resumes it")
+    steps: int = key(300, "applied updates", ge=1)
+    seed: int = key(0, "of weights, sample order and dropout", trajectory=True, ge=0)
+    model: ModelConfig = key(ModelConfig, "the network")
+    data: DataConfig = key(DataConfig, "the corpus")
+    batch: BatchConfig = key(BatchConfig, "sizes")
+    parallel: ParallelConfig = key(ParallelConfig, "the engine")
+    optim: OptimConfig = key(OptimConfig, "AdamW")
+    schedule: ScheduleConfig = key(ScheduleConfig, "the learning rate")
+    guard: GuardConfig = key(GuardConfig, "judgement and recovery")
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "the ring")
+    eval: EvalConfig = key(EvalConfig, "held-out loss")
+    debug: DebugConfig = key(DebugConfig, "diagnosis")
+    track: TrackConfig = key(TrackConfig, "numbers")
+    resume: ResumeConfig = key(ResumeConfig, "second commands")
+    faults: list[str] = key([], "faults on purpose, for drills; see the README")

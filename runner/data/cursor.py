@@ -1,0 +1,136 @@
+"""The data cursor: which samples a step reads, computed from one number and the skip ledger.
+
+Samples form one endless stream: position ``p`` is in epoch ``p // N`` and names the sample
+``permute(p % N)`` of that epoch. Held-out samples keep their positions but are passed over.
+World size and engine do not enter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from runner.data.permutation import epoch_key, held_out, permute
+from runner.error import DataError
+from runner.policy.ledger import Ledger
+
+Indices = npt.NDArray[np.int64]
+
+# Below this size the train/held-out split is counted exactly before training.
+_COUNTED_BELOW = 1_000_000
+# Counts as one more epoch: keeps the evaluation order apart from every training epoch.
+_EVAL_EPOCH = (1 << 62) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """One global batch: ``positions`` in the stream and ``indices`` in the data set, int64 [G].
+
+    ``start`` is the first position, ``stop`` one past the last: the next cursor.
+    """
+
+    positions: Indices
+    indices: Indices
+
+    @property
+    def start(self) -> int:
+        return int(self.positions[0])
+
+    @property
+    def stop(self) -> int:
+        return int(self.positions[-1]) + 1
+
+
+class SampleStream:
+    """The order of samples of one run.
+
+    Args:
+        num_samples: samples in the data set, N.
+        seed: of the order.
+        held_out_share: share of samples never trained on, chosen by hash of their index.
+        global_size: samples per step.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+
+    def __init__(
+        self, *, num_samples: int, seed: int, held_out_share: float, global_size: int
+    ) -> None:
+        self.num_samples = num_samples
+        self._seed = seed
+        self._share = held_out_share
+        self._global_size = global_size
+        if num_samples < _COUNTED_BELOW and self._is_held_out(np.arange(num_samples)).all():
+            raise DataError(
+                f"data.held_out={held_out_share}: all {num_samples} samples are held out; use "
+                "more data, a shorter data.seq_len or a smaller share"
+            )
+
+    def plan(self, cursor: int, ledger: Ledger) -> BatchPlan:
+        """The next global batch at or after ``cursor`` that the ledger allows."""
+        parts: list[Indices] = []
+        missing = self._global_size
+        for start, stop in ledger.allowed(cursor):
+            while missing and (stop is None or start < stop):
+                span = missing + missing // 8 + 8
+                end = start + span if stop is None else min(stop, start + span)
+                usable = self._usable(np.arange(start, end, dtype=np.int64))[:missing]
+                parts.append(usable)
+                missing -= len(usable)
+                start = end
+            if not missing:
+                break
+        positions = np.concatenate(parts)
+        return BatchPlan(positions=positions, indices=self.indices(positions))
+
+    def indices(self, positions: Indices) -> Indices:
+        """Data set indices of stream positions, int64, same shape."""
+        epochs, offsets = np.divmod(positions, self.num_samples)
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            found[chosen] = self._permuted(offsets[chosen], int(epoch))
+        return found
+
+    def num_usable(self, start: int, stop: int, ledger: Ledger) -> int:
+        """Training samples in ``[start, stop)`` that the ledger allows. Costs O(stop - start)."""
+        total = 0
+        for allowed_start, allowed_stop in ledger.allowed(start):
+            end = stop if allowed_stop is None else min(stop, allowed_stop)
+            for at in range(allowed_start, end, 1 << 20):
+                block = np.arange(at, min(end, at + (1 << 20)), dtype=np.int64)
+                total += len(self._usable(block))
+            if end == stop:
+                break
+        return total
+
+    def held_out_indices(self, count: int) -> Indices:
+        """A fixed set of held-out samples, int64 [up to count].
+
+        Raises:
+            DataError: the split holds none at all.
+        """
+        if self._share <= 0:
+            return np.empty(0, dtype=np.int64)
+        found: list[Indices] = []
+        num_found = 0
+        for at in range(0, self.num_samples, 1 << 16):
+            offsets = np.arange(at, min(self.num_samples, at + (1 << 16)), dtype=np.int64)
+            indices = self._permuted(offsets, _EVAL_EPOCH)
+            found.append(indices[self._is_held_out(indices)])
+            num_found += len(found[-1])
+            if num_found >= count:
+                break
+        return np.concatenate(found)[:count]
+
+    def _permuted(self, offsets: Indices, epoch: int) -> Indices:
+        return permute(offsets, size=self.num_samples, key=epoch_key(self._seed, epoch))
+
+    def _usable(self, positions: Indices) -> Indices:
+        return positions[~self._is_held_out(self.indices(positions))]
+
+    def _is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
+        return held_out(indices, share=self._share)

@@ -1,0 +1,169 @@
+"""Reads the index of a Megatron corpus (``NAME.idx`` beside ``NAME.bin``).
+
+Owns the layout of the ``.idx`` file, as Megatron-LM's ``IndexedDataset`` writes it. Must
+not trust it: every declared size is held against the file's real size before anything is
+allocated, and whatever the bytes are, the only error is DataError.
+
+Layout, little endian: magic (9 bytes), version u64, dtype code u8, number of sequences
+u64, number of document indices u64, then int32 lengths [sequences], int64 byte pointers
+[sequences], int64 document indices [documents], and in multimodal corpora int8 modes
+[sequences]. Document ``d`` is sequences ``[indices[d], indices[d + 1])``.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from runner.data.dataset import TokenFile, cumulative, file_size, unreadable
+from runner.error import DataError
+
+MAGIC: Final = b"MMIDIDX\x00\x00"
+_HEADER: Final = struct.Struct("<9sQBQQ")
+_VERSION: Final = 1
+_INTEGERS: Final = MappingProxyType({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"})
+_FLOATS: Final = MappingProxyType({6: "float64", 7: "float32"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MegatronCorpus:
+    """The tokens of the ``.bin`` file, and where documents start in it.
+
+    ``document_starts`` is int64, strictly rising token offsets; empty documents are left out.
+    """
+
+    tokens: TokenFile
+    document_starts: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    dtype: str
+    num_sequences: int
+    num_documents: int
+
+
+def open_megatron(index: Path) -> MegatronCorpus:
+    """Open ``NAME.bin`` by its index ``NAME.idx``.
+
+    Raises:
+        DataError: a file is missing, truncated, inconsistent, holds no integers, or its
+            sequences do not lie one after another.
+    """
+    header = _read_header(index)
+    lengths, pointers, documents = _read_arrays(index, header)
+    binary = index.with_suffix(".bin")
+    starts = _sequence_starts(index, lengths)
+    _check_layout(index, starts * np.dtype(header.dtype).itemsize, pointers, file_size(binary))
+    tokens = TokenFile(path=binary, dtype=header.dtype, num_tokens=int(starts[-1]))
+    return MegatronCorpus(tokens=tokens, document_starts=_document_starts(index, starts, documents))
+
+
+def _read_header(index: Path) -> _Header:
+    size = file_size(index)
+    raw = bytes(_read(index, dtype="u1", count=min(size, _HEADER.size), offset=0))
+    if len(raw) < _HEADER.size or not raw.startswith(MAGIC):
+        raise DataError(
+            f"{index}: starts with {raw[:9]!r}, not with Megatron's {MAGIC!r} and a whole header; "
+            "move it away if NAME.bin is a raw token file, else write the corpus again"
+        )
+    _, version, code, num_sequences, num_documents = _HEADER.unpack(raw)
+    if version != _VERSION:
+        raise DataError(f"{index}: Megatron index version {version}, only {_VERSION} is known")
+    header = _Header(
+        dtype=_integer_dtype(index, code), num_sequences=num_sequences, num_documents=num_documents
+    )
+    _check_declared(index, size, header)
+    return header
+
+
+def _integer_dtype(index: Path, code: int) -> str:
+    if code not in _INTEGERS:
+        found = _FLOATS.get(code, "unknown")
+        raise DataError(
+            f"{index}: dtype code {code} ({found}) holds no token ids; "
+            f"allowed are {sorted(_INTEGERS)} (integers)"
+        )
+    return _INTEGERS[code]
+
+
+def _check_declared(index: Path, size: int, header: _Header) -> None:
+    """Python integers do not wrap, so a hostile count cannot slip below the real size."""
+    needed = _HEADER.size + 12 * header.num_sequences + 8 * header.num_documents
+    if size not in (needed, needed + header.num_sequences):
+        raise DataError(
+            f"{index}: {header.num_sequences} sequences and {header.num_documents} documents need "
+            f"{needed} bytes, the file has {size}; it is truncated or damaged, write it again"
+        )
+
+
+def _read_arrays(
+    index: Path, header: _Header
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    offset = _HEADER.size
+    lengths = _read(index, dtype="<i4", count=header.num_sequences, offset=offset)
+    offset += lengths.nbytes
+    pointers = _read(index, dtype="<i8", count=header.num_sequences, offset=offset)
+    offset += pointers.nbytes
+    documents = _read(index, dtype="<i8", count=header.num_documents, offset=offset)
+    return lengths, pointers, documents
+
+
+def _read(path: Path, *, dtype: str, count: int, offset: int) -> npt.NDArray[Any]:
+    """``count`` items; fewer are an error. An int of -1 would mean "all" to numpy."""
+    try:
+        found = np.fromfile(path, dtype=dtype, count=count, offset=offset)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if found.size != count:
+        raise DataError(f"{path}: changed while it was read; start again when it is complete")
+    return found
+
+
+def _sequence_starts(index: Path, lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    if lengths.size and lengths.min() < 0:
+        at = int(np.argmin(lengths))
+        raise DataError(
+            f"{index}: sequence {at} has length {int(lengths[at])}; the index is damaged, "
+            "write the corpus again"
+        )
+    return cumulative(lengths)
+
+
+def _check_layout(
+    index: Path, expected: npt.NDArray[np.int64], pointers: npt.NDArray[Any], binary_bytes: int
+) -> None:
+    """``expected`` is where each sequence starts in the .bin file, in bytes, and its end."""
+    apart = np.flatnonzero(pointers != expected[:-1])
+    if apart.size:
+        at = int(apart[0])
+        raise DataError(
+            f"{index}: sequence {at} starts at byte {int(pointers[at])} of the .bin file, "
+            f"{int(expected[at])} is where the one before ends; only corpora whose sequences are "
+            "contiguous can be read, write it again in order"
+        )
+    if int(expected[-1]) != binary_bytes:
+        raise DataError(
+            f"{index.with_suffix('.bin')}: has {binary_bytes} bytes, its index says "
+            f"{int(expected[-1])}; one of the two is truncated or from another corpus"
+        )
+
+
+def _document_starts(
+    index: Path, starts: npt.NDArray[np.int64], documents: npt.NDArray[Any]
+) -> npt.NDArray[np.int64]:
+    num_sequences = starts.size - 1
+    rises = documents.size > 0 and documents[0] == 0 and documents[-1] == num_sequences
+    if not rises or (documents[1:] < documents[:-1]).any():
+        raise DataError(
+            f"{index}: document indices must rise from 0 to the number of sequences "
+            f"({num_sequences}), found {documents[:3].tolist()}...{documents[-3:].tolist()}; "
+            "write the corpus again"
+        )
+    return np.unique(starts[documents[:-1]])

@@ -1,0 +1,254 @@
+"""Corpora that are tokens already: raw files, ``.npy``, Megatron.
+
+Owns the choice of reader by file name and the check that every id fits the vocabulary.
+Must not know how text becomes tokens, nor the configuration: arguments are plain values,
+only messages name the keys a user would change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from runner.data.dataset import (
+    Dataset,
+    Places,
+    TokenFile,
+    TokenStream,
+    Windows,
+    digest,
+    file_size,
+    fingerprint_files,
+    first_outside,
+    outside,
+    spread,
+    unreadable,
+)
+from runner.data.megatron import open_megatron
+from runner.error import DataError
+
+TokenDtypeName = Literal["auto", "uint8", "uint16", "uint32"]
+
+SCAN_ALL_BYTES: Final = 256 << 20
+_SCAN_BLOCK: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    """One file of the corpus. ``document_starts`` is None where the format has none."""
+
+    tokens: TokenFile
+    files: tuple[Path, ...]
+    document_starts: npt.NDArray[np.int64] | None = None
+
+
+def open_tokens(
+    *,
+    paths: Sequence[str],
+    token_dtype: TokenDtypeName,
+    vocab_size: int | None,
+    seq_len: int,
+    end_token: int | None,
+    isolate_documents: bool,
+    scan_all_bytes: int = SCAN_ALL_BYTES,
+) -> Dataset:
+    """Open token files as one stream, in the order given.
+
+    A path is a ``.npy`` file (1-D, integers), a Megatron corpus (``NAME``, ``NAME.idx``, or
+    ``NAME.bin`` beside ``NAME.idx``), a raw little-endian file of ``token_dtype``, or a
+    directory, which stands for its ``.npy`` and ``.bin`` files by name.
+
+    Ids are checked in full for corpora up to ``scan_all_bytes``, in blocks from head to
+    tail beyond that, and in every sample when it is read.
+
+    Args:
+        paths: files, prefixes or directories.
+        token_dtype: type of raw files; the other formats say it themselves.
+        vocab_size: number of token ids.
+        seq_len: tokens the model sees; a sample has one more.
+        end_token: id that ends a document, for ``isolate_documents`` in raw and .npy files.
+        isolate_documents: whether samples carry segments.
+        scan_all_bytes: largest corpus that is checked in full.
+
+    Raises:
+        DataError: see the messages; each names the file or the key.
+    """
+    parts = [_open_part(path, token_dtype) for path in _expand(paths)]
+    whole = sum(part.tokens.num_bytes for part in parts) <= scan_all_bytes
+    known_size = _require_vocab_size(vocab_size, parts, whole)
+    _check_end_token(end_token, known_size)
+    for part in parts:
+        _scan(part.tokens, vocab_size=known_size, whole=whole)
+    stream = TokenStream([part.tokens for part in parts])
+    names = [part.tokens.path.name for part in parts]
+    return Windows(
+        stream=stream,
+        places=Places(names=names, starts=stream.starts, unit="tokens"),
+        seq_len=seq_len,
+        vocab_size=known_size,
+        source=_fingerprint(parts),
+        document_starts=_boundaries(parts, stream) if isolate_documents else None,
+        end_token=_marking_token(parts, end_token) if isolate_documents else None,
+    )
+
+
+def _expand(paths: Sequence[str]) -> list[Path]:
+    if not paths:
+        raise DataError("data.path=[] names no token file; give .npy, .bin or Megatron files")
+    return [found for path in paths for found in _expand_one(Path(path).expanduser())]
+
+
+def _expand_one(path: Path) -> list[Path]:
+    """A prefix goes before a directory of the same name: Megatron tools write both."""
+    if not path.is_dir() or _beside(path, ".idx").is_file():
+        return [path]
+    try:
+        found = sorted(entry for entry in path.iterdir() if entry.suffix in (".npy", ".bin"))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    visible = [entry for entry in found if not entry.name.startswith(".")]
+    if not visible:
+        raise DataError(f"data.path={path}: the directory holds no .npy or .bin file")
+    return visible
+
+
+def _open_part(path: Path, token_dtype: TokenDtypeName) -> _Part:
+    index = _megatron_index(path)
+    if index is not None:
+        corpus = open_megatron(index)
+        return _Part(
+            tokens=corpus.tokens,
+            files=(index, corpus.tokens.path),
+            document_starts=corpus.document_starts,
+        )
+    tokens = _open_npy(path) if path.suffix == ".npy" else _open_raw(path, token_dtype)
+    return _Part(tokens=tokens, files=(path,))
+
+
+def _megatron_index(path: Path) -> Path | None:
+    if path.suffix == ".idx":
+        return path
+    if path.suffix == ".bin" and path.with_suffix(".idx").is_file():
+        return path.with_suffix(".idx")
+    prefixed = _beside(path, ".idx")
+    return prefixed if not path.is_file() and prefixed.is_file() else None
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """Not ``with_suffix``: a prefix such as ``corpus.v2`` has a dot of its own."""
+    return path.with_name(path.name + ending)
+
+
+def _open_raw(path: Path, token_dtype: TokenDtypeName) -> TokenFile:
+    size = file_size(path)
+    if token_dtype == "auto":
+        raise DataError(
+            f"{path}: a raw file does not say the type of its tokens; set data.token_dtype to "
+            "uint8, uint16 or uint32 (now auto)"
+        )
+    dtype = np.dtype(token_dtype).newbyteorder("<")
+    if size % dtype.itemsize:
+        raise DataError(
+            f"{path}: {size} bytes are no whole number of {token_dtype} tokens "
+            f"({dtype.itemsize} bytes each); the file is truncated or data.token_dtype is wrong"
+        )
+    return TokenFile(path=path, dtype=dtype.str, num_tokens=size // dtype.itemsize)
+
+
+def _open_npy(path: Path) -> TokenFile:
+    size = file_size(path)
+    try:
+        with path.open("rb") as handle:
+            shape, dtype = _npy_header(handle)
+            offset = handle.tell()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    # numpy reads the header as Python source: a hostile one also raises SyntaxError, TokenError...
+    except Exception as error:
+        raise DataError(f"{path}: is no .npy file ({error}); save it with numpy.save") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: holds {dtype} of shape {list(shape)}; allowed is one dimension of integers"
+        )
+    if shape[0] < 0 or size != offset + shape[0] * dtype.itemsize:
+        raise DataError(
+            f"{path}: declares {shape[0]} tokens of {dtype}, but {size - offset} bytes follow its "
+            "header; the file is truncated or damaged, write it again"
+        )
+    return TokenFile(path=path, dtype=dtype.str, num_tokens=shape[0], offset_bytes=offset)
+
+
+def _npy_header(handle: BinaryIO) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+    version = np.lib.format.read_magic(handle)
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(handle)
+    elif version == (2, 0):
+        shape, _, dtype = np.lib.format.read_array_header_2_0(handle)
+    else:
+        raise ValueError(f"version {version} is unknown")
+    return shape, dtype
+
+
+def _require_vocab_size(vocab_size: int | None, parts: Sequence[_Part], whole: bool) -> int:
+    if vocab_size is None:
+        largest = max(_largest_id(part.tokens, whole=whole) for part in parts)
+        seen = "all" if whole else "sampled"
+        raise DataError(
+            f"data.vocab_size is not set and token files do not say it; the largest id in {seen} "
+            f"tokens is {largest}, so at least {largest + 1}"
+        )
+    return vocab_size
+
+
+def _check_end_token(end_token: int | None, vocab_size: int) -> None:
+    if end_token is not None and not 0 <= end_token < vocab_size:
+        raise DataError(
+            f"data.end_token={end_token} is not in 0..{vocab_size - 1} (data.vocab_size)"
+        )
+
+
+def _largest_id(tokens: TokenFile, *, whole: bool) -> int:
+    blocks = spread(tokens.num_tokens, block=_SCAN_BLOCK, whole=whole)
+    return max((int(tokens.read(start, stop).max()) for start, stop in blocks), default=0)
+
+
+def _scan(tokens: TokenFile, *, vocab_size: int, whole: bool) -> None:
+    for start, stop in spread(tokens.num_tokens, block=_SCAN_BLOCK, whole=whole):
+        found = tokens.read(start, stop)
+        bad = first_outside(found, vocab_size)
+        if bad is not None:
+            raise outside(f"{tokens.path}: token {start + bad}", int(found[bad]), vocab_size)
+
+
+def _fingerprint(parts: Sequence[_Part]) -> str:
+    files = [(path.name, path) for part in parts for path in part.files]
+    layout = [[part.tokens.dtype, part.tokens.num_tokens] for part in parts]
+    return digest([fingerprint_files(files), layout])
+
+
+def _boundaries(parts: Sequence[_Part], stream: TokenStream) -> npt.NDArray[np.int64] | None:
+    """Document starts the formats know. A document ends where its file ends, too."""
+    known = [
+        np.append(part.document_starts, part.tokens.num_tokens) + start
+        for part, start in zip(parts, stream.starts[:-1], strict=True)
+        if part.document_starts is not None
+    ]
+    return np.unique(np.concatenate(known)) if known else None
+
+
+def _marking_token(parts: Sequence[_Part], end_token: int | None) -> int | None:
+    """The end token, where a file has no boundaries of its own."""
+    without = [part.tokens.path for part in parts if part.document_starts is None]
+    if not without:
+        return None
+    if end_token is None:
+        raise DataError(
+            f"data.end_token is not set, and {without[0]} does not say where its documents end; "
+            "set data.end_token to the id that ends one, or data.isolate_documents=false"
+        )
+    return end_token

@@ -1,0 +1,1 @@
+"""One optimizer step: forward, backward, reduction, gated update."""

@@ -1,0 +1,133 @@
+"""What every engine offers, and the values it takes and gives.
+
+An engine owns parameters, gradients and optimizer state. It decides nothing: the gate comes
+in as a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Batch(Protocol):
+    """Tensors of one micro-batch on the engine's device; see ``runner.data.feed``."""
+
+    @property
+    def tokens(self) -> torch.Tensor: ...
+    @property
+    def targets(self) -> torch.Tensor: ...
+    @property
+    def segments(self) -> torch.Tensor | None: ...
+
+
+class Disturbance(Protocol):
+    """What a fault does to a micro-batch; see ``runner.fault.inject``."""
+
+    @property
+    def activation_scale(self) -> tuple[float, ...] | None: ...
+    @property
+    def loss_scale(self) -> tuple[float, ...] | None: ...
+    @property
+    def nan_grad(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One micro-batch to compute. ``seed`` drives dropout, so that a replay repeats it."""
+
+    batch: Batch
+    seed: int
+    disturbance: Disturbance | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSums:
+    """This rank's part of a step, FP64 scalars on the device.
+
+    ``loss`` is summed cross-entropy in nats, ``grad_square`` the squared norm of this rank's
+    share of the reduced gradient such that the sum over ranks is the global one (of the
+    gradient summed, not averaged, over tokens), ``nonfinite`` 1.0 when this rank's own loss
+    or backward pass met NaN or Inf.
+    """
+
+    loss: torch.Tensor
+    grad_square: torch.Tensor
+    nonfinite: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspects:
+    """Per-sequence numbers of the last step on this rank, micro-batch by micro-batch.
+
+    ``losses`` are summed nats, ``gradient_norms`` norms of the gradient at the embedding's
+    output. Both FP32, [sequences of this rank].
+    """
+
+    losses: list[float]
+    gradient_norms: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A live view of this rank's part of one tensor of the state.
+
+    ``name`` is "param/...", "exp_avg/..." or "exp_avg_sq/..."; ``local`` FP32 1-D, elements
+    ``[start, start + len(local))`` of the flattened tensor of ``shape``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    local: torch.Tensor
+
+
+class Engine(Protocol):
+    """One way to lay a model over ranks. All methods but the views are collective."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """(index, count) of the copies of this rank's shards; (0, 1) when there is one."""
+        ...
+
+    def accumulate(self, works: Sequence[Work]) -> LocalSums:
+        """Forward and backward of all micro-batches; gradients are left reduced (summed)."""
+        ...
+
+    def apply(self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float) -> None:
+        """One optimizer step on gradients divided by ``grad_scale``, unless ``skip`` is 1.
+
+        Both FP32 scalars on the device. A skipped step leaves parameters, moments and
+        update counts bit-identical. Gradients are gone afterwards either way.
+        """
+        ...
+
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+        """This rank's summed cross-entropy (FP64 scalar) and number of counted tokens."""
+        ...
+
+    def suspects(self) -> Suspects:
+        """Per-sequence numbers of the last :meth:`accumulate`. Waits for the device."""
+        ...
+
+    def shards(self) -> list[Shard]:
+        """Views of the whole state, in a fixed order of names."""
+        ...
+
+    def full(self, name: str) -> torch.Tensor:
+        """The whole tensor called ``name``, FP32 on the CPU, on every rank."""
+        ...
+
+    def update_counts(self) -> dict[str, int]:
+        """Applied updates by parameter name."""
+        ...
+
+    def finish_load(self, update_counts: Mapping[str, int]) -> None:
+        """Called after the shards were overwritten: set counts, refresh what derives."""
+        ...

@@ -1,0 +1,64 @@
+"""The exceptions that end a run on purpose, and the exit codes they end it with.
+
+    RunnerError
+    ├── ConfigError          2   a setting or an input file that the user can mend
+    │   └── DataError        2   the corpus cannot be trained on as it is
+    ├── Halted               3   the guard gave up; starting again would not help
+    ├── CheckpointError      4   no checkpoint can be loaded
+    │   └── CorruptCheckpoint     one checkpoint failed its digest or is torn
+    ├── Preempted           75   asked to stop; saved; start me again
+    └── RankError            1   one rank failed and every rank was told so
+
+Any other exception is a crash: exit code 1, start the job again.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_CRASH = 1
+EXIT_CONFIG = 2
+EXIT_HALTED = 3
+EXIT_NO_CHECKPOINT = 4
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL; Slurm's RequeueExit can name it
+
+
+class RunnerError(Exception):
+    """Base of every error this project raises on purpose."""
+
+    exit_code = EXIT_CRASH
+
+
+class ConfigError(RunnerError):
+    """A setting the user can mend. The message names key, value seen, what is allowed."""
+
+    exit_code = EXIT_CONFIG
+
+
+class DataError(ConfigError):
+    """The corpus cannot be trained on. The message names the file and what to do."""
+
+
+class Halted(RunnerError):
+    """The guard's budget is spent; restarting would repeat the trouble."""
+
+    exit_code = EXIT_HALTED
+
+
+class CheckpointError(RunnerError):
+    """No checkpoint can be loaded, or one does not fit the model."""
+
+    exit_code = EXIT_NO_CHECKPOINT
+
+
+class CorruptCheckpoint(CheckpointError):
+    """One checkpoint is damaged: the message names the file. An older one may do."""
+
+
+class Preempted(RunnerError):
+    """A stop was requested and the state is saved."""
+
+    exit_code = EXIT_PREEMPTED
+
+
+class RankError(RunnerError):
+    """At least one rank failed locally; raised alike on all ranks."""

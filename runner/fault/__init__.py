@@ -1,0 +1,1 @@
+"""Faults on purpose: for drills, tests, the README, and the curious."""

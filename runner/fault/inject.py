@@ -1,0 +1,123 @@
+"""Makes the faults of :mod:`runner.fault.spec` happen to a real run.
+
+A fault bound to a step leaves a marker file before it acts, because several of them end the
+process: without it a restart would die at the same step for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.fault.spec import Fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """What to do to one micro-batch. Scales are per sequence, 1.0 for untouched ones."""
+
+    activation_scale: tuple[float, ...] | None = None
+    loss_scale: tuple[float, ...] | None = None
+    nan_grad: bool = False
+
+
+class FaultInjector:
+    """All faults of one rank. ``markers`` is a directory shared by restarts."""
+
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        *,
+        rank: int,
+        markers: Path,
+        newest_checkpoint: Callable[[], Path | None],
+    ) -> None:
+        self._faults = faults
+        self._rank = rank
+        self._markers = markers
+        self._newest_checkpoint = newest_checkpoint
+        self._step_faults: set[str] = set()
+
+    def before_step(self, step: int) -> None:
+        """Sleep, hang, die or damage a file, when one of the faults says so."""
+        self._step_faults = set()
+        for fault in self._faults:
+            if not fault.is_due(step, self._rank):
+                continue
+            if fault.kind == "slow":
+                time.sleep(fault.seconds)
+            elif self._fires_first_time(fault):
+                self._act(fault)
+
+    def _act(self, fault: Fault) -> None:
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.kind == "hang":
+            while True:
+                time.sleep(60)
+        elif fault.kind == "corrupt_checkpoint":
+            if self._rank == 0:
+                _flip_byte(self._newest_checkpoint())
+        else:
+            self._step_faults.add(fault.kind)
+
+    def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:
+        """What happens to the micro-batch of these stream positions (None: padding)."""
+        if not self._faults:
+            return None
+        nan_loss = "nan_loss" in self._step_faults
+        nan_grad = "nan_grad" in self._step_faults
+        # One micro-batch is enough; the marker kinds are consumed by the first.
+        self._step_faults -= {"nan_loss", "nan_grad"}
+        activation = tuple(math.nan if self._hit("poison", p) else 1.0 for p in positions)
+        loss = tuple(math.nan if nan_loss else self._spike(p) for p in positions)
+        if not nan_grad and all(a == 1.0 for a in activation) and all(s == 1.0 for s in loss):
+            return None
+        return Disturbance(activation_scale=activation, loss_scale=loss, nan_grad=nan_grad)
+
+    def claims_other_identity(self) -> bool:
+        """Whether this rank's fingerprint is to be wrong in this step."""
+        return "mismatch" in self._step_faults
+
+    def _hit(self, kind: str, position: int | None) -> Fault | None:
+        for fault in self._faults:
+            first, stop = fault.samples
+            if fault.kind == kind and position is not None and first <= position < stop:
+                return fault
+        return None
+
+    def _spike(self, position: int | None) -> float:
+        fault = self._hit("spike", position)
+        return fault.scale if fault else 1.0
+
+    def _fires_first_time(self, fault: Fault) -> bool:
+        name = hashlib.sha256(fault.text.encode()).hexdigest()[:16]
+        marker = self._markers / f"{fault.kind}-{name}-rank{self._rank}"
+        self._markers.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        os.fsync(descriptor)
+        os.close(descriptor)
+        return True
+
+
+def _flip_byte(checkpoint: Path | None) -> None:
+    """Flip the middle byte of the first shard file."""
+    shards = sorted(checkpoint.glob("*.bin")) if checkpoint else []
+    if not shards:
+        return
+    with shards[0].open("r+b") as file:
+        file.seek(shards[0].stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0x10]))
+        file.flush()
+        os.fsync(file.fileno())

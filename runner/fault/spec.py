@@ -1,0 +1,125 @@
+"""Reads ``faults=[...]``. Pure: a fault here is a value, :mod:`runner.fault.inject` does it.
+
+    nan_grad@step=20,rank=1          NaN in the backward pass of one rank
+    nan_loss@step=20,rank=1          NaN in the loss of one rank
+    poison@samples=400-431           these stream positions always give NaN activations
+    spike@samples=400-431,scale=50   these weigh 50 times: a finite, wild loss and gradient
+    kill@step=30,rank=0              SIGKILL
+    hang@step=30,rank=1              the rank stops moving
+    mismatch@step=30,rank=1          the rank claims to be somewhere else
+    slow@step=30-60,rank=1,seconds=0.2
+    corrupt_checkpoint@step=40       one byte of the newest checkpoint is flipped
+
+Ranges are inclusive. Without ``rank`` every rank is meant. A fault bound to one step fires
+once per run, also across restarts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runner.error import ConfigError
+
+_REQUIRED = {
+    "nan_grad": {"step"},
+    "nan_loss": {"step"},
+    "poison": {"samples"},
+    "spike": {"samples"},
+    "kill": {"step"},
+    "hang": {"step"},
+    "mismatch": {"step"},
+    "slow": {"step", "seconds"},
+    "corrupt_checkpoint": {"step"},
+}
+_OPTIONAL = {
+    "spike": {"scale"},
+    "poison": set[str](),
+    "corrupt_checkpoint": set[str](),
+}
+_RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?")
+_DEFAULT_SCALE = 50.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """``steps`` and ``samples`` are half-open; ``rank`` None means every rank."""
+
+    text: str
+    kind: str
+    steps: tuple[int, int] = (0, 0)
+    samples: tuple[int, int] = (0, 0)
+    rank: int | None = None
+    scale: float = _DEFAULT_SCALE
+    seconds: float = 0.0
+
+    def is_due(self, step: int, rank: int) -> bool:
+        """Whether it is bound to this step on this rank."""
+        return self.steps[0] <= step < self.steps[1] and self.rank in (None, rank)
+
+
+def parse_faults(texts: Sequence[str]) -> tuple[Fault, ...]:
+    """Parse every element of ``faults``.
+
+    Raises:
+        ConfigError: naming the element, what is wrong with it and what is allowed.
+    """
+    return tuple(_parse(text) for text in texts)
+
+
+def _parse(text: str) -> Fault:
+    kind, at, rest = text.partition("@")
+    if kind not in _REQUIRED or not at:
+        raise _refusal(text, f"a fault is KIND@key=value,...; kinds: {', '.join(_REQUIRED)}")
+    given = dict(_pair(text, part) for part in rest.split(",") if part)
+    allowed = _REQUIRED[kind] | _OPTIONAL.get(kind, {"rank"})
+    if missing := _REQUIRED[kind] - given.keys():
+        raise _refusal(text, f"{kind} needs {', '.join(sorted(missing))}")
+    if unknown := given.keys() - allowed:
+        raise _refusal(
+            text,
+            f"{kind} knows no {', '.join(sorted(unknown))}; it takes {', '.join(sorted(allowed))}",
+        )
+    return Fault(
+        text=text,
+        kind=kind,
+        steps=_range(text, given, "step"),
+        samples=_range(text, given, "samples"),
+        rank=int(_number(text, given, "rank")) if "rank" in given else None,
+        scale=_number(text, given, "scale") if "scale" in given else _DEFAULT_SCALE,
+        seconds=_number(text, given, "seconds") if "seconds" in given else 0.0,
+    )
+
+
+def _refusal(text: str, why: str) -> ConfigError:
+    return ConfigError(f"faults: {text!r}: {why}")
+
+
+def _pair(text: str, part: str) -> tuple[str, str]:
+    name, equals, value = part.partition("=")
+    if not equals:
+        raise _refusal(text, f"{part!r} is not key=value")
+    return name.strip(), value.strip()
+
+
+def _range(text: str, given: dict[str, str], name: str) -> tuple[int, int]:
+    if name not in given:
+        return (0, 0)
+    match = _RANGE.fullmatch(given[name])
+    if match is None:
+        raise _refusal(text, f"{name}={given[name]} is no whole number or FIRST-LAST")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last < first:
+        raise _refusal(text, f"{name}={given[name]} runs backwards")
+    return first, last + 1
+
+
+def _number(text: str, given: dict[str, str], name: str) -> float:
+    try:
+        value = float(given[name])
+    except ValueError:
+        value = float("nan")
+    if not 0 <= value < 1e9 or (name == "rank" and value != int(value)):
+        raise _refusal(text, f"{name}={given[name]} is not a number of 0 or more")
+    return value

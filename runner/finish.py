@@ -1,0 +1,97 @@
+"""The end of a command: ``summary.json`` and the table a person reads."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from runner.checkpoint.digest import state_digest
+from runner.checkpoint.files import write_json
+from runner.engine.protocol import Engine
+from runner.observe.console import Console, duration
+from runner.observe.journal import Journal
+from runner.observe.lines import read_lines
+from runner.observe.summary import Summary, goodput
+from runner.rundir import RunDir
+from runner.state import TrainState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How the loop ended; ``status`` is done, halted, preempted or failed."""
+
+    status: str
+    exit_code: int
+    reason: str
+
+
+def collect_digest(engine: Engine, *, is_first: bool) -> str | None:
+    """The state digest, on rank 0. Collective: every rank hands over its shards."""
+    counts = engine.update_counts()
+    whole = ((name, engine.full(name)) for name in sorted(s.name for s in engine.shards()))
+    if is_first:
+        return state_digest(whole, counts)
+    for _ in whole:
+        pass
+    return None
+
+
+def sum_up(
+    end: End,
+    *,
+    digest: str | None,
+    state: TrainState,
+    journal: Journal,
+    batch: int,
+    world_size: int,
+    run_dir: RunDir,
+    console: Console,
+) -> None:
+    """Write the summary and show it; on rank 0 only.
+
+    Args:
+        batch: samples per step.
+    """
+    lines, _ = read_lines(run_dir.metrics)
+    wall = time.time() - journal.began
+    evaluated = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
+    history = journal.history
+    summary = Summary(
+        status=end.status,
+        exit_code=end.exit_code,
+        reason=end.reason,
+        steps=state.updates,
+        cursor=state.cursor,
+        final_loss=state.last_loss,
+        eval_loss=evaluated[-1] if evaluated else None,
+        state_digest=digest,
+        discarded_steps=history.num_discarded,
+        rollbacks=len(history.rollbacks),
+        skipped=tuple(history.ledger),
+        restarts=journal.attempt - 1,
+        samples_used=state.updates * batch,
+        goodput=goodput(lines, wall),
+        world_size=world_size,
+    )
+    write_json(run_dir.summary, summary.to_json())
+    console.table(f"{end.status}: {end.reason}", _rows(summary, wall, run_dir))
+
+
+def _rows(summary: Summary, wall_seconds: float, run_dir: RunDir) -> list[tuple[str, str]]:
+    loss = "-" if summary.final_loss is None else f"{summary.final_loss:.4f} nats/token"
+    held_out = "" if summary.eval_loss is None else f" (held-out {summary.eval_loss:.4f})"
+    skipped = ", ".join(f"{start}-{stop - 1}" for start, stop in summary.skipped)
+    return [
+        ("steps", f"{summary.steps} ({summary.samples_used:,} samples)"),
+        ("loss", loss + held_out),
+        ("discarded steps", str(summary.discarded_steps)),
+        ("rollbacks", str(summary.rollbacks)),
+        ("samples skipped", skipped or "none"),
+        ("restarts", str(summary.restarts)),
+        ("wall time", f"{duration(wall_seconds)}, goodput {summary.goodput:.0%}"),
+        ("state digest", (summary.state_digest or "-")[:16]),
+        ("summary", str(run_dir.summary)),
+        ("metrics", str(run_dir.metrics)),
+        ("journal", str(run_dir.journal)),
+        ("checkpoints", str(run_dir.ring)),
+    ]

@@ -1,0 +1,202 @@
+"""The story of a run: read a batch, step, agree, judge, decide, act, checkpoint, stop.
+
+Knows policy and protocols by name; how things are done stands elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runner.checkpoint.ring import Moment, Ring
+from runner.data.cursor import SampleStream
+from runner.error import Halted, Preempted
+from runner.observe.journal import Journal
+from runner.policy.history import Incident, discarded_signals
+from runner.policy.remedy import Action, Apply, Discard, Halt, Rebaseline, RemedyRules, decide
+from runner.policy.schedule import Schedule, cut_factor
+from runner.policy.signals import StepSignals
+from runner.policy.verdict import Kind, Verdict
+from runner.recover import Recovery, Scene
+from runner.report import Reporter
+from runner.state import TrainState
+from runner.step import Stepper
+from runner.stop import StopRequest
+
+# A level above what an untrained model reaches, by more than noise, is no data mix.
+_UNTRAINED_MARGIN = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intervals:
+    """In applied updates; 0 means never."""
+
+    steps: int
+    checkpoint: int
+    evaluate: int
+
+
+class Loop:
+    """One run on one rank, from its first or restored state to its end."""
+
+    def __init__(
+        self,
+        *,
+        state: TrainState,
+        stepper: Stepper,
+        stream: SampleStream,
+        ring: Ring,
+        journal: Journal,
+        recovery: Recovery,
+        reporter: Reporter,
+        schedule: Schedule,
+        rules: RemedyRules,
+        intervals: Intervals,
+        evaluate: Callable[[], float | None],
+        stop: StopRequest,
+        known_discards: list[Incident],
+    ) -> None:
+        self._state = state
+        self._stepper = stepper
+        self._stream = stream
+        self._ring = ring
+        self._journal = journal
+        self._recovery = recovery
+        self._reporter = reporter
+        self._schedule = schedule
+        self._rules = rules
+        self._intervals = intervals
+        self._evaluate = evaluate
+        self._stop = stop
+        self._known_discards = deque(known_discards)
+
+    def run(self) -> None:
+        """Train to the last update.
+
+        Raises:
+            Halted: the guard's budget is spent.
+            Preempted: a rank was asked to stop; the state is saved.
+            CheckpointError: nothing to go back to can be loaded, or nothing can be saved.
+            RankError: one rank failed; all raise it.
+        """
+        if not self._ring.records:
+            self._save()
+            self._ring.drain()
+        while self._state.updates < self._intervals.steps:
+            plan = self._stream.plan(self._state.cursor, self._journal.history.ledger)
+            if self._repeat_known_discard(before=plan.start):
+                continue
+            outcome = self._stepper.attempt(
+                plan,
+                step=self._state.updates + 1,
+                ledger=self._journal.history.ledger,
+                limits=self._state.baseline.limits,
+                learning_rate=self._learning_rate(),
+                stop=self._stop.is_set,
+                work_done=self._ring.tell(),
+                decisions=self._decisions(),
+            )
+            self._ring.settle(outcome.num_done, outcome.num_failed)
+            self._judge_and_act(Scene(signals=outcome.signals, plan=plan, outcome=outcome))
+            if outcome.stop_requested:
+                self._save_and_leave()
+        self._save_last()
+
+    def _judge_and_act(self, scene: Scene) -> None:
+        signals = scene.signals
+        verdict = self._state.baseline.judge(signals)
+        action = self._decide(verdict, signals)
+        if isinstance(action, Apply):
+            self._advance(scene, verdict, action)
+            return
+        self._state.baseline.refuse()
+        if isinstance(action, Discard):
+            self._recovery.discard(self._state, scene, verdict, action)
+        elif isinstance(action, Rebaseline):
+            self._recovery.rebaseline(self._state, scene, verdict, action)
+        elif isinstance(action, Halt):
+            self._recovery.halt(scene, verdict, action)
+            raise Halted(action.reason)
+        else:
+            self._known_discards.clear()
+            self._recovery.roll_back(self._state, scene, verdict, action)
+
+    def _decide(self, verdict: Verdict, signals: StepSignals) -> Action:
+        trouble = self._state.trouble
+        trouble.note(signals, is_bad=verdict.kind in (Kind.non_finite, Kind.spike))
+        return decide(
+            verdict,
+            signals,
+            trouble,
+            self._journal.history,
+            self._ring.records,
+            self._rules,
+            untrained_loss=self._state.baseline.first_loss * _UNTRAINED_MARGIN,
+        )
+
+    def _advance(self, scene: Scene, verdict: Verdict, action: Apply) -> None:
+        """The update was applied: move on, evaluate, prove and save checkpoints."""
+        state, signals = self._state, scene.signals
+        learning_rate = self._learning_rate()
+        state.baseline.accept(signals)
+        state.updates += 1
+        state.cursor = signals.stop
+        state.last_loss = signals.loss
+        eval_loss = self._evaluate() if self._is_due(self._intervals.evaluate) else None
+        self._reporter.step(
+            scene, verdict, "apply", learning_rate=learning_rate, state=state, eval_loss=eval_loss
+        )
+        self._ring.after_step(state.updates, state.baseline.clean_streak)
+        if self._is_due(self._intervals.checkpoint):
+            self._save()
+
+    def _repeat_known_discard(self, *, before: int) -> bool:
+        """Judge a step again that was discarded before a restart; nothing is computed.
+
+        So the guard's memory after a restart is what it would have been without one.
+        """
+        if not self._known_discards or _start(self._known_discards[0]) >= before:
+            return False
+        incident = self._known_discards.popleft()
+        self._judge_and_act(Scene(signals=discarded_signals(incident), known=incident))
+        return True
+
+    def _learning_rate(self) -> float:
+        updates = self._state.updates
+        return self._schedule.rate(updates) * cut_factor(updates, self._journal.history.cuts)
+
+    def _decisions(self) -> str:
+        history = self._journal.history
+        last = history.rollbacks[-1].serial if history.rollbacks else 0
+        return f"{history.num_discarded} discards, {len(history.rollbacks)} rollbacks, last {last}"
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self._state.updates % every == 0
+
+    def _save(self) -> None:
+        self._ring.save(
+            Moment(
+                step=self._state.updates,
+                cursor=self._state.cursor,
+                train_state=self._state.to_json(),
+                metrics_bytes=self._reporter.metrics_bytes(),
+                journal_lines=self._journal.num_lines,
+            )
+        )
+
+    def _save_last(self) -> None:
+        self._ring.drain()
+        newest = self._ring.records[-1] if self._ring.records else None
+        if newest is None or newest.step != self._state.updates:
+            self._save()
+            self._ring.drain()
+
+    def _save_and_leave(self) -> None:
+        self._save_last()
+        raise Preempted(f"asked to stop; saved at step {self._state.updates}")
+
+
+def _start(incident: Incident) -> int:
+    assert incident.samples is not None
+    return incident.samples[0]

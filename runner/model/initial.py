@@ -1,0 +1,114 @@
+"""Initial weights: the same bytes on any world size, engine and device.
+
+Owns the rule per parameter and the numbers. Must not know how parameters are sharded: the
+caller asks for the flat range it holds.
+
+The numbers come from torch's CPU generator, whose normals are equal on AVX2 and AVX-512 but may
+differ in the last bit on other CPUs (ARM) or in other torch releases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from runner.model.decoder import Decoder, DecoderShape
+
+BLOCK_ELEMENTS = 2**18
+
+_RESIDUAL_OUTPUTS = ("attention.output.weight", "ffn.down.weight")
+_NORMS = ("norm", "attention_norm", "ffn_norm", "query_norm", "key_norm")
+_MATRICES = ("embedding", "head", "query", "key", "value", "gate", "up")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How a parameter begins: all ones, or normal with mean 0 and deviation ``std``."""
+
+    std: float
+    ones: bool = False
+
+
+def initial_rule(name: str, shape: DecoderShape) -> Rule:
+    """The rule for the :class:`Decoder` parameter ``name``.
+
+    What writes into the residual stream has ``init_std / sqrt(2 * layers)``, so the stream's
+    variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Raises ValueError
+    for a name that is none of the decoder's.
+    """
+    if name.endswith(_RESIDUAL_OUTPUTS):
+        return Rule(std=shape.init_std / math.sqrt(2 * shape.layers))
+    owner, _, kind = name.rpartition(".")
+    part = owner.rpartition(".")[2]
+    if kind == "weight" and part in _NORMS:
+        return Rule(std=0.0, ones=True)
+    if kind == "weight" and part in _MATRICES:
+        return Rule(std=shape.init_std)
+    raise ValueError(f"no initial weights are laid down for a parameter called {name!r}")
+
+
+def initial_range(
+    *,
+    name: str,
+    shape: tuple[int, ...],
+    std: float,
+    ones: bool,
+    seed: int,
+    start: int,
+    count: int,
+) -> Tensor:
+    """Elements ``[start, start + count)`` of the flattened parameter: FP32 ``[count]`` on the CPU.
+
+    ``shape`` is the whole parameter's. Any partition of the flat range gives the same bytes;
+    only the blocks touched are generated. Raises ValueError when the range leaves the parameter.
+    """
+    stop = start + count
+    if start < 0 or count < 0 or stop > math.prod(shape):
+        raise ValueError(f"[{start}, {stop}) leaves {name}, which has {math.prod(shape)} elements")
+    if ones:
+        return torch.ones(count, dtype=torch.float32, device="cpu")
+    values = torch.empty(count, dtype=torch.float32, device="cpu")
+    first_seed = _first_block_seed(name, seed)
+    for block in range(start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)):
+        origin = block * BLOCK_ELEMENTS
+        low, high = max(start, origin), min(stop, origin + BLOCK_ELEMENTS)
+        normal = _normal_block(first_seed + block)
+        values[low - start : high - start] = normal[low - origin : high - origin]
+    return values.mul_(std)
+
+
+def set_initial_weights(decoder: Decoder, *, seed: int) -> None:
+    """Write every initial weight of an unsharded decoder, in its own dtype, on its device."""
+    for name, parameter in decoder.named_parameters():
+        rule = initial_rule(name, decoder.shape)
+        values = initial_range(
+            name=name,
+            shape=tuple(parameter.shape),
+            std=rule.std,
+            ones=rule.ones,
+            seed=seed,
+            start=0,
+            count=parameter.numel(),
+        )
+        with torch.no_grad():
+            parameter.copy_(values.view(parameter.shape))
+
+
+def _first_block_seed(name: str, seed: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
+
+def _normal_block(seed: int) -> Tensor:
+    # HAZARD: torch's CPU generator keeps the low 32 bits of its seed. A digest per block would
+    # make two of the 30,000 blocks of an 8 B model equal in one run of ten; consecutive seeds
+    # within a parameter cannot meet there, and hardly ever across parameters.
+    # Always the whole block: the values depend on how many are asked for.
+    generator = torch.Generator(device="cpu").manual_seed(seed % 2**32)
+    return torch.empty(BLOCK_ELEMENTS, dtype=torch.float32, device="cpu").normal_(
+        generator=generator
+    )

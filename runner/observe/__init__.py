@@ -1,0 +1,1 @@
+"""What a run says about itself: journal, metrics, trackers, the live line, the summary."""

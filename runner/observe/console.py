@@ -1,0 +1,123 @@
+"""What a person sees: one live line on a terminal, plain lines elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from runner.policy.history import Incident
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The live line's numbers. ``loss`` is nats per token."""
+
+    step: int
+    total: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_second: float
+    mfu: float | None
+    eta_seconds: float
+    num_clean: int
+    num_discarded: int
+    num_rollbacks: int
+    eval_loss: float | None = None
+
+    def text(self) -> str:
+        parts = [
+            f"step {self.step}/{self.total}",
+            f"loss {self.loss:.4f}",
+            f"grad {self.grad_norm:.3f}",
+            f"lr {self.lr:.2e}",
+            f"{self.tokens_per_second:,.0f} tok/s",
+            *([f"MFU {self.mfu:.1%}"] if self.mfu is not None else []),
+            f"ETA {duration(self.eta_seconds)}",
+            f"clean {self.num_clean}",
+            f"discarded {self.num_discarded}",
+            f"rollbacks {self.num_rollbacks}",
+            *([f"held-out {self.eval_loss:.4f}"] if self.eval_loss is not None else []),
+        ]
+        return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """4s, 3m07s, 2h05m."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+class Console:
+    """Rank 0's output; silent on the others.
+
+    Args:
+        every: steps between plain lines when the output is no terminal.
+    """
+
+    def __init__(self, *, silent: bool, every: int) -> None:
+        self._silent = silent
+        self._every = every
+        self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        if not self._silent:
+            self._rich.print(Text(text))
+
+    def incident(self, incident: Incident) -> None:
+        """An incident in one line that stays."""
+        span = incident.samples
+        parts = [
+            f"! step {incident.step} {incident.kind}",
+            *([f"rank {','.join(map(str, incident.ranks))}"] if incident.ranks else []),
+            *([f"samples {span[0]}-{span[1] - 1}"] if span else []),
+            *([f"({'; '.join(incident.sample_ids[:2])})"] if incident.sample_ids else []),
+        ]
+        self.say(f"{' '.join(parts)}: {incident.reason} -> {incident.decision}")
+
+    def progress(self, progress: Progress, *, stays: bool = False) -> None:
+        """Update the live line; ``stays`` also keeps it as a plain line."""
+        if self._silent:
+            return
+        if self._rich.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self._rich, auto_refresh=False, transient=True)
+                self._live.start()
+            self._live.update(Text(progress.text()), refresh=True)
+        if (stays and self._rich.is_terminal) or (
+            not self._rich.is_terminal and self._is_due(progress)
+        ):
+            self._rich.print(Text(progress.text()))
+            sys.stdout.flush()
+
+    def _is_due(self, progress: Progress) -> bool:
+        first, last = progress.step == 1, progress.step == progress.total
+        return first or last or progress.step % self._every == 0 or progress.eval_loss is not None
+
+    def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """Two columns, at the end."""
+        self.close()
+        if self._silent:
+            return
+        table = Table(title=title, show_header=False, title_justify="left")
+        for name, value in rows:
+            table.add_row(name, value)
+        self._rich.print(table)
+
+    def close(self) -> None:
+        """Take the live line away."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

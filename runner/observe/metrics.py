@@ -1,0 +1,63 @@
+"""``metrics.jsonl``: a line an attempted step.
+
+After a crash the file is cut back to where the loaded checkpoint was saved, and the steps
+done again write the same lines again. After a rollback nothing is cut: for each step the
+last line with action ``apply`` is the one that counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.observe.lines import LineFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsLine:
+    """``cursor`` is the next sample position after the step, ``samples`` what it read.
+
+    ``loss`` in nats per token and ``grad_norm`` (before clipping) are None when not finite.
+    """
+
+    step: int
+    cursor: int
+    samples: tuple[int, int]
+    loss: float | None
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    data_wait_seconds: float
+    verdict: str
+    action: str
+    eval_loss: float | None = None
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no NaN; null says it."""
+    return value if math.isfinite(value) else None
+
+
+class Metrics:
+    """Rank 0 writes, the others' calls do nothing (``path`` None)."""
+
+    def __init__(self, path: Path | None, *, length: int) -> None:
+        self._file = LineFile(path, length=length) if path is not None else None
+
+    def write(self, line: MetricsLine) -> None:
+        if self._file is not None:
+            values: dict[str, Any] = asdict(line)
+            self._file.append(values, durably=False)
+
+    def sync(self) -> int:
+        """Length in bytes, all of it durable; 0 on other ranks."""
+        return self._file.sync() if self._file is not None else 0
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+            self._file.close()

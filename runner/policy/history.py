@@ -1,0 +1,167 @@
+"""What is never rolled back: the run's incidents and what follows from them.
+
+:class:`History` is a fold over the journal's entries: the skip ledger, the rollbacks, the rate
+cuts, the number of attempts. Every rank holds the same one; rank 0's copy is on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from runner.policy.ledger import Ledger
+from runner.policy.schedule import RateCut
+from runner.policy.signals import StepSignals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One journal line.
+
+    ``samples`` is the half-open span of stream positions concerned, ``sample_ids`` names the
+    suspects in the data set's own words, ``detail`` holds what the kind needs to be replayed.
+    """
+
+    kind: str
+    step: int
+    decision: str
+    reason: str
+    ranks: tuple[int, ...] = ()
+    samples: tuple[int, int] | None = None
+    sample_ids: tuple[str, ...] = ()
+    cost_steps: int = 0
+    cost_seconds: float = 0.0
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Incident:
+        """Inverse of :meth:`to_json`; other keys (time, seq, attempt) are left out.
+
+        Raises:
+            KeyError, TypeError: the line is no incident.
+        """
+        samples = line["samples"]
+        return cls(
+            kind=str(line["kind"]),
+            step=int(line["step"]),
+            decision=str(line["decision"]),
+            reason=str(line["reason"]),
+            ranks=tuple(int(rank) for rank in line["ranks"]),
+            samples=None if samples is None else (int(samples[0]), int(samples[1])),
+            sample_ids=tuple(str(name) for name in line["sample_ids"]),
+            cost_steps=int(line["cost_steps"]),
+            cost_seconds=float(line["cost_seconds"]),
+            detail=dict(line["detail"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackRecord:
+    """A rollback that happened: where trouble began, where the run went back to."""
+
+    onset_step: int
+    to_step: int
+    serial: int
+    next_serial: int
+    skip: tuple[int, int]
+    repeat: int
+    metrics_bytes: int
+    seq: int
+
+
+class History:
+    """The fold. ``add`` takes incidents in journal order."""
+
+    def __init__(self, told_to_skip: Iterable[tuple[int, int]] = ()) -> None:
+        self.ledger = Ledger(told_to_skip)
+        self.rollbacks: list[RollbackRecord] = []
+        self.cuts: list[RateCut] = []
+        self.incidents: list[Incident] = []
+        self.num_starts = 0
+        self.num_discarded = 0
+
+    def add(self, incident: Incident) -> None:
+        """Fold one incident in."""
+        seq = len(self.incidents)
+        self.incidents.append(incident)
+        if incident.kind == "start":
+            self.num_starts += 1
+        elif incident.kind == "discard" and incident.samples is not None:
+            self.num_discarded += 1
+            self.ledger.add(*incident.samples)
+        elif incident.kind == "rollback" and incident.samples is not None:
+            self._add_rollback(incident, incident.samples, seq)
+
+    def _add_rollback(self, incident: Incident, skip: tuple[int, int], seq: int) -> None:
+        detail = incident.detail
+        self.ledger.add(*skip)
+        self.rollbacks.append(
+            RollbackRecord(
+                onset_step=detail["onset_step"],
+                to_step=detail["to_step"],
+                serial=detail["serial"],
+                next_serial=detail["next_serial"],
+                skip=skip,
+                repeat=detail["repeat"],
+                metrics_bytes=detail["metrics_bytes"],
+                seq=seq,
+            )
+        )
+        if detail["cut_steps"]:
+            start = detail["to_step"]
+            stop = start + detail["cut_steps"]
+            self.cuts.append(RateCut(start=start, stop=stop, factor=detail["cut_factor"]))
+
+    def abandoned_serials(self) -> set[int]:
+        """Checkpoints that a rollback left behind: never to be used again."""
+        return {
+            serial
+            for rollback in self.rollbacks
+            for serial in range(rollback.serial + 1, rollback.next_serial)
+        }
+
+    def last_rollback_to(self, serial: int) -> RollbackRecord | None:
+        """The newest rollback that went back to this checkpoint."""
+        return next((r for r in reversed(self.rollbacks) if r.serial == serial), None)
+
+    def discards_since(self, seq: int) -> list[Incident]:
+        """Discards journalled at index ``seq`` or later, in order."""
+        return [incident for incident in self.incidents[seq:] if incident.kind == "discard"]
+
+
+def discard_detail(signals: StepSignals, kind: str) -> dict[str, Any]:
+    """What a discard's journal line must hold so that a restart can repeat the judgement."""
+    return {
+        "verdict": kind,
+        "loss": _word(signals.loss),
+        "grad_norm": _word(signals.grad_norm),
+        "tokens": signals.tokens,
+        "nonfinite_ranks": signals.nonfinite_ranks,
+    }
+
+
+def discarded_signals(incident: Incident) -> StepSignals:
+    """The signals of a journalled discard."""
+    assert incident.samples is not None
+    detail = incident.detail
+    return StepSignals(
+        step=incident.step,
+        start=incident.samples[0],
+        stop=incident.samples[1],
+        loss=float(detail["loss"]),
+        grad_norm=float(detail["grad_norm"]),
+        tokens=int(detail["tokens"]),
+        nonfinite_ranks=int(detail["nonfinite_ranks"]),
+        gated=True,
+    )
+
+
+def _word(value: float) -> float | str:
+    """JSON has no NaN and no Infinity; float() reads these words back."""
+    return value if math.isfinite(value) else repr(value)

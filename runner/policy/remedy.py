@@ -1,0 +1,279 @@
+"""The decision ladder: from a verdict and what came before to one action with its reason.
+
+one bad step            discard it
+bad steps persist       back to the newest clean checkpoint before the onset, skip the range
+it comes back           an older checkpoint, a wider range; then a lower rate for a while
+it comes back, level    finite and steady from other weights too: it is the data's new
+                        level; take it as the new baseline
+budget spent            halt: a person must look
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runner.policy.history import History
+from runner.policy.ring import Record, rollback_targets
+from runner.policy.signals import StepSignals
+from runner.policy.verdict import Kind, Verdict
+from runner.policy.window import MAD_TO_SIGMA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemedyRules:
+    """Thresholds of the ladder; ``runner.config.GuardConfig`` documents each.
+
+    ``batch`` is the global batch in samples: margins are configured in steps' worth of it.
+    """
+
+    batch: int
+    persist: int
+    persist_window: int
+    margin: int
+    ahead: int
+    back: int
+    repeat_window: int
+    widen: float
+    cooldown: float
+    cooldown_steps: int
+    level_steps: int
+    level_spread: float
+    max_rollbacks: int
+    budget_window: int
+    max_discards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebaseline:
+    """Take the level of these discarded steps as normal from here on."""
+
+    reason: str
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """Go back to the first usable of ``targets`` (best first) and never read ``skip``."""
+
+    reason: str
+    targets: tuple[Record, ...]
+    skip: tuple[int, int]
+    onset_step: int
+    repeat: int
+    cut_factor: float
+    cut_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    reason: str
+
+
+Action = Apply | Discard | Rebaseline | Rollback | Halt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadStep:
+    step: int
+    start: int
+    stop: int
+    loss: float
+    grad_norm: float
+    finite: bool
+
+
+class Trouble:
+    """The bad steps of the present episode. Rolled back with the weights.
+
+    An episode ends when ``persist_window`` attempted steps in a row were clean.
+    """
+
+    def __init__(self, rules: RemedyRules) -> None:
+        self._recent: deque[bool] = deque(maxlen=rules.persist_window)
+        self.bad: list[BadStep] = []
+        self.in_a_row = 0
+
+    def note(self, signals: StepSignals, *, is_bad: bool) -> None:
+        """Take one attempted step into account."""
+        self._recent.append(is_bad)
+        self.in_a_row = self.in_a_row + 1 if is_bad else 0
+        if is_bad:
+            self.bad.append(_bad_step(signals))
+        elif not any(self._recent):
+            self.bad.clear()
+
+    def settle(self) -> None:
+        """The episode is over by decision: its level is the new normal."""
+        self._recent.clear()
+        self.bad.clear()
+        self.in_a_row = 0
+
+    def num_recent(self) -> int:
+        """Bad steps among the last ``persist_window`` attempted ones."""
+        return sum(self._recent)
+
+    def last_run(self) -> list[BadStep]:
+        """The bad steps in a row up to now."""
+        return self.bad[len(self.bad) - self.in_a_row :]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; bad steps that were not finite hold no numbers."""
+        bad = [asdict(step) | ({} if step.finite else _NO_NUMBERS) for step in self.bad]
+        return {"recent": list(self._recent), "bad": bad, "in_a_row": self.in_a_row}
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_json`."""
+        self._recent.clear()
+        self._recent.extend(state["recent"])
+        self.bad = [BadStep(**step) for step in state["bad"]]
+        self.in_a_row = state["in_a_row"]
+
+
+_NO_NUMBERS = {"loss": 0.0, "grad_norm": 0.0}
+
+
+def _bad_step(signals: StepSignals) -> BadStep:
+    return BadStep(
+        step=signals.step,
+        start=signals.start,
+        stop=signals.stop,
+        loss=signals.loss,
+        grad_norm=signals.grad_norm,
+        finite=signals.is_finite,
+    )
+
+
+def decide(
+    verdict: Verdict,
+    signals: StepSignals,
+    trouble: Trouble,
+    history: History,
+    ring: Sequence[Record],
+    rules: RemedyRules,
+    *,
+    untrained_loss: float,
+) -> Action:
+    """The action for this step. ``trouble`` has already noted it.
+
+    ``untrained_loss`` (nats per token) bounds what may become a new baseline: a level worse
+    than knowing nothing is no data mix.
+    """
+    if verdict.kind is Kind.clean:
+        return Apply(reason=verdict.reason)
+    repeat = _repeats(verdict.onset_step, history, rules)
+    if verdict.kind is not Kind.drift:
+        if trouble.num_recent() < rules.persist:
+            return Discard(reason=verdict.reason)
+        if repeat and _is_level(trouble.last_run(), rules, untrained_loss):
+            return _settle_or_wait(trouble.last_run(), rules)
+        if trouble.in_a_row > rules.max_discards:
+            return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
+    return _go_back(verdict, signals, trouble, history, ring, rules, repeat)
+
+
+def _repeats(onset_step: int, history: History, rules: RemedyRules) -> int:
+    """How often in a row trouble came back soon after a rollback; 0 for the first time."""
+    if not history.rollbacks:
+        return 0
+    last = history.rollbacks[-1]
+    return last.repeat + 1 if onset_step - last.onset_step <= rules.repeat_window else 0
+
+
+def _is_level(run: Sequence[BadStep], rules: RemedyRules, untrained_loss: float) -> bool:
+    if len(run) < 2 or not all(step.finite for step in run):
+        return False
+    losses = [step.loss for step in run]
+    center = statistics.median(losses)
+    spread = MAD_TO_SIGMA * statistics.median(abs(loss - center) for loss in losses)
+    return spread <= rules.level_spread * center and max(losses) <= untrained_loss
+
+
+def _settle_or_wait(run: Sequence[BadStep], rules: RemedyRules) -> Action:
+    center = statistics.median(step.loss for step in run)
+    said = f"{len(run)} bad steps in a row lie level at loss {center:.3f} after a rollback too"
+    if len(run) < rules.level_steps:
+        return Discard(reason=f"{said}; a new baseline at {rules.level_steps}")
+    return Rebaseline(
+        reason=f"{said}: the data's level changed, not the model",
+        losses=tuple(step.loss for step in run),
+        grad_norms=tuple(step.grad_norm for step in run),
+    )
+
+
+def _go_back(
+    verdict: Verdict,
+    signals: StepSignals,
+    trouble: Trouble,
+    history: History,
+    ring: Sequence[Record],
+    rules: RemedyRules,
+    repeat: int,
+) -> Rollback | Halt:
+    spent = [r for r in history.rollbacks if signals.step - r.onset_step < rules.budget_window]
+    if len(spent) >= rules.max_rollbacks:
+        return Halt(
+            reason=f"{len(spent)} rollbacks within {rules.budget_window} steps "
+            f"(guard.max_rollbacks={rules.max_rollbacks}) and trouble again: {verdict.reason}"
+        )
+    onset_step, onset = _onset(verdict, trouble)
+    skip = _skip_range(onset, signals.stop, repeat, rules)
+    targets = rollback_targets(ring, cursor=skip[0], step=max(0, onset_step - rules.back))
+    if not targets:
+        return Halt(
+            reason=f"no clean checkpoint at or before sample position {skip[0]} to go back to: "
+            f"{verdict.reason}"
+        )
+    older_first_choice = min(repeat, len(targets) - 1)
+    cool = rules.cooldown_steps if repeat >= 2 else 0
+    return Rollback(
+        reason=_explain(verdict, trouble, repeat, cool, rules),
+        targets=tuple(targets[older_first_choice:]),
+        skip=skip,
+        onset_step=onset_step,
+        repeat=repeat,
+        cut_factor=rules.cooldown if cool else 1.0,
+        cut_steps=cool,
+    )
+
+
+def _onset(verdict: Verdict, trouble: Trouble) -> tuple[int, int]:
+    if verdict.kind is Kind.drift:
+        return verdict.onset_step, verdict.onset
+    first = trouble.bad[0]
+    return first.step, first.start
+
+
+def _skip_range(onset: int, stop: int, repeat: int, rules: RemedyRules) -> tuple[int, int]:
+    """From the onset less a margin to the end of the trouble seen, wider at each repeat."""
+    ahead = rules.ahead
+    if repeat:
+        ahead = round(max(rules.ahead, rules.persist) * rules.widen**repeat)
+    return max(0, onset - rules.margin * rules.batch), stop + ahead * rules.batch
+
+
+def _explain(verdict: Verdict, trouble: Trouble, repeat: int, cool: int, rules: RemedyRules) -> str:
+    words = [verdict.reason]
+    if verdict.kind is not Kind.drift:
+        words.append(
+            f"{trouble.num_recent()} bad steps among the last {rules.persist_window} attempted"
+        )
+    if repeat:
+        words.append(f"repeat {repeat}: an older checkpoint and a wider range")
+    if cool:
+        words.append(f"learning rate times {rules.cooldown:g} for {cool} updates")
+    return "; ".join(words)

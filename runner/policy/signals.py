@@ -1,0 +1,71 @@
+"""What a step tells: the numbers that every rank agrees on, and how equality is agreed.
+
+A fingerprint that must be equal everywhere is summed, not gathered: each rank contributes
+its lanes and their squares, and all ranks' values are equal exactly when
+``ranks * sum(x^2) == sum(x)^2``. Every rank computes that from the same sums, so no rank
+can disagree about whether there was disagreement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NUM_LANES = 3
+_LANE_BITS = 12  # ranks^2 * 2^24 stays below 2^53 (exact in FP64) up to 23,000 ranks
+
+
+def lanes(identity: str) -> tuple[int, ...]:
+    """36 bits of SHA-256 as three numbers small enough to be summed exactly in FP64."""
+    bits = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
+    mask = (1 << _LANE_BITS) - 1
+    return tuple((bits >> (_LANE_BITS * lane)) & mask for lane in range(NUM_LANES))
+
+
+def all_equal(sums: Sequence[float], sums_of_squares: Sequence[float], ranks: int) -> bool:
+    """Whether the summed lanes came from equal values on all ranks."""
+    return all(
+        ranks * square == total * total for total, square in zip(sums, sums_of_squares, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSignals:
+    """One attempted step, equal on all ranks.
+
+    ``step`` is the number the update gets if it is applied (1 is the first); ``start`` and
+    ``stop`` the half-open span of sample positions it read. ``loss`` is nats per token,
+    ``grad_norm`` the global norm before clipping. ``gated``: the device did not apply it.
+    ``nonfinite_ranks`` counts ranks that saw NaN or Inf in their own numbers.
+    """
+
+    step: int
+    start: int
+    stop: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    nonfinite_ranks: int
+    gated: bool
+
+    @property
+    def is_finite(self) -> bool:
+        return (
+            math.isfinite(self.loss) and math.isfinite(self.grad_norm) and not self.nonfinite_ranks
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The gate's bounds for one step: a finite step at or below both is applied."""
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+
+    def exceeded(self, signals: StepSignals) -> bool:
+        """The gate, on the host: the device computes the same from the same numbers."""
+        return (
+            not signals.is_finite or signals.loss > self.loss or signals.grad_norm > self.grad_norm
+        )

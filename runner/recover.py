@@ -1,0 +1,162 @@
+"""Carries out what the ladder decided, and writes down what it cost.
+
+A discard is journalled before the run moves on; a rollback after the checkpoint to go back to
+has been verified and loaded, which is the moment from which a restart will repeat it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from runner.checkpoint.ring import Ring
+from runner.data.cursor import BatchPlan
+from runner.observe.journal import Journal
+from runner.policy.history import Incident, discard_detail
+from runner.policy.remedy import Discard, Halt, Rebaseline, Rollback
+from runner.policy.signals import StepSignals
+from runner.policy.verdict import Verdict
+from runner.report import Reporter
+from runner.state import TrainState
+from runner.step import Outcome, Stepper, Suspect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """A step to judge: computed just now, or ``known`` from the journal after a restart."""
+
+    signals: StepSignals
+    plan: BatchPlan | None = None
+    outcome: Outcome | None = None
+    known: Incident | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.outcome.seconds if self.outcome else 0.0
+
+
+class Recovery:
+    """The acting half of the guard."""
+
+    def __init__(
+        self, *, stepper: Stepper, ring: Ring, journal: Journal, reporter: Reporter
+    ) -> None:
+        self._stepper = stepper
+        self._ring = ring
+        self._journal = journal
+        self._reporter = reporter
+
+    def discard(self, state: TrainState, scene: Scene, verdict: Verdict, action: Discard) -> None:
+        """The step never happened: its samples go to the ledger, the run moves on."""
+        self._note_discard(scene, verdict, action.reason)
+        state.cursor = scene.signals.stop
+        self._reporter.step(scene, verdict, "discard", learning_rate=0.0, state=state)
+
+    def _note_discard(self, scene: Scene, verdict: Verdict, reason: str) -> None:
+        if scene.known is not None:
+            return
+        ranks, names, where = self._who(scene)
+        self._journal.add(
+            Incident(
+                kind="discard",
+                step=scene.signals.step,
+                decision="discard",
+                reason=reason,
+                ranks=ranks,
+                samples=(scene.signals.start, scene.signals.stop),
+                sample_ids=names,
+                cost_steps=1,
+                cost_seconds=scene.seconds,
+                detail=discard_detail(scene.signals, verdict.kind.value) | {"suspects": where},
+            )
+        )
+        self._reporter.incident(self._journal.history.incidents[-1])
+
+    def rebaseline(
+        self, state: TrainState, scene: Scene, verdict: Verdict, action: Rebaseline
+    ) -> None:
+        """Go on from here with the new level as normal."""
+        self._note_discard(scene, verdict, action.reason)
+        state.cursor = scene.signals.stop
+        state.baseline.restart_at(list(action.losses), list(action.grad_norms))
+        state.trouble.settle()
+        incident = Incident(
+            kind="rebaseline",
+            step=scene.signals.step,
+            decision="new baseline",
+            reason=action.reason,
+            samples=(scene.signals.start, scene.signals.stop),
+            cost_steps=len(action.losses),
+        )
+        self._journal.add_once(incident)
+        self._reporter.incident(incident)
+        self._reporter.step(scene, verdict, "rebaseline", learning_rate=0.0, state=state)
+
+    def roll_back(
+        self, state: TrainState, scene: Scene, verdict: Verdict, action: Rollback
+    ) -> None:
+        """Back to the newest usable checkpoint of ``action.targets``; never read its range."""
+        began = time.monotonic()
+        ranks, names, where = self._who(scene)
+        self._reporter.step(scene, verdict, "rollback", learning_rate=0.0, state=state)
+        metrics_bytes = self._reporter.metrics_bytes()
+        lost = state.updates
+        self._ring.drain()
+        manifest = self._ring.restore(action.targets)
+        incident = Incident(
+            kind="rollback",
+            step=scene.signals.step,
+            decision=f"back to step {manifest.step}, skip samples "
+            f"{action.skip[0]}-{action.skip[1] - 1}",
+            reason=action.reason,
+            ranks=ranks,
+            samples=action.skip,
+            sample_ids=names,
+            cost_steps=lost - manifest.step,
+            cost_seconds=scene.seconds + time.monotonic() - began,
+            detail={
+                "verdict": verdict.kind.value,
+                "suspects": where,
+                "onset_step": action.onset_step,
+                "to_step": manifest.step,
+                "serial": manifest.serial,
+                "next_serial": self._ring.next_serial,
+                "repeat": action.repeat,
+                "metrics_bytes": metrics_bytes,
+                "cut_factor": action.cut_factor,
+                "cut_steps": action.cut_steps,
+            },
+        )
+        self._journal.add(incident)
+        self._ring.abandon_after(manifest.serial)
+        state.load_json(manifest.train_state)
+        self._reporter.incident(incident)
+
+    def halt(self, scene: Scene, verdict: Verdict, action: Halt) -> None:
+        """Write down why a person must look."""
+        ranks, names, where = self._who(scene)
+        self._reporter.step(scene, verdict, "halt", learning_rate=0.0, state=None)
+        incident = Incident(
+            kind="halt",
+            step=scene.signals.step,
+            decision="halt",
+            reason=action.reason,
+            ranks=ranks,
+            samples=(scene.signals.start, scene.signals.stop),
+            sample_ids=names,
+            detail={"verdict": verdict.kind.value, "suspects": where},
+        )
+        self._journal.add(incident)
+        self._reporter.incident(incident)
+
+    def _who(self, scene: Scene) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:
+        """Ranks, sample names and positions under suspicion. Collective for a live step."""
+        if scene.plan is None:
+            known = scene.known
+            return (known.ranks, known.sample_ids, []) if known else ((), (), [])
+        suspects: list[Suspect] = self._stepper.suspects(scene.plan)
+        return (
+            tuple(sorted({suspect.rank for suspect in suspects})),
+            tuple(suspect.name for suspect in suspects),
+            [suspect.position for suspect in suspects],
+        )

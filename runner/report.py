@@ -1,0 +1,119 @@
+"""Tells the world about each step and incident: metrics, trackers, the live line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from runner.observe.console import Console, Progress
+from runner.observe.metrics import Metrics, MetricsLine, finite_or_none
+from runner.observe.throughput import Throughput
+from runner.observe.tracker import Tracker
+from runner.policy.history import History, Incident
+from runner.policy.ring import Record, State
+from runner.policy.signals import StepSignals
+from runner.policy.verdict import Verdict
+from runner.state import TrainState
+from runner.step import Outcome
+
+
+class Happened(Protocol):
+    """A step as :class:`runner.recover.Scene` holds it."""
+
+    @property
+    def signals(self) -> StepSignals: ...
+    @property
+    def outcome(self) -> Outcome | None: ...
+
+
+class Records(Protocol):
+    @property
+    def records(self) -> Sequence[Record]: ...
+
+
+class Reporter:
+    """Fans out to the parts of :mod:`runner.observe`. Decides nothing."""
+
+    def __init__(
+        self,
+        *,
+        metrics: Metrics,
+        trackers: Sequence[Tracker],
+        console: Console,
+        throughput: Throughput,
+        history: History,
+        ring: Records,
+        total_steps: int,
+    ) -> None:
+        self._metrics = metrics
+        self._trackers = trackers
+        self._console = console
+        self._throughput = throughput
+        self._history = history
+        self._ring = ring
+        self._total_steps = total_steps
+
+    def step(
+        self,
+        happened: Happened,
+        verdict: Verdict,
+        action: str,
+        *,
+        learning_rate: float,
+        state: TrainState | None,
+        eval_loss: float | None = None,
+    ) -> None:
+        """One attempted step. ``state`` is as it is after the action."""
+        signals, outcome = happened.signals, happened.outcome
+        seconds = outcome.seconds if outcome else 0.0
+        line = MetricsLine(
+            step=signals.step,
+            cursor=signals.stop,
+            samples=(signals.start, signals.stop),
+            loss=finite_or_none(signals.loss),
+            grad_norm=finite_or_none(signals.grad_norm),
+            lr=learning_rate,
+            tokens=signals.tokens,
+            tokens_per_second=round(signals.tokens / seconds, 1) if seconds else 0.0,
+            seconds=round(seconds, 6),
+            data_wait_seconds=round(outcome.wait_seconds, 6) if outcome else 0.0,
+            verdict=verdict.kind.value,
+            action=action,
+            eval_loss=eval_loss,
+        )
+        self._metrics.write(line)
+        for tracker in self._trackers:
+            tracker.write(line)
+        if state is not None and action == "apply":
+            self._console.progress(self._progress(line, signals, state))
+
+    def _progress(self, line: MetricsLine, signals: StepSignals, state: TrainState) -> Progress:
+        pace = self._throughput.note(line.seconds, line.tokens)
+        return Progress(
+            step=state.updates,
+            total=self._total_steps,
+            loss=signals.loss,
+            grad_norm=signals.grad_norm,
+            lr=line.lr,
+            tokens_per_second=pace.tokens_per_second,
+            mfu=pace.mfu,
+            eta_seconds=(self._total_steps - state.updates) * pace.seconds_per_step,
+            num_clean=sum(record.state is State.clean for record in self._ring.records),
+            num_discarded=self._history.num_discarded,
+            num_rollbacks=len(self._history.rollbacks),
+            eval_loss=line.eval_loss,
+        )
+
+    def incident(self, incident: Incident) -> None:
+        """Say it in one line that stays."""
+        self._console.incident(incident)
+
+    def metrics_bytes(self) -> int:
+        """Length of the metrics file, all of it durable."""
+        return self._metrics.sync()
+
+    def close(self) -> None:
+        self._metrics.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._console.close()

@@ -1,0 +1,154 @@
+"""Finds out what lies in ``out`` and takes the run up from there, or begins it.
+
+Rank 0 reads, all ranks are told; loading is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.ring import Ring
+from runner.checkpoint.store import RingStore
+from runner.config import RunConfig
+from runner.dist.agree import Ranks
+from runner.error import CheckpointError, ConfigError
+from runner.observe.journal import Journal, read_journal
+from runner.observe.lines import read_lines
+from runner.policy.history import Incident
+from runner.policy.ring import Record, State, resume_order
+from runner.rundir import RunDir
+from runner.state import TrainState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What lies in ``out``. ``damaged`` has a sentence for each unreadable manifest."""
+
+    journal: list[dict[str, Any]]
+    journal_bytes: int
+    records: list[Record]
+    damaged: list[str]
+    torn: list[str]
+    last_metrics_step: int
+    next_serial: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Where this command takes up the run.
+
+    ``known_discards`` were journalled after the loaded checkpoint: the loop judges them again
+    instead of computing them again.
+    """
+
+    step: int
+    metrics_bytes: int
+    known_discards: list[Incident]
+
+
+def find(run_dir: RunDir, config: RunConfig, fingerprint: str, ranks: Ranks) -> Found:
+    """Read ``out`` on rank 0 and tell everybody. Collective.
+
+    Raises:
+        ConfigError: the run there has other settings or other data, or a file is not ours.
+    """
+    told = ranks.all_or_none(
+        "opening out",
+        lambda: _read(run_dir, config, fingerprint) if ranks.rank == 0 else None,
+    )
+    told = ranks.from_first(told)
+    told["records"] = [
+        Record(serial=serial, step=step, cursor=cursor, state=State(state))
+        for serial, step, cursor, state in told["records"]
+    ]
+    return Found(**told)
+
+
+def _read(run_dir: RunDir, config: RunConfig, fingerprint: str) -> dict[str, Any]:
+    run_dir.create()
+    store = RingStore(run_dir.ring)
+    entries, damaged = store.entries()
+    if not config.resume.allow_change:
+        run_dir.refuse_change(run_dir.settings_changed(config))
+        if entries:
+            _refuse_other_data(config, entries[-1].manifest.data_fingerprint, fingerprint)
+    lines, length = read_journal(run_dir.journal)
+    metrics, _ = read_lines(run_dir.metrics)
+    serials = [0, *(entry.record.serial for entry in entries), *map(_serial_in, lines)]
+    return {
+        "journal": lines,
+        "journal_bytes": length,
+        "records": [
+            [e.record.serial, e.record.step, e.record.cursor, e.record.state.value] for e in entries
+        ],
+        "damaged": damaged,
+        "torn": store.sweep(),
+        "last_metrics_step": max((int(m.get("step", 0)) for m in metrics), default=0),
+        "next_serial": max(serials) + 1 + len(damaged),
+    }
+
+
+def _serial_in(line: Mapping[str, Any]) -> int:
+    """The highest checkpoint number a journal line speaks of: none is given out twice."""
+    return int(line["detail"].get("next_serial", 1)) - 1
+
+
+def _refuse_other_data(config: RunConfig, was: str, now: str) -> None:
+    if was != now:
+        raise ConfigError(
+            f"data.path={config.data.path}: the corpus is not the one that out={config.out} was "
+            f"trained on (fingerprint {was[:12]}, now {now[:12]}); positions would name other "
+            "samples. Restore the corpus, choose another out, or resume.allow_change=true"
+        )
+
+
+def take_up(
+    found: Found, run_dir: RunDir, ring: Ring, journal: Journal, state: TrainState
+) -> Resumed:
+    """Load the newest checkpoint that can be used, or begin. Collective.
+
+    Raises:
+        CheckpointError: there were checkpoints, and none can be used.
+    """
+    left_behind = journal.history.abandoned_serials()
+    usable = [record for record in found.records if record.serial not in left_behind]
+    ring.adopt(usable, next_serial=found.next_serial)
+    for sentence in found.damaged:
+        journal.add(_damaged(sentence))
+    if not usable:
+        return _begin(found, run_dir)
+    manifest = ring.restore(resume_order(usable))
+    state.load_json(manifest.train_state)
+    for record in found.records:
+        if record.serial in left_behind:
+            ring.remove(record)
+    return _resume_point(journal, manifest)
+
+
+def _damaged(sentence: str) -> Incident:
+    return Incident(kind="checkpoint_damaged", step=0, decision="not to be used", reason=sentence)
+
+
+def _begin(found: Found, run_dir: RunDir) -> Resumed:
+    if found.last_metrics_step or found.damaged:
+        raise CheckpointError(
+            f"out={run_dir.out}: the run had reached step {found.last_metrics_step}, but no "
+            f"checkpoint in {run_dir.ring} can be used"
+            + "".join(f"; {sentence}" for sentence in found.damaged)
+            + ". Put the ring back from a copy, or choose another out to begin anew."
+        )
+    return Resumed(step=0, metrics_bytes=0, known_discards=[])
+
+
+def _resume_point(journal: Journal, manifest: Manifest) -> Resumed:
+    """The later of the checkpoint's save and the last rollback to it."""
+    rollback = journal.history.last_rollback_to(manifest.serial)
+    lines = rollback.seq + 1 if rollback else manifest.journal_lines
+    return Resumed(
+        step=manifest.step,
+        metrics_bytes=rollback.metrics_bytes if rollback else manifest.metrics_bytes,
+        known_discards=journal.history.discards_since(lines),
+    )

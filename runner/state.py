@@ -1,0 +1,38 @@
+"""TrainState: everything of the loop that a rollback takes back, besides the engine's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runner.policy.remedy import RemedyRules, Trouble
+from runner.policy.verdict import Baseline, JudgeRules
+
+
+class TrainState:
+    """``updates`` applied so far, the ``cursor`` (next sample position), the guard's memory."""
+
+    def __init__(self, judge_rules: JudgeRules, remedy_rules: RemedyRules) -> None:
+        self.updates = 0
+        self.cursor = 0
+        self.last_loss: float | None = None
+        self.baseline = Baseline(judge_rules)
+        self.trouble = Trouble(remedy_rules)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, exact."""
+        return {
+            "updates": self.updates,
+            "cursor": self.cursor,
+            "last_loss": self.last_loss,
+            "baseline": self.baseline.to_json(),
+            "trouble": self.trouble.to_json(),
+        }
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_json`."""
+        self.updates = state["updates"]
+        self.cursor = state["cursor"]
+        self.last_loss = state["last_loss"]
+        self.baseline.load_json(state["baseline"])
+        self.trouble.load_json(state["trouble"])

@@ -1,0 +1,264 @@
+"""One attempted step: compute, agree, gate, apply or not. It judges nothing.
+
+fetch -> forward/backward -> one packed all-reduce -> gate on the device -> gated update
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner.data.cursor import BatchPlan
+from runner.data.dataset import Dataset
+from runner.data.feed import Feed, Fetched
+from runner.dist.agree import Ranks
+from runner.engine.protocol import Engine, LocalSums, Work
+from runner.error import RankError
+from runner.fault.inject import FaultInjector
+from runner.policy.ledger import Ledger
+from runner.policy.signals import NUM_LANES, Limits, StepSignals, all_equal, lanes
+
+# Places in the packed FP64 vector that is summed over ranks once a step.
+_LOSS, _GRAD_SQUARE, _NONFINITE, _TOKENS, _STOP, _UNREADABLE, _DONE, _FAILED = range(8)
+_LANES = 8
+_SQUARES = _LANES + NUM_LANES
+_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_MAX_SUSPECTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a step told, on all ranks alike but for the seconds."""
+
+    signals: StepSignals
+    stop_requested: bool
+    num_done: float
+    num_failed: float
+    seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A sequence that stands out, and why."""
+
+    rank: int
+    position: int
+    name: str
+    is_finite: bool
+
+
+class Stepper:
+    """Runs attempted steps on one rank.
+
+    Args:
+        clip: bound of the global gradient norm; 0 switches clipping off.
+        guarded: False lets every step be applied, whatever its numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        feed: Feed,
+        dataset: Dataset,
+        ranks: Ranks,
+        faults: FaultInjector,
+        seed: int,
+        clip: float,
+        guarded: bool,
+        config_digest: str,
+    ) -> None:
+        self._engine = engine
+        self._feed = feed
+        self._dataset = dataset
+        self._ranks = ranks
+        self._faults = faults
+        self._seed = seed
+        self._clip = clip
+        self._guarded = guarded
+        self._config_digest = config_digest
+
+    def attempt(
+        self,
+        plan: BatchPlan,
+        *,
+        step: int,
+        ledger: Ledger,
+        limits: Limits,
+        learning_rate: float,
+        stop: bool,
+        work_done: tuple[float, float],
+        decisions: str,
+    ) -> Outcome:
+        """Compute one global batch and update the weights unless the gate closes.
+
+        Args:
+            decisions: what was decided so far, in words that must be equal on all ranks.
+
+        Raises:
+            RankError: a rank could not read a sample, or stands elsewhere than the others.
+        """
+        began = time.monotonic()
+        self._faults.before_step(step)
+        fetched = self._feed.fetch(plan, ledger)
+        sums = self._engine.accumulate(self._works(plan, fetched))
+        identity = self._identity(plan, step, decisions, fetched)
+        told = [
+            float(sum(batch.num_counted for batch in fetched.micro_batches)),
+            float(stop),
+            float(fetched.failure is not None),
+            *work_done,
+            *_lane_numbers(identity),
+        ]
+        packed, closed = self._agree_and_apply(sums, told, limits, learning_rate)
+        numbers = [float(value) for value in torch.cat([packed, closed.view(1)]).tolist()]
+        self._raise_alike(numbers, fetched, identity)
+        return Outcome(
+            signals=_signals(numbers, plan, step),
+            stop_requested=numbers[_STOP] > 0,
+            num_done=numbers[_DONE],
+            num_failed=numbers[_FAILED],
+            seconds=time.monotonic() - began,
+            wait_seconds=fetched.wait_seconds,
+        )
+
+    def _works(self, plan: BatchPlan, fetched: Fetched) -> list[Work]:
+        works = []
+        for batch in fetched.micro_batches:
+            first = next((p for p in batch.positions if p is not None), plan.start)
+            works.append(
+                Work(
+                    batch=batch.to(self._engine.device),
+                    # From (seed, cursor) alone, so that a replay drops the same units.
+                    seed=(self._seed * 1_000_003 + first) & ((1 << 63) - 1),
+                    disturbance=self._faults.disturbance(batch.positions),
+                )
+            )
+        return works
+
+    def _identity(
+        self, plan: BatchPlan, step: int, decisions: str, fetched: Fetched
+    ) -> dict[str, Any]:
+        wrong = self._faults.claims_other_identity()
+        return {
+            "step": step + int(wrong),
+            "samples": [plan.start, plan.stop],
+            "config": self._config_digest,
+            "decisions": decisions,
+            "shapes": [list(batch.tokens.shape) for batch in fetched.micro_batches],
+        }
+
+    def _agree_and_apply(
+        self, sums: LocalSums, told: list[float], limits: Limits, learning_rate: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self._engine.device
+        computed = torch.stack([sums.loss, sums.grad_square, sums.nonfinite])
+        packed = torch.cat([computed, torch.tensor(told, dtype=torch.float64).to(device)])
+        dist.all_reduce(packed)
+        closed = self._gate(packed, limits)
+        tokens = packed[_TOKENS].clamp(min=1.0)
+        scale = tokens
+        if self._clip > 0:
+            norm = packed[_GRAD_SQUARE].sqrt() / tokens
+            scale = tokens * ((norm + _CLIP_EPS) / self._clip).clamp(min=1.0)
+        self._engine.apply(
+            skip=closed.float(), grad_scale=scale.float(), learning_rate=learning_rate
+        )
+        return packed, closed.double()
+
+    def _gate(self, packed: torch.Tensor, limits: Limits) -> torch.Tensor:
+        """1 where the update must not be applied; computed on the device, nothing waits."""
+        loss = packed[_LOSS] / packed[_TOKENS]
+        norm = packed[_GRAD_SQUARE].sqrt() / packed[_TOKENS]
+        broken = packed[_UNREADABLE] > 0
+        if not self._guarded:
+            return broken
+        bounded = (loss <= limits.loss) & (norm <= limits.grad_norm)
+        finite = torch.isfinite(loss) & torch.isfinite(norm) & (packed[_NONFINITE] == 0)
+        return ~(bounded & finite) | broken
+
+    def _raise_alike(
+        self, numbers: Sequence[float], fetched: Fetched, identity: dict[str, Any]
+    ) -> None:
+        if numbers[_UNREADABLE] > 0:
+            said = self._ranks.gather(fetched.failure)
+            words = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+            raise RankError(f"a sample could not be read: {words}")
+        equal = all_equal(
+            numbers[_LANES:_SQUARES],
+            numbers[_SQUARES : _SQUARES + NUM_LANES],
+            self._ranks.world_size,
+        )
+        if not equal:
+            raise RankError(_name_difference(self._ranks.gather(identity)))
+
+    def suspects(self, plan: BatchPlan) -> list[Suspect]:
+        """Who was at fault: sequences that were not finite, or else the loudest. Collective."""
+        own = self._own_suspects(plan)
+        told = [[rank, *row] for rank, rows in enumerate(self._ranks.gather(own)) for row in rows]
+        bad = [row for row in told if not row[2]]
+        loudest = sorted(told, key=lambda row: -row[3])[:3]
+        chosen = (bad or loudest)[:_MAX_SUSPECTS]
+        where = {int(p): int(i) for p, i in zip(plan.positions, plan.indices, strict=True)}
+        return [
+            Suspect(
+                rank=rank,
+                position=position,
+                name=self._dataset.describe(where[position]),
+                is_finite=finite,
+            )
+            for rank, position, finite, _ in chosen
+        ]
+
+    def _own_suspects(self, plan: BatchPlan) -> list[list[Any]]:
+        """[position, is finite, loudness] of this rank's sequences that matter."""
+        told = self._engine.suspects()
+        norms = told.gradient_norms or [0.0] * len(told.losses)
+        rows = []
+        for position, loss, norm in zip(
+            self._feed.own_positions(plan), told.losses, norms, strict=True
+        ):
+            if position is not None:
+                finite = bool(torch.isfinite(torch.tensor([loss, norm])).all())
+                rows.append([position, finite, loss if finite else 0.0])
+        rows.sort(key=lambda row: (row[1], -row[2]))
+        return rows[:_MAX_SUSPECTS]
+
+
+def _lane_numbers(identity: dict[str, Any]) -> list[float]:
+    numbers = lanes(repr(identity))
+    return [float(n) for n in numbers] + [float(n * n) for n in numbers]
+
+
+def _signals(numbers: Sequence[float], plan: BatchPlan, step: int) -> StepSignals:
+    tokens = numbers[_TOKENS]
+    square = numbers[_GRAD_SQUARE]
+    return StepSignals(
+        step=step,
+        start=plan.start,
+        stop=plan.stop,
+        loss=numbers[_LOSS] / tokens if tokens else float("nan"),
+        grad_norm=square**0.5 / tokens if tokens else float("nan"),
+        tokens=int(tokens),
+        nonfinite_ranks=int(numbers[_NONFINITE]),
+        gated=numbers[-1] > 0,
+    )
+
+
+def _name_difference(identities: list[dict[str, Any]]) -> str:
+    """Which field differs, and on which ranks."""
+    parts = []
+    for field in identities[0]:
+        values = [str(identity[field]) for identity in identities]
+        usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
+        others = [rank for rank, value in enumerate(values) if value != usual]
+        if others:
+            seen = ", ".join(f"rank {rank}: {values[rank]}" for rank in others)
+            parts.append(f"{field}: {seen}; the others: {usual}")
+    return "ranks drifted apart: " + "; ".join(parts)

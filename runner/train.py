@@ -1,0 +1,250 @@
+"""One training command on one rank: start, agree, take up the run, loop, sum up."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from runner import assemble
+from runner.check import check
+from runner.checkpoint.ring import Identity, Ring
+from runner.checkpoint.store import RingStore
+from runner.compose import digest, flat
+from runner.config import RunConfig
+from runner.data.dataset import Dataset
+from runner.dist.agree import Ranks
+from runner.dist.debug import debug_settings, set_debug
+from runner.dist.group import Place, choose_device, end_group, start_group
+from runner.engine.fsdp import FsdpEngine
+from runner.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, ConfigError, RunnerError
+from runner.evaluate import Evaluator
+from runner.fault.inject import FaultInjector
+from runner.fault.spec import parse_faults
+from runner.finish import End, collect_digest, sum_up
+from runner.loop import Intervals, Loop
+from runner.model.decoder import DecoderShape, num_parameters
+from runner.observe.console import Console
+from runner.observe.journal import Journal
+from runner.observe.lines import LineFile
+from runner.policy.history import Incident
+from runner.recover import Recovery
+from runner.resume import Found, Resumed, find, take_up
+from runner.rundir import RunDir
+from runner.state import TrainState
+from runner.step import Stepper
+from runner.stop import StopRequest
+
+_STATUS = {EXIT_HALTED: "halted", EXIT_PREEMPTED: "preempted"}
+
+
+def train(config: RunConfig, place: Place) -> int:
+    """Run one training command; returns the exit code.
+
+    Raises:
+        RunnerError: the run could not begin. It is raised on every rank alike.
+    """
+    check(config, world_size=place.world_size)
+    parse_faults(config.faults)  # a typing mistake is told before any process waits for another
+    device = choose_device(config.parallel.device, place)
+    run_dir = RunDir(Path(config.out))
+    settings = debug_settings(
+        config.debug.kind.value, subsystems=config.debug.nccl_subsystems, folder=run_dir.debug
+    )
+    debug = set_debug(os.environ, settings)
+    start_group(place, device, timeout_seconds=config.parallel.timeout_seconds)
+    try:
+        return Session(config, place, device, run_dir, debug).run()
+    finally:
+        end_group()
+
+
+class Session:
+    """The parts of one command, built in order. Everything here is collective."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        place: Place,
+        device: torch.device,
+        run_dir: RunDir,
+        debug: dict[str, str],
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._device = device
+        self._dir = run_dir
+        self._debug = debug
+        self._ranks = Ranks(device)
+        self._console = Console(silent=not place.is_first, every=config.track.every)
+        self._settings_digest = digest(flat(config))
+
+    def run(self) -> int:
+        config, ranks = self._config, self._ranks
+        self._agree_on_settings()
+        dataset = ranks.all_or_none("opening the data", lambda: assemble.open_dataset(config))
+        self._agree_on_data(dataset)
+        shape = ranks.all_or_none("sizing the model", lambda: assemble.model_shape(config, dataset))
+        found = find(self._dir, config, dataset.fingerprint(), ranks)
+        for name in found.torn:
+            self._console.say(f"removed {name}: it was never committed")
+        journal = self._journal(found)
+        engine = assemble.engine(config, shape, self._place, self._device)
+        identity = Identity(
+            config_digest=self._settings_digest, data_fingerprint=dataset.fingerprint()
+        )
+        report = self._report_to(journal)
+        ring = assemble.ring(config, RingStore(self._dir.ring), engine, ranks, identity, report)
+        state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
+        resumed = take_up(found, self._dir, ring, journal, state)
+        journal.add(self._start_incident(resumed, dataset))
+        self._greet(dataset, shape, resumed)
+        return self._train(dataset, shape, engine, journal, ring, state, resumed)
+
+    def _agree_on_settings(self) -> None:
+        """Every rank composed its own settings; they must be the same."""
+        if len(set(self._ranks.gather(self._settings_digest))) == 1:
+            return
+        settings = self._ranks.gather(flat(self._config))
+        differing = [key for key in settings[0] if len({repr(s[key]) for s in settings}) > 1]
+        words = "; ".join(f"{key}: {[s[key] for s in settings]} by rank" for key in differing)
+        raise ConfigError(f"ranks were started with different settings: {words}")
+
+    def _agree_on_data(self, dataset: Dataset) -> None:
+        prints = self._ranks.gather(dataset.fingerprint())
+        if len(set(prints)) > 1:
+            raise ConfigError(f"ranks see different data; fingerprints by rank: {prints}")
+
+    def _journal(self, found: Found) -> Journal:
+        file = None
+        if self._place.is_first:
+            self._dir.store_config(self._config)
+            file = LineFile(self._dir.journal, length=found.journal_bytes)
+        told = [(start, stop) for start, stop in self._config.data.skip]
+        return Journal(found.journal, told_to_skip=told, file=file)
+
+    def _report_to(self, journal: Journal) -> assemble.Report:
+        def report(incident: Incident) -> None:
+            journal.add(incident)
+            self._console.incident(incident)
+
+        return report
+
+    def _start_incident(self, resumed: Resumed, dataset: Dataset) -> Incident:
+        return Incident(
+            kind="start",
+            step=resumed.step,
+            decision=f"go on from step {resumed.step}" if resumed.step else "begin",
+            reason="command",
+            detail={
+                "world_size": self._place.world_size,
+                "parallel": self._config.parallel.kind.value,
+                "device": self._device.type,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "settings": self._settings_digest,
+                "data": dataset.fingerprint(),
+                "debug": self._debug,
+            },
+        )
+
+    def _greet(self, dataset: Dataset, shape: DecoderShape, resumed: Resumed) -> None:
+        config = self._config
+        self._console.say(
+            f"holdfast: {num_parameters(shape):,} parameters, {len(dataset):,} samples of "
+            f"{config.data.seq_len} tokens, {config.parallel.kind.value} on "
+            f"{self._place.world_size} x {self._device.type}, {config.model.precision.value}, "
+            f"out={self._dir.out}"
+        )
+        if resumed.step:
+            self._console.say(f"resuming at step {resumed.step} of {config.steps}")
+
+    def _train(
+        self,
+        dataset: Dataset,
+        shape: DecoderShape,
+        engine: FsdpEngine,
+        journal: Journal,
+        ring: Ring,
+        state: TrainState,
+        resumed: Resumed,
+    ) -> int:
+        config, ranks, place = self._config, self._ranks, self._place
+        stream = ranks.all_or_none(
+            "splitting the data", lambda: assemble.sample_stream(config, dataset)
+        )
+        feed = assemble.feed(config, dataset, stream, place, self._device)
+        reporter = assemble.reporter(
+            config, shape, place, self._device, self._dir, self._console, journal, ring, resumed
+        )
+        faults = FaultInjector(
+            parse_faults(config.faults),
+            rank=place.rank,
+            markers=self._dir.faults,
+            newest_checkpoint=ring.newest,
+        )
+        stepper = Stepper(
+            engine=engine,
+            feed=feed,
+            dataset=dataset,
+            ranks=ranks,
+            faults=faults,
+            seed=config.seed,
+            clip=config.optim.clip,
+            guarded=config.guard.enabled,
+            config_digest=self._settings_digest,
+        )
+        held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
+        evaluator = Evaluator(engine=engine, feed=feed, ranks=ranks, indices=held_out)
+        stop = StopRequest()
+        stop.listen()
+        loop = Loop(
+            state=state,
+            stepper=stepper,
+            stream=stream,
+            ring=ring,
+            journal=journal,
+            recovery=Recovery(stepper=stepper, ring=ring, journal=journal, reporter=reporter),
+            reporter=reporter,
+            schedule=assemble.schedule(config),
+            rules=assemble.remedy_rules(config),
+            intervals=Intervals(
+                steps=config.steps,
+                checkpoint=config.checkpoint.every,
+                evaluate=config.eval.every,
+            ),
+            evaluate=evaluator.loss,
+            stop=stop,
+            known_discards=resumed.known_discards,
+        )
+        end = self._run_to_an_end(loop, journal, state)
+        ring.close()
+        feed.close()
+        reporter.close()
+        state_hash = collect_digest(engine, is_first=place.is_first)
+        if place.is_first:
+            sum_up(
+                end,
+                digest=state_hash,
+                state=state,
+                journal=journal,
+                batch=config.batch.global_size,
+                world_size=place.world_size,
+                run_dir=self._dir,
+                console=self._console,
+            )
+        return end.exit_code
+
+    def _run_to_an_end(self, loop: Loop, journal: Journal, state: TrainState) -> End:
+        try:
+            loop.run()
+        except RunnerError as error:
+            status = _STATUS.get(error.exit_code, "failed")
+            if status != "halted":  # a halt has its own line already
+                journal.add(
+                    Incident(kind=status, step=state.updates, decision="end", reason=str(error))
+                )
+            return End(status=status, exit_code=error.exit_code, reason=str(error))
+        return End(status="done", exit_code=EXIT_DONE, reason="all steps applied")

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Format, lint, types, import contracts.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+export PATH="$VENV/bin:$PATH"
+ruff format --check .
+ruff check .
+mypy
+lint-imports
+bash -n scripts/*.sh .ci/run

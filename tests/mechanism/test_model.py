@@ -1,0 +1,427 @@
+"""The network, its initial weights and its loss, in one process on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from runner.config import ModelConfig
+from runner.error import ConfigError
+from runner.model.decoder import (
+    Decoder,
+    DecoderShape,
+    attend,
+    default_ffn_dim,
+    flops_per_token,
+    num_parameters,
+    segment_mask,
+)
+from runner.model.initial import (
+    BLOCK_ELEMENTS,
+    initial_range,
+    initial_rule,
+    set_initial_weights,
+)
+from runner.model.loss import NOT_COUNTED, sequence_losses
+
+PRESETS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
+SHAPE = DecoderShape(
+    vocab_size=61,
+    dim=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    ffn_dim=64,
+    seq_len=32,
+    init_std=0.2,
+)
+VARIANTS = [
+    SHAPE,
+    replace(SHAPE, kv_heads=4, tied_head=False),
+    replace(SHAPE, kv_heads=1, qk_norm=True),
+]
+
+
+def build(shape: DecoderShape, *, seed: int = 0) -> Decoder:
+    decoder = Decoder(shape)
+    set_initial_weights(decoder, seed=seed)
+    return decoder
+
+
+def random_tokens(*size: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(SHAPE.vocab_size, size, generator=generator)
+
+
+def read_shape(preset: Path) -> DecoderShape:
+    merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(preset))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, ModelConfig)
+    return DecoderShape(
+        vocab_size=config.vocab_size or 257,
+        dim=config.dim,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads or config.heads,
+        ffn_dim=config.ffn_dim or default_ffn_dim(config.dim),
+        seq_len=64,
+        tied_head=config.tied_head,
+        qk_norm=config.qk_norm,
+        norm_eps=config.norm_eps,
+        rope_theta=config.rope_theta,
+        dropout=config.dropout,
+        activation_checkpointing=config.activation_checkpointing,
+        init_std=config.init_std,
+    )
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A mesh of this one process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/peers", rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+# The network
+
+
+@pytest.mark.parametrize("shape", VARIANTS)
+def test_a_later_token_changes_no_earlier_logit(shape: DecoderShape) -> None:
+    decoder = build(shape)
+    tokens = random_tokens(2, 16)
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % shape.vocab_size
+    before, after = decoder(tokens), decoder(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=0)
+    assert not torch.equal(before[:, 9:], after[:, 9:])
+
+
+@pytest.mark.parametrize("shape", VARIANTS)
+def test_documents_do_not_see_each_other(shape: DecoderShape) -> None:
+    decoder = build(shape)
+    tokens = random_tokens(2, 16)
+    segments = torch.tensor([0] * 7 + [1] * 9, dtype=torch.int32).expand(2, -1)
+    changed = tokens.clone()
+    changed[:, :7] = random_tokens(2, 7, seed=1)
+    second = decoder(tokens, segments)[:, 7:]
+    assert torch.equal(second, decoder(changed, segments)[:, 7:])
+    torch.testing.assert_close(second, decoder(tokens[:, 7:]), rtol=1e-4, atol=1e-5)
+
+
+def test_one_segment_is_plain_causal_attention() -> None:
+    decoder = build(SHAPE)
+    tokens = random_tokens(2, 16)
+    segments = torch.zeros(2, 16, dtype=torch.int32)
+    torch.testing.assert_close(decoder(tokens, segments), decoder(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_grouped_heads_equal_repeated_heads(masked: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 8, 4) for heads in (6, 2, 2))
+    segments = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2], dtype=torch.int32).expand(2, -1)
+    mask = segment_mask(segments) if masked else None
+    repeated = attend(query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), mask)
+    torch.testing.assert_close(attend(query, key, value, mask), repeated)
+
+
+def test_order_matters_although_attention_has_none() -> None:
+    decoder = build(SHAPE)
+    tokens = torch.tensor([[3, 5, 7, 9]])
+    swapped = torch.tensor([[5, 3, 7, 9]])
+    assert not torch.allclose(decoder(tokens)[:, -1], decoder(swapped)[:, -1], atol=1e-3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_activation_checkpointing_changes_no_bit(dropout: float) -> None:
+    def gradients(checkpointing: bool) -> list[Tensor]:
+        decoder = build(replace(SHAPE, dropout=dropout, activation_checkpointing=checkpointing))
+        torch.manual_seed(7)
+        torch.autograd.backward(decoder(random_tokens(2, 16)).square().mean())
+        return [parameter.grad for parameter in decoder.parameters() if parameter.grad is not None]
+
+    plain, recomputed = gradients(False), gradients(True)
+    assert len(plain) == len(recomputed) == len(list(Decoder(SHAPE).parameters()))
+    assert all(map(torch.equal, plain, recomputed))
+
+
+def test_dropout_is_off_in_evaluation() -> None:
+    decoder = build(replace(SHAPE, dropout=0.5)).eval()
+    tokens = random_tokens(2, 16)
+    assert torch.equal(decoder(tokens), build(SHAPE)(tokens))
+
+
+@pytest.mark.parametrize("shape", VARIANTS)
+def test_meta_then_to_empty_equals_direct(shape: DecoderShape) -> None:
+    with torch.device("meta"):
+        decoder = Decoder(shape)
+    decoder.to_empty(device="cpu")
+    decoder.reset_buffers()
+    set_initial_weights(decoder, seed=3)
+    tokens = random_tokens(2, 16)
+    assert torch.equal(decoder(tokens), build(shape, seed=3)(tokens))
+
+
+def test_forgotten_reset_buffers_is_harmless() -> None:
+    with torch.device("meta"):
+        decoder = Decoder(SHAPE)
+    decoder.to_empty(device="cpu")
+    set_initial_weights(decoder, seed=3)
+    tokens = random_tokens(2, 16)
+    assert torch.equal(decoder(tokens), build(SHAPE, seed=3)(tokens))
+
+
+@pytest.mark.parametrize("shape", VARIANTS)
+def test_bf16_logits_are_near_fp32(shape: DecoderShape) -> None:
+    tokens = random_tokens(2, 32)
+    reference = build(shape)(tokens)
+    logits = build(shape).to(torch.bfloat16)(tokens)
+    assert logits.dtype == torch.bfloat16
+    assert (logits - reference).abs().max() < 0.05 * reference.abs().max()
+
+
+@pytest.mark.parametrize("shape", VARIANTS)
+def test_autocast_logits_are_near_fp32(shape: DecoderShape) -> None:
+    tokens = random_tokens(2, 32)
+    decoder = build(shape)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = decoder(tokens)
+    reference = decoder(tokens)
+    assert (logits - reference).abs().max() < 0.05 * reference.abs().max()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_fsdp_mixed_precision_equals_bf16_parameters(mesh: DeviceMesh, checkpointing: bool) -> None:
+    shape = replace(SHAPE, seq_len=600, activation_checkpointing=checkpointing)
+    sharded, plain = build(shape), build(shape).to(torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (*sharded.blocks, sharded):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    tokens = random_tokens(1, 600)
+    segments = (torch.arange(600, dtype=torch.int32) // 500).unsqueeze(0)
+    logits = sharded(tokens, segments)
+    assert torch.equal(logits, plain(tokens, segments))
+    torch.autograd.backward(logits.float().square().mean())
+    assert all(parameter.grad is not None for parameter in sharded.parameters())
+
+
+def test_bf16_parameters_overfit_one_batch() -> None:
+    decoder = build(replace(SHAPE, init_std=0.05)).to(torch.bfloat16)
+    tokens = random_tokens(4, 17)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for _ in range(60):
+        logits = decoder(tokens[:, :-1])
+        _, sums = sequence_losses(logits, tokens[:, 1:], fp32=True, z_loss=1e-4)
+        loss = sums.sum() / 64
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 3.5
+    assert losses[-1] < 0.5
+
+
+def test_too_many_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"33 tokens .* data\.seq_len=32"):
+        build(SHAPE)(random_tokens(1, 33))
+
+
+# Its size
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_presets_build_and_are_counted(preset: Path) -> None:
+    shape = read_shape(preset)
+    with torch.device("meta"):
+        decoder = Decoder(shape)
+    assert num_parameters(shape) == sum(p.numel() for p in decoder.parameters())
+    assert not list(decoder.buffers())
+    for name, _ in decoder.named_parameters():
+        initial_rule(name, shape)
+
+
+@pytest.mark.parametrize("shape", VARIANTS)
+def test_num_parameters_of_variants(shape: DecoderShape) -> None:
+    assert num_parameters(shape) == sum(p.numel() for p in Decoder(shape).parameters())
+
+
+@pytest.mark.parametrize(
+    ("preset", "vocab_size", "millions"),
+    [("small", 50_257, 124), ("llama_1b", 128_256, 1_236), ("llama_8b", 128_256, 8_030)],
+)
+def test_presets_have_the_published_size(preset: str, vocab_size: int, millions: int) -> None:
+    path = next(path for path in PRESETS if path.stem == preset)
+    shape = replace(read_shape(path), vocab_size=vocab_size)
+    assert round(num_parameters(shape) / 1e6) == millions
+
+
+def test_nano_is_the_default() -> None:
+    path = next(path for path in PRESETS if path.stem == "nano")
+    shape = read_shape(path)
+    assert (shape.dim, shape.layers, shape.heads) == (128, 4, 4)
+
+
+@pytest.mark.parametrize(("dim", "ffn_dim"), [(24, 64), (25, 128), (128, 384), (768, 2048)])
+def test_default_ffn_dim(dim: int, ffn_dim: int) -> None:
+    assert default_ffn_dim(dim) == ffn_dim
+
+
+def test_flops_per_token_by_hand() -> None:
+    block = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64
+    assert flops_per_token(SHAPE) == 6 * (2 * block + 61 * 32) + 6 * 2 * 32 * 32
+    untied = replace(SHAPE, tied_head=False)
+    assert flops_per_token(untied) == flops_per_token(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 5}, r"model\.heads=5 .* model\.dim=32"),
+        ({"dim": 36, "heads": 12, "kv_heads": 12}, r"model\.heads=12 .* even .* 3"),
+        ({"kv_heads": 3}, r"model\.kv_heads=3 .* model\.heads=4"),
+        ({"kv_heads": 0}, r"model\.kv_heads=0 .* at least 1"),
+        ({"layers": 0}, r"model\.layers=0"),
+        ({"seq_len": 0}, r"data\.seq_len=0"),
+        ({"dropout": 1.0}, r"model\.dropout=1\.0"),
+        ({"norm_eps": 0.0}, r"model\.norm_eps=0\.0"),
+    ],
+)
+def test_bad_shapes_name_the_key(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SHAPE, **changes)  # type: ignore[arg-type]
+
+
+# Its initial weights
+
+
+def part(start: int, count: int, *, name: str = "head.weight", seed: int = 0) -> Tensor:
+    return initial_range(
+        name=name,
+        shape=(3, BLOCK_ELEMENTS),
+        std=0.5,
+        ones=False,
+        seed=seed,
+        start=start,
+        count=count,
+    )
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
+def test_any_partition_gives_the_same_bytes(num_parts: int) -> None:
+    total = 3 * BLOCK_ELEMENTS
+    cuts = [total * index // num_parts for index in range(num_parts + 1)]
+    pieces = [part(low, high - low) for low, high in pairwise(cuts)]
+    assert torch.equal(torch.cat(pieces), part(0, total))
+
+
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 0), (5, 0), (BLOCK_ELEMENTS - 1, 2), (BLOCK_ELEMENTS, 1), (17, 4)]
+)
+def test_a_small_range_is_a_slice_of_the_whole(start: int, count: int) -> None:
+    whole = part(0, 3 * BLOCK_ELEMENTS)
+    assert torch.equal(part(start, count), whole[start : start + count])
+
+
+def test_names_seeds_and_blocks_differ() -> None:
+    draws = [
+        part(0, 1000),
+        part(0, 1000, seed=1),
+        part(0, 1000, name="embedding.weight"),
+        part(BLOCK_ELEMENTS, 1000),
+    ]
+    for index, one in enumerate(draws):
+        for other in draws[:index]:
+            correlation = torch.corrcoef(torch.stack([one, other]))[0, 1]
+            assert abs(correlation) < 0.2
+
+
+def test_initial_values_are_normal() -> None:
+    values = part(0, 3 * BLOCK_ELEMENTS)
+    assert values.dtype == torch.float32
+    assert abs(values.mean()) < 0.005
+    assert abs(values.std() - 0.5) < 0.005
+    assert abs((values.abs() < 0.5).float().mean() - 0.6827) < 0.005
+
+
+def test_a_range_outside_the_parameter_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"leaves head\.weight"):
+        part(3 * BLOCK_ELEMENTS - 1, 2)
+
+
+def test_rules() -> None:
+    shape = replace(SHAPE, layers=8, qk_norm=True, tied_head=False)
+    with torch.device("meta"):
+        names = [name for name, _ in Decoder(shape).named_parameters()]
+    stds = {name: initial_rule(name, shape).std for name in names}
+    assert all(initial_rule(name, shape).ones == ("norm" in name) for name in names)
+    assert stds["embedding.weight"] == stds["head.weight"] == shape.init_std
+    assert stds["blocks.7.attention.query.weight"] == shape.init_std
+    assert stds["blocks.7.attention.output.weight"] == shape.init_std / 4
+    assert stds["blocks.0.ffn.down.weight"] == shape.init_std / 4
+    with pytest.raises(ValueError, match=r"'blocks\.0\.bias'"):
+        initial_rule("blocks.0.bias", shape)
+
+
+# Its loss
+
+
+def random_batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(3, 5, 11)).requires_grad_()
+    targets = torch.randint(11, (3, 5))
+    targets[0, 2:] = NOT_COUNTED
+    targets[2] = NOT_COUNTED
+    return logits, targets
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_tokens_not_counted_add_exactly_nothing(z_loss: float) -> None:
+    logits, targets = random_batch()
+    cross_entropy, loss = sequence_losses(logits, targets, fp32=True, z_loss=z_loss)
+    assert cross_entropy[2] == 0 and loss[2] == 0
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert (gradient[targets == NOT_COUNTED] == 0).all()
+    assert (gradient[targets != NOT_COUNTED] != 0).all()
+
+
+def test_losses_by_hand() -> None:
+    logits, targets = random_batch()
+    cross_entropy, loss = sequence_losses(logits, targets, fp32=True, z_loss=0.25)
+    logits = logits.detach()
+    log_z = logits.double().exp().sum(-1).log()
+    for row in range(3):
+        counted = [column for column in range(5) if targets[row, column] != NOT_COUNTED]
+        expected = sum(
+            float(log_z[row, column] - logits[row, column, targets[row, column]])
+            for column in counted
+        )
+        squares = sum(float(log_z[row, column] ** 2) for column in counted)
+        assert cross_entropy[row].item() == pytest.approx(expected, rel=1e-5)
+        assert loss[row].item() == pytest.approx(expected + 0.25 * squares, rel=1e-5)
+
+
+def test_fp32_agrees_with_torch_and_beats_bf16() -> None:
+    logits, targets = random_batch()
+    rounded = logits.detach().bfloat16()
+    exact = F.cross_entropy(rounded.double().view(-1, 11), targets.view(-1), reduction="sum")
+    precise, _ = sequence_losses(rounded, targets, fp32=True, z_loss=0.0)
+    coarse, _ = sequence_losses(rounded, targets, fp32=False, z_loss=0.0)
+    assert precise.dtype == coarse.dtype == torch.float32
+    assert precise.shape == (3,)
+    torch.testing.assert_close(precise.sum().double(), exact, rtol=1e-6, atol=0)
+    torch.testing.assert_close(coarse.sum().double(), exact, rtol=2e-2, atol=0)
