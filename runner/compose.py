@@ -49,7 +49,8 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir {config_dir}: no such directory")
-        arguments.append(f"hydra.searchpath=['file://{Path(config_dir).resolve()}']")
+        folder = str(Path(config_dir).resolve()).replace("'", r"\'")
+        arguments.append(f"hydra.searchpath=['file://{folder}']")
     try:
         with initialize_config_dir(str(packaged_configs()), version_base="1.3"):
             tree = hydra_compose("config", overrides=arguments)
@@ -60,6 +61,10 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
         # "+key=value" gets past the merge; only the slots of the schema stop it.
         added = ", ".join(text for text in arguments if text.startswith("+")) or "your configs"
         raise ConfigError(f"{added}: adds a key that does not exist. `--help` lists all.") from None
+    except Exception as error:
+        # Hydra lets YAML's errors, ValueError and AssertionError out as they are.
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"cannot compose {' '.join(overrides)}: {words}") from None
     # A YAML without "- schema" would switch all type checking off in silence.
     assert isinstance(made, RunConfig), "configs/config.yaml must begin with the schema"
     if isinstance(made.data.path, str):

@@ -318,7 +318,7 @@ class RunConfig:
     """Everything a run is told."""
 
     out: str = key("runs/default", "directory of the run; the same command again resumes it")
-    steps: int = key(300, "applied updates", ge=1)
+    steps: int = key(500, "applied updates", ge=1)
     seed: int = key(0, "of weights, sample order and dropout", trajectory=True, ge=0)
     model: ModelConfig = key(ModelConfig, "the network")
     data: DataConfig = key(DataConfig, "the corpus")

@@ -80,33 +80,46 @@ class Loop:
             CheckpointError: nothing to go back to can be loaded, or nothing can be saved.
             RankError: one rank failed; all raise it.
         """
+        self.begin()
+        while self._state.updates < self._intervals.steps:
+            self.step()
+        self._save_last()
+
+    def begin(self) -> None:
+        """Commit the initial state: the first checkpoint there is to go back to."""
         if not self._ring.records:
             self._save()
             self._ring.drain()
-        while self._state.updates < self._intervals.steps:
-            plan = self._stream.plan(self._state.cursor, self._journal.history.ledger)
-            if self._repeat_known_discard(before=plan.start):
-                continue
-            outcome = self._stepper.attempt(
-                plan,
-                step=self._state.updates + 1,
-                ledger=self._journal.history.ledger,
-                limits=self._state.baseline.limits,
-                learning_rate=self._learning_rate(),
-                stop=self._stop.is_set,
-                work_done=self._ring.tell(),
-                decisions=self._decisions(),
-            )
-            self._ring.settle(outcome.num_done, outcome.num_failed)
-            self._judge_and_act(Scene(signals=outcome.signals, plan=plan, outcome=outcome))
-            if outcome.stop_requested:
-                self._save_and_leave()
-        self._save_last()
+
+    def step(self) -> None:
+        """Attempt the next global batch and act on what it told. Raises as :meth:`run`."""
+        ledger = self._journal.history.ledger
+        plan = self._stream.plan(self._state.cursor, ledger)
+        if self._repeat_known_discard(before=plan.start):
+            return
+        outcome = self._stepper.attempt(
+            plan,
+            step=self._state.updates + 1,
+            ledger=ledger,
+            limits=self._state.baseline.limits,
+            learning_rate=self._learning_rate(),
+            stop=self._stop.is_set,
+            work_done=self._ring.tell(),
+            decisions=self._decisions(),
+        )
+        self._ring.settle(outcome.num_done, outcome.num_failed)
+        self._judge_and_act(Scene(signals=outcome.signals, plan=plan, outcome=outcome))
+        if outcome.stop_requested:
+            self._save_and_leave()
 
     def _judge_and_act(self, scene: Scene) -> None:
         signals = scene.signals
         verdict = self._state.baseline.judge(signals)
         action = self._decide(verdict, signals)
+        if scene.known is not None and isinstance(action, Apply):
+            # Settings were changed on purpose since; what was discarded stays discarded.
+            action = Discard(reason=scene.known.reason)
+        assert isinstance(action, Apply) is not signals.gated or verdict.kind is Kind.drift
         if isinstance(action, Apply):
             self._advance(scene, verdict, action)
             return

@@ -28,7 +28,8 @@ _LOSS, _GRAD_SQUARE, _NONFINITE, _TOKENS, _STOP, _UNREADABLE, _DONE, _FAILED = r
 _LANES = 8
 _SQUARES = _LANES + NUM_LANES
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
-_MAX_SUSPECTS = 8
+_MAX_SUSPECTS = 8  # told by one rank
+_NUM_LOUDEST = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +117,7 @@ class Stepper:
             *work_done,
             *_lane_numbers(identity),
         ]
-        packed, closed = self._agree_and_apply(sums, told, limits, learning_rate)
-        numbers = [float(value) for value in torch.cat([packed, closed.view(1)]).tolist()]
+        numbers = self._agree_and_apply(sums, told, limits, learning_rate)
         self._raise_alike(numbers, fetched, identity)
         return Outcome(
             signals=_signals(numbers, plan, step),
@@ -156,26 +156,30 @@ class Stepper:
 
     def _agree_and_apply(
         self, sums: LocalSums, told: list[float], limits: Limits, learning_rate: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> list[float]:
+        """The agreed vector, then loss, grad norm and the gate as the device had them."""
         device = self._engine.device
         computed = torch.stack([sums.loss, sums.grad_square, sums.nonfinite])
         packed = torch.cat([computed, torch.tensor(told, dtype=torch.float64).to(device)])
         dist.all_reduce(packed)
-        closed = self._gate(packed, limits)
-        tokens = packed[_TOKENS].clamp(min=1.0)
+        tokens = packed[_TOKENS]
+        loss = packed[_LOSS] / tokens
+        norm = packed[_GRAD_SQUARE].sqrt() / tokens
+        closed = self._gate(packed, loss, norm, limits)
         scale = tokens
         if self._clip > 0:
-            norm = packed[_GRAD_SQUARE].sqrt() / tokens
             scale = tokens * ((norm + _CLIP_EPS) / self._clip).clamp(min=1.0)
         self._engine.apply(
             skip=closed.float(), grad_scale=scale.float(), learning_rate=learning_rate
         )
-        return packed, closed.double()
+        # One copy to the host; loss and norm too, so that the judge sees the gate's own bits.
+        told_back = torch.cat([packed, torch.stack([loss, norm, closed.double()])])
+        return [float(value) for value in told_back.tolist()]
 
-    def _gate(self, packed: torch.Tensor, limits: Limits) -> torch.Tensor:
+    def _gate(
+        self, packed: torch.Tensor, loss: torch.Tensor, norm: torch.Tensor, limits: Limits
+    ) -> torch.Tensor:
         """1 where the update must not be applied; computed on the device, nothing waits."""
-        loss = packed[_LOSS] / packed[_TOKENS]
-        norm = packed[_GRAD_SQUARE].sqrt() / packed[_TOKENS]
         broken = packed[_UNREADABLE] > 0
         if not self._guarded:
             return broken
@@ -203,8 +207,7 @@ class Stepper:
         own = self._own_suspects(plan)
         told = [[rank, *row] for rank, rows in enumerate(self._ranks.gather(own)) for row in rows]
         bad = [row for row in told if not row[2]]
-        loudest = sorted(told, key=lambda row: -row[3])[:3]
-        chosen = (bad or loudest)[:_MAX_SUSPECTS]
+        chosen = bad or sorted(told, key=lambda row: -row[3])[:_NUM_LOUDEST]
         where = {int(p): int(i) for p, i in zip(plan.positions, plan.indices, strict=True)}
         return [
             Suspect(
@@ -237,17 +240,16 @@ def _lane_numbers(identity: dict[str, Any]) -> list[float]:
 
 
 def _signals(numbers: Sequence[float], plan: BatchPlan, step: int) -> StepSignals:
-    tokens = numbers[_TOKENS]
-    square = numbers[_GRAD_SQUARE]
+    loss, norm, closed = numbers[-3:]
     return StepSignals(
         step=step,
         start=plan.start,
         stop=plan.stop,
-        loss=numbers[_LOSS] / tokens if tokens else float("nan"),
-        grad_norm=square**0.5 / tokens if tokens else float("nan"),
-        tokens=int(tokens),
+        loss=loss,
+        grad_norm=norm,
+        tokens=int(numbers[_TOKENS]),
         nonfinite_ranks=int(numbers[_NONFINITE]),
-        gated=numbers[-1] > 0,
+        gated=closed > 0,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from runner.checkpoint.store import RingStore
 from runner.compose import digest, flat
 from runner.config import RunConfig
 from runner.data.dataset import Dataset
+from runner.data.feed import Feed
 from runner.dist.agree import Ranks
 from runner.dist.debug import debug_settings, set_debug
 from runner.dist.group import Place, choose_device, end_group, start_group
@@ -31,6 +33,7 @@ from runner.observe.journal import Journal
 from runner.observe.lines import LineFile
 from runner.policy.history import Incident
 from runner.recover import Recovery
+from runner.report import Reporter
 from runner.resume import Found, Resumed, find, take_up
 from runner.rundir import RunDir
 from runner.state import TrainState
@@ -62,7 +65,7 @@ def train(config: RunConfig, place: Place) -> int:
 
 
 class Session:
-    """The parts of one command, built in order. Everything here is collective."""
+    """The parts of one command on one rank, built in order. Everything here is collective."""
 
     def __init__(
         self,
@@ -82,10 +85,39 @@ class Session:
         self._settings_digest = digest(flat(config))
 
     def run(self) -> int:
+        """From opening the data to the summary; returns the exit code."""
+        run = self.open()
+        end = _run_to_an_end(run)
+        run.ring.close()
+        run.feed.close()
+        run.reporter.close()
+        state_hash = collect_digest(run.engine, is_first=self._place.is_first)
+        if self._place.is_first:
+            sum_up(
+                end,
+                digest=state_hash,
+                state=run.state,
+                journal=run.journal,
+                batch=self._config.batch.global_size,
+                world_size=self._place.world_size,
+                run_dir=self._dir,
+                console=self._console,
+            )
+        return end.exit_code
+
+    def open(self) -> Run:
+        """Build everything and take the run up where ``out`` has it.
+
+        Raises:
+            RunnerError: the run cannot begin; alike on every rank.
+        """
         config, ranks = self._config, self._ranks
         self._agree_on_settings()
         dataset = ranks.all_or_none("opening the data", lambda: assemble.open_dataset(config))
         self._agree_on_data(dataset)
+        stream = ranks.all_or_none(
+            "splitting the data", lambda: assemble.sample_stream(config, dataset)
+        )
         shape = ranks.all_or_none("sizing the model", lambda: assemble.model_shape(config, dataset))
         found = find(self._dir, config, dataset.fingerprint(), ranks)
         for name in found.torn:
@@ -101,7 +133,51 @@ class Session:
         resumed = take_up(found, self._dir, ring, journal, state)
         journal.add(self._start_incident(resumed, dataset))
         self._greet(dataset, shape, resumed)
-        return self._train(dataset, shape, engine, journal, ring, state, resumed)
+        feed = assemble.feed(config, dataset, stream, self._place, self._device)
+        reporter = assemble.reporter(
+            config,
+            shape,
+            self._place,
+            self._device,
+            self._dir,
+            self._console,
+            journal,
+            ring,
+            resumed,
+        )
+        stepper = self._stepper(dataset, engine, feed, ring)
+        held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
+        evaluator = Evaluator(engine=engine, feed=feed, ranks=ranks, indices=held_out)
+        stop = StopRequest()
+        stop.listen()
+        loop = Loop(
+            state=state,
+            stepper=stepper,
+            stream=stream,
+            ring=ring,
+            journal=journal,
+            recovery=Recovery(stepper=stepper, ring=ring, journal=journal, reporter=reporter),
+            reporter=reporter,
+            schedule=assemble.schedule(config),
+            rules=assemble.remedy_rules(config),
+            intervals=Intervals(
+                steps=config.steps,
+                checkpoint=config.checkpoint.every,
+                evaluate=config.eval.every,
+            ),
+            evaluate=evaluator.loss,
+            stop=stop,
+            known_discards=resumed.known_discards,
+        )
+        return Run(
+            loop=loop,
+            engine=engine,
+            ring=ring,
+            feed=feed,
+            journal=journal,
+            state=state,
+            reporter=reporter,
+        )
 
     def _agree_on_settings(self) -> None:
         """Every rank composed its own settings; they must be the same."""
@@ -132,6 +208,26 @@ class Session:
 
         return report
 
+    def _stepper(self, dataset: Dataset, engine: FsdpEngine, feed: Feed, ring: Ring) -> Stepper:
+        config = self._config
+        faults = FaultInjector(
+            parse_faults(config.faults),
+            rank=self._place.rank,
+            markers=self._dir.faults,
+            newest_checkpoint=ring.newest,
+        )
+        return Stepper(
+            engine=engine,
+            feed=feed,
+            dataset=dataset,
+            ranks=self._ranks,
+            faults=faults,
+            seed=config.seed,
+            clip=config.optim.clip,
+            guarded=config.guard.enabled,
+            config_digest=self._settings_digest,
+        )
+
     def _start_incident(self, resumed: Resumed, dataset: Dataset) -> Incident:
         return Incident(
             kind="start",
@@ -161,90 +257,30 @@ class Session:
         if resumed.step:
             self._console.say(f"resuming at step {resumed.step} of {config.steps}")
 
-    def _train(
-        self,
-        dataset: Dataset,
-        shape: DecoderShape,
-        engine: FsdpEngine,
-        journal: Journal,
-        ring: Ring,
-        state: TrainState,
-        resumed: Resumed,
-    ) -> int:
-        config, ranks, place = self._config, self._ranks, self._place
-        stream = ranks.all_or_none(
-            "splitting the data", lambda: assemble.sample_stream(config, dataset)
-        )
-        feed = assemble.feed(config, dataset, stream, place, self._device)
-        reporter = assemble.reporter(
-            config, shape, place, self._device, self._dir, self._console, journal, ring, resumed
-        )
-        faults = FaultInjector(
-            parse_faults(config.faults),
-            rank=place.rank,
-            markers=self._dir.faults,
-            newest_checkpoint=ring.newest,
-        )
-        stepper = Stepper(
-            engine=engine,
-            feed=feed,
-            dataset=dataset,
-            ranks=ranks,
-            faults=faults,
-            seed=config.seed,
-            clip=config.optim.clip,
-            guarded=config.guard.enabled,
-            config_digest=self._settings_digest,
-        )
-        held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
-        evaluator = Evaluator(engine=engine, feed=feed, ranks=ranks, indices=held_out)
-        stop = StopRequest()
-        stop.listen()
-        loop = Loop(
-            state=state,
-            stepper=stepper,
-            stream=stream,
-            ring=ring,
-            journal=journal,
-            recovery=Recovery(stepper=stepper, ring=ring, journal=journal, reporter=reporter),
-            reporter=reporter,
-            schedule=assemble.schedule(config),
-            rules=assemble.remedy_rules(config),
-            intervals=Intervals(
-                steps=config.steps,
-                checkpoint=config.checkpoint.every,
-                evaluate=config.eval.every,
-            ),
-            evaluate=evaluator.loss,
-            stop=stop,
-            known_discards=resumed.known_discards,
-        )
-        end = self._run_to_an_end(loop, journal, state)
-        ring.close()
-        feed.close()
-        reporter.close()
-        state_hash = collect_digest(engine, is_first=place.is_first)
-        if place.is_first:
-            sum_up(
-                end,
-                digest=state_hash,
-                state=state,
-                journal=journal,
-                batch=config.batch.global_size,
-                world_size=place.world_size,
-                run_dir=self._dir,
-                console=self._console,
-            )
-        return end.exit_code
 
-    def _run_to_an_end(self, loop: Loop, journal: Journal, state: TrainState) -> End:
-        try:
-            loop.run()
-        except RunnerError as error:
-            status = _STATUS.get(error.exit_code, "failed")
-            if status != "halted":  # a halt has its own line already
-                journal.add(
-                    Incident(kind=status, step=state.updates, decision="end", reason=str(error))
-                )
-            return End(status=status, exit_code=error.exit_code, reason=str(error))
-        return End(status="done", exit_code=EXIT_DONE, reason="all steps applied")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """An open run: its loop and what must be closed and summed up after it."""
+
+    loop: Loop
+    engine: FsdpEngine
+    ring: Ring
+    feed: Feed
+    journal: Journal
+    state: TrainState
+    reporter: Reporter
+
+
+def _run_to_an_end(run: Run) -> End:
+    try:
+        run.loop.run()
+    except RunnerError as error:
+        status = _STATUS.get(error.exit_code, "failed")
+        if status == "halted":
+            run.ring.drain()  # what is being written is still worth having
+        else:  # a halt has its own line already
+            run.journal.add(
+                Incident(kind=status, step=run.state.updates, decision="end", reason=str(error))
+            )
+        return End(status=status, exit_code=error.exit_code, reason=str(error))
+    return End(status="done", exit_code=EXIT_DONE, reason="all steps applied")

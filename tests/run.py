@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from runner.observe.lines import read_lines as read_whole_lines
 
 # What differs between two runs of the same trajectory.
 TIMINGS = ("seconds", "tokens_per_second", "data_wait_seconds")
@@ -46,20 +51,26 @@ class Result:
     def digest(self) -> str:
         return self.summary["state_digest"]
 
+    @property
+    def tail(self) -> str:
+        """What to show when something is not as it should be."""
+        return self.text[-3000:]
+
     def journal(self, kind: str | None = None) -> list[dict[str, Any]]:
         lines = read_lines(self.out / "journal.jsonl")
         return [line for line in lines if kind is None or line["kind"] == kind]
 
     def metrics(self) -> list[dict[str, Any]]:
         """Lines without timings."""
-        return [
-            {key: value for key, value in line.items() if key not in TIMINGS}
-            for line in read_lines(self.out / "metrics.jsonl")
-        ]
+        return without_timings(read_lines(self.out / "metrics.jsonl"))
 
     def counted(self) -> dict[int, dict[str, Any]]:
         """Step to the line that counts: the last applied one."""
         return {line["step"]: line for line in self.metrics() if line["action"] == "apply"}
+
+
+def without_timings(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in TIMINGS} for line in lines]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -73,24 +84,107 @@ def command(out: Path, *overrides: str, ranks: int = 2) -> list[str]:
     return [*launcher, f"--nproc-per-node={ranks}", "-m", "runner", f"out={out}", *TINY, *overrides]
 
 
-def train(out: Path, *overrides: str, ranks: int = 2, timeout: float = 120) -> Result:
+def train(
+    out: Path,
+    *overrides: str,
+    ranks: int = 2,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> Result:
     """Run one command to its end; ``ranks=0`` starts without torchrun."""
-    done = subprocess.run(
+    return start(out, *overrides, ranks=ranks, env=env).wait(timeout)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command under way, in a session of its own."""
+
+    out: Path
+    process: subprocess.Popen[str]
+
+    def wait(self, timeout: float = 120) -> Result:
+        """To its end; what still lives after ``timeout`` seconds is killed and the test fails."""
+        try:
+            text, _ = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            text, _ = self.process.communicate()
+            raise AssertionError(f"still running after {timeout:g} s:\n{text[-3000:]}") from None
+        return Result(out=self.out, code=self.process.returncode, text=text)
+
+    def pids(self) -> list[int]:
+        """torchrun and its workers: they have sessions of their own, but all name ``out``."""
+        mark = f"out={self.out}".encode()
+        return [
+            int(folder.name)
+            for folder in Path("/proc").iterdir()
+            if folder.name.isdigit() and mark in _arguments(folder)
+        ]
+
+    def workers(self) -> list[int]:
+        """The ranks' processes."""
+        launcher = self.process.pid
+        return [pid for pid in self.pids() if pid != launcher]
+
+    def kill(self) -> None:
+        """SIGKILL to all of them at once, as a lost node would end."""
+        while pids := self.pids():
+            for pid in pids:
+                _kill(pid)
+            time.sleep(0.01)
+
+    def until(self, seen: Callable[[Path], bool], timeout: float = 60) -> None:
+        """Wait for something to be seen in ``out``, or for the command's end."""
+        limit = time.monotonic() + timeout
+        while not seen(self.out) and self.process.poll() is None:
+            assert time.monotonic() < limit, f"not seen within {timeout:g} s"
+            time.sleep(0.005)
+
+
+def start(
+    out: Path, *overrides: str, ranks: int = 2, env: Mapping[str, str] | None = None
+) -> Started:
+    """Begin one command."""
+    process = subprocess.Popen(
         command(out, *overrides, ranks=ranks),
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(env or {}),
+        start_new_session=True,
     )
-    return Result(out=out, code=done.returncode, text=done.stdout + done.stderr)
+    return Started(out=out, process=process)
+
+
+def _arguments(folder: Path) -> list[bytes]:
+    try:
+        return (folder / "cmdline").read_bytes().split(b"\0")
+    except OSError:  # it has just ended
+        return []
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGKILL)
+
+
+def metrics_step(out: Path) -> int:
+    """The last step in the metrics, 0 without; a line being written is left out."""
+    lines, _ = read_whole_lines(out / "metrics.jsonl")
+    return int(lines[-1]["step"]) if lines else 0
+
+
+def journalled(out: Path, kind: str) -> int:
+    """How many lines of this kind the journal has by now."""
+    lines, _ = read_whole_lines(out / "journal.jsonl")
+    return sum(line["kind"] == kind for line in lines)
 
 
 def finish(out: Path, *overrides: str, ranks: int = 2) -> Result:
     """:func:`train`, which must end well."""
     result = train(out, *overrides, ranks=ranks)
-    assert result.code == 0, result.text[-3000:]
-    assert result.summary["status"] == "done"
+    assert result.code == 0, result.tail
+    assert result.summary["status"] == "done", result.tail
     return result
 
 

@@ -95,7 +95,7 @@ def read_manifest(path: Path) -> Manifest:
         tree = json.loads(path.read_bytes())
         made = _from_json(tree)
         _check(made)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+    except Exception as error:  # damage may take any form; json and int() raise many kinds
         raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from None
     return made
 
@@ -135,7 +135,10 @@ def _check(manifest: Manifest) -> None:
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"file name {name!r}")
     for name, pieces in manifest.pieces.items():
-        _check_coverage(name, math.prod(manifest.shapes[name]), pieces)
+        shape = manifest.shapes[name]
+        if min(shape, default=0) < 0:
+            raise ValueError(f"{name}: negative shape {list(shape)}")
+        _check_coverage(name, math.prod(shape), pieces)
         for piece in pieces:
             end = piece.offset + piece.count * ITEM_BYTES
             if piece.offset < 0 or end > manifest.files[piece.file].num_bytes:

@@ -126,6 +126,7 @@ class Ring:
         self._next_serial = 1
         self._step = 0
         self._being_proven: set[int] = set()
+        self._saving = False
         self._work = AgreedWork(ranks.gather)
 
     @property
@@ -144,7 +145,14 @@ class Ring:
     # -- saving ---------------------------------------------------------------------------
 
     def save(self, moment: Moment) -> None:
-        """Copy the state now; write, sync and commit it while training goes on."""
+        """Copy the state now; write, sync and commit it while training goes on.
+
+        Waits first for a save that is still under way: a disk slower than the interval must
+        slow the run down rather than fill the memory with copies.
+        """
+        if self._saving:
+            self.drain()
+        self._saving = True
         serial, self._next_serial = self._next_serial, self._next_serial + 1
         snapshots = self._snapshots()
         counts = self._holder.update_counts()
@@ -209,6 +217,7 @@ class Ring:
         )
 
     def _committed(self, serial: int, moment: Moment, failures: list[str]) -> None:
+        self._saving = False
         if failures:
             self._save_failed(serial, moment, failures)
             return
@@ -218,6 +227,7 @@ class Ring:
         self._retire()
 
     def _save_failed(self, serial: int, moment: Moment, failures: list[str]) -> None:
+        self._saving = False
         if self._ranks.rank == 0:
             # Give the space back; what is left of a failed write is never trusted.
             shutil.rmtree(self._store.writing_folder(serial), ignore_errors=True)

@@ -32,7 +32,7 @@ def ring_command(arguments: Sequence[str]) -> int:
     console = Console(soft_wrap=True)
     faults = _verify(entries) if options.verify else {}
     _print_table(console, entries, faults, verified=options.verify)
-    for sentence in damaged:
+    for sentence in [*faults.values(), *damaged]:
         console.print(f"damaged: {sentence}", markup=False)
     if options.export:
         written = export(_best(entries, options.serial), Path(options.export))
@@ -77,7 +77,8 @@ def _print_table(
     for title in ("serial", "step", "cursor", "state", "ranks", "size", "verified"):
         table.add_column(title, justify="right" if title != "verified" else "left")
     for entry in entries:
-        said = faults.get(entry.record.serial, "every byte") if verified else "not now"
+        is_damaged = entry.record.serial in faults
+        said = ("damaged" if is_damaged else "every byte") if verified else "not now"
         table.add_row(
             str(entry.record.serial),
             str(entry.record.step),

@@ -226,11 +226,9 @@ class Feed:
             cursor = plan.stop
 
     def close(self) -> None:
-        """End the loading processes."""
+        """End the loading processes; the feed is of no use afterwards."""
         self._loading = None
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is not None:
-            iterator._shutdown_workers()
+        del self._loader
 
     def _restart(self, cursor: int, ledger: Ledger) -> None:
         self._guess = (cursor, ledger.copy())

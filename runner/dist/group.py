@@ -76,7 +76,7 @@ def start_group(place: Place, device: torch.device, *, timeout_seconds: float) -
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = torch.distributed.distributed_c10d.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 

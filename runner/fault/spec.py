@@ -72,7 +72,10 @@ def _parse(text: str) -> Fault:
     kind, at, rest = text.partition("@")
     if kind not in _REQUIRED or not at:
         raise _refusal(text, f"a fault is KIND@key=value,...; kinds: {', '.join(_REQUIRED)}")
-    given = dict(_pair(text, part) for part in rest.split(",") if part)
+    pairs = [_pair(text, part) for part in rest.split(",") if part]
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise _refusal(text, "a key stands there twice")
     allowed = _REQUIRED[kind] | _OPTIONAL.get(kind, {"rank"})
     if missing := _REQUIRED[kind] - given.keys():
         raise _refusal(text, f"{kind} needs {', '.join(sorted(missing))}")

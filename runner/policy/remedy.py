@@ -177,12 +177,12 @@ def decide(
         return Apply(reason=verdict.reason)
     repeat = _repeats(verdict.onset_step, history, rules)
     if verdict.kind is not Kind.drift:
+        if trouble.in_a_row > rules.max_discards:
+            return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
         if trouble.num_recent() < rules.persist:
             return Discard(reason=verdict.reason)
         if repeat and _is_level(trouble.last_run(), rules, untrained_loss):
             return _settle_or_wait(trouble.last_run(), rules)
-        if trouble.in_a_row > rules.max_discards:
-            return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
     return _go_back(verdict, signals, trouble, history, ring, rules, repeat)
 
 

@@ -103,7 +103,7 @@ class Baseline:
     def judge(self, signals: StepSignals) -> Verdict:
         """The verdict on one attempted step. Pure: nothing is admitted here."""
         kind, reason = self._classify(signals)
-        if kind is Kind.drift:
+        if kind is Kind.drift and self._drift > 0.0:
             onset_step, onset = self._drift_onset
         else:
             onset_step, onset = signals.step, signals.start
@@ -158,8 +158,8 @@ class Baseline:
 
     def _excess(self, loss: float) -> float:
         """Page's test (CUSUM, 1954) against the best level held; slack grows with the noise."""
-        if not math.isfinite(self._best_level):
-            return 0.0
+        if not math.isfinite(self.limits.loss):
+            return 0.0  # armed no earlier than the gate, or one unjudged spike would be a drift
         return loss - self._best_level - max(self._rules.drift_slack, self._loss.sigma())
 
     def _pile_up_drift(self, signals: StepSignals) -> None:

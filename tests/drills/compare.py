@@ -1,0 +1,67 @@
+"""What it means that two runs are the same run, and that every sample was used once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from runner.data.cursor import SampleStream
+from runner.data.permutation import held_out
+from tests.run import Result
+
+# The defaults of runner/config.py and tests/run.py's TINY.
+SAMPLES, SEED, HELD_OUT, BATCH = 100_000, 0, 0.01, 32
+
+
+def assert_same_end(run: Result, other: Result) -> None:
+    """The same weights, moments and update counts, by the same steps on the same samples."""
+    assert run.counted() == other.counted(), differing(run, other) + run.tail
+    assert run.digest == other.digest, run.tail
+
+
+def assert_same_run(run: Result, other: Result) -> None:
+    """:func:`assert_same_end`, and every line of the metrics alike."""
+    assert run.metrics() == other.metrics(), differing(run, other) + run.tail
+    assert_same_end(run, other)
+    for key in ("steps", "cursor", "final_loss", "skipped", "samples_used", "discarded_steps"):
+        assert run.summary[key] == other.summary[key], f"{key}\n{run.tail}"
+
+
+def differing(run: Result, other: Result) -> str:
+    """The first step that differs, in both runs."""
+    one, two = run.counted(), other.counted()
+    for step in sorted(one.keys() | two.keys()):
+        if one.get(step) != two.get(step):
+            return f"first difference: {one.get(step)}\nbut: {two.get(step)}\n"
+    return "the steps that count are equal\n"
+
+
+def assert_every_sample_once(run: Result) -> None:
+    """Each training sample before the end is in exactly one step that counts, or skipped."""
+    cursor = run.summary["cursor"]
+    stream = SampleStream(
+        num_samples=SAMPLES, seed=SEED, held_out_share=HELD_OUT, global_size=BATCH
+    )
+    positions = np.arange(cursor, dtype=np.int64)
+    readable = ~held_out(stream.indices(positions), share=HELD_OUT)
+    for start, stop in run.summary["skipped"]:
+        readable[start:stop] = False
+    used = np.zeros(cursor, dtype=np.int64)
+    for step, line in run.counted().items():
+        start, stop = line["samples"]
+        count = int(readable[start:stop].sum())
+        assert count == BATCH, f"step {step} read {count} samples of {start}-{stop}\n{run.tail}"
+        used[start:stop] += readable[start:stop]
+    wrong = positions[used != readable]
+    assert not len(wrong), f"not used exactly once: {wrong[:20]}\n{run.tail}"
+    assert len(run.counted()) == run.summary["steps"]
+    assert run.summary["samples_used"] == int(used.sum())
+
+
+def same_rates(run: Result, other: Result) -> bool:
+    return [line["lr"] for line in in_order(run)] == [line["lr"] for line in in_order(other)]
+
+
+def in_order(run: Result) -> list[dict[str, Any]]:
+    return [line for _, line in sorted(run.counted().items())]

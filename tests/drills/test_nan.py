@@ -1,0 +1,96 @@
+"""P1, P2: a NaN on any one rank is applied on none, and every rank discards the same step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_every_sample_once, assert_same_end
+from tests.run import Result, finish, skip_override, train
+
+# kind, step, rank: far enough apart for each to be an episode of its own.
+EACH_RANK_IN_TURN = [
+    ("nan_grad", 14, 0),
+    ("nan_grad", 26, 1),
+    ("nan_loss", 38, 0),
+    ("nan_loss", 50, 1),
+]
+LAST_RANK_OF_THREE = [("nan_grad", 20, 2), ("nan_loss", 35, 1)]
+
+
+def faults(cases: list[tuple[str, int, int]]) -> str:
+    return (
+        "faults=[" + ",".join(f"{kind}@step={step},rank={rank}" for kind, step, rank in cases) + "]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine", "cases"),
+    [
+        (2, "parallel=fsdp", EACH_RANK_IN_TURN),
+        (2, "parallel=ddp model.dropout=0.1", EACH_RANK_IN_TURN),
+        (3, "parallel=fsdp", LAST_RANK_OF_THREE),
+        pytest.param(2, "model.dropout=0.1", EACH_RANK_IN_TURN, marks=pytest.mark.full),
+        pytest.param(3, "parallel=ddp", LAST_RANK_OF_THREE, marks=pytest.mark.full),
+        pytest.param(
+            4, "parallel=hsdp parallel.shard_size=2", EACH_RANK_IN_TURN, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_discarded_step_never_happened(
+    tmp_path: Path, ranks: int, engine: str, cases: list[tuple[str, int, int]]
+) -> None:
+    hit = finish(tmp_path / "hit", *engine.split(), faults(cases), ranks=ranks)
+    discards = hit.journal("discard")
+    assert [(d["step"], d["ranks"]) for d in discards] == [
+        (step, [rank]) for _, step, rank in cases
+    ], hit.tail
+    assert_discards_explain_themselves(hit)
+    told = finish(
+        tmp_path / "told", *engine.split(), skip_override(hit.summary["skipped"]), ranks=ranks
+    )
+    assert not told.journal("discard"), told.tail
+    assert_same_end(hit, told)
+    assert_every_sample_once(hit)
+
+
+def assert_discards_explain_themselves(run: Result) -> None:
+    """One line each, with samples, reason and cost; and nothing else was journalled."""
+    discards = run.journal("discard")
+    assert [line["kind"] for line in run.journal()] == ["start"] + ["discard"] * len(discards)
+    assert [d["samples"] for d in discards] == run.summary["skipped"]
+    for line in discards:
+        assert "1 rank(s) with NaN or Inf" in line["reason"]
+        assert line["sample_ids"] and line["cost_steps"] == 1 and line["cost_seconds"] > 0
+        first, stop = line["samples"]
+        assert all(first <= position < stop for position in line["detail"]["suspects"])
+    assert run.summary["discarded_steps"] == len(discards)
+    assert len([line for line in run.metrics() if line["action"] == "discard"]) == len(discards)
+
+
+@pytest.mark.parametrize("kind", ["nan_grad", pytest.param("nan_loss", marks=pytest.mark.full)])
+def test_state_is_bit_identical_after_a_nan(tmp_path: Path, kind: str) -> None:
+    """Stopped right after the bad step, against a run that ends just before it."""
+    told_to_stop = ("guard.persist=1", "guard.max_rollbacks=0")
+    hit = train(tmp_path / "hit", f"faults=[{kind}@step=20,rank=1]", *told_to_stop)
+    assert hit.summary["status"] == "halted", hit.tail
+    assert hit.metrics()[-1]["action"] == "halt"
+    before = finish(tmp_path / "before", "steps=19", "schedule.total=60", *told_to_stop)
+    assert hit.summary["steps"] == before.summary["steps"] == 19
+    assert hit.digest == before.digest, hit.tail
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["nan_grad", "nan_loss"])
+def test_the_journal_does_not_depend_on_the_rank(tmp_path: Path, kind: str) -> None:
+    runs = [
+        finish(tmp_path / f"rank{rank}", f"faults=[{kind}@step=20,rank={rank}]")
+        for rank in range(2)
+    ]
+    assert_same_end(*runs)
+    one, two = (
+        {key: run.journal("discard")[0][key] for key in ("step", "samples", "decision", "kind")}
+        for run in runs
+    )
+    assert one == two

@@ -1,0 +1,428 @@
+"""Settings: every preset composes, every mistake is told by key, value and what is allowed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from runner.check import check
+from runner.compose import (
+    compose,
+    digest,
+    fields,
+    flat,
+    from_yaml,
+    packaged_configs,
+    to_yaml,
+    trajectory,
+    value_of,
+)
+from runner.config import ParallelKind, RunConfig
+from runner.error import ConfigError
+from runner.fault.spec import parse_faults
+
+PRESETS = sorted(packaged_configs().glob("*/*.yaml"))
+KEYS = [name for name, _, _ in fields(RunConfig())]
+
+
+def settle(*overrides: str, world_size: int = 1, config_dir: Path | None = None) -> RunConfig:
+    """What the command line does with overrides before anything starts."""
+    config = compose(overrides, config_dir=None if config_dir is None else str(config_dir))
+    check(config, world_size=world_size)
+    parse_faults(config.faults)
+    return config
+
+
+def refusal(*overrides: str, world_size: int = 1, config_dir: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        settle(*overrides, world_size=world_size, config_dir=config_dir)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@cache
+def composed(path: Path) -> RunConfig:
+    return compose([f"{path.parent.name}={path.stem}"])
+
+
+def preset(folder: Path, name: str, text: str) -> Path:
+    """A user's own ``model=NAME`` under ``folder``."""
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    (folder / "model" / f"{name}.yaml").write_text(text)
+    return folder
+
+
+class TestPresets:
+    def test_there_are_some_of_every_group(self) -> None:
+        groups = {path.parent.name for path in PRESETS}
+        assert groups >= {"model", "data", "parallel", "optim", "schedule", "guard", "debug"}
+
+    @pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
+    def test_each_composes_to_the_schema(self, path: Path) -> None:
+        config = composed(path)
+        assert type(config) is RunConfig
+        check(config, world_size=1)
+
+    @pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
+    def test_each_says_what_it_is(self, path: Path) -> None:
+        assert path.read_text().startswith("# ")
+
+    @pytest.mark.parametrize(
+        ("override", "key", "value"),
+        [
+            ("model=tiny", "model.dim", "32"),
+            ("data=synthetic", "data.kind", "DataKind.synthetic"),
+            ("parallel=hsdp", "parallel.reduce_each_micro_batch", "False"),
+            ("guard=off", "guard.enabled", "False"),
+            ("schedule=wsd", "schedule.kind", "ScheduleKind.wsd"),
+            ("debug=off", "debug.kind", "DebugKind.off"),
+            ("track=tensorboard", "track.tensorboard", "True"),
+        ],
+    )
+    def test_a_preset_changes_its_group(self, override: str, key: str, value: str) -> None:
+        values = {name: str(value) for name, _, value in fields(compose([override]))}
+        assert values[key] == value
+
+    def test_without_overrides_the_schema_rules(self) -> None:
+        assert flat(compose([])) == flat(RunConfig())
+
+
+@pytest.mark.parametrize(("name", "spec", "value"), list(fields(RunConfig())))
+def test_every_key_has_one_line_of_help(name: str, spec: Any, value: Any) -> None:
+    words = spec.metadata["help"]
+    assert words.strip() == words != ""
+    assert "\n" not in words
+    assert isinstance(spec.metadata["trajectory"], bool)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("override", "fragments"),
+    [
+        ("stepz=3", ["'stepz'", "Did you mean steps"]),
+        ("optim.lrr=1", ["'optim.lrr'", "Did you mean optim.lr", "--help"]),
+        ("guard.wholly_other=1", ["'guard.wholly_other'", "Allowed here: guard.enabled"]),
+        ("modle=tiny", ["'modle'", "Did you mean model"]),
+        ("model=huge", ["model=huge", "no such preset", "llama_1b", "nano", "tiny"]),
+        ("parallel=tensor", ["parallel=tensor", "fsdp", "hsdp", "single"]),
+        ("steps=abc", ["steps=abc", "int >= 1", "applied updates"]),
+        ("steps=null", ["steps=null", "int >= 1"]),
+        ("steps=", ["steps=", "int >= 1"]),
+        ("optim.lr=fast", ["optim.lr=fast", "float > 0"]),
+        ("model.dim=1.5", ["model.dim=1.5", "int >= 2"]),
+        ("model.tied_head=maybe", ["model.tied_head=maybe", "bool"]),
+        ("model.precision=fp16", ["model.precision=fp16", "bf16 | fp32"]),
+        ("data.path={a:1}", ["data.path={a:1}", "a file or directory"]),
+        ("data.path=3", ["data.path=3", "a list of paths"]),
+        ("data.path=null", ["data.path=None", "a list of paths"]),
+        ("optim.lr=-1", ["optim.lr=-1", "greater than 0", "peak learning rate"]),
+        ("optim.lr=nan", ["optim.lr=nan", "finite"]),
+        ("optim.eps=inf", ["optim.eps=inf", "finite"]),
+        ("data.held_out=1", ["data.held_out=1.0", "less than 1"]),
+        ("steps=0", ["steps=0", "at least 1"]),
+        ("seed=-1", ["seed=-1", "at least 0"]),
+        ("checkpoint.every=5", ["checkpoint.every=5", "checkpoint.clean_after=10", "every>=10"]),
+        ("guard.min_history=999", ["guard.min_history=999", "guard.window="]),
+        ("guard.persist=99", ["guard.persist=99", "guard.persist_window="]),
+        ("schedule.total=3", ["schedule.total=3", "schedule.warmup="]),
+        ("data.skip=[[5,2]]", ["data.skip", "[5, 2]", "0 <= start < end"]),
+        ("data.skip=[[-1,2]]", ["data.skip", "[-1, 2]", "0 <= start < end"]),
+        ("data.skip=[[1,2],7]", ["data.skip", "7 is no half-open range"]),
+        ("data.skip=[[1,2,3]]", ["data.skip", "[1, 2, 3]"]),
+        ("data.skip=[[false,true]]", ["data.skip", "[False, True]"]),
+        ("data.skip=7", ["data.skip=7", "half open"]),
+        ("faults=[melt@step=3]", ["faults", "'melt@step=3'", "nan_grad", "corrupt_checkpoint"]),
+        ("faults=[kill@rank=1]", ["'kill@rank=1'", "needs step"]),
+        ("faults=null", ["faults=null"]),
+        ("out=", ["out=", "must name a directory"]),
+        ("parallel.device=tpu", ["parallel.device=tpu", "auto, cpu or cuda"]),
+        ("hydra.run.dir=x", ["'hydra.run.dir=x'", "out=DIR"]),
+        ("+hydra.verbose=true", ["'+hydra.verbose=true'", "out=DIR"]),
+        ("+new=1", ["+new=1", "does not exist"]),
+        ("+guard.extra=1", ["+guard.extra=1", "does not exist"]),
+        ("++guard.extra=1", ["++guard.extra=1", "does not exist"]),
+        ("steps", ["'steps'", "Write key=value"]),
+        ("data.path=[a", ["'data.path=[a'", "Write key=value"]),
+        ("out=a=b", ["'out=a=b'", "quote values"]),
+        ("steps=1,2", ["steps=1,2"]),
+        ("steps=${nope}", ["steps=${nope}", "'nope' not found"]),
+        ("steps=${steps}", ["steps=${steps}", "Recursive"]),
+        ("=3", ["=3"]),
+        ("guard=null", ["guard=null"]),
+        ("+=[]", ["+=[]"]),
+    ],
+)
+def test_a_mistake_is_told(override: str, fragments: Sequence[str]) -> None:
+    told = refusal(override)
+    for fragment in fragments:
+        assert fragment in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "fragments"),
+    [
+        (["batch.global_size=3"], 4, ["batch.global_size=3", "4 ranks", "at least 4"]),
+        (["parallel=single"], 2, ["parallel=single", "2 ranks"]),
+        (["parallel=hsdp", "parallel.shard_size=3"], 4, ["parallel.shard_size=3", "divide the 4"]),
+    ],
+)
+def test_a_misfit_with_the_ranks_is_told(
+    overrides: list[str], world_size: int, fragments: list[str]
+) -> None:
+    told = refusal(*overrides, world_size=world_size)
+    assert all(fragment in told for fragment in fragments)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (["batch.global_size=4"], 4),
+        (["parallel=single"], 1),
+        (["parallel=hsdp", "parallel.shard_size=2"], 4),
+        (["checkpoint.every=10", "checkpoint.clean_after=10"], 1),
+    ],
+)
+def test_just_within_the_bounds_is_taken(overrides: list[str], world_size: int) -> None:
+    settle(*overrides, world_size=world_size)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    told = refusal("steps=0", "optim.lr=-1", "data.skip=[[2,1]]").splitlines()
+    assert len(told) == 3
+
+
+KEY = st.sampled_from([*KEYS, "model", "guard", "x", "steps.x", "data.path.0", "faults.0", ""])
+ATOM = st.sampled_from(
+    ["1", "-1", "null", "nan", "abc", "???", "'", '"x"', "${seed}", "${", "kill@step=3", "../x"]
+) | st.text(max_size=6)
+VALUE = st.recursive(
+    ATOM,
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda parts: f"[{','.join(parts)}]")
+        | inner.map(lambda part: f"{{k:{part}}}")
+        | inner.map(lambda part: f"choice({part})")
+    ),
+    max_leaves=3,
+)
+OVERRIDE = st.tuples(
+    st.sampled_from(["", "", "+", "++", "~"]), KEY, st.sampled_from(["=", "="]), VALUE
+).map("".join)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(OVERRIDE | st.text(max_size=12), max_size=2))
+@example(["~=[]", "++={}"])
+@example(["data.path=" + "[" * 100 + "]" * 100])
+@example(["@model=tiny"])
+@example(["~guard.window"])
+def test_whatever_is_typed_only_a_config_error_comes_out(overrides: list[str]) -> None:
+    try:
+        config = settle(*overrides)
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert type(config) is RunConfig
+
+
+# What is understood
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("faults=[]", []),
+        ("faults=[kill@step=3]", ["kill@step=3"]),
+        ("faults=[nan_grad@step=20,rank=1]", ["nan_grad@step=20,rank=1"]),
+        (
+            "faults=[nan_grad@step=20,rank=1,kill@step=30, spike@samples=4-7,scale=2]",
+            ["nan_grad@step=20,rank=1", "kill@step=30", "spike@samples=4-7,scale=2"],
+        ),
+        (
+            "faults=['nan_grad@step=20,rank=1','kill@step=3']",
+            ["nan_grad@step=20,rank=1", "kill@step=3"],
+        ),
+    ],
+)
+def test_faults_need_no_quotes(override: str, expected: list[str]) -> None:
+    assert settle(override).faults == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.path=/corpus/a.bin", ["/corpus/a.bin"]),
+        ("data.path=[/corpus/a.bin,b]", ["/corpus/a.bin", "b"]),
+        ("data.path='/with space/a,b'", ["/with space/a,b"]),
+        ("data.path=[]", []),
+    ],
+)
+def test_data_path_is_one_or_many(override: str, expected: list[str]) -> None:
+    assert settle(override).data.path == expected
+
+
+def test_the_last_override_counts() -> None:
+    assert settle("steps=40", "steps=50").steps == 50
+    assert settle("model.dim=48", "model=tiny").model.dim == 48
+
+
+def test_skip_ranges() -> None:
+    assert settle("data.skip=[[0,1],[400,432]]").data.skip == [[0, 1], [400, 432]]
+
+
+class TestOwnPresets:
+    def test_one_is_added_beside_ours(self, tmp_path: Path) -> None:
+        own = preset(tmp_path, "mine", "dim: 48\n")
+        assert settle("model=mine", config_dir=own).model.dim == 48
+        assert settle("model=tiny", config_dir=own).model.dim == 32
+        assert "mine" in refusal("model=other", config_dir=own)
+
+    def test_one_builds_on_ours(self, tmp_path: Path) -> None:
+        own = preset(tmp_path, "mine", "defaults: [tiny, _self_]\nlayers: 3\n")
+        config = settle("model=mine", config_dir=own)
+        assert (config.model.dim, config.model.layers) == (32, 3)
+
+    @pytest.mark.parametrize("name", ["with space", "it's", "a,b", 'quo"te', "back\\slash"])
+    def test_the_folder_may_have_any_name(self, tmp_path: Path, name: str) -> None:
+        own = preset(tmp_path / name, "mine", "dim: 48\n")
+        assert settle("model=mine", config_dir=own).model.dim == 48
+
+    @pytest.mark.parametrize(
+        ("text", "fragments"),
+        [
+            ("dimm: 48\n", ["'model.dimm'", "Did you mean model.dim"]),
+            ("dim: wide\n", ["model.dim", "int >= 2"]),
+            ("dim: [\n", ["mine.yaml"]),
+            ("\x00", ["model=mine"]),
+            ("- 1\n", ["model/mine"]),
+            ("defaults: [nope]\n", ["model/nope"]),
+            ("? {a: b}\n: 3\n", ["mine.yaml"]),
+        ],
+    )
+    def test_a_bad_one_is_told(self, tmp_path: Path, text: str, fragments: list[str]) -> None:
+        told = refusal("model=mine", config_dir=preset(tmp_path, "mine", text))
+        assert all(fragment in told for fragment in fragments)
+
+    def test_no_such_folder(self, tmp_path: Path) -> None:
+        assert str(tmp_path / "nowhere") in refusal(config_dir=tmp_path / "nowhere")
+
+
+# Identity
+
+
+def test_the_digest_is_of_the_values() -> None:
+    same = [flat(compose([])), flat(compose(["seed=0"])), flat(compose(["model=nano"]))]
+    assert len({digest(values) for values in same}) == 1
+    changed = [flat(compose([o])) for o in ("seed=1", "model=tiny", "data.path=a", "out=b")]
+    assert len({digest(values) for values in [same[0], *changed]}) == 5
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "batch.micro_size=3",
+        "parallel=ddp",
+        "parallel.timeout_seconds=9",
+        "checkpoint.every=77",
+        "out=elsewhere",
+        "eval.every=7",
+        "data.workers=5",
+        "track.every=9",
+        "resume.allow_change=true",
+        "schedule.kind=constant,steps=999",
+        "schedule.total=400,steps=999",
+    ],
+)
+def test_the_trajectory_does_not_depend_on(override: str) -> None:
+    *before, last = override.split(",")
+    assert trajectory(compose([*before, last])) == trajectory(compose(before))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=1",
+        "seed=1",
+        "steps=999",
+        "batch.global_size=64",
+        "model.dim=64",
+        "data.skip=[[1,2]]",
+        "guard.loss_sigmas=3",
+        "schedule.kind=constant",
+        "data.path=a",
+        "model.precision=fp32",
+    ],
+)
+def test_the_trajectory_depends_on(override: str) -> None:
+    assert trajectory(compose([override])) != trajectory(compose([]))
+
+
+def test_no_layout_and_no_ring_key_is_in_the_trajectory() -> None:
+    names = trajectory(RunConfig()).keys()
+    assert "optim.lr" in names
+    assert not [name for name in names if name.startswith(("parallel.", "checkpoint.", "track."))]
+    assert names.isdisjoint({"batch.micro_size", "steps", "out"})
+
+
+# As text and back
+
+
+AWKWARD = [
+    "a b",
+    "yes",
+    "null",
+    "1e3",
+    "0x1f",
+    "12:30",
+    "- a",
+    "é",
+    "'",
+    "#x",
+    "{",
+    "x: y",
+    " ",
+    "~",
+]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_leaf_survives_yaml(path: Path, tmp_path: Path) -> None:
+    config = composed(path)
+    assert from_yaml(to_yaml(config), source=tmp_path) == flat(config)
+
+
+@pytest.mark.parametrize("word", AWKWARD)
+def test_awkward_words_survive_yaml(word: str, tmp_path: Path) -> None:
+    data = replace(RunConfig().data, path=[word, "b"], skip=[[1, 2]])
+    config = replace(RunConfig(), out=word, faults=[word], data=data)
+    assert from_yaml(to_yaml(config), source=tmp_path) == flat(config)
+
+
+@pytest.mark.parametrize("text", ["- 1\n", "a: [\n", "3: {\n", "\x00"])
+def test_a_broken_settings_file_names_itself(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        from_yaml(text, source=tmp_path / "config.yaml")
+
+
+def test_value_of_gives_one_setting() -> None:
+    config = compose(["parallel=ddp", "out=runs/x"])
+    assert config.parallel.kind is ParallelKind.ddp
+    assert value_of(config, "out") == "runs/x"
+    assert value_of(config, "parallel.kind") == "ddp"
+    with pytest.raises(ConfigError, match=r"Did you mean optim\.lr"):
+        value_of(config, "optim.lrr")
+
+
+def test_every_leaf_is_json() -> None:
+    values = flat(compose([]))
+    assert json.loads(json.dumps(values)) == values
+    assert list(values) == KEYS

@@ -1,0 +1,316 @@
+"""Faults on purpose: how they are written, and that each happens when and where it was asked."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.error import ConfigError
+from runner.fault.inject import Disturbance, FaultInjector
+from runner.fault.spec import Fault, parse_faults
+
+KINDS = (
+    "nan_grad",
+    "nan_loss",
+    "poison",
+    "spike",
+    "kill",
+    "hang",
+    "mismatch",
+    "slow",
+    "corrupt_checkpoint",
+)
+
+
+def parse(text: str) -> Fault:
+    (fault,) = parse_faults([text])
+    return fault
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("nan_grad@step=20,rank=1", {"kind": "nan_grad", "steps": (20, 21), "rank": 1}),
+        ("nan_grad@step=20", {"kind": "nan_grad", "steps": (20, 21), "rank": None}),
+        ("nan_loss@step=20,rank=0", {"kind": "nan_loss", "steps": (20, 21), "rank": 0}),
+        ("nan_loss@rank=0,step=20", {"kind": "nan_loss", "steps": (20, 21), "rank": 0}),
+        ("poison@samples=400-431", {"kind": "poison", "samples": (400, 432)}),
+        ("poison@samples=400", {"kind": "poison", "samples": (400, 401)}),
+        ("spike@samples=4-7,scale=2.5", {"kind": "spike", "samples": (4, 8), "scale": 2.5}),
+        ("spike@samples=4-7", {"kind": "spike", "samples": (4, 8), "scale": 50.0}),
+        ("kill@step=30,rank=0", {"kind": "kill", "steps": (30, 31), "rank": 0}),
+        ("hang@step=30-32,rank=1", {"kind": "hang", "steps": (30, 33), "rank": 1}),
+        ("mismatch@step=30, rank=1", {"kind": "mismatch", "steps": (30, 31), "rank": 1}),
+        (
+            "slow@step=30-60,rank=1,seconds=0.2",
+            {"kind": "slow", "steps": (30, 61), "rank": 1, "seconds": 0.2},
+        ),
+        ("corrupt_checkpoint@step=40", {"kind": "corrupt_checkpoint", "steps": (40, 41)}),
+    ],
+)
+def test_what_is_understood(text: str, expected: dict[str, object]) -> None:
+    fault = parse(text)
+    assert fault == Fault(text=text, **expected)  # type: ignore[arg-type]
+
+
+def test_many_keep_their_order() -> None:
+    texts = ["kill@step=3", "poison@samples=1-2", "kill@step=3"]
+    assert [fault.text for fault in parse_faults(texts)] == texts
+    assert parse_faults([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("", ["kinds: ", *KINDS]),
+        ("melt@step=3", ["kinds: ", *KINDS]),
+        ("kill", ["KIND@key=value"]),
+        ("kill@", ["kill needs step"]),
+        ("kill@rank=1", ["kill needs step"]),
+        ("slow@step=3", ["slow needs seconds"]),
+        ("slow@rank=1", ["slow needs seconds, step"]),
+        ("poison@step=3", ["poison needs samples"]),
+        ("poison@samples=3,rank=1", ["poison knows no rank", "takes samples"]),
+        ("spike@samples=3,rank=1", ["spike knows no rank", "takes samples, scale"]),
+        ("corrupt_checkpoint@step=3,rank=1", ["knows no rank", "takes step"]),
+        ("kill@step=3,seconds=2", ["kill knows no seconds", "takes rank, step"]),
+        ("kill@step", ["'step' is not key=value"]),
+        ("kill@step=soon", ["step=soon", "whole number"]),
+        ("kill@step=-3", ["step=-3", "whole number"]),
+        ("kill@step=1.5", ["step=1.5", "whole number"]),
+        ("kill@step=5-3", ["step=5-3", "backwards"]),
+        ("kill@step=3,rank=one", ["rank=one", "0 or more"]),
+        ("kill@step=3,rank=-1", ["rank=-1", "0 or more"]),
+        ("kill@step=3,rank=0.5", ["rank=0.5", "0 or more"]),
+        ("slow@step=3,seconds=nan", ["seconds=nan", "0 or more"]),
+        ("slow@step=3,seconds=inf", ["seconds=inf", "0 or more"]),
+        ("spike@samples=3,scale=-2", ["scale=-2", "0 or more"]),
+        ("kill@step=3,step=4", ["step", "twice"]),
+    ],
+)
+def test_what_is_refused(text: str, fragments: Sequence[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_faults(["kill@step=1", text])
+    told = str(caught.value)
+    assert told.startswith(f"faults: {text!r}: ")
+    assert all(fragment in told for fragment in fragments)
+
+
+NAME = st.sampled_from(["step", "samples", "rank", "seconds", "scale"]) | st.text(max_size=4)
+WORD = (
+    st.integers(-5, 10**18).map(str)
+    | st.sampled_from(["1-2", "9-1", "nan", "inf", "-0", "1e400", "", "²", "٣", "1_0", "0x1"])
+    | st.text(max_size=6)
+)
+PAIRS = st.lists(st.tuples(NAME, WORD).map("=".join) | st.text(max_size=5), max_size=4)
+FAULT = st.tuples(st.sampled_from(KINDS), PAIRS.map(",".join)).map("@".join) | st.text(max_size=20)
+
+
+@given(FAULT)
+def test_whatever_is_written_only_a_config_error_comes_out(text: str) -> None:
+    try:
+        fault = parse(text)
+    except ConfigError as error:
+        assert repr(text) in str(error)
+    else:
+        assert fault.kind in KINDS
+        assert 0 <= fault.steps[0] <= fault.steps[1]
+        assert math.isfinite(fault.seconds) and math.isfinite(fault.scale)
+
+
+@pytest.mark.parametrize(
+    ("text", "due"),
+    [
+        ("kill@step=3", [(3, 0), (3, 1)]),
+        ("kill@step=3,rank=1", [(3, 1)]),
+        ("hang@step=2-3,rank=0", [(2, 0), (3, 0)]),
+        ("poison@samples=0-9", []),
+    ],
+)
+def test_when_and_where_it_is_due(text: str, due: list[tuple[int, int]]) -> None:
+    fault = parse(text)
+    places = [(step, rank) for step in range(6) for rank in range(2)]
+    assert [place for place in places if fault.is_due(*place)] == due
+
+
+# Made to happen
+
+
+def injector(
+    folder: Path, *texts: str, rank: int = 0, checkpoint: Path | None = None
+) -> FaultInjector:
+    return FaultInjector(
+        parse_faults(texts),
+        rank=rank,
+        markers=folder / "faults",
+        newest_checkpoint=lambda: checkpoint,
+    )
+
+
+def steps_that_fire(one: FaultInjector, positions: Sequence[int | None] = (0, 1)) -> list[int]:
+    fired = []
+    for step in range(1, 8):
+        one.before_step(step)
+        if one.disturbance(positions) is not None:
+            fired.append(step)
+    return fired
+
+
+@pytest.mark.parametrize("kind", ["nan_grad", "nan_loss"])
+def test_a_fault_of_a_step_fires_once_a_run(tmp_path: Path, kind: str) -> None:
+    text = f"{kind}@step=3"
+    first = injector(tmp_path, text)
+    assert steps_that_fire(first) == [3]
+    assert steps_that_fire(first) == []  # rolled back, the same steps again
+    assert steps_that_fire(injector(tmp_path, text)) == []  # started again
+
+
+def test_it_fires_once_on_each_rank_it_is_for(tmp_path: Path) -> None:
+    everywhere = [injector(tmp_path, "nan_loss@step=3", rank=rank) for rank in range(3)]
+    assert [steps_that_fire(one) for one in everywhere] == [[3], [3], [3]]
+    one_rank = [injector(tmp_path, "nan_loss@step=4,rank=1", rank=rank) for rank in range(3)]
+    assert [steps_that_fire(one) for one in one_rank] == [[], [4], []]
+
+
+def test_two_faults_do_not_share_a_marker(tmp_path: Path) -> None:
+    both = injector(tmp_path, "nan_loss@step=3", "nan_loss@step=5")
+    assert steps_that_fire(both) == [3, 5]
+
+
+def test_only_the_first_micro_batch_of_the_step_is_hit(tmp_path: Path) -> None:
+    one = injector(tmp_path, "nan_loss@step=3")
+    one.before_step(3)
+    hit = one.disturbance([7, None])
+    assert hit is not None and hit.loss_scale is not None
+    assert all(math.isnan(scale) for scale in hit.loss_scale)
+    assert hit.nan_grad is False and hit.activation_scale == (1.0, 1.0)
+    assert one.disturbance([8, 9]) is None
+
+
+def test_nan_grad_leaves_the_forward_pass_alone(tmp_path: Path) -> None:
+    one = injector(tmp_path, "nan_grad@step=3")
+    one.before_step(3)
+    assert one.disturbance([7, 8]) == Disturbance(
+        activation_scale=(1.0, 1.0), loss_scale=(1.0, 1.0), nan_grad=True
+    )
+
+
+def test_faults_of_samples_happen_whenever_they_are_read(tmp_path: Path) -> None:
+    texts = ("poison@samples=10-11", "spike@samples=20-21,scale=7")
+    for one in (injector(tmp_path, *texts), injector(tmp_path, *texts, rank=3)):
+        for step in (1, 2, 1):
+            one.before_step(step)
+            poisoned = one.disturbance([9, 10, None, 11, 12])
+            assert poisoned is not None and poisoned.activation_scale is not None
+            assert [math.isnan(scale) for scale in poisoned.activation_scale] == [
+                False,
+                True,
+                False,
+                True,
+                False,
+            ]
+            assert one.disturbance([20, 22, None]) == Disturbance(
+                activation_scale=(1.0, 1.0, 1.0), loss_scale=(7.0, 1.0, 1.0)
+            )
+            assert one.disturbance([12, 19, 22, None]) is None
+
+
+def test_without_faults_nothing_happens(tmp_path: Path) -> None:
+    one = injector(tmp_path)
+    assert steps_that_fire(one) == []
+    assert one.claims_other_identity() is False
+    assert not (tmp_path / "faults").exists()
+
+
+def test_mismatch_lasts_one_step(tmp_path: Path) -> None:
+    one = injector(tmp_path, "mismatch@step=3,rank=1", rank=1)
+    told = []
+    for step in (2, 3, 4, 3):
+        one.before_step(step)
+        told.append(one.claims_other_identity())
+    assert told == [False, True, False, False]
+
+
+def test_slow_sleeps_at_every_step_of_its_range(tmp_path: Path) -> None:
+    one = injector(tmp_path, "slow@step=2-3,seconds=0.05")
+    slept = []
+    for step in (1, 2, 3, 4, 2):
+        began = time.monotonic()
+        one.before_step(step)
+        slept.append(time.monotonic() - began >= 0.05)
+    assert slept == [False, True, True, False, True]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from runner.fault.inject import FaultInjector
+from runner.fault.spec import parse_faults
+one = FaultInjector(parse_faults(["kill@step=2"]), rank=0, markers=Path(sys.argv[1]),
+                    newest_checkpoint=lambda: None)
+for step in (1, 2, 3):
+    one.before_step(step)
+    print(step, flush=True)
+"""
+
+
+def test_kill_takes_the_process_once(tmp_path: Path) -> None:
+    ends = [
+        subprocess.run(
+            [sys.executable, "-c", KILLED, str(tmp_path / "faults")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        for _ in range(2)
+    ]
+    assert [(end.returncode, end.stdout.split()) for end in ends] == [
+        (-signal.SIGKILL, ["1"]),
+        (0, ["1", "2", "3"]),
+    ]
+
+
+class TestCorruptCheckpoint:
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "000001-step-00000010"
+        folder.mkdir()
+        for number, size in enumerate([33, 8]):
+            (folder / f"rank-{number:05d}.bin").write_bytes(os.urandom(size))
+        (folder / "manifest.json").write_text("{}")
+        return folder
+
+    @staticmethod
+    def contents(folder: Path) -> bytes:
+        return b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+
+    def test_exactly_one_byte_is_flipped_once(self, tmp_path: Path, checkpoint: Path) -> None:
+        before = self.contents(checkpoint)
+        for _ in range(2):
+            one = injector(tmp_path, "corrupt_checkpoint@step=3", checkpoint=checkpoint)
+            for step in (2, 3, 3):
+                one.before_step(step)
+        after = self.contents(checkpoint)
+        differing = [a ^ b for a, b in zip(before, after, strict=True) if a != b]
+        assert differing == [0x10]
+
+    def test_other_ranks_leave_it_alone(self, tmp_path: Path, checkpoint: Path) -> None:
+        before = self.contents(checkpoint)
+        one = injector(tmp_path, "corrupt_checkpoint@step=3", rank=1, checkpoint=checkpoint)
+        one.before_step(3)
+        assert self.contents(checkpoint) == before
+
+    def test_with_no_checkpoint_nothing_happens(self, tmp_path: Path) -> None:
+        injector(tmp_path, "corrupt_checkpoint@step=3").before_step(3)
+        injector(tmp_path, "corrupt_checkpoint@step=4", checkpoint=tmp_path).before_step(4)

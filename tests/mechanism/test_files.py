@@ -1,0 +1,160 @@
+"""Files that survive a crash: replaced whole, appended whole, a torn end mended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.checkpoint.files import (
+    file_digest,
+    remove_folder,
+    sync_directory,
+    write_durably,
+    write_json,
+)
+from runner.observe.lines import LineFile, read_lines
+
+LINES = st.lists(
+    st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none()),
+    max_size=5,
+)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("before", [None, b"", b"a much longer text than the new one"])
+def test_a_file_is_replaced_whole(tmp_path: Path, before: bytes | None) -> None:
+    path = tmp_path / "file"
+    if before is not None:
+        path.write_bytes(before)
+    write_durably(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == ["file"]
+
+
+def test_what_an_earlier_crash_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "file.tmp").write_bytes(b"half of someth")
+    write_durably(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_durably(path, b"old")
+    (tmp_path / "file.tmp").mkdir()  # the temporary name is taken: open fails
+    with pytest.raises(OSError):
+        write_durably(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+def test_json_is_canonical(tmp_path: Path) -> None:
+    write_json(tmp_path / "a", {"b": 1, "a": [1.5, None]})
+    write_json(tmp_path / "b", {"a": [1.5, None], "b": 1})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert json.loads((tmp_path / "a").read_text()) == {"a": [1.5, None], "b": 1}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_has_no_nan(tmp_path: Path, value: float) -> None:
+    write_json(tmp_path / "file", {"loss": 1.0})
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "file", {"loss": [value]})
+    assert json.loads((tmp_path / "file").read_text()) == {"loss": 1.0}
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 22) - 1, 1 << 22, (1 << 22) + 1])
+def test_digest_is_sha256_of_the_whole_file(tmp_path: Path, size: int) -> None:
+    data = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    (tmp_path / "file").write_bytes(data)
+    assert file_digest(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def test_a_folder_is_removed_with_what_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").touch()
+    remove_folder(tmp_path / "a")
+    assert names(tmp_path) == []
+    with pytest.raises(FileNotFoundError):
+        sync_directory(tmp_path / "a")
+
+
+# JSON lines
+
+
+def written(path: Path, lines: list[dict[str, Any]]) -> bytes:
+    """The bytes of a file with these lines, written as the run writes them."""
+    path.unlink(missing_ok=True)
+    file = LineFile(path, length=0)
+    for line in lines:
+        file.append(line, durably=False)
+    assert file.sync() == path.stat().st_size
+    file.close()
+    return path.read_bytes()
+
+
+def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
+    assert read_lines(tmp_path / "file") == ([], 0)
+
+
+@given(lines=LINES)
+def test_what_is_appended_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    data = written(path, lines)
+    assert read_lines(path) == (lines, len(data))
+
+
+@given(lines=LINES, data=st.data())
+def test_a_cut_file_gives_its_whole_lines_and_goes_on(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "lines.jsonl"
+    whole = written(path, lines)
+    cut = whole[: data.draw(st.integers(0, len(whole)))]
+    path.write_bytes(cut)
+    num_whole = cut.count(b"\n")
+    found, length = read_lines(path)
+    assert found == lines[:num_whole]
+    assert length == cut.rfind(b"\n") + 1
+    file = LineFile(path, length=length)
+    file.append({"after": "the crash"}, durably=True)
+    file.close()
+    assert read_lines(path)[0] == [*lines[:num_whole], {"after": "the crash"}]
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\x00" * 64 + b"\n", b"{\n", b"[1]\n", b"3\n", b"\n", b"\xff\xfe\n", b'{"a":1', b"[" * 9999],
+)
+def test_garbage_ends_the_reading(tmp_path: Path, garbage: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b'{"a": 1}\n' + garbage + b'{"b": 2}\n')
+    assert read_lines(path) == ([{"a": 1}], 9)
+
+
+@pytest.mark.parametrize("length", [0, 9, 18])
+def test_a_file_is_cut_back_on_opening(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n')
+    LineFile(path, length=length).close()
+    assert path.stat().st_size == length
+
+
+def test_a_line_with_nan_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    file = LineFile(tmp_path / "file", length=0)
+    with pytest.raises(ValueError, match="JSON"):
+        file.append({"loss": math.nan}, durably=False)
+    file.append({"loss": 1}, durably=False)
+    file.close()
+    assert read_lines(tmp_path / "file")[0] == [{"loss": 1}]

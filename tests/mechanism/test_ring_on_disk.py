@@ -1,0 +1,588 @@
+"""Checkpoints on disk: any ranks write, any range is read back, every damage is found."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from runner.checkpoint.digest import state_digest
+from runner.checkpoint.files import file_digest, write_durably, write_json
+from runner.checkpoint.manifest import Manifest, read_manifest
+from runner.checkpoint.shards import (
+    Snapshot,
+    collect_pieces,
+    read_range,
+    state_tensors,
+    verify_files,
+    write_rank_file,
+)
+from runner.checkpoint.store import Entry, RingStore
+from runner.command.ring import export, ring_command
+from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.policy.ring import Record, State
+
+Tensors = Mapping[str, torch.Tensor]
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "exp_avg/a": (5, 3),
+    "param/a": (5, 3),
+    "param/b.weight": (7,),
+    "param/c": (1,),
+}
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def partition(
+    values: Tensors, cuts: Mapping[str, Sequence[int]], ranks: int
+) -> list[list[Snapshot]]:
+    """Each rank's snapshots when every tensor is cut at these elements and dealt round."""
+    dealt: list[list[Snapshot]] = [[] for _ in range(ranks)]
+    for name, tensor in values.items():
+        flat = tensor.reshape(-1)
+        bounds = [0, *sorted(set(cuts.get(name, ()))), len(flat)]
+        for number, (low, high) in enumerate(pairwise(bounds)):
+            if low < high:
+                piece = Snapshot(name=name, start=low, values=flat[low:high])
+                dealt[(number + len(name)) % ranks].append(piece)
+    return dealt
+
+
+def write(
+    ring: Path,
+    values: Tensors,
+    *,
+    serial: int = 1,
+    step: int = 10,
+    ranks: int = 2,
+    cuts: Mapping[str, Sequence[int]] | None = None,
+) -> Record:
+    """Write and commit one checkpoint, as ``ranks`` ranks would."""
+    store = RingStore(ring)
+    folder = store.writing_folder(serial)
+    for rank, snapshots in enumerate(partition(values, cuts or {}, ranks)):
+        write_rank_file(folder, rank, snapshots)
+    pieces, files = collect_pieces(folder, ranks)
+    store.commit(
+        Manifest(
+            serial=serial,
+            step=step,
+            cursor=step * 32,
+            world_size=ranks,
+            config_digest="c",
+            data_fingerprint="d",
+            metrics_bytes=7,
+            journal_lines=3,
+            train_state={"updates": step, "history": [1.5, None]},
+            update_counts={"a": step, "b.weight": step},
+            shapes={name: tuple(tensor.shape) for name, tensor in values.items()},
+            pieces=pieces,
+            files=files,
+        )
+    )
+    return Record(serial=serial, step=step, cursor=step * 32, state=State.committed)
+
+
+def only(ring: Path) -> Entry:
+    entries, damaged = RingStore(ring).entries()
+    assert damaged == []
+    (entry,) = entries
+    return entry
+
+
+def whole(entry: Entry, name: str) -> torch.Tensor:
+    shape = entry.manifest.shapes[name]
+    return read_range(entry, name, 0, math.prod(shape)).view(shape)
+
+
+def sound(entry: Entry) -> None:
+    verify_files(entry, sorted(entry.manifest.files), finite=True)
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "ring"
+
+
+# Written by some ranks, read by others
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(ranks=st.integers(1, 5), data=st.data())
+def test_any_range_of_any_partition_reads_back(
+    tmp_path_factory: pytest.TempPathFactory, ranks: int, data: st.DataObject
+) -> None:
+    values = tensors()
+    cuts = {
+        name: data.draw(st.lists(st.integers(0, math.prod(shape)), max_size=4))
+        for name, shape in SHAPES.items()
+    }
+    ring = tmp_path_factory.mktemp("ring")
+    write(ring, values, ranks=ranks, cuts=cuts)
+    entry = only(ring)
+    sound(entry)
+    for name, tensor in values.items():
+        flat = tensor.reshape(-1)
+        start = data.draw(st.integers(0, len(flat)))
+        count = data.draw(st.integers(0, len(flat) - start))
+        assert torch.equal(read_range(entry, name, start, count), flat[start : start + count])
+        assert torch.equal(whole(entry, name), tensor)
+
+
+def test_all_bit_patterns_survive(ring: Path) -> None:
+    patterns = torch.tensor([0, -(2**31), 1, 0x7F800000, 0x7FC00001, -1], dtype=torch.int32)
+    write(ring, {"param/a": patterns.view(torch.float32)})
+    assert torch.equal(read_range(only(ring), "param/a", 0, 6).view(torch.int32), patterns)
+
+
+def test_the_manifest_comes_back_as_it_went(ring: Path) -> None:
+    write(ring, tensors(), serial=4, step=17)
+    manifest = only(ring).manifest
+    assert (manifest.serial, manifest.step, manifest.cursor) == (4, 17, 17 * 32)
+    assert (manifest.world_size, manifest.metrics_bytes, manifest.journal_lines) == (2, 7, 3)
+    assert manifest.train_state == {"updates": 17, "history": [1.5, None]}
+    assert manifest.update_counts == {"a": 17, "b.weight": 17}
+    assert dict(state_tensors(manifest)) == SHAPES
+    assert only(ring).num_bytes == 4 * sum(map(math.prod, SHAPES.values()))
+
+
+def test_the_ranks_notes_are_gone_once_committed(ring: Path) -> None:
+    write(ring, tensors(), ranks=3)
+    assert sorted(path.name for path in only(ring).folder.iterdir()) == [
+        "COMMITTED",
+        "manifest.json",
+        "rank-00000.bin",
+        "rank-00001.bin",
+        "rank-00002.bin",
+    ]
+
+
+def test_a_rank_without_a_note_stops_the_commit(ring: Path) -> None:
+    folder = RingStore(ring).writing_folder(1)
+    write_rank_file(folder, 0, partition(tensors(), {}, 1)[0])
+    with pytest.raises(CorruptCheckpoint, match=r"rank-00001\.json"):
+        collect_pieces(folder, 2)
+
+
+def test_a_serial_is_never_written_twice(ring: Path) -> None:
+    folder = RingStore(ring).writing_folder(1)
+    write_rank_file(folder, 0, [])
+    with pytest.raises(FileExistsError):
+        write_rank_file(folder, 0, [])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["param/a", "exp_avg/a"])
+def test_what_is_not_finite_is_never_proven(ring: Path, name: str, bad: float) -> None:
+    values = tensors()
+    values[name][4, 2] = bad
+    write(ring, values, cuts={name: [7]})
+    entry = only(ring)
+    verify_files(entry, sorted(entry.manifest.files), finite=False)
+    with pytest.raises(CorruptCheckpoint, match=r"rank-0000\d\.bin: holds NaN or Inf"):
+        sound(entry)
+
+
+def test_a_rank_verifies_only_the_files_it_is_given(ring: Path) -> None:
+    write(ring, tensors(), ranks=2)
+    entry = only(ring)
+    flip(entry.folder / "rank-00001.bin", 0)
+    verify_files(entry, ["rank-00000.bin"], finite=True)
+    with pytest.raises(CorruptCheckpoint, match=r"rank-00001\.bin: digest differs"):
+        verify_files(entry, ["rank-00001.bin"], finite=True)
+
+
+# Damage
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def is_sound(ring: Path) -> bool:
+    entries, damaged = RingStore(ring).entries()
+    if damaged:
+        assert entries == []
+        return False
+    if not entries:
+        return False
+    try:
+        sound(entries[0])
+    except CorruptCheckpoint:
+        return False
+    return True
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_one_flipped_bit_anywhere_is_found(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    ring = tmp_path_factory.mktemp("ring")
+    write(ring, tensors())
+    files = sorted(only(ring).folder.iterdir())
+    assert is_sound(ring)
+    path = data.draw(st.sampled_from(files))
+    at = data.draw(st.integers(0, path.stat().st_size - 1))
+    if path.name == "COMMITTED" and at == path.stat().st_size - 1:
+        return  # its line end
+    flip(path, at, data.draw(st.integers(0, 7)))
+    assert not is_sound(ring)
+
+
+@pytest.mark.parametrize("file", ["rank-00000.bin", "rank-00001.bin", "manifest.json", "COMMITTED"])
+@pytest.mark.parametrize("harm", ["missing", "empty", "short", "long", "folder"])
+def test_every_harm_to_every_file_is_found(ring: Path, file: str, harm: str) -> None:
+    write(ring, tensors())
+    path = only(ring).folder / file
+    data = path.read_bytes()
+    path.unlink()
+    if harm == "folder":
+        path.mkdir()
+    elif harm != "missing":
+        path.write_bytes({"empty": b"", "short": data[:-4], "long": data + b"more"}[harm])
+    assert not is_sound(ring)
+
+
+@pytest.mark.parametrize("size", [0, 8, 11])
+def test_a_short_file_is_noticed_while_reading(ring: Path, size: int) -> None:
+    write(ring, tensors(), ranks=1)
+    entry = only(ring)
+    os.truncate(entry.folder / "rank-00000.bin", size)
+    with pytest.raises(CorruptCheckpoint, match=r"rank-00000\.bin"):
+        whole(entry, "param/a")
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest and its digest alike: only its own checks can notice."""
+    tree = json.loads((folder / "manifest.json").read_text())
+    change(tree)
+    write_json(folder / "manifest.json", tree)
+    write_durably(folder / "COMMITTED", file_digest(folder / "manifest.json").encode())
+
+
+def change_piece(place: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(tree: dict[str, Any]) -> None:
+        tree["tensors"]["param/a"]["pieces"][0][place] = value
+
+    return change
+
+
+def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
+    def change(tree: dict[str, Any]) -> None:
+        tree["files"][name] = tree["files"].pop("rank-00000.bin")
+        for tensor in tree["tensors"].values():
+            for piece in tensor["pieces"]:
+                piece[2] = piece[2].replace("rank-00000.bin", name)
+
+    return change
+
+
+LIES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
+    ("other format", lambda tree: tree.update(format="zip"), "format zip"),
+    ("newer version", lambda tree: tree.update(version=2), "version 2"),
+    ("no step", lambda tree: tree.pop("step"), "step"),
+    ("step without end", lambda tree: tree.update(step="1e999"), "1e999"),
+    ("step is a word", lambda tree: tree.update(step="soon"), "soon"),
+    ("tensors is a list", lambda tree: tree.update(tensors=[]), "Error"),
+    (
+        "a tensor is missing its pieces",
+        lambda tree: tree["tensors"]["param/a"].pop("pieces"),
+        "pieces",
+    ),
+    ("hole at the front", change_piece(0, 1), "param/a: elements from"),
+    (
+        "hole in the middle",
+        lambda tree: tree["tensors"]["param/a"]["pieces"].pop(1),
+        "elements from",
+    ),
+    ("hole at the end", lambda tree: tree["tensors"]["param/a"]["pieces"].pop(), "of 15 elements"),
+    (
+        "doubled",
+        lambda tree: tree["tensors"]["param/a"]["pieces"].append(
+            tree["tensors"]["param/a"]["pieces"][0]
+        ),
+        "doubled",
+    ),
+    ("empty piece", change_piece(1, 0), "missing or doubled"),
+    ("negative piece", change_piece(1, -3), "missing or doubled"),
+    ("negative offset", change_piece(3, -4), "outside"),
+    ("offset past the end", change_piece(3, 10**12), "outside"),
+    ("file that is not listed", change_piece(2, "rank-00009.bin"), "rank-00009.bin"),
+    ("other shape", lambda tree: tree["tensors"]["param/a"].update(shape=[5, 4]), "15 of 20"),
+    ("negative shape", lambda tree: tree["tensors"]["param/a"].update(shape=[-5, -3]), "negative"),
+    ("path above", rename_file("../rank-00000.bin"), "../rank-00000.bin"),
+    ("absolute path", rename_file("/etc/passwd"), "/etc/passwd"),
+    ("path with a newline", rename_file("rank-00000.bin\n"), "file name"),
+    ("manifest is no object", lambda tree: tree.clear(), "format"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES]
+)
+def test_a_manifest_that_lies_is_refused(
+    ring: Path, change: Callable[[dict[str, Any]], Any], words: str
+) -> None:
+    write(ring, tensors(), cuts={"param/a": [4, 9]})
+    folder = only(ring).folder
+    rewrite(folder, lambda tree: None)
+    assert is_sound(ring)  # the rewriting itself harms nothing
+    rewrite(folder, lambda tree: (change(tree), None)[1])
+    entries, damaged = RingStore(ring).entries()
+    assert entries == []
+    assert str(folder / "manifest.json") in damaged[0]
+    assert words in damaged[0]
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b"null", b'"x"', b'{"format":', b"[" * 100_000, b"\xff\xfe"]
+)
+def test_a_manifest_that_is_no_object_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(text)
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
+        read_manifest(tmp_path / "manifest.json")
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
+def test_a_number_that_is_none_is_refused(ring: Path, number: str) -> None:
+    write(ring, tensors())
+    folder = only(ring).folder
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"step": 10', f'"step": {number}'))
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
+        read_manifest(folder / "manifest.json")
+
+
+def test_swapped_folders_are_noticed(ring: Path) -> None:
+    for serial in (1, 2):
+        write(ring, tensors(serial), serial=serial, step=10 * serial)
+    one, two = sorted(ring.iterdir())
+    one.rename(ring / "aside")
+    two.rename(one)
+    (ring / "aside").rename(two)
+    entries, damaged = RingStore(ring).entries()
+    assert entries == []
+    assert all("moved or renamed" in sentence for sentence in damaged)
+    assert len(damaged) == 2
+
+
+def test_a_damaged_one_does_not_hide_the_others(ring: Path) -> None:
+    for serial in (1, 2, 3):
+        write(ring, tensors(serial), serial=serial, step=10 * serial)
+    flip(ring / "000002-step-00000020" / "manifest.json", 5)
+    entries, damaged = RingStore(ring).entries()
+    assert [entry.record.serial for entry in entries] == [1, 3]
+    assert len(damaged) == 1 and "000002-step-00000020" in damaged[0]
+
+
+# The folder
+
+
+def test_order_is_by_serial(ring: Path) -> None:
+    # After a rollback steps repeat; names of many digits sort wrongly; clocks lie.
+    for serial, step in [(1_000_000, 5), (999_999, 90), (3, 40), (2, 50)]:
+        write(ring, tensors(), serial=serial, step=step)
+    entries, damaged = RingStore(ring).entries()
+    assert damaged == []
+    assert [entry.record.serial for entry in entries] == [2, 3, 999_999, 1_000_000]
+
+
+def test_a_ring_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert RingStore(tmp_path / "ring").entries() == ([], [])
+
+
+def test_sweep_removes_only_what_never_committed(ring: Path) -> None:
+    store = RingStore(ring)
+    for serial in (1, 2):
+        write(ring, tensors(), serial=serial, step=10 * serial)
+    (ring / "000002-step-00000020" / "COMMITTED").unlink()
+    write_rank_file(store.writing_folder(3), 0, [])
+    (ring / "notes").mkdir()
+    (ring / "writing-down.txt").touch()
+    assert store.sweep() == ["000002-step-00000020", "writing-000003"]
+    left = ["000001-step-00000010", "notes", "writing-down.txt"]
+    assert sorted(path.name for path in ring.iterdir()) == left
+    assert store.sweep() == []
+
+
+def test_sweep_makes_the_ring(ring: Path) -> None:
+    assert RingStore(ring).sweep() == []
+    assert ring.is_dir()
+
+
+def test_only_committed_ones_count(ring: Path) -> None:
+    write(ring, tensors())
+    folder = only(ring).folder
+    (folder / "CLEAN").touch()
+    (folder / "COMMITTED").unlink()
+    assert RingStore(ring).entries() == ([], [])
+
+
+def test_marks_outlive_the_process_and_tainted_wins(ring: Path) -> None:
+    record = write(ring, tensors())
+    states = [only(ring).record.state]
+    for state in (State.clean, State.tainted):
+        RingStore(ring).mark(record, state)
+        states.append(only(ring).record.state)
+    assert states == [State.committed, State.clean, State.tainted]
+    assert only(ring).record == replace(record, state=State.tainted)
+    sound(only(ring))
+
+
+def test_remove_takes_one_and_twice_is_once(ring: Path) -> None:
+    records = [write(ring, tensors(), serial=serial, step=serial) for serial in (1, 2)]
+    for _ in range(2):
+        RingStore(ring).remove(records[0])
+        assert only(ring).record == records[1]
+
+
+def test_a_commit_that_fails_publishes_nothing(ring: Path) -> None:
+    write(ring, tensors(), serial=1, step=10)
+    manifest = only(ring).manifest
+    with pytest.raises(OSError):
+        RingStore(ring).commit(replace(manifest, serial=2))  # no rank wrote anything
+    assert only(ring).record.serial == 1
+
+
+def test_nan_in_the_runs_own_state_is_not_committed(ring: Path) -> None:
+    write(ring, tensors(), serial=1, step=10)
+    store, manifest = RingStore(ring), only(ring).manifest
+    write_rank_file(store.writing_folder(2), 0, [])
+    with pytest.raises(ValueError, match="JSON"):
+        store.commit(replace(manifest, serial=2, train_state={"loss": math.nan}))
+    assert only(ring).record.serial == 1
+
+
+# The command
+
+
+def columns(text: str) -> list[list[str]]:
+    """Cells of the table's rows that begin with a number."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    return [row for row in rows if row and row[0].isdigit()]
+
+
+def test_the_command_lists(ring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(ring, tensors(), serial=1, step=10)
+    RingStore(ring).mark(write(ring, tensors(), serial=2, step=20, ranks=3), State.clean)
+    for path in (ring, ring.parent):
+        assert ring_command([str(path)]) == 0
+        assert columns(capsys.readouterr().out) == [
+            ["1", "10", "320", "committed", "2", "152.0 B", "not now"],
+            ["2", "20", "640", "clean", "3", "152.0 B", "not now"],
+        ]
+
+
+def test_the_command_verifies(ring: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for serial in (1, 2):
+        write(ring, tensors(), serial=serial, step=10 * serial)
+    assert ring_command([str(ring), "--verify"]) == 0
+    assert [row[-1] for row in columns(capsys.readouterr().out)] == ["every byte"] * 2
+    flip(ring / "000001-step-00000010" / "rank-00000.bin", 3)
+    assert ring_command([str(ring)]) == 0
+    capsys.readouterr()
+    assert ring_command([str(ring), "--verify"]) == 4
+    told = capsys.readouterr().out
+    assert [row[-1] for row in columns(told)] == ["damaged", "every byte"]
+    path = ring / "000001-step-00000010" / "rank-00000.bin"
+    assert f"damaged: {path}: digest differs" in told
+
+
+def test_the_command_tells_of_a_damaged_manifest(
+    ring: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for serial in (1, 2):
+        write(ring, tensors(), serial=serial, step=10 * serial)
+    flip(ring / "000001-step-00000010" / "manifest.json", 3)
+    assert ring_command([str(ring)]) == 4
+    told = capsys.readouterr().out
+    assert "damaged: " in told and "000001-step-00000010" in told
+    assert [row[0] for row in columns(told)] == ["2"]
+
+
+def test_an_empty_ring_is_no_success(ring: Path) -> None:
+    ring.mkdir(parents=True)
+    assert ring_command([str(ring)]) == 4
+
+
+def test_a_missing_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        ring_command([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_exported_weights_are_the_values(ring: Path, tmp_path: Path, ranks: int) -> None:
+    values = tensors()
+    write(ring, values, ranks=ranks, cuts={"param/a": [2, 7], "param/b.weight": [3]})
+    assert ring_command([str(ring), "--export", str(tmp_path / "out")]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert sorted(found) == ["a", "b.weight", "c"]
+    for name, tensor in found.items():
+        assert torch.equal(tensor, values[f"param/{name}"])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("options", "serial"), [([], 2), (["--serial", "1"], 1), (["--serial", "3"], 3)]
+)
+def test_the_newest_clean_one_is_exported(
+    ring: Path, tmp_path: Path, options: list[str], serial: int
+) -> None:
+    for number, state in [(1, State.clean), (2, State.clean), (3, None), (4, State.tainted)]:
+        record = write(ring, tensors(number), serial=number, step=number)
+        if state is not None:
+            RingStore(ring).mark(record, state)
+    assert ring_command([str(ring), "--export", str(tmp_path / "out"), *options]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found["a"], tensors(serial)["param/a"])
+
+
+@pytest.mark.parametrize("option", [["--serial", "9"], []])
+def test_nothing_to_export_is_told(ring: Path, tmp_path: Path, option: list[str]) -> None:
+    RingStore(ring).mark(write(ring, tensors()), State.tainted)
+    with pytest.raises(CheckpointError, match="to export; there are: 1"):
+        ring_command([str(ring), "--export", str(tmp_path / "out"), *option])
+
+
+def test_a_damaged_one_is_not_exported(ring: Path, tmp_path: Path) -> None:
+    write(ring, tensors())
+    flip(only(ring).folder / "rank-00001.bin", 3)
+    with pytest.raises(CorruptCheckpoint, match="digest differs"):
+        export(only(ring), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# The state's own digest
+
+
+def test_the_digest_is_of_names_shapes_bytes_and_counts() -> None:
+    value = torch.arange(6.0)
+    told = [
+        state_digest([("a", value)], {"a": 1}),
+        state_digest([("b", value)], {"a": 1}),
+        state_digest([("a", value.view(2, 3))], {"a": 1}),
+        state_digest([("a", value + 1)], {"a": 1}),
+        state_digest([("a", value)], {"a": 2}),
+        state_digest([("a", torch.tensor([-0.0, 1, 2, 3, 4, 5]))], {"a": 1}),
+    ]
+    assert len(set(told)) == len(told)
+    turned = value.view(2, 3).T.contiguous().T
+    assert state_digest([("a", turned)], {"a": 1}) == told[2]

@@ -1,0 +1,41 @@
+"""Made-up steps, and the rules that ``runner.config`` gives by default."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from runner.config import GuardConfig
+from runner.policy.remedy import RemedyRules
+from runner.policy.signals import StepSignals
+from runner.policy.verdict import JudgeRules
+
+BATCH = 8
+
+
+def attempted(
+    step: int, loss: float = 3.0, grad_norm: float = 1.0, *, start: int | None = None, **more: Any
+) -> StepSignals:
+    """The signals of one attempted step; without ``start``, as if nothing was ever skipped."""
+    first = (step - 1) * BATCH if start is None else start
+    numbers = {"tokens": 1024, "nonfinite_ranks": 0, "gated": False, "stop": first + BATCH} | more
+    return StepSignals(step=step, start=first, loss=loss, grad_norm=grad_norm, **numbers)
+
+
+def judge_rules(**changes: Any) -> JudgeRules:
+    """``guard.*`` by default, with changes."""
+    return JudgeRules(**_defaults(JudgeRules) | changes)
+
+
+def remedy_rules(**changes: Any) -> RemedyRules:
+    """``guard.*`` by default, with changes."""
+    return RemedyRules(**{"batch": BATCH} | _defaults(RemedyRules) | changes)
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    names = {spec.name for spec in dataclasses.fields(kind)}
+    return {name: value for name, value in _guard().items() if name in names}
+
+
+def _guard() -> dict[str, Any]:
+    return dataclasses.asdict(GuardConfig())

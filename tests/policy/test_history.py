@@ -1,0 +1,179 @@
+"""The fold over the journal, and that JSON takes nothing from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.policy.history import History, Incident, discard_detail, discarded_signals
+from runner.policy.schedule import RateCut
+from tests.policy.steps import attempted
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+SPAN = st.tuples(st.integers(0, 1000), st.integers(1, 100)).map(lambda s: (s[0], s[0] + s[1]))
+INCIDENTS = st.builds(
+    Incident,
+    kind=st.sampled_from(["start", "discard", "rollback", "halt", "save_failed"]),
+    step=st.integers(0, 10**6),
+    decision=st.text(max_size=10),
+    reason=st.text(max_size=10),
+    ranks=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+    samples=st.none() | SPAN,
+    sample_ids=st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    cost_steps=st.integers(0, 100),
+    cost_seconds=FLOATS,
+    detail=st.dictionaries(st.text(max_size=5), st.integers() | FLOATS | st.text(), max_size=3),
+)
+
+
+def discard(start: int, stop: int, step: int = 1) -> Incident:
+    signals = attempted(step, 9.0, start=start, stop=stop)
+    return Incident(
+        kind="discard",
+        step=step,
+        decision="discard",
+        reason="made up",
+        samples=(start, stop),
+        detail=discard_detail(signals, "Spike"),
+    )
+
+
+def rollback(to: int, next_serial: int, skip: tuple[int, int], **detail: Any) -> Incident:
+    """Back to checkpoint ``to``, which stands at step ``10 * to``."""
+    told = {
+        "onset_step": 35,
+        "to_step": 10 * to,
+        "serial": to,
+        "next_serial": next_serial,
+        "repeat": 0,
+        "metrics_bytes": 0,
+        "cut_factor": 1.0,
+        "cut_steps": 0,
+    }
+    return Incident(
+        kind="rollback",
+        step=38,
+        decision="back",
+        reason="made up",
+        samples=skip,
+        detail=told | detail,
+    )
+
+
+def folded(*incidents: Incident, told_to_skip: tuple[tuple[int, int], ...] = ()) -> History:
+    history = History(told_to_skip)
+    for incident in incidents:
+        history.add(incident)
+    return history
+
+
+START = Incident(kind="start", step=0, decision="go", reason="made up")
+
+
+@given(incident=INCIDENTS)
+@settings(max_examples=60, deadline=None)
+def test_an_incident_survives_json(incident: Incident) -> None:
+    line = json.loads(json.dumps(incident.to_json(), allow_nan=False))
+    assert Incident.from_json(line | {"time": 1.0, "seq": 3, "attempt": 1}) == incident
+
+
+@pytest.mark.parametrize("missing", ["kind", "step", "samples", "detail", "cost_seconds"])
+def test_a_line_that_lacks_a_key_is_no_incident(missing: str) -> None:
+    line = START.to_json()
+    del line[missing]
+    with pytest.raises(KeyError, match=missing):
+        Incident.from_json(line)
+
+
+def test_the_ledger_holds_what_was_told_discarded_and_rolled_back_over() -> None:
+    history = folded(
+        START,
+        discard(100, 108),
+        rollback(2, 4, (100, 132)),
+        discard(200, 208),
+        Incident(kind="halt", step=5, decision="halt", reason="made up", samples=(300, 308)),
+        told_to_skip=((0, 8), (50, 60)),
+    )
+    assert list(history.ledger) == [(0, 8), (50, 60), (100, 132), (200, 208)]
+    assert history.num_discarded == 2
+    assert len(history.incidents) == 5
+
+
+def test_starts_are_counted() -> None:
+    assert folded().num_starts == 0
+    assert folded(START, discard(0, 8), START).num_starts == 2
+
+
+def test_rollbacks_keep_what_the_ladder_and_a_restart_need() -> None:
+    made = rollback(3, 6, (240, 280), onset_step=31, repeat=2, metrics_bytes=77)
+    history = folded(START, discard(0, 8), made)
+    [record] = history.rollbacks
+    assert (record.onset_step, record.to_step, record.repeat) == (31, 30, 2)
+    assert (record.serial, record.next_serial, record.skip) == (3, 6, (240, 280))
+    assert (record.metrics_bytes, record.seq) == (77, 2)
+
+
+def test_only_a_rollback_with_a_cut_cuts() -> None:
+    history = folded(
+        rollback(3, 6, (240, 280)),
+        rollback(2, 8, (240, 300), cut_steps=100, cut_factor=0.5),
+    )
+    assert history.cuts == [RateCut(start=20, stop=120, factor=0.5)]
+
+
+def test_serials_left_behind_are_never_used_again() -> None:
+    history = folded(rollback(3, 6, (240, 280)), rollback(2, 9, (160, 280)))
+    # 3 was gone back to first, then left by the second rollback; 6 to 8 were written between.
+    assert history.abandoned_serials() == {3, 4, 5, 6, 7, 8}
+    assert folded(rollback(3, 4, (240, 280))).abandoned_serials() == set()
+    assert folded(START).abandoned_serials() == set()
+
+
+def test_the_last_rollback_to_a_checkpoint() -> None:
+    history = folded(
+        rollback(3, 6, (240, 280), metrics_bytes=1),
+        rollback(2, 7, (160, 280), metrics_bytes=2),
+        rollback(2, 8, (160, 300), metrics_bytes=3),
+    )
+    newest = history.last_rollback_to(2)
+    assert newest is not None
+    assert (newest.metrics_bytes, newest.seq) == (3, 2)
+    assert history.last_rollback_to(5) is None
+
+
+def test_discards_since_counts_journal_lines() -> None:
+    history = folded(discard(0, 8), START, discard(8, 16), discard(16, 24))
+    spans = [[i.samples for i in history.discards_since(seq)] for seq in range(5)]
+    assert spans == [
+        [(0, 8), (8, 16), (16, 24)],
+        [(8, 16), (16, 24)],
+        [(8, 16), (16, 24)],
+        [(16, 24)],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("loss", [2.5, 0.1 + 0.2, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("grad_norm", [1e-30, math.nan, math.inf])
+def test_a_discarded_step_is_read_back_exactly(loss: float, grad_norm: float) -> None:
+    signals = attempted(
+        7, loss, grad_norm, start=48, stop=60, tokens=99, nonfinite_ranks=3, gated=True
+    )
+    incident = Incident(
+        kind="discard",
+        step=7,
+        decision="discard",
+        reason="made up",
+        samples=(48, 60),
+        detail=discard_detail(signals, "NonFinite") | {"suspects": [50]},
+    )
+    line = json.dumps(incident.to_json(), allow_nan=False)
+    again = discarded_signals(Incident.from_json(json.loads(line)))
+    # repr: NaN equals nothing, itself included.
+    assert repr(again) == repr(signals)
+    assert json.loads(line)["detail"]["verdict"] == "NonFinite"

@@ -1,0 +1,26 @@
+"""The policy layer stays plain numbers: importing all of it never pulls in torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+import runner.policy
+names = [found.name for found in pkgutil.iter_modules(runner.policy.__path__)]
+for name in names:
+    importlib.import_module(f"runner.policy.{name}")
+assert "torch" not in sys.modules, "runner.policy imports torch"
+ours = {name for name in sys.modules if name.startswith("runner.")}
+assert all(name.startswith("runner.policy") for name in ours), ours
+print(*names)
+"""
+
+
+def test_no_policy_module_imports_torch_or_the_rest_of_the_runner() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {"ledger", "verdict", "remedy", "ring"} <= set(done.stdout.split())

@@ -1,0 +1,246 @@
+"""The judge: what is called what, and that trouble never enters its own measure."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.policy.signals import Limits
+from runner.policy.verdict import Baseline, Kind, Verdict
+from tests.policy.steps import BATCH, attempted, judge_rules
+
+NOISE = [0.0, 0.02, -0.02, 0.01, -0.01]
+TIGHT = {"window": 20, "min_history": 10, "loss_sigmas": 6.0, "norm_sigmas": 6.0}
+
+
+def steady(steps: int, *, level: float = 3.0, norm: float = 1.0, **rules: Any) -> Baseline:
+    """A baseline after ``steps`` healthy steps around one level."""
+    baseline = Baseline(judge_rules(**TIGHT | rules))
+    for step in range(1, steps + 1):
+        wobble = NOISE[step % len(NOISE)]
+        baseline.accept(attempted(step, level + wobble, norm * math.exp(wobble)))
+    return baseline
+
+
+def watch(baseline: Baseline, losses: Iterable[float], first: int = 1) -> Verdict | None:
+    """Judge and accept as the loop does, until something is not clean."""
+    for step, loss in enumerate(losses, start=first):
+        verdict = baseline.judge(attempted(step, loss))
+        if verdict.kind is not Kind.clean:
+            return verdict
+        baseline.accept(attempted(step, loss))
+    return None
+
+
+@pytest.mark.parametrize("history", [0, 5, 30])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"loss": math.nan},
+        {"loss": math.inf},
+        {"loss": -math.inf},
+        {"grad_norm": math.nan},
+        {"grad_norm": math.inf},
+        {"nonfinite_ranks": 2},
+        {"loss": 1e30, "grad_norm": math.nan},
+    ],
+)
+def test_non_finite_comes_first_and_needs_no_history(history: int, numbers: Any) -> None:
+    verdict = steady(history).judge(attempted(history + 1, **numbers))
+    assert verdict.kind is Kind.non_finite
+    assert (verdict.onset_step, verdict.onset) == (history + 1, history * BATCH)
+    assert "NaN or Inf" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "kind", "said"),
+    [
+        (3.0, 1.0, Kind.clean, "within limits"),
+        (3.39, 7.0, Kind.clean, "within limits"),
+        (3.5, 1.0, Kind.spike, "loss 3.500 > limit 3.400 (median 3.000)"),
+        (3.0, 20.0, Kind.spike, "grad norm 20 > limit 7.39 (median 1)"),
+        (9.0, 20.0, Kind.spike, "grad norm 20"),
+        (0.1, 1e-9, Kind.clean, "within limits"),  # better than ever is no trouble
+    ],
+)
+def test_spikes(loss: float, norm: float, kind: Kind, said: str) -> None:
+    baseline = steady(30, loss_floor=0.4, norm_floor=2.0)
+    verdict = baseline.judge(attempted(31, loss, norm))
+    assert verdict.kind is kind
+    assert said in verdict.reason
+    assert (verdict.onset_step, verdict.onset) == (31, 30 * BATCH)
+
+
+def test_a_spike_names_only_what_stood_out() -> None:
+    baseline = steady(30)
+    assert "grad norm" not in baseline.judge(attempted(31, 9.0)).reason
+    assert "loss" not in baseline.judge(attempted(31, 3.0, 99.0)).reason
+
+
+def test_the_limit_is_sigmas_or_the_floor_whichever_is_more() -> None:
+    wild = Baseline(judge_rules(**TIGHT, loss_floor=0.1, norm_floor=0.1))
+    for step in range(1, 31):
+        spread = 0.5 * (-1) ** step
+        wild.accept(attempted(step, 3.0 + spread, math.exp(spread)))
+    sigma = 1.4826 * 0.5
+    assert wild.limits.loss == pytest.approx(3.0 + 6.0 * sigma)
+    assert wild.limits.grad_norm == pytest.approx(math.exp(6.0 * sigma))
+    calm = steady(30, loss_floor=0.7, norm_floor=3.0)
+    assert calm.limits.loss == pytest.approx(3.7)
+    assert calm.limits.grad_norm == pytest.approx(math.exp(3.0))
+
+
+def test_not_armed_before_min_history() -> None:
+    assert steady(10).judge(attempted(11, 50.0, 1e6)).kind is Kind.clean
+    assert steady(10).limits == Limits()
+    # One more: the limits lag one applied step behind the statistics.
+    assert steady(11).judge(attempted(12, 50.0)).kind is Kind.spike
+
+
+def test_refused_steps_change_no_limit() -> None:
+    clean, hit = steady(30), steady(30)
+    for loss, norm in [(1e6, 1e6), (math.nan, math.inf), (3.9, 1.0)] * 20:
+        assert hit.judge(attempted(31, loss, norm)).kind is not Kind.clean
+        hit.refuse()
+    assert hit.limits == clean.limits
+    for step in (31, 32, 33):
+        for baseline in (clean, hit):
+            baseline.accept(attempted(step, 3.01))
+    assert hit.limits == clean.limits
+    assert hit.level() == clean.level()
+
+
+def test_the_streak_counts_clean_steps_since_the_last_refusal() -> None:
+    baseline = steady(12)
+    assert baseline.clean_streak == 12
+    baseline.refuse()
+    assert baseline.clean_streak == 0
+    baseline.accept(attempted(13))
+    assert baseline.clean_streak == 1
+
+
+@given(loss=st.floats(0.0, 3.3), norm=st.floats(0.0, 7.0))
+@settings(max_examples=25, deadline=None)
+def test_limits_lag_one_applied_step(loss: float, norm: float) -> None:
+    usual, other = steady(30), steady(30)
+    usual.accept(attempted(31, 3.0, 1.0))
+    other.accept(attempted(31, loss, norm))
+    assert other.limits == usual.limits, "step 31's own value may not move the limits of step 32"
+
+
+def test_the_lag_is_no_more_than_one_step() -> None:
+    # A window of four that has forgotten everything else shows the shift exactly one step on.
+    baseline = Baseline(judge_rules(window=4, min_history=4, loss_floor=0.4, loss_sigmas=1.0))
+    for step in range(1, 9):
+        baseline.accept(attempted(step, 3.0 if step <= 4 else 2.0))
+    assert baseline.limits.loss == pytest.approx(2.4)  # [3, 2, 2, 2], of step 7
+    baseline.accept(attempted(9, 2.0))
+    assert baseline.limits.loss == pytest.approx(2.4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_slow_rise_is_drift_before_half_a_nat(seed: int) -> None:
+    noise = random.Random(seed)
+    flat, slope = 300, 0.3 / 200
+    losses = [3.0 + max(0, at - flat) * slope + noise.gauss(0, 0.05) for at in range(flat + 340)]
+    verdict = watch(Baseline(judge_rules()), losses)
+    assert verdict is not None
+    assert verdict.kind is Kind.drift
+    assert "drift_nats" in verdict.reason
+    assert flat < verdict.onset_step < flat + 0.3 / slope, "where the excess began to pile up"
+    assert verdict.onset == (verdict.onset_step - 1) * BATCH
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sigma", [0.02, 0.05, 0.15])
+def test_a_healthy_falling_curve_is_clean_throughout(seed: int, sigma: float) -> None:
+    noise = random.Random(seed)
+    losses = [2.5 + 6.0 * math.exp(-at / 150) + noise.gauss(0, sigma) for at in range(1000)]
+    assert watch(Baseline(judge_rules()), losses) is None
+
+
+def test_one_excess_beyond_all_patience_begins_where_it_is() -> None:
+    baseline = Baseline(
+        judge_rules(window=4, min_history=4, loss_floor=10.0, drift_slack=0.1, drift_nats=2.0)
+    )
+    assert watch(baseline, [1.0, 1.0, 1.0, 1.0, 1.5, 0.5]) is None  # a rise that healed
+    verdict = baseline.judge(attempted(7, 4.5))
+    assert verdict.kind is Kind.drift
+    assert (verdict.onset_step, verdict.onset) == (7, 6 * BATCH), "not the rise that healed"
+
+
+def test_restart_at_takes_a_new_level_as_normal() -> None:
+    baseline = steady(30)
+    assert baseline.judge(attempted(31, 5.0)).kind is Kind.spike
+    baseline.restart_at([5.0 + NOISE[at % 5] for at in range(12)], [1.0] * 12)
+    assert baseline.level() == pytest.approx(5.0, abs=0.02)
+    assert watch(baseline, [5.0 + NOISE[at % 5] for at in range(60)], first=31) is None
+    assert baseline.judge(attempted(91, 5.5)).kind is Kind.spike
+
+
+def test_restart_with_few_values_is_not_armed_at_once() -> None:
+    baseline = steady(30)
+    baseline.restart_at([5.0] * 4, [1.0] * 4)
+    assert baseline.limits == Limits()
+    assert watch(baseline, [5.0] * 20, first=31) is None
+    assert baseline.judge(attempted(51, 9.0)).kind is Kind.spike
+
+
+def test_first_loss_is_kept_for_good() -> None:
+    baseline = Baseline(judge_rules(**TIGHT))
+    assert math.isnan(baseline.first_loss)
+    assert baseline.level() is None
+    assert watch(baseline, [11.0, 10.0, 9.0]) is None
+    baseline.restart_at([4.0] * 12, [1.0] * 12)
+    assert baseline.first_loss == 11.0
+
+
+def test_a_gradient_of_zero_is_no_news() -> None:
+    baseline = steady(30)
+    for step in range(31, 36):
+        baseline.accept(attempted(step, 3.0, 0.0))
+    assert baseline.judge(attempted(36)).kind is Kind.clean
+
+
+@given(history=st.integers(0, 40), seed=st.integers(0, 2**16))
+@settings(max_examples=20, deadline=None)
+def test_json_round_trip_is_exact_and_judges_on_alike(history: int, seed: int) -> None:
+    draw = random.Random(seed)
+    one = steady(history, level=2.0 + draw.random(), norm=10 ** draw.uniform(-3, 3))
+    if draw.random() < 0.3:
+        one.refuse()
+    text = json.dumps(one.to_json(), allow_nan=False)
+    two = Baseline(judge_rules(**TIGHT))
+    two.load_json(json.loads(text))
+    assert json.dumps(two.to_json()) == text
+    for step in range(history + 1, history + 51):
+        signals = attempted(step, draw.gauss(2.5, 0.4), 10 ** draw.uniform(-1, 1))
+        verdict = one.judge(signals)
+        assert two.judge(signals) == verdict
+        for baseline in (one, two):
+            if verdict.kind is Kind.clean:
+                baseline.accept(signals)
+            else:
+                baseline.refuse()
+        assert one.limits == two.limits
+        assert (one.clean_streak, one.level()) == (two.clean_streak, two.level())
+    assert one.to_json() == two.to_json()
+
+
+@pytest.mark.parametrize("loss", [3.0, 1e9, math.nan, math.inf])
+def test_disabled_calls_everything_clean(loss: float) -> None:
+    baseline = Baseline(judge_rules(enabled=False, **TIGHT))
+    for step in range(1, 40):
+        signals = attempted(step, loss, loss, nonfinite_ranks=1)
+        assert baseline.judge(signals).kind is Kind.clean
+        baseline.accept(signals)
+    assert baseline.limits == Limits()
+    assert baseline.clean_streak == 39
+    json.dumps(baseline.to_json(), allow_nan=False)
