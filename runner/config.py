@@ -211,19 +211,19 @@ class GuardConfig:
     enabled: bool = key(
         True, "false: no gate, no judge, no rollback (for comparison only)", trajectory=True
     )
-    window: int = key(200, "clean steps the statistics look back on", trajectory=True, ge=4)
+    window: int = key(64, "clean steps the statistics look back on", trajectory=True, ge=4)
     min_history: int = key(
         50, "clean steps before spikes are judged; non-finite always is", trajectory=True, ge=4
     )
     loss_sigmas: float = key(
-        8.0, "spike: loss above median by this many robust sigmas", trajectory=True, gt=0
+        6.0, "spike: loss above median by this many robust sigmas", trajectory=True, gt=0
     )
     loss_floor: float = key(0.4, "and by at least this many nats per token", trajectory=True, ge=0)
     norm_sigmas: float = key(
         8.0, "spike: log grad norm above median by this many robust sigmas", trajectory=True, gt=0
     )
     norm_floor: float = key(
-        2.0, "and by at least this much (2.0: 7.4 times the median)", trajectory=True, ge=0
+        2.3, "and by at least this much (2.3: 10 times the median)", trajectory=True, ge=0
     )
     drift_slack: float = key(
         0.15, "drift: nats above the best held level that are forgiven", trajectory=True, ge=0
@@ -300,7 +300,7 @@ class TrackConfig:
     """Where numbers go besides metrics.jsonl."""
 
     tensorboard: bool = key(False, "write TensorBoard scalars to out/tensorboard")
-    every: int = key(1, "steps between console lines and tracker points", ge=1)
+    every: int = key(10, "steps between console lines where the output is no terminal", ge=1)
     peak_tflops: float | None = key(
         None, "peak of one device, for MFU; null: from the device's name", gt=0
     )

@@ -121,13 +121,15 @@ class Loop:
             action = Discard(reason=scene.known.reason)
         assert isinstance(action, Apply) is not signals.gated or verdict.kind is Kind.drift
         if isinstance(action, Apply):
-            self._advance(scene, verdict, action)
+            self._advance(scene, verdict)
             return
         self._state.baseline.refuse()
         if isinstance(action, Discard):
             self._recovery.discard(self._state, scene, verdict, action)
         elif isinstance(action, Rebaseline):
             self._recovery.rebaseline(self._state, scene, verdict, action)
+            if action.applied:
+                self._advance(scene, verdict)
         elif isinstance(action, Halt):
             self._recovery.halt(scene, verdict, action)
             raise Halted(action.reason)
@@ -146,9 +148,10 @@ class Loop:
             self._ring.records,
             self._rules,
             untrained_loss=self._state.baseline.first_loss * _UNTRAINED_MARGIN,
+            recent=self._state.baseline.recent(self._rules.level_steps),
         )
 
-    def _advance(self, scene: Scene, verdict: Verdict, action: Apply) -> None:
+    def _advance(self, scene: Scene, verdict: Verdict) -> None:
         """The update was applied: move on, evaluate, prove and save checkpoints."""
         state, signals = self._state, scene.signals
         learning_rate = self._learning_rate()

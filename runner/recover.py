@@ -7,7 +7,7 @@ has been verified and loaded, which is the moment from which a restart will repe
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import BatchPlan
@@ -15,7 +15,7 @@ from runner.observe.journal import Journal
 from runner.policy.history import Incident, discard_detail
 from runner.policy.remedy import Discard, Halt, Rebaseline, Rollback
 from runner.policy.signals import StepSignals
-from runner.policy.verdict import Verdict
+from runner.policy.verdict import Kind, Verdict
 from runner.report import Reporter
 from runner.state import TrainState
 from runner.step import Outcome, Stepper, Suspect
@@ -76,8 +76,11 @@ class Recovery:
         self, state: TrainState, scene: Scene, verdict: Verdict, action: Rebaseline
     ) -> None:
         """Go on from here with the new level as normal."""
-        self._note_discard(scene, verdict, action.reason)
-        state.cursor = scene.signals.stop
+        verdict = replace(verdict, kind=Kind.level_shift)
+        if not action.applied:
+            self._note_discard(scene, verdict, action.reason)
+            state.cursor = scene.signals.stop
+            self._reporter.step(scene, verdict, "rebaseline", learning_rate=0.0, state=state)
         state.baseline.restart_at(list(action.losses), list(action.grad_norms))
         state.trouble.settle()
         incident = Incident(
@@ -86,11 +89,10 @@ class Recovery:
             decision="new baseline",
             reason=action.reason,
             samples=(scene.signals.start, scene.signals.stop),
-            cost_steps=len(action.losses),
+            cost_steps=0 if action.applied else len(action.losses),
         )
         self._journal.add_once(incident)
         self._reporter.incident(incident)
-        self._reporter.step(scene, verdict, "rebaseline", learning_rate=0.0, state=state)
 
     def roll_back(
         self, state: TrainState, scene: Scene, verdict: Verdict, action: Rollback

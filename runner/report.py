@@ -52,6 +52,7 @@ class Reporter:
         self._history = history
         self._ring = ring
         self._total_steps = total_steps
+        self._eval_loss: float | None = None
 
     def step(
         self,
@@ -89,6 +90,8 @@ class Reporter:
 
     def _progress(self, line: MetricsLine, signals: StepSignals, state: TrainState) -> Progress:
         pace = self._throughput.note(line.seconds, line.tokens)
+        if line.eval_loss is not None:
+            self._eval_loss = line.eval_loss
         return Progress(
             step=state.updates,
             total=self._total_steps,
@@ -101,7 +104,8 @@ class Reporter:
             num_clean=sum(record.state is State.clean for record in self._ring.records),
             num_discarded=self._history.num_discarded,
             num_rollbacks=len(self._history.rollbacks),
-            eval_loss=line.eval_loss,
+            eval_loss=self._eval_loss,
+            is_evaluated=line.eval_loss is not None,
         )
 
     def incident(self, incident: Incident) -> None:

@@ -122,6 +122,8 @@ class Session:
         found = find(self._dir, config, dataset.fingerprint(), ranks)
         for name in found.torn:
             self._console.say(f"removed {name}: it was never committed")
+        for sentence in found.damaged:
+            self._console.say(f"damaged checkpoint, not to be used: {sentence}")
         journal = self._journal(found)
         engine = assemble.engine(config, shape, self._place, self._device)
         identity = Identity(
@@ -254,7 +256,9 @@ class Session:
             f"{self._place.world_size} x {self._device.type}, {config.model.precision.value}, "
             f"out={self._dir.out}"
         )
-        if resumed.step:
+        if resumed.step >= config.steps:
+            self._console.say(f"all {config.steps} steps are applied already")
+        elif resumed.step:
             self._console.say(f"resuming at step {resumed.step} of {config.steps}")
 
 

@@ -150,7 +150,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(env or {}),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | dict(env or {}),
         start_new_session=True,
     )
     return Started(out=out, process=process)

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -176,14 +177,11 @@ class Feed:
         """This rank's share of ``plan``. Never raises for a sample that cannot be read."""
         began = time.monotonic()
         wanted = self._micro_plans(plan)
-        if self._loading is None or next(self._expected, None) != wanted[0]:
+        if self._loading is None or self._expect(len(wanted)) != wanted:
             self._restart(plan.start, ledger)
-            next(self._expected)
+            self._expect(len(wanted))
         try:
-            loaded = [self._next_batch(wanted[0])]
-            for micro_plan in wanted[1:]:
-                next(self._expected)
-                loaded.append(self._next_batch(micro_plan))
+            loaded = [self._next_batch(micro_plan) for micro_plan in wanted]
         except Exception as error:  # told to all ranks by the caller, raised on all alike
             self._loading = None
             empty = tuple(self._padding(len(slots)) for slots in self._slots)
@@ -234,6 +232,10 @@ class Feed:
         self._guess = (cursor, ledger.copy())
         self._expected = self.plans_ahead()
         self._loading = iter(self._loader)
+
+    def _expect(self, number: int) -> list[MicroPlan]:
+        """What the loader delivers next."""
+        return list(islice(self._expected, number))
 
     def _next_batch(self, wanted: MicroPlan) -> MicroBatch:
         assert self._loading is not None

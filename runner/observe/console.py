@@ -16,7 +16,10 @@ from runner.policy.history import Incident
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The live line's numbers. ``loss`` is nats per token."""
+    """The live line's numbers. Losses are nats per token.
+
+    ``eval_loss`` is the newest held-out loss, ``is_evaluated`` whether it is of this step.
+    """
 
     step: int
     total: int
@@ -29,7 +32,8 @@ class Progress:
     num_clean: int
     num_discarded: int
     num_rollbacks: int
-    eval_loss: float | None = None
+    eval_loss: float | None
+    is_evaluated: bool
 
     def text(self) -> str:
         parts = [
@@ -87,33 +91,35 @@ class Console:
         ]
         self.say(f"{' '.join(parts)}: {incident.reason} -> {incident.decision}")
 
-    def progress(self, progress: Progress, *, stays: bool = False) -> None:
-        """Update the live line; ``stays`` also keeps it as a plain line."""
+    def progress(self, progress: Progress) -> None:
+        """Update the live line; where the output is no terminal, a plain line when it is due."""
         if self._silent:
             return
         if self._rich.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self._rich, auto_refresh=False, transient=True)
-                self._live.start()
-            self._live.update(Text(progress.text()), refresh=True)
-        if (stays and self._rich.is_terminal) or (
-            not self._rich.is_terminal and self._is_due(progress)
-        ):
+            self._update_live(Text(progress.text()))
+        elif self._is_due(progress):
             self._rich.print(Text(progress.text()))
             sys.stdout.flush()
 
+    def _update_live(self, text: Text) -> None:
+        if self._live is None:
+            self._live = Live(console=self._rich, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(text, refresh=True)
+
     def _is_due(self, progress: Progress) -> bool:
         first, last = progress.step == 1, progress.step == progress.total
-        return first or last or progress.step % self._every == 0 or progress.eval_loss is not None
+        return first or last or progress.step % self._every == 0 or progress.is_evaluated
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Two columns, at the end."""
         self.close()
         if self._silent:
             return
-        table = Table(title=title, show_header=False, title_justify="left")
+        # Text, not str: "[...]" in a path or an error's words is no markup.
+        table = Table(title=Text(title), show_header=False, title_justify="left")
         for name, value in rows:
-            table.add_row(name, value)
+            table.add_row(Text(name), Text(value, overflow="fold"))
         self._rich.print(table)
 
     def close(self) -> None:

@@ -115,7 +115,8 @@ class History:
         )
         if detail["cut_steps"]:
             start = detail["to_step"]
-            stop = start + detail["cut_steps"]
+            # Counted from the onset: a cut that ended on the way there would cool nothing.
+            stop = max(start, detail["onset_step"]) + detail["cut_steps"]
             self.cuts.append(RateCut(start=start, stop=stop, factor=detail["cut_factor"]))
 
     def abandoned_serials(self) -> set[int]:

@@ -59,9 +59,13 @@ class Discard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebaseline:
-    """Take the level of these discarded steps as normal from here on."""
+    """Take the level of these steps as normal from here on.
+
+    ``applied``: they were within the gate's limits (a drift), so this step counts.
+    """
 
     reason: str
+    applied: bool
     losses: tuple[float, ...]
     grad_norms: tuple[float, ...]
 
@@ -167,11 +171,13 @@ def decide(
     rules: RemedyRules,
     *,
     untrained_loss: float,
+    recent: Sequence[tuple[float, float]] = (),
 ) -> Action:
     """The action for this step. ``trouble`` has already noted it.
 
     ``untrained_loss`` (nats per token) bounds what may become a new baseline: a level worse
-    than knowing nothing is no data mix.
+    than knowing nothing is no data mix. ``recent`` are (loss, grad norm) of the newest clean
+    steps, in order.
     """
     if verdict.kind is Kind.clean:
         return Apply(reason=verdict.reason)
@@ -183,6 +189,8 @@ def decide(
             return Discard(reason=verdict.reason)
         if repeat and _is_level(trouble.last_run(), rules, untrained_loss):
             return _settle_or_wait(trouble.last_run(), rules)
+    elif repeat and _has_settled(recent, rules):
+        return _accept(recent, "came back after a rollback and no longer rises", applied=True)
     return _go_back(verdict, signals, trouble, history, ring, rules, repeat)
 
 
@@ -204,14 +212,32 @@ def _is_level(run: Sequence[BadStep], rules: RemedyRules, untrained_loss: float)
 
 
 def _settle_or_wait(run: Sequence[BadStep], rules: RemedyRules) -> Action:
-    center = statistics.median(step.loss for step in run)
-    said = f"{len(run)} bad steps in a row lie level at loss {center:.3f} after a rollback too"
+    said = "bad steps in a row, after a rollback too"
     if len(run) < rules.level_steps:
-        return Discard(reason=f"{said}; a new baseline at {rules.level_steps}")
+        return Discard(reason=f"{len(run)} level {said}; a new baseline at {rules.level_steps}")
+    values = [(step.loss, step.grad_norm) for step in run]
+    return _accept(values, f"holds for {len(run)} {said}", applied=False)
+
+
+def _has_settled(recent: Sequence[tuple[float, float]], rules: RemedyRules) -> bool:
+    """Whether a drift has reached a new level: the later half lies no higher than the earlier."""
+    losses = [loss for loss, _ in recent[-rules.level_steps :]]
+    half = len(losses) // 2
+    if len(losses) < rules.level_steps:
+        return False
+    early, late = statistics.median(losses[:half]), statistics.median(losses[half:])
+    spread = MAD_TO_SIGMA * statistics.median(abs(loss - early) for loss in losses[:half])
+    # The error of a median of n values is about 1.25 sigma / sqrt(n).
+    return bool(late - early <= 1.25 * spread / half**0.5)
+
+
+def _accept(values: Sequence[tuple[float, float]], what: str, *, applied: bool) -> Rebaseline:
+    center = statistics.median(loss for loss, _ in values)
     return Rebaseline(
-        reason=f"{said}: the data's level changed, not the model",
-        losses=tuple(step.loss for step in run),
-        grad_norms=tuple(step.grad_norm for step in run),
+        reason=f"loss level {center:.3f} {what}: the data's level changed, not the model",
+        applied=applied,
+        losses=tuple(loss for loss, _ in values),
+        grad_norms=tuple(norm for _, norm in values),
     )
 
 
@@ -275,5 +301,5 @@ def _explain(verdict: Verdict, trouble: Trouble, repeat: int, cool: int, rules: 
     if repeat:
         words.append(f"repeat {repeat}: an older checkpoint and a wider range")
     if cool:
-        words.append(f"learning rate times {rules.cooldown:g} for {cool} updates")
+        words.append(f"learning rate times {rules.cooldown:g} until {cool} updates after the onset")
     return "; ".join(words)

@@ -96,9 +96,10 @@ class Baseline:
         self._next_limits = self._compute_limits()
         self.limits = self._next_limits
 
-    def level(self) -> float | None:
-        """Median loss of the window in nats per token; None without history."""
-        return self._loss.median() if len(self._loss) else None
+    def recent(self, count: int) -> list[tuple[float, float]]:
+        """(loss, grad norm) of the newest clean steps, in order."""
+        norms = [math.exp(value) for value in self._log_norm.values()[-count:]]
+        return list(zip(self._loss.values()[-count:], norms, strict=True))
 
     def judge(self, signals: StepSignals) -> Verdict:
         """The verdict on one attempted step. Pure: nothing is admitted here."""

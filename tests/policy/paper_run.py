@@ -6,6 +6,7 @@ Verdicts are given, not judged; a checkpoint is a record and the state it would 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -67,16 +68,28 @@ class PaperRun:
         for _ in range(steps):
             assert isinstance(self.attempt(Kind.clean), Apply)
 
-    def attempt(self, kind: Kind, loss: float = 3.0, *, drift_steps: int = 0) -> Action:
+    def attempt(
+        self,
+        kind: Kind,
+        loss: float = 3.0,
+        *,
+        drift_steps: int = 0,
+        recent: Sequence[tuple[float, float]] = (),
+    ) -> Action:
         """One step with this verdict; a drift began ``drift_steps`` applied steps before."""
         signals = self._next_signals(loss)
         onset = (self.updates + 1, signals.start)
         if kind is Kind.drift and self.last_clean:
             onset = self.last_clean[-min(max(1, drift_steps), len(self.last_clean))]
         verdict = Verdict(kind=kind, reason=f"told {kind.value}", onset_step=0, onset=0)
-        return self.act(signals, _with_onset(verdict, onset))
+        return self.act(signals, _with_onset(verdict, onset), recent)
 
-    def act(self, signals: StepSignals, verdict: Verdict) -> Action:
+    def act(
+        self,
+        signals: StepSignals,
+        verdict: Verdict,
+        recent: Sequence[tuple[float, float]] = (),
+    ) -> Action:
         """Decide on one step and do it."""
         self.trouble.note(signals, is_bad=verdict.kind in BAD_KINDS)
         action = decide(
@@ -87,12 +100,15 @@ class PaperRun:
             self.records,
             self.rules,
             untrained_loss=self._untrained_loss,
+            recent=recent,
         )
         if isinstance(action, Apply):
             self._advance(signals)
         else:
             self.clean_streak = 0
-        if isinstance(action, Discard | Rebaseline):
+        if isinstance(action, Rebaseline) and action.applied:
+            self._advance(signals)
+        elif isinstance(action, Discard | Rebaseline):
             self._discard(signals, verdict)
         if isinstance(action, Rebaseline):
             self.trouble.settle()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import Any
 
 from runner.config import GuardConfig
 from runner.policy.remedy import RemedyRules
 from runner.policy.signals import StepSignals
-from runner.policy.verdict import JudgeRules
+from runner.policy.verdict import Baseline, JudgeRules
 
 BATCH = 8
 
@@ -39,3 +40,9 @@ def _defaults(kind: type) -> dict[str, Any]:
 
 def _guard() -> dict[str, Any]:
     return dataclasses.asdict(GuardConfig())
+
+
+def held_level(baseline: Baseline) -> float | None:
+    """Median loss of everything in the baseline's window; None when it is empty."""
+    losses = [loss for loss, _ in baseline.recent(10_000)]
+    return statistics.median(losses) if losses else None

@@ -46,7 +46,7 @@ def rings(draw: st.DrawFn) -> list[Record]:
 
 
 @given(records=rings(), keep=st.integers(1, 4), every=st.sampled_from([0, 20, 30]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_what_retention_promises(records: list[Record], keep: int, every: int) -> None:
     gone = retire(records, keep=keep, keep_every=every)
     left = [record for record in records if record not in gone]
@@ -104,7 +104,7 @@ def test_due_for_proof(step: int, streak: int, due: list[int]) -> None:
 
 
 @given(records=rings(), cursor=st.integers(0, 1000), step=st.integers(0, 130))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_rollback_targets(records: list[Record], cursor: int, step: int) -> None:
     targets = rollback_targets(records, cursor=cursor, step=step)
     assert serials(targets) == sorted(serials(targets), reverse=True)
@@ -121,7 +121,7 @@ def test_a_target_may_end_exactly_where_the_skip_begins() -> None:
 
 
 @given(records=rings())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_resume_order(records: list[Record]) -> None:
     order = resume_order(records)
     assert serials(order) == sorted(serials(order), reverse=True)
@@ -129,7 +129,7 @@ def test_resume_order(records: list[Record]) -> None:
 
 
 @given(records=rings(), target=st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_abandoned_by_rollback(records: list[Record], target: int) -> None:
     left = abandoned_by_rollback(records, target)
     assert set(serials(left)) == {serial for serial in serials(records) if serial > target}

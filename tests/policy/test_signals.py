@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from runner.policy.signals import NUM_LANES, Limits, StepSignals, all_equal, lanes
+from runner.policy.signals import NUM_LANES, Limits, all_equal, lanes
 from tests.policy.steps import attempted
 
 MAX_RANKS = 20_000
 RANKS = st.integers(1, MAX_RANKS)
 
 
-def summed(groups: list[tuple[int, tuple[int, ...]]]) -> tuple[list[float], list[float]]:
+def summed(groups: Sequence[tuple[int, tuple[int, ...]]]) -> tuple[list[float], list[float]]:
     """What an FP64 all-reduce makes of ``count`` ranks that each give these lanes."""
     width = range(len(groups[0][1]))
     sums = [math.fsum(float(count * told[at]) for count, told in groups) for at in width]
@@ -26,14 +27,14 @@ def summed(groups: list[tuple[int, tuple[int, ...]]]) -> tuple[list[float], list
 
 @given(identity=st.text(max_size=20), ranks=RANKS)
 @example(identity="step 1", ranks=MAX_RANKS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_equal_identities_agree(identity: str, ranks: int) -> None:
     assert all_equal(*summed([(ranks, lanes(identity))]), ranks)
 
 
 @given(one=st.text(max_size=20), other=st.text(max_size=20), ranks=st.integers(2, MAX_RANKS))
 @example(one="step 1", other="step 2", ranks=MAX_RANKS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_one_differing_rank_is_noticed(one: str, other: str, ranks: int) -> None:
     assume(one != other)
     assert not all_equal(*summed([(ranks - 1, lanes(one)), (1, lanes(other))]), ranks)
@@ -92,5 +93,5 @@ def test_is_finite(numbers: dict[str, Any], finite: bool) -> None:
     ],
 )
 def test_limits(loss: float, grad_norm: float, exceeded: bool) -> None:
-    signals: StepSignals = attempted(1, loss, grad_norm)
+    signals = attempted(1, loss, grad_norm)
     assert Limits(loss=4.0, grad_norm=5.0).exceeded(signals) is exceeded

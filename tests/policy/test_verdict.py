@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from runner.policy.signals import Limits
 from runner.policy.verdict import Baseline, Kind, Verdict
-from tests.policy.steps import BATCH, attempted, judge_rules
+from tests.policy.steps import BATCH, attempted, held_level, judge_rules
 
 NOISE = [0.0, 0.02, -0.02, 0.01, -0.01]
 TIGHT = {"window": 20, "min_history": 10, "loss_sigmas": 6.0, "norm_sigmas": 6.0}
@@ -114,7 +114,7 @@ def test_refused_steps_change_no_limit() -> None:
         for baseline in (clean, hit):
             baseline.accept(attempted(step, 3.01))
     assert hit.limits == clean.limits
-    assert hit.level() == clean.level()
+    assert held_level(hit) == held_level(clean)
 
 
 def test_the_streak_counts_clean_steps_since_the_last_refusal() -> None:
@@ -180,9 +180,21 @@ def test_restart_at_takes_a_new_level_as_normal() -> None:
     baseline = steady(30)
     assert baseline.judge(attempted(31, 5.0)).kind is Kind.spike
     baseline.restart_at([5.0 + NOISE[at % 5] for at in range(12)], [1.0] * 12)
-    assert baseline.level() == pytest.approx(5.0, abs=0.02)
+    assert held_level(baseline) == pytest.approx(5.0, abs=0.02)
     assert watch(baseline, [5.0 + NOISE[at % 5] for at in range(60)], first=31) is None
     assert baseline.judge(attempted(91, 5.5)).kind is Kind.spike
+
+
+def test_restart_at_forgets_the_drift_so_far() -> None:
+    drift = {"loss_floor": 1.0, "drift_slack": 0.1, "drift_nats": 2.0}
+    baseline = steady(30, **drift)
+    assert watch(baseline, [3.5] * 4, first=31) is None  # 1.6 of 2.0 nats
+    baseline.restart_at([3.5] * 12, [1.0] * 12)
+    assert watch(baseline, [4.2] * 3, first=35) is None  # 1.8 above the new level
+    verdict = watch(baseline, [4.2] * 3, first=38)
+    assert verdict is not None
+    assert verdict.kind is Kind.drift
+    assert verdict.onset_step == 35
 
 
 def test_restart_with_few_values_is_not_armed_at_once() -> None:
@@ -196,7 +208,7 @@ def test_restart_with_few_values_is_not_armed_at_once() -> None:
 def test_first_loss_is_kept_for_good() -> None:
     baseline = Baseline(judge_rules(**TIGHT))
     assert math.isnan(baseline.first_loss)
-    assert baseline.level() is None
+    assert held_level(baseline) is None
     assert watch(baseline, [11.0, 10.0, 9.0]) is None
     baseline.restart_at([4.0] * 12, [1.0] * 12)
     assert baseline.first_loss == 11.0
@@ -213,7 +225,9 @@ def test_a_gradient_of_zero_is_no_news() -> None:
 @settings(max_examples=20, deadline=None)
 def test_json_round_trip_is_exact_and_judges_on_alike(history: int, seed: int) -> None:
     draw = random.Random(seed)
-    one = steady(history, level=2.0 + draw.random(), norm=10 ** draw.uniform(-3, 3))
+    one = Baseline(judge_rules(**TIGHT))
+    for step in range(1, history + 1):  # rising, so that limits move and a drift piles up
+        one.accept(attempted(step, draw.gauss(2.0 + 0.02 * step, 0.1), 10 ** draw.gauss(0, 0.2)))
     if draw.random() < 0.3:
         one.refuse()
     text = json.dumps(one.to_json(), allow_nan=False)
@@ -221,7 +235,7 @@ def test_json_round_trip_is_exact_and_judges_on_alike(history: int, seed: int) -
     two.load_json(json.loads(text))
     assert json.dumps(two.to_json()) == text
     for step in range(history + 1, history + 51):
-        signals = attempted(step, draw.gauss(2.5, 0.4), 10 ** draw.uniform(-1, 1))
+        signals = attempted(step, draw.gauss(2.0 + 0.02 * step, 0.2), 10 ** draw.uniform(-1, 1))
         verdict = one.judge(signals)
         assert two.judge(signals) == verdict
         for baseline in (one, two):
@@ -230,7 +244,7 @@ def test_json_round_trip_is_exact_and_judges_on_alike(history: int, seed: int) -
             else:
                 baseline.refuse()
         assert one.limits == two.limits
-        assert (one.clean_streak, one.level()) == (two.clean_streak, two.level())
+        assert (one.clean_streak, held_level(one)) == (two.clean_streak, held_level(two))
     assert one.to_json() == two.to_json()
 
 

@@ -27,7 +27,7 @@ def brute_sigma(values: list[float]) -> float:
 @example(values=[1.0], size=4)
 @example(values=[1.0, 1.0, 1.0, 9.0], size=4)
 @example(values=[0.0, 0.0, 5.0, 5.0], size=4)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_statistics_of_the_last_values(values: list[float], size: int) -> None:
     window = Window(size)
     for count, value in enumerate(values, start=1):

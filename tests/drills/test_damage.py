@@ -1,0 +1,147 @@
+"""P6, P7: damaged checkpoints are found, named and passed over; nothing unproven is clean."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.run import Result, finish, train
+
+UP_TO_60 = "schedule.total=60"
+
+
+@pytest.fixture(scope="module")
+def part(runs: Path) -> Result:
+    """40 of 60 steps in one process: checkpoints of steps 10 to 40."""
+    return finish(runs / "part", "steps=40", UP_TO_60, ranks=0)
+
+
+def newest(out: Path, nth: int = 1) -> Path:
+    return sorted(folder for folder in (out / "ring").iterdir() if folder.is_dir())[-nth]
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 0x01
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a flipped byte": ("rank-00000.bin", flip_a_byte),
+    "a truncated shard": ("rank-00000.bin", truncate),
+    "an empty shard": ("rank-00000.bin", lambda path: path.write_bytes(b"")),
+    "a lost shard": ("rank-00000.bin", Path.unlink),
+    "a damaged manifest": ("manifest.json", flip_a_byte),
+    "a truncated manifest": ("manifest.json", truncate),
+    "a lost manifest": ("manifest.json", Path.unlink),
+    "a damaged marker": ("COMMITTED", truncate),
+}
+ALWAYS = ("a flipped byte", "a truncated shard", "a damaged manifest")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in DAMAGE],
+)
+def test_the_older_one_is_used(
+    tmp_path: Path, part: Result, clean_alone: Result, what: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(part.out, out)
+    name, damage = DAMAGE[what]
+    victim = newest(out)
+    damage(victim / name)
+    again = finish(out, ranks=0)
+    [line] = again.journal("checkpoint_damaged")
+    assert str(victim) in line["reason"], line
+    assert str(victim.name) in flat(again.text), again.tail
+    assert again.journal("start")[-1]["step"] == 30, again.tail
+    assert_same_run(again, clean_alone)
+    assert_every_sample_once(again)
+    second = finish(out, ranks=0)
+    assert len(second.journal("checkpoint_damaged")) <= 2
+    assert second.digest == clean_alone.digest
+
+
+def test_without_its_marker_it_was_never_there(
+    tmp_path: Path, part: Result, clean_alone: Result
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(part.out, out)
+    victim = newest(out)
+    (victim / "COMMITTED").unlink()
+    again = finish(out, ranks=0)
+    assert f"removed {victim.name}: it was never committed" in flat(again.text), again.tail
+    assert again.journal("start")[-1]["step"] == 30
+    assert_same_run(again, clean_alone)
+
+
+def test_two_of_three_damaged(tmp_path: Path, part: Result, clean_alone: Result) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(part.out, out)
+    flip_a_byte(newest(out) / "manifest.json")
+    truncate(newest(out, 2) / "rank-00000.bin")
+    again = finish(out, ranks=0)
+    assert len(again.journal("checkpoint_damaged")) == 2, again.tail
+    assert again.journal("start")[-1]["step"] == 20
+    assert_same_run(again, clean_alone)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json"])
+def test_all_damaged(tmp_path: Path, part: Result, name: str) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(part.out, out)
+    victims = sorted((out / "ring").glob(f"*/{name}"))
+    assert len(victims) >= 3
+    for victim in victims:
+        flip_a_byte(victim)
+    before = (out / "metrics.jsonl").read_bytes()
+    refused = train(out, ranks=0)
+    assert refused.code == 4, refused.tail
+    assert all(victim.parent.name in flat(refused.text) for victim in victims), refused.tail
+    assert "Traceback" not in refused.text
+    assert (out / "metrics.jsonl").read_bytes() == before, "nothing is lost by the refusal"
+    assert train(out, ranks=0).code == 4, "and nothing begins anew behind one's back"
+
+
+def test_found_when_it_should_have_been_proven(tmp_path: Path, clean: Result) -> None:
+    """Damaged on 2 ranks while still in its probation: it never becomes clean."""
+    run = finish(
+        tmp_path / "run",
+        "faults=[corrupt_checkpoint@step=42]",
+        "checkpoint.background=false",
+        "checkpoint.keep=9",
+    )
+    [line] = run.journal("checkpoint_damaged")
+    assert "of step 40" in line["reason"] and "rank-00000.bin" in line["reason"], line
+    assert line["step"] >= 45, "when its probation was over"
+    assert not list((run.out / "ring").glob("*-step-00000040/CLEAN"))
+    assert len(list((run.out / "ring").glob("*/CLEAN"))) == 5, "0 to 30, and 50"
+    assert_same_run(run, clean)
+
+
+def test_a_rollback_passes_over_a_damaged_clean_one(tmp_path: Path, poisoned: Result) -> None:
+    """Step 10 is proven at 15 and damaged at 18: the rollback at 22 goes to step 0."""
+    run = finish(
+        tmp_path / "run",
+        "faults=[corrupt_checkpoint@step=18,poison@samples=700-790]",
+        "checkpoint.background=false",
+    )
+    [line] = run.journal("checkpoint_damaged")
+    assert "of step 10" in line["reason"], line
+    [rollback] = run.journal("rollback")
+    assert rollback["detail"]["to_step"] == 0, run.tail
+    assert_same_end(run, poisoned)
+
+
+def flat(text: str) -> str:
+    """Console lines may be wrapped."""
+    return text.replace("\n", "")

@@ -1,0 +1,84 @@
+"""P5: another number of ranks or another engine goes on with the same samples and rates."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_every_sample_once, in_order, same_rates
+from tests.run import Result, finish
+
+# Different shapes of the same sums round differently: nats per token.
+BF16_NOISE = 0.02
+UP_TO_60 = "schedule.total=60"
+
+
+@pytest.fixture(scope="module")
+def half(runs: Path) -> Result:
+    """The first 30 steps, sharded over 2 ranks."""
+    return finish(runs / "half", "steps=30", UP_TO_60)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine"),
+    [
+        (0, "parallel=single"),
+        (3, "parallel=fsdp"),
+        (4, "parallel=hsdp parallel.shard_size=2"),
+        pytest.param(1, "parallel=fsdp", marks=pytest.mark.full),
+        pytest.param(2, "parallel=ddp", marks=pytest.mark.full),
+        pytest.param(3, "parallel=ddp batch.micro_size=4", marks=pytest.mark.full),
+        pytest.param(4, "parallel=fsdp", marks=pytest.mark.full),
+    ],
+)
+def test_half_on_two_ranks_half_on_others(
+    tmp_path: Path, half: Result, clean: Result, ranks: int, engine: str
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(half.out, out)
+    other = finish(out, "steps=60", UP_TO_60, *engine.split(), ranks=ranks)
+    assert [line["detail"]["world_size"] for line in other.journal("start")] == [2, ranks or 1]
+    assert_follows(other, clean)
+    first_half = [line for line in other.metrics() if line["step"] <= 30]
+    assert first_half == half.metrics(), "what was done stands"
+
+
+def test_another_engine_with_every_command(tmp_path: Path, clean: Result) -> None:
+    out = tmp_path / "run"
+    for steps, ranks, engine in [
+        (15, 2, "parallel=fsdp"),
+        (27, 2, "parallel=ddp"),
+        (41, 4, "parallel=hsdp parallel.shard_size=2"),
+        (60, 0, "parallel=single"),
+    ]:
+        run = finish(out, f"steps={steps}", UP_TO_60, *engine.split(), ranks=ranks)
+        assert run.summary["steps"] == steps
+    assert_follows(run, clean)
+    assert len(run.metrics()) == 60, "no step was done twice"
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])
+def test_trouble_is_judged_alike_on_three_ranks(
+    tmp_path: Path, poisoned: Result, parallel: str
+) -> None:
+    """Poison before the change, its ledger obeyed after it."""
+    out = tmp_path / "run"
+    faults = "faults=[poison@samples=700-790,poison@samples=1400-1420]"
+    finish(out, "steps=35", UP_TO_60, faults)
+    run = finish(out, UP_TO_60, faults, f"parallel={parallel}", ranks=3)
+    assert run.summary["skipped"][:-1] == poisoned.summary["skipped"], run.tail
+    assert run.summary["skipped"][-1][0] <= 1400 and run.summary["skipped"][-1][1] > 1420
+    assert_every_sample_once(run)
+
+
+def assert_follows(run: Result, clean: Result) -> None:
+    """The same samples, batch and rate at each step; losses apart by rounding only."""
+    assert_every_sample_once(run)
+    assert same_rates(run, clean), run.tail
+    for line, same in zip(in_order(run), in_order(clean), strict=True):
+        assert line["samples"] == same["samples"] and line["tokens"] == same["tokens"]
+        assert abs(line["loss"] - same["loss"]) < BF16_NOISE, f"{line}\n{same}\n{run.tail}"
+    last = run.summary["final_loss"]
+    assert abs(last - clean.summary["final_loss"]) < BF16_NOISE

@@ -1,0 +1,113 @@
+"""P4: killed at any instant and started again, a run ends as if it had never been interrupted."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.drills.conftest import POISON
+from tests.run import Result, finish, journalled, metrics_step, start, train
+
+SEED = 20240517
+
+
+@pytest.fixture(scope="module")
+def discarding(runs: Path) -> Result:
+    return finish(runs / "discarding", "faults=[nan_grad@step=25,rank=1,nan_loss@step=45,rank=0]")
+
+
+def test_a_killed_rank(tmp_path: Path, clean: Result) -> None:
+    kills = "faults=[kill@step=18,rank=0,kill@step=47,rank=1]"
+    for _ in range(2):
+        killed = train(tmp_path / "run", kills)
+        assert killed.code != 0 and "SIGKILL" in killed.text, killed.tail
+    again = finish(tmp_path / "run", kills)
+    assert again.summary["restarts"] == 2
+    assert_same_run(again, clean)
+    assert_every_sample_once(again)
+
+
+def test_killed_one_step_after_a_discard(tmp_path: Path, discarding: Result) -> None:
+    """The discards are known from the journal then; they are not computed again."""
+    faults = (
+        "faults=[nan_grad@step=25,rank=1,nan_loss@step=45,rank=0,"
+        "kill@step=26,rank=1,kill@step=46,rank=0]"
+    )
+    for _ in range(2):
+        killed = train(tmp_path / "run", faults)
+        assert killed.code != 0 and "SIGKILL" in killed.text, killed.tail
+    again = finish(tmp_path / "run", faults)
+    assert len(again.journal("discard")) == 2, again.tail
+    assert_same_run(again, discarding)
+
+
+@pytest.mark.parametrize("num_kills", [6, pytest.param(20, marks=pytest.mark.full)])
+def test_random_kills_of_the_whole_group(tmp_path: Path, clean: Result, num_kills: int) -> None:
+    """At random steps, at a random instant within them; some while still starting."""
+    dice = random.Random(SEED)
+    out = tmp_path / "run"
+    done_before = 0
+    for number in range(num_kills):
+        at_step = 1 + number * 59 // num_kills + dice.randrange(max(1, 59 // num_kills))
+        delay = dice.random() * 0.08
+        while_starting = number % 5 == 4
+        print(f"kill {number}: at step {at_step} + {delay:.3f} s, starting: {while_starting}")
+        started = start(out)
+        if while_starting:
+            started.until(has_journalled("start", number + 1))
+        else:
+            started.until(has_reached(at_step))
+        time.sleep(delay)
+        assert started.process.poll() is None, "it ended before the kill: " + started.wait().tail
+        started.kill()
+        killed = started.wait()
+        assert killed.code == -9, killed.tail
+        done_before = max(done_before, metrics_step(out))
+    again = finish(out)
+    print(f"seed {SEED}: {num_kills} kills up to step {done_before}")
+    assert again.summary["restarts"] == num_kills
+    assert_same_run(again, clean)
+    assert_every_sample_once(again)
+
+
+def test_killed_in_the_middle_of_trouble(tmp_path: Path, poisoned: Result) -> None:
+    """After the first discard, after the second, after the rollback, and in the replay."""
+    # Step 22 is the one that the bad range meets: its attempts are slowed to be hit.
+    run = (POISON.replace("]", ",slow@step=21-22,seconds=0.4]"), "checkpoint.keep=9")
+    out = tmp_path / "run"
+    for kind, count in [("discard", 1), ("discard", 2), ("rollback", 1), ("discard", 3)]:
+        started = start(out, *run)
+        started.until(has_journalled(kind, count))
+        assert started.process.poll() is None, started.wait().tail
+        started.kill()
+        assert started.wait().code == -9
+        assert journalled(out, kind) == count, "the kill came too late"
+    again = finish(out, *run)
+    assert again.summary["restarts"] == 4
+    assert len(again.journal("rollback")) == 1, again.tail
+    assert again.summary["skipped"] == poisoned.summary["skipped"]
+    assert again.summary["discarded_steps"] == poisoned.summary["discarded_steps"]
+    assert_same_end(again, poisoned)
+    assert_every_sample_once(again)
+
+
+def test_a_longer_run_of_the_same_schedule_is_the_same_run(tmp_path: Path, clean: Result) -> None:
+    for steps in (25, 60):
+        again = finish(tmp_path / "run", f"steps={steps}", "schedule.total=60")
+    assert_same_run(again, clean)
+    done = finish(tmp_path / "run", "schedule.total=60")
+    assert done.digest == clean.digest, "nothing is left to do"
+    assert len(done.metrics()) == 60
+
+
+def has_journalled(kind: str, count: int) -> Callable[[Path], bool]:
+    return lambda out: journalled(out, kind) >= count
+
+
+def has_reached(step: int) -> Callable[[Path], bool]:
+    return lambda out: metrics_step(out) >= step

@@ -1,0 +1,172 @@
+"""What ranks agree on: sums, values, and failures, which no rank may keep to itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from runner.dist.agree import Ranks
+from runner.dist.group import Place, choose_device, end_group, place_from, start_group
+from runner.error import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    DataError,
+    RankError,
+    RunnerError,
+)
+
+WORLD = 3
+
+
+def raised(ranks: Ranks, failing: dict[int, Exception]) -> RunnerError:
+    """What this rank is told when those ranks fail."""
+
+    def work() -> int:
+        if ranks.rank in failing:
+            raise failing[ranks.rank]
+        return ranks.rank
+
+    try:
+        ranks.all_or_none("reading", work)
+    except RunnerError as error:
+        cause = failing.get(ranks.rank)
+        assert error.__cause__ is cause
+        return error
+    raise AssertionError("nobody was told")
+
+
+def check_values(ranks: Ranks) -> None:
+    rank = ranks.rank
+    assert ranks.world_size == WORLD
+    assert ranks.sum([1.0, float(rank), 0.1 * rank]) == [3.0, 3.0, 0.1 * 0 + 0.1 + 0.2]
+    assert ranks.sum([2.0**52, float(rank == 2)]) == [3 * 2.0**52, 1.0]
+    # Texts of other lengths, and none: the short ones are padded on the way.
+    told = ["", "é" * 1000, {"a": [1, None, "x" * rank]}]
+    assert ranks.gather(told[rank]) == ["", "é" * 1000, {"a": [1, None, "xx"]}]
+    assert ranks.gather(None) == [None] * WORLD
+    for value in ({"a": [1, 2.5, None, "ö"]}, [], "", None, 7):
+        assert ranks.from_first(value if rank == 0 else "ignored") == value
+    assert ranks.all_or_none("counting", lambda: rank * 10) == rank * 10
+
+
+def check_failures(ranks: Ranks) -> None:
+    table: list[tuple[dict[int, Exception], type[RunnerError], str]] = [
+        ({1: DataError("a.bin is short")}, DataError, "a.bin is short"),
+        ({0: DataError("a.bin is short")}, DataError, "a.bin is short"),
+        ({r: ConfigError("same") for r in range(WORLD)}, ConfigError, "same"),
+        ({2: CorruptCheckpoint("torn")}, CorruptCheckpoint, "torn"),
+        (
+            {1: OSError("disk full")},
+            RankError,
+            "reading failed on 1 of 3 ranks: rank 1: OSError: disk full",
+        ),
+        ({2: KeyError()}, RankError, "reading failed on 1 of 3 ranks: rank 2: KeyError: KeyError"),
+        (
+            {0: OSError("disk full"), 2: ValueError("bad")},
+            RankError,
+            "reading failed on 2 of 3 ranks: rank 0: OSError: disk full; rank 2: ValueError: bad",
+        ),
+        (
+            {0: CheckpointError("of another model"), 1: CheckpointError("gone")},
+            CheckpointError,
+            "reading failed on 2 of 3 ranks: rank 0: CheckpointError: of another model; "
+            "rank 1: CheckpointError: gone",
+        ),
+    ]
+    for failing, kind, text in table:
+        error = raised(ranks, failing)
+        assert (type(error), str(error)) == (kind, text)
+    assert ranks.sum([1.0]) == [3.0]  # and all are still together
+
+
+def check_all() -> None:
+    """The ranks' part, under torchrun."""
+    place = place_from(os.environ)
+    start_group(place, torch.device("cpu"), timeout_seconds=60)
+    ranks = Ranks(torch.device("cpu"))
+    assert (ranks.rank, ranks.world_size) == (place.rank, place.world_size)
+    check_values(ranks)
+    check_failures(ranks)
+    end_group()
+    sys.stdout.write(f"rank {ranks.rank} ok\n")
+    sys.stdout.flush()
+    os._exit(0)  # as runner.__main__ does: gloo's threads do not always end well
+
+
+def test_three_ranks_agree() -> None:
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc-per-node={WORLD}", "-m", "tests.mechanism.test_agree"),
+        ],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"rank {rank} ok" in done.stdout for rank in range(WORLD))
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    start_group(place_from({}), torch.device("cpu"), timeout_seconds=60)
+    try:
+        ranks = Ranks(torch.device("cpu"))
+        assert ranks.sum([1.5]) == [1.5]
+        assert ranks.gather({"a": 1}) == [{"a": 1}]
+        assert ranks.from_first("x") == "x"
+        with pytest.raises(DataError, match="mine"):
+            ranks.all_or_none("reading", lambda: (_ for _ in ()).throw(DataError("mine")))
+    finally:
+        end_group()
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, (0, 1, 0, 1)),
+        ({"PATH": "x"}, (0, 1, 0, 1)),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},
+            (5, 8, 1, 4),
+        ),
+    ],
+)
+def test_the_place_is_read(environment: dict[str, str], place: tuple[int, ...]) -> None:
+    found = place_from(environment)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == place
+    assert found.is_first is (place[0] == 0)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"RANK": "0"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"RANK": "one", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+    ],
+)
+def test_half_an_environment_is_refused(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="torchrun"):
+        place_from(environment)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told() -> None:
+    place = Place(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    assert choose_device("auto", place) == choose_device("cpu", place) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"parallel\.device=cuda: 2 ranks .* 0 GPUs"):
+        choose_device("cuda", place)
+
+
+if __name__ == "__main__":
+    check_all()

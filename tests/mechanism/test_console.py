@@ -1,0 +1,235 @@
+"""What a person sees: plain lines in a log, one line that stays in place on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.observe.console import Console, Progress, duration
+from runner.policy.history import Incident
+
+PROGRESS = Progress(
+    step=1,
+    total=20,
+    loss=2.34567,
+    grad_norm=0.5,
+    lr=3e-3,
+    tokens_per_second=12345.6,
+    mfu=None,
+    eta_seconds=187.0,
+    num_clean=2,
+    num_discarded=3,
+    num_rollbacks=1,
+    eval_loss=None,
+    is_evaluated=False,
+)
+INCIDENT = Incident(
+    kind="discard",
+    step=17,
+    decision="discard",
+    reason="loss 9.10 above 3.20",
+    ranks=(1, 3),
+    samples=(400, 432),
+    sample_ids=("a.py bytes 0-9", "b.py [bold]", "c.py"),
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0, "0s"),
+        (0.999, "0s"),
+        (4.2, "4s"),
+        (59.9, "59s"),
+        (60.0, "1m00s"),
+        (187.0, "3m07s"),
+        (3599.9, "59m59s"),
+        (3600.0, "1h00m"),
+        (7500.0, "2h05m"),
+        (360_000.0, "100h00m"),
+    ],
+)
+def test_duration(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_the_line_has_every_number() -> None:
+    assert PROGRESS.text().split("  ") == [
+        "step 1/20",
+        "loss 2.3457",
+        "grad 0.500",
+        "lr 3.00e-03",
+        "12,346 tok/s",
+        "ETA 3m07s",
+        "clean 2",
+        "discarded 3",
+        "rollbacks 1",
+    ]
+    more = replace(PROGRESS, mfu=0.4123, eval_loss=1.5).text()
+    assert "MFU 41.2%" in more and more.endswith("held-out 1.5000")
+
+
+# A log
+
+
+def shown_steps(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"^step (\d+)/20 ", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(
+    ("every", "shown"),
+    [
+        (1, list(range(1, 21))),
+        (6, [1, 6, 8, 12, 18, 20]),
+        (1000, [1, 8, 20]),
+    ],
+)
+def test_a_log_gets_lines_when_due(
+    every: int, shown: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console(silent=False, every=every)
+    for step in range(1, 21):
+        # The newest held-out loss is shown on; that of step 8 is news.
+        eval_loss = 1.5 if step >= 8 else None
+        console.progress(replace(PROGRESS, step=step, eval_loss=eval_loss, is_evaluated=step == 8))
+    console.close()
+    text = capsys.readouterr().out
+    assert shown_steps(text) == shown
+    assert "\x1b" not in text
+
+
+def test_long_lines_are_not_broken_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(silent=False, every=1)
+    console.say("word " * 60)
+    console.progress(replace(PROGRESS, mfu=0.5, eval_loss=1.5))
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_an_incident_says_where_and_what(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(silent=False, every=1).incident(INCIDENT)
+    assert capsys.readouterr().out == (
+        "! step 17 discard rank 1,3 samples 400-431 (a.py bytes 0-9; b.py [bold]): "
+        "loss 9.10 above 3.20 -> discard\n"
+    )
+
+
+def test_an_incident_without_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(silent=False, every=1).incident(
+        Incident(kind="start", step=0, decision="begin", reason="a new run")
+    )
+    assert capsys.readouterr().out == "! step 0 start: a new run -> begin\n"
+
+
+@pytest.mark.parametrize("word", ["[bold]x", "[/nothing]", "runs/[a]/b", "x" * 200, "[link=a]"])
+def test_words_are_shown_as_they_are(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No markup is read into a path or an error, and nothing of it is cut off."""
+    console = Console(silent=False, every=1)
+    console.say(word)
+    console.table(f"halted: {word}", [("out", word), ("[name]", "b")])
+    text = capsys.readouterr().out
+    assert text.startswith(f"{word}\n")
+    letters = re.sub(r"[\s│┌┐└┘─┬┴]", "", text)
+    assert letters.count(word) == 3 and "[name]" in letters
+
+
+def test_a_table_has_its_rows_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(silent=False, every=1).table("done", [("steps", "60"), ("loss", "1.2")])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].strip() == "done"
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert rows == [["steps", "60"], ["loss", "1.2"]]
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(silent=True, every=1)
+    console.say("hello")
+    console.incident(INCIDENT)
+    console.progress(PROGRESS)
+    console.table("done", [("a", "b")])
+    console.close()
+    assert capsys.readouterr() == ("", "")
+
+
+# A terminal
+
+
+def screen(sent: str) -> list[str]:
+    """The lines a terminal shows after these characters (what rich uses of ECMA-48)."""
+    rows, row, column = [""], 0, 0
+    for code, letter in re.findall(r"\x1b\[([\d;?]*[A-Za-z])|(.)", sent, re.DOTALL):
+        if letter == "\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+        elif letter == "\r":
+            column = 0
+        elif letter:
+            rows[row] = rows[row].ljust(column)[:column] + letter + rows[row][column + 1 :]
+            column += 1
+        elif code == "2K":
+            rows[row] = ""
+        elif code.endswith("A"):
+            row -= int(code[:-1] or 1)
+    return [line.rstrip() for line in rows if line.strip()]
+
+
+@pytest.fixture
+def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
+    """Runs something with standard output on a terminal 200 columns wide; what was sent."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("LINES", "40")
+
+    def run(work: Callable[[Console], None]) -> str:
+        master, slave = pty.openpty()
+        with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", terminal)
+            work(Console(silent=False, every=1000))
+            terminal.flush()
+            os.set_blocking(master, False)
+            sent = os.read(master, 1 << 16).decode()
+        os.close(master)
+        return sent
+
+    return run
+
+
+def test_a_terminal_shows_one_line_that_moves_on(on_terminal: Callable[..., str]) -> None:
+    def work(console: Console) -> None:
+        for step in range(1, 6):
+            console.progress(replace(PROGRESS, step=step))
+
+    sent = on_terminal(work)
+    assert sent.count("step ") == 5  # every step, whatever `every` says
+    (line,) = screen(sent)
+    assert line.startswith("step 5/20  loss 2.3457")
+
+
+def test_incidents_stay_above_the_live_line(on_terminal: Callable[..., str]) -> None:
+    def work(console: Console) -> None:
+        console.progress(PROGRESS)
+        console.incident(INCIDENT)
+        console.progress(replace(PROGRESS, step=2))
+        console.say("resumed")
+        console.progress(replace(PROGRESS, step=3))
+
+    first, second, live = screen(on_terminal(work))
+    assert first.startswith("! step 17 discard rank 1,3 samples 400-431")
+    assert second == "resumed"
+    assert live.startswith("step 3/20")
+
+
+def test_the_live_line_is_gone_at_the_end(on_terminal: Callable[..., str]) -> None:
+    def work(console: Console) -> None:
+        console.progress(PROGRESS)
+        console.table("done", [("steps", "60")])
+        console.close()
+
+    shown = screen(on_terminal(work))
+    assert not [line for line in shown if line.startswith("step ")]
+    assert shown[0] == "done" and "60" in shown[2]

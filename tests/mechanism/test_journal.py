@@ -1,0 +1,375 @@
+"""What a run writes about itself, and what it finds again after a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runner.error import ConfigError
+from runner.observe.journal import Journal, read_journal
+from runner.observe.lines import LineFile, read_lines
+from runner.observe.metrics import Metrics, MetricsLine, finite_or_none
+from runner.observe.summary import Summary, goodput
+from runner.observe.throughput import Throughput, peak_tflops
+from runner.observe.tracker import TensorBoardTracker
+from runner.policy.history import Incident
+from runner.policy.ledger import Ledger
+
+START = Incident(kind="start", step=0, decision="begin", reason="a new run")
+DISCARD = Incident(
+    kind="discard",
+    step=7,
+    decision="discard",
+    reason="loss 9.1 above 3.2",
+    ranks=(0, 2),
+    samples=(224, 256),
+    sample_ids=("a.py bytes 0-9", "b"),
+    cost_steps=1,
+    cost_seconds=0.25,
+    detail={"loss": "nan", "tokens": 992},
+)
+ROLLBACK = Incident(
+    kind="rollback",
+    step=9,
+    decision="back to step 5",
+    reason="3 of 10 bad",
+    samples=(200, 300),
+    detail={
+        "onset_step": 7,
+        "to_step": 5,
+        "serial": 1,
+        "next_serial": 3,
+        "repeat": 2,
+        "metrics_bytes": 512,
+        "cut_steps": 100,
+        "cut_factor": 0.5,
+    },
+)
+
+
+def reopen(path: Path, *, clock: float = 0.0, skip: tuple[tuple[int, int], ...] = ()) -> Journal:
+    lines, length = read_journal(path)
+    ticks = count()
+    return Journal(
+        lines,
+        told_to_skip=skip,
+        file=LineFile(path, length=length),
+        clock=lambda: clock + next(ticks),
+    )
+
+
+def facts(journal: Journal) -> tuple[Any, ...]:
+    history = journal.history
+    return (
+        journal.num_lines,
+        journal.attempt,
+        list(history.ledger),
+        history.rollbacks,
+        history.cuts,
+        history.incidents,
+        history.num_discarded,
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.jsonl"
+
+
+def test_what_is_added_is_on_disk_at_once(path: Path) -> None:
+    journal = reopen(path, clock=100.0)
+    for incident in (START, DISCARD):
+        journal.add(incident)
+        assert [Incident.from_json(line) for line in read_lines(path)[0]][-1] == incident
+    heads = [{k: line[k] for k in ("seq", "time", "attempt")} for line in read_lines(path)[0]]
+    assert [head["seq"] for head in heads] == [0, 1]
+    assert [head["attempt"] for head in heads] == [1, 1]
+    assert heads[0]["time"] < heads[1]["time"]
+
+
+def test_a_reopened_journal_knows_what_the_old_one_knew(path: Path) -> None:
+    journal = reopen(path)
+    for incident in (START, DISCARD, ROLLBACK, START):
+        journal.add(incident)
+    assert facts(reopen(path)) == facts(journal)
+    assert list(journal.history.ledger) == [(200, 300)]
+    assert journal.history.rollbacks[0].to_step == 5
+    assert journal.history.cuts[0].factor == 0.5
+    assert journal.history.abandoned_serials() == {2}
+
+
+def test_the_other_ranks_fold_the_same_and_write_nothing(path: Path) -> None:
+    first = reopen(path)
+    other = Journal((), told_to_skip=(), file=None)
+    for incident in (START, DISCARD, ROLLBACK):
+        first.add(incident)
+        other.add(incident)
+    assert facts(other) == facts(first)
+
+
+def test_attempts_are_counted_over_restarts(path: Path) -> None:
+    for attempt in (1, 2, 3):
+        journal = reopen(path)
+        assert journal.attempt == attempt - 1
+        journal.add(START)
+        journal.add(replace(DISCARD, step=attempt))
+        assert journal.attempt == attempt
+    assert [line["attempt"] for line in read_lines(path)[0]] == [1, 1, 2, 2, 3, 3]
+    assert [line["seq"] for line in read_lines(path)[0]] == list(range(6))
+
+
+def test_the_beginning_is_that_of_the_first_start(path: Path) -> None:
+    journal = reopen(path, clock=100.0)
+    assert journal.began == 100.0
+    journal.add(START)
+    assert reopen(path, clock=900.0).began == read_lines(path)[0][0]["time"] < 900.0
+
+
+def test_a_torn_line_never_happened(path: Path) -> None:
+    journal = reopen(path)
+    for incident in (START, DISCARD, ROLLBACK):
+        journal.add(incident)
+    data = path.read_bytes()
+    path.write_bytes(data[:-20])
+    mended = reopen(path)
+    assert mended.history.incidents == [START, DISCARD]
+    mended.add(ROLLBACK)
+    assert facts(reopen(path)) == facts(journal)
+    assert path.read_bytes().count(b"\n") == 3
+
+
+def test_what_was_told_to_be_skipped_is_in_the_ledger(path: Path) -> None:
+    journal = reopen(path, skip=((10, 20), (220, 230)))
+    journal.add(DISCARD)
+    assert list(journal.history.ledger) == [(10, 20), (220, 256)]
+
+
+@pytest.mark.parametrize(
+    ("again", "num_lines"),
+    [
+        (DISCARD, 1),
+        (replace(DISCARD, reason="said otherwise", detail={}), 1),
+        (replace(DISCARD, step=8), 2),
+        (replace(DISCARD, samples=(256, 288)), 2),
+        (replace(DISCARD, kind="halt"), 2),
+    ],
+)
+def test_add_once(path: Path, again: Incident, num_lines: int) -> None:
+    reopen(path).add_once(DISCARD)
+    journal = reopen(path)
+    journal.add_once(again)
+    assert journal.num_lines == len(read_lines(path)[0]) == num_lines
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda line: line.pop("kind"),
+        lambda line: line.update(step="soon"),
+        lambda line: line.update(samples=[1]),
+        lambda line: line.update(samples=3),
+        lambda line: line.update(ranks=None),
+        lambda line: line.update(detail=3),
+    ],
+)
+def test_a_line_that_is_not_ours_is_named(path: Path, change: Any) -> None:
+    line = DISCARD.to_json()
+    change(line)
+    path.write_text(json.dumps(START.to_json()) + "\n" + json.dumps(line) + "\n")
+    with pytest.raises(ConfigError, match=r"journal\.jsonl line 2: "):
+        read_journal(path)
+
+
+def test_an_incident_that_cannot_be_written_has_not_happened(path: Path) -> None:
+    journal = reopen(path)
+    with pytest.raises(ValueError, match="JSON"):
+        journal.add(replace(DISCARD, detail={"loss": math.nan}))
+    assert journal.num_lines == 0
+    assert journal.history.ledger == Ledger()
+    assert path.read_bytes() == b""
+
+
+@given(
+    st.builds(
+        Incident,
+        kind=st.text(),
+        step=st.integers(),
+        decision=st.text(),
+        reason=st.text(),
+        ranks=st.lists(st.integers()).map(tuple),
+        samples=st.none() | st.tuples(st.integers(), st.integers()),
+        sample_ids=st.lists(st.text()).map(tuple),
+        cost_steps=st.integers(),
+        cost_seconds=st.floats(allow_nan=False, allow_infinity=False),
+        detail=st.dictionaries(st.text(), st.integers() | st.text()),
+    )
+)
+def test_an_incident_survives_json(incident: Incident) -> None:
+    line = json.loads(json.dumps({"seq": 1, "time": 2.0} | incident.to_json()))
+    assert Incident.from_json(line) == incident
+
+
+# Metrics
+
+
+def line(step: int, **changes: Any) -> MetricsLine:
+    values: dict[str, Any] = {
+        "step": step,
+        "cursor": 32 * step,
+        "samples": (32 * step - 32, 32 * step),
+        "loss": 3.5,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens": 1024,
+        "tokens_per_second": 1e4,
+        "seconds": 0.1,
+        "data_wait_seconds": 0.0,
+        "verdict": "clean",
+        "action": "apply",
+    }
+    return MetricsLine(**values | changes)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [line["step"] for line in read_lines(path)[0]]
+
+
+def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, length=0)
+    lengths = [metrics.sync()]
+    for step in (1, 2, 3):
+        metrics.write(line(step))
+        lengths.append(metrics.sync())
+    metrics.close()
+    whole = path.read_bytes()
+    assert lengths[-1] == len(whole)
+    again = Metrics(path, length=lengths[1])
+    assert steps_in(path) == [1]
+    for step in (2, 3):
+        again.write(line(step))
+    again.close()
+    assert path.read_bytes() == whole
+
+
+def test_a_metrics_line_is_all_its_fields(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "m", length=0)
+    written = line(1, loss=finite_or_none(math.nan), grad_norm=finite_or_none(2.0), eval_loss=3.0)
+    metrics.write(written)
+    metrics.close()
+    (found,) = read_lines(tmp_path / "m")[0]
+    assert found == asdict(written) | {"samples": [0, 32]}
+    assert (found["loss"], found["grad_norm"]) == (None, 2.0)
+
+
+def test_other_ranks_write_no_metrics() -> None:
+    metrics = Metrics(None, length=99)
+    metrics.write(line(1))
+    assert metrics.sync() == 0
+    metrics.close()
+
+
+def test_tensorboard_has_the_points(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoardTracker(tmp_path, first_step=1)
+    for step in (1, 2, 3):
+        first.write(line(step, loss=float(step), eval_loss=None))
+    first.close()
+    second = TensorBoardTracker(tmp_path, first_step=3)  # started again from step 2
+    second.write(line(3, loss=30.0, action="discard", eval_loss=4.0))
+    second.close()
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    points = {(event.step, event.value) for event in read.Scalars("train/loss")}
+    assert points == {(1, 1.0), (2, 2.0), (3, 30.0)}
+    assert [event.value for event in read.Scalars("eval/loss")] == [4.0]
+    assert [event.value for event in read.Scalars("guard/discarded")] == [0.0, 0.0, 1.0]
+
+
+# Summary and pace
+
+
+@pytest.mark.parametrize(
+    ("steps", "wall", "expected"),
+    [
+        ([], 10.0, 0.0),
+        ([(1, 2.0, "apply"), (2, 3.0, "apply")], 10.0, 0.5),
+        ([(1, 2.0, "apply"), (2, 3.0, "discard")], 10.0, 0.2),
+        ([(1, 2.0, "apply"), (1, 3.0, "apply")], 10.0, 0.3),  # rolled back, done again
+        ([(1, 2.0, "apply"), (1, 3.0, "discard")], 10.0, 0.2),
+        ([(1, 20.0, "apply")], 10.0, 1.0),
+        ([(1, 2.0, "apply")], 0.0, 1.0),
+    ],
+)
+def test_goodput(steps: list[tuple[int, float, str]], wall: float, expected: float) -> None:
+    lines = [{"step": s, "seconds": seconds, "action": act} for s, seconds, act in steps]
+    assert goodput(lines, wall) == expected
+
+
+def test_the_summary_is_json() -> None:
+    summary = Summary(
+        status="done",
+        exit_code=0,
+        reason="",
+        steps=3,
+        cursor=96,
+        final_loss=None,
+        eval_loss=1.0,
+        state_digest="ab",
+        discarded_steps=1,
+        rollbacks=0,
+        skipped=((1, 2),),
+        restarts=0,
+        samples_used=96,
+        goodput=0.5,
+        world_size=2,
+    )
+    told = json.loads(json.dumps(summary.to_json(), allow_nan=False))
+    assert told == asdict(summary) | {"skipped": [[1, 2]]}
+
+
+def test_throughput_is_a_mean_over_time_not_over_steps() -> None:
+    throughput = Throughput(flops_per_token=2.0, peak_flops=1000.0)
+    throughput.note(1.0, 100)
+    pace = throughput.note(3.0, 100)
+    assert pace.tokens_per_second == 50.0
+    assert pace.seconds_per_step == 2.0
+    assert pace.mfu == pytest.approx(0.1)
+
+
+def test_throughput_forgets_the_slow_beginning() -> None:
+    throughput = Throughput(flops_per_token=2.0, peak_flops=None)
+    throughput.note(1000.0, 1)
+    for _ in range(20):
+        pace = throughput.note(0.5, 50)
+    assert pace.tokens_per_second == 100.0
+    assert pace.mfu is None
+
+
+def test_no_time_at_all_divides_by_nothing() -> None:
+    pace = Throughput(flops_per_token=1.0, peak_flops=1.0).note(0.0, 5)
+    assert math.isfinite(pace.tokens_per_second)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA GB200", 2250.0),
+        ("GeForce", None),
+    ],
+)
+def test_peak_by_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
