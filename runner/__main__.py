@@ -5,13 +5,13 @@ Without a subcommand it trains; what is not an option is a Hydra override.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from runner.error import EXIT_CRASH, ConfigError, RunnerError
+from runner.command.arguments import Parser
+from runner.error import EXIT_CRASH, RunnerError
 
 COMMANDS = ("ring",)
 
@@ -56,13 +56,8 @@ def _train_command(given: Sequence[str]) -> int:
     return train(config, place)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message}; see python -m runner --help")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m runner", add_help=False, allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--get", metavar="KEY")

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from runner.checkpoint.ring import Identity, Ring, RingRules
+from runner.checkpoint.protocol import Identity, RingRules
+from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
 from runner.config import DataKind, ParallelKind, Precision, RunConfig
 from runner.data.cursor import SampleStream

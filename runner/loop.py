@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from runner.checkpoint.ring import Moment, Ring
+from runner.checkpoint.protocol import Moment
+from runner.checkpoint.ring import Ring
 from runner.data.cursor import SampleStream
 from runner.error import Halted, Preempted
 from runner.observe.journal import Journal

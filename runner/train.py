@@ -11,7 +11,8 @@ import torch
 
 from runner import assemble
 from runner.check import check
-from runner.checkpoint.ring import Identity, Ring
+from runner.checkpoint.protocol import Identity
+from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
 from runner.compose import digest, flat
 from runner.config import RunConfig
@@ -149,6 +150,8 @@ class Session:
         )
         stepper = self._stepper(dataset, engine, feed, ring)
         held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
+        if config.eval.every and not len(held_out):
+            self._console.say("no sample is held out (data.held_out): nothing to evaluate on")
         evaluator = Evaluator(engine=engine, feed=feed, ranks=ranks, indices=held_out)
         stop = StopRequest()
         stop.listen()

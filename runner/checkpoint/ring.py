@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
 from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.protocol import Holder, Identity, Moment, Ranks, RingRules
 from runner.checkpoint.shards import (
     Snapshot,
     collect_pieces,
@@ -34,73 +33,6 @@ from runner.policy.ring import (
     retire,
     with_state,
 )
-
-
-class Shard(Protocol):
-    """See ``runner.engine.protocol.Shard``."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def start(self) -> int: ...
-    @property
-    def local(self) -> torch.Tensor: ...
-
-
-class Holder(Protocol):
-    """What has state to save: the part of an engine that the ring needs."""
-
-    @property
-    def replica(self) -> tuple[int, int]: ...
-    def shards(self) -> Sequence[Shard]: ...
-    def update_counts(self) -> dict[str, int]: ...
-    def finish_load(self, update_counts: Mapping[str, int]) -> None: ...
-
-
-class Ranks(Protocol):
-    """See ``runner.dist.agree.Ranks``."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def sum(self, numbers: list[float]) -> list[float]: ...
-    def gather(self, value: Any) -> list[Any]: ...
-    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingRules:
-    """``clean_after`` in steps; ``keep`` clean checkpoints, and multiples of ``keep_every``."""
-
-    clean_after: int
-    keep: int
-    keep_every: int
-    background: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """What a checkpoint belongs to."""
-
-    config_digest: str
-    data_fingerprint: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """The run's own state at the time of a save; JSON values only.
-
-    ``metrics_bytes`` and ``journal_lines`` are the lengths of rank 0's files.
-    """
-
-    step: int
-    cursor: int
-    train_state: Mapping[str, Any]
-    metrics_bytes: int
-    journal_lines: int
 
 
 class Ring:

@@ -5,7 +5,6 @@ Only reads; a run may be going on meanwhile.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import save_file
 from runner.checkpoint.files import write_durably
 from runner.checkpoint.shards import read_range, verify_files
 from runner.checkpoint.store import Entry, RingStore
+from runner.command.arguments import Parser
 from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
 from runner.policy.ring import State
 
@@ -41,8 +41,8 @@ def ring_command(arguments: Sequence[str]) -> int:
     return 0 if sound and not faults and not damaged else CheckpointError.exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m runner ring", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner ring", description=__doc__)
     parser.add_argument("run", help="the run's directory (out) or its ring")
     parser.add_argument("--verify", action="store_true", help="read every byte")
     parser.add_argument("--export", metavar="DIR", help="write safetensors weights")

@@ -108,11 +108,7 @@ class SampleStream:
         return total
 
     def held_out_indices(self, count: int) -> Indices:
-        """A fixed set of held-out samples, int64 [up to count].
-
-        Raises:
-            DataError: the split holds none at all.
-        """
+        """A fixed set of held-out samples, int64 [up to count]; empty when none is held out."""
         if self._share <= 0:
             return np.empty(0, dtype=np.int64)
         found: list[Indices] = []

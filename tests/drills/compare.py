@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ def assert_same_end(run: Result, other: Result) -> None:
     """The same weights, moments and update counts, by the same steps on the same samples."""
     assert run.counted() == other.counted(), differing(run, other) + run.tail
     assert run.digest == other.digest, run.tail
+    assert statistics(run) == statistics(other), run.tail
 
 
 def assert_same_run(run: Result, other: Result) -> None:
@@ -26,6 +28,14 @@ def assert_same_run(run: Result, other: Result) -> None:
     assert_same_end(run, other)
     for key in ("steps", "cursor", "final_loss", "skipped", "samples_used", "discarded_steps"):
         assert run.summary[key] == other.summary[key], f"{key}\n{run.tail}"
+
+
+def statistics(run: Result) -> dict[str, Any]:
+    """What the guard takes as normal at the end; not when the last bad step was."""
+    newest = max((run.out / "ring").glob("*-step-*/manifest.json"))
+    manifest = json.loads(newest.read_text())
+    assert manifest["step"] == run.summary["steps"], run.tail
+    return manifest["train_state"]["baseline"] | {"clean_streak": None}
 
 
 def differing(run: Result, other: Result) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,15 @@ from tests.run import Result, finish, journalled, metrics_step, start, train
 SEED = 20240517
 
 
+NAN_TWICE = "nan_grad@step=25,rank=1,nan_loss@step=45,rank=0"
+
+
 @pytest.fixture(scope="module")
 def discarding(runs: Path) -> Result:
-    return finish(runs / "discarding", "faults=[nan_grad@step=25,rank=1,nan_loss@step=45,rank=0]")
+    return finish(runs / "discarding", f"faults=[{NAN_TWICE}]")
 
 
+@pytest.mark.full
 def test_a_killed_rank(tmp_path: Path, clean: Result) -> None:
     kills = "faults=[kill@step=18,rank=0,kill@step=47,rank=1]"
     for _ in range(2):
@@ -34,15 +39,27 @@ def test_a_killed_rank(tmp_path: Path, clean: Result) -> None:
 
 def test_killed_one_step_after_a_discard(tmp_path: Path, discarding: Result) -> None:
     """The discards are known from the journal then; they are not computed again."""
-    faults = (
-        "faults=[nan_grad@step=25,rank=1,nan_loss@step=45,rank=0,"
-        "kill@step=26,rank=1,kill@step=46,rank=0]"
-    )
+    faults = f"faults=[{NAN_TWICE},kill@step=26,rank=1,kill@step=46,rank=0]"
     for _ in range(2):
         killed = train(tmp_path / "run", faults)
         assert killed.code != 0 and "SIGKILL" in killed.text, killed.tail
     again = finish(tmp_path / "run", faults)
     assert len(again.journal("discard")) == 2, again.tail
+    assert_same_run(again, discarding)
+
+
+def test_a_discard_that_is_older_than_the_checkpoint_before_it(
+    tmp_path: Path, discarding: Result
+) -> None:
+    """Checkpoint 20 is lost, so the second command saves it again, knowing the discard at 25."""
+    out = tmp_path / "run"
+    train(out, f"faults=[{NAN_TWICE},kill@step=26,rank=0]")
+    for folder in (out / "ring").glob("*-step-00000020"):
+        shutil.rmtree(folder)
+    train(out, f"faults=[{NAN_TWICE},kill@step=25,rank=0]", "checkpoint.background=false")
+    assert list((out / "ring").glob("*-step-00000020/COMMITTED"))
+    again = finish(out, f"faults=[{NAN_TWICE}]")
+    assert again.journal("start")[-1]["step"] == 20, again.tail
     assert_same_run(again, discarding)
 
 
@@ -96,12 +113,14 @@ def test_killed_in_the_middle_of_trouble(tmp_path: Path, poisoned: Result) -> No
     assert_every_sample_once(again)
 
 
-def test_a_longer_run_of_the_same_schedule_is_the_same_run(tmp_path: Path, clean: Result) -> None:
+def test_a_longer_run_of_the_same_schedule_is_the_same_run(
+    tmp_path: Path, clean_alone: Result
+) -> None:
     for steps in (25, 60):
-        again = finish(tmp_path / "run", f"steps={steps}", "schedule.total=60")
-    assert_same_run(again, clean)
-    done = finish(tmp_path / "run", "schedule.total=60")
-    assert done.digest == clean.digest, "nothing is left to do"
+        again = finish(tmp_path / "run", f"steps={steps}", "schedule.total=60", ranks=0)
+    assert_same_run(again, clean_alone)
+    done = finish(tmp_path / "run", "schedule.total=60", ranks=0)
+    assert done.digest == clean_alone.digest, "nothing is left to do"
     assert len(done.metrics()) == 60
 
 

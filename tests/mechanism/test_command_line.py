@@ -5,21 +5,33 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from runner.__main__ import main
 from runner.compose import compose, fields, flat, from_yaml, packaged_configs
 from runner.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
+OTHER_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
-@cache
-def runner(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+@dataclass(frozen=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Said]
+
+
+def process(*arguments: str, **environment: str) -> Said:
+    """``python -m runner`` as a process of its own."""
+    done = subprocess.run(
         [sys.executable, "-m", "runner", *arguments],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
@@ -28,47 +40,66 @@ def runner(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         timeout=120,
         check=False,
     )
+    return Said(done.returncode, done.stdout, done.stderr)
 
 
-def test_help_lists_every_key_with_type_default_and_meaning() -> None:
+@pytest.fixture
+def runner(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """The same in this process, for what ends before training."""
+
+    def run(*arguments: str, **environment: str) -> Said:
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            try:
+                code = main(arguments)
+            except SystemExit as left:
+                code = int(left.code or 0)
+        told = capsys.readouterr()
+        return Said(code, told.out, told.err)
+
+    return run
+
+
+def test_help_lists_every_key_with_type_default_and_meaning(runner: Command) -> None:
     done = runner("--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
     for name, spec, _ in fields(RunConfig()):
         (line,) = [line for line in lines if line.strip().startswith(f"{name}=")]
         assert line.endswith(spec.metadata["help"])
         assert "(" in line
-    assert runner("-h").stdout == done.stdout
+    assert runner("-h") == done
 
 
-def test_help_lists_every_preset_and_exit_code() -> None:
-    lines = [line.replace(",", " ").split() for line in runner("--help").stdout.splitlines()]
+def test_help_lists_every_preset_and_exit_code(runner: Command) -> None:
+    text = runner("--help").out
+    lines = [line.replace(",", " ").split() for line in text.splitlines()]
     for path in packaged_configs().glob("*/*.yaml"):
         assert any(line[:1] == [path.parent.name] and path.stem in line for line in lines)
-    words = runner("--help").stdout
-    assert all(f"{code} " in words.split("exit codes:")[1] for code in (0, 2, 3, 4, 75))
+    assert all(f"{code} " in text.split("exit codes:")[1] for code in (0, 2, 3, 4, 75))
 
 
 def test_cfg_prints_what_was_composed() -> None:
     overrides = ("model=tiny", "optim.lr=1e-4", "data.skip=[[1,2]]", "faults=[kill@step=3,rank=0]")
-    done = runner("--cfg", "job", *overrides)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert from_yaml(done.stdout, source=ROOT) == flat(compose(overrides))
+    done = process("--cfg", "job", *overrides)
+    assert (done.code, done.err) == (0, "")
+    assert from_yaml(done.out, source=ROOT) == flat(compose(overrides))
 
 
 @pytest.mark.parametrize(
     ("key", "value"), [("out", "runs/x y"), ("model.dim", "32"), ("parallel.kind", "ddp")]
 )
-def test_get_prints_one_value(key: str, value: str) -> None:
+def test_get_prints_one_value(runner: Command, key: str, value: str) -> None:
     done = runner("out=runs/x y", "model=tiny", "parallel=ddp", "--get", key)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{value}\n", "")
+    assert done == Said(0, f"{value}\n", "")
 
 
-def test_own_presets(tmp_path: Path) -> None:
+def test_own_presets(runner: Command, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("dim: 48\n")
     done = runner("--config-dir", str(tmp_path), "model=mine", "--get", "model.dim")
-    assert (done.returncode, done.stdout) == (0, "48\n")
+    assert done == Said(0, "48\n", "")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +110,7 @@ def test_own_presets(tmp_path: Path) -> None:
         (["--cfg"], ["--cfg"]),
         (["--get", "optim.lrr"], ["optim.lrr", "Did you mean optim.lr"]),
         (["--get", "out", "steps=0"], ["steps=0"]),
+        (["--get", "out", "faults=[melt@step=1]"], ["'melt@step=1'"]),
         (["stepz=3"], ["'stepz'", "Did you mean steps"]),
         (["=3"], ["=3"]),
         (["--multirun", "seed=1,2"], ["--multirun"]),
@@ -86,13 +118,18 @@ def test_own_presets(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(
-    arguments: Sequence[str], fragments: Sequence[str]
+    runner: Command, arguments: Sequence[str], fragments: Sequence[str]
 ) -> None:
     done = runner(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("error: ")
-    assert all(fragment in done.stderr for fragment in fragments)
+    assert (done.code, done.out) == (2, "")
+    assert len(done.err.splitlines()) == 1
+    assert done.err.startswith("error: ")
+    assert all(fragment in done.err for fragment in fragments)
+
+
+@pytest.mark.parametrize("arguments", [["--verbose"], ["ring", "/nowhere/at/all"]])
+def test_a_process_ends_the_same_way(runner: Command, arguments: Sequence[str]) -> None:
+    assert process(*arguments) == runner(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -103,30 +140,39 @@ def test_a_mistake_is_one_line_and_exit_code_two(
         (["ring", ".", "--purge"], "unrecognized arguments: --purge"),
     ],
 )
-def test_a_wrong_ring_command_shows_its_usage(arguments: Sequence[str], fragment: str) -> None:
+def test_a_wrong_ring_command_is_told_in_one_line(
+    runner: Command, arguments: Sequence[str], fragment: str
+) -> None:
     done = runner(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("usage: python -m runner ring")
-    assert fragment in done.stderr.splitlines()[-1]
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+    assert fragment in done.err and "python -m runner ring --help" in done.err
 
 
-def test_only_the_first_rank_speaks() -> None:
-    others = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for arguments in (["steps=0"], ["--get", "out"], ["--help"]):
-        done = runner(*arguments, **others)
-        assert (done.stdout, done.stderr) == ("", "")
-    assert runner("steps=0", **others).returncode == 2
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["steps=0", "--get", "out"], 2), (["--get", "out"], 0), (["--help"], 0)],
+)
+def test_only_the_first_rank_speaks(runner: Command, arguments: Sequence[str], code: int) -> None:
+    assert runner(*arguments, **OTHER_RANK) == Said(code, "", "")
 
 
-def test_half_a_launcher_is_told() -> None:
+def test_the_settings_are_checked_against_the_ranks(runner: Command) -> None:
+    place = OTHER_RANK | {"RANK": "0", "LOCAL_RANK": "0"}
+    done = runner("--get", "out", "parallel=single", **place)
+    assert done.code == 2
+    assert "parallel=single" in done.err and "2 ranks" in done.err
+
+
+def test_half_a_launcher_is_told(runner: Command) -> None:
     done = runner("--get", "out", RANK="0")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: the launcher's environment is incomplete")
+    assert done.code == 2
+    assert done.err.startswith("error: the launcher's environment is incomplete")
 
 
 def test_an_out_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = runner(f"out={tmp_path}/file/run", "model=tiny", "data=synthetic", "data.workers=0")
-    assert done.returncode == 2
-    assert f"out={tmp_path}/file/run: cannot be written" in done.stderr
-    assert "Traceback" not in done.stderr
+    done = process(f"out={tmp_path}/file/run", "model=tiny", "data=synthetic", "data.workers=0")
+    assert done.code == 2
+    assert f"out={tmp_path}/file/run: cannot be written" in done.err
+    assert "Traceback" not in done.err

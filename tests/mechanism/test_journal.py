@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -93,6 +94,19 @@ def test_what_is_added_is_on_disk_at_once(path: Path) -> None:
     assert [head["seq"] for head in heads] == [0, 1]
     assert [head["attempt"] for head in heads] == [1, 1]
     assert heads[0]["time"] < heads[1]["time"]
+
+
+def test_what_is_not_synced_has_not_happened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = reopen(path)
+
+    def crash(descriptor: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError, match="disk full"):
+        journal.add(DISCARD)
+    assert journal.num_lines == 0
+    assert journal.history.ledger == Ledger()
 
 
 def test_a_reopened_journal_knows_what_the_old_one_knew(path: Path) -> None:

@@ -454,6 +454,38 @@ def test_remove_takes_one_and_twice_is_once(ring: Path) -> None:
         assert only(ring).record == records[1]
 
 
+@pytest.mark.parametrize("crash_in", ["remove_folder", "sync_directory"])
+def test_one_that_is_being_removed_counts_no_more(
+    ring: Path, monkeypatch: pytest.MonkeyPatch, crash_in: str
+) -> None:
+    record = write(ring, tensors())
+
+    def crash(folder: Path) -> None:
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"runner.checkpoint.store.{crash_in}", crash)
+        with pytest.raises(OSError, match="power cut"):
+            RingStore(ring).remove(record)
+    assert RingStore(ring).entries() == ([], [])
+    assert RingStore(ring).sweep() == ["000001-step-00000010"]
+
+
+@pytest.mark.parametrize("crash_in", ["write_json", "sync_directory", "write_durably"])
+def test_one_that_is_being_committed_does_not_count_yet(
+    ring: Path, monkeypatch: pytest.MonkeyPatch, crash_in: str
+) -> None:
+    def crash(*arguments: Any) -> None:
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"runner.checkpoint.store.{crash_in}", crash)
+        with pytest.raises(OSError, match="power cut"):
+            write(ring, tensors())
+    assert RingStore(ring).entries() == ([], [])
+    assert len(RingStore(ring).sweep()) == 1
+
+
 def test_a_commit_that_fails_publishes_nothing(ring: Path) -> None:
     write(ring, tensors(), serial=1, step=10)
     manifest = only(ring).manifest

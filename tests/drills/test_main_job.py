@@ -1,0 +1,119 @@
+"""The job a newcomer starts: real text, the scripts, an installed wheel, TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.run import Result, finish, train
+
+ROOT = Path(__file__).parents[2]
+
+
+def shell(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words,
+        cwd=cwd,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def real_text(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """``scripts/train.sh`` as it is, but for its length."""
+    out = tmp_path_factory.mktemp("main") / "run"
+    done = shell(
+        "bash", str(ROOT / "scripts" / "train.sh"), f"out={out}", "steps=200", cwd=out.parent
+    )
+    return Result(out=out, code=done.returncode, text=done.stdout + done.stderr)
+
+
+def test_loss_on_real_text_falls_below_2_6_nats_per_byte(real_text: Result) -> None:
+    assert real_text.code == 0, real_text.tail
+    losses = [line["loss"] for line in real_text.metrics()]
+    assert losses[0] > 5.0, "an untrained model knows nothing of 257 bytes"
+    assert max(losses[-20:]) < 2.6, real_text.tail
+    held_out = [line["eval_loss"] for line in real_text.metrics() if line["eval_loss"]]
+    assert len(held_out) == 2 and held_out[1] < min(2.6, held_out[0])
+    assert not real_text.journal("discard") and not real_text.journal("rollback"), "a healthy run"
+
+
+def test_what_a_newcomer_reads(real_text: Result) -> None:
+    lines = real_text.text.splitlines()
+    progress = [line for line in lines if line.startswith("step ")]
+    for words in ("loss", "grad", "lr", "tok/s", "ETA", "clean", "discarded", "rollbacks"):
+        assert words in progress[-1], progress[-1]
+    assert progress[-1].startswith("step 200/200") and "held-out" in progress[-1]
+    for words in ("done: all steps applied", "summary.json", "journal.jsonl", "metrics.jsonl"):
+        assert words in real_text.text, real_text.tail
+    assert "Traceback" not in real_text.text and "Warning" not in real_text.text, real_text.tail
+
+
+def test_its_weights_load_elsewhere(real_text: Result, tmp_path: Path) -> None:
+    done = shell(
+        sys.executable, "-m", "runner", "ring", str(real_text.out), "--verify",
+        "--export", str(tmp_path / "weights"), cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    assert weights["embedding.weight"].shape == (257, 128)
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_the_scripts_end_with_the_runners_own_code(tmp_path: Path) -> None:
+    train_sh = str(ROOT / "scripts" / "train.sh")
+    wrong = shell("bash", train_sh, "steps=none", cwd=tmp_path)
+    assert wrong.returncode == 2 and "steps=none" in wrong.stderr, wrong.stdout + wrong.stderr
+    halted = shell(
+        "bash", train_sh, f"out={tmp_path / 'run'}", "model=tiny", "data=synthetic", "steps=30",
+        "guard.max_rollbacks=0", "faults=[poison@samples=100-900]", cwd=tmp_path,
+    )  # fmt: skip
+    assert halted.returncode == 3, halted.stdout[-2000:] + halted.stderr[-2000:]
+
+
+def test_the_wheel_trains_from_any_directory(tmp_path: Path) -> None:
+    """Installed without the checkout: packaged presets, and a user's own beside them."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    built = shell(*pip, "wheel", "--no-deps", "--wheel-dir", "wheel", str(ROOT), cwd=tmp_path)
+    assert built.returncode == 0, built.stderr
+    [wheel] = (tmp_path / "wheel").glob("holdfast-*.whl")
+    site, away = tmp_path / "site", tmp_path / "away"
+    done = shell(*pip, "install", "--no-deps", "--target", str(site), str(wheel), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (away / "mine" / "model").mkdir(parents=True)
+    (away / "mine" / "model" / "own.yaml").write_text("dim: 48\nlayers: 1\nheads: 2\n")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    trained = shell(
+        *launch, "-m", "runner", "--config-dir", "mine", "model=own", "data=synthetic",
+        "steps=3", "out=run", cwd=away, PYTHONPATH=str(site),
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stderr
+    config = (away / "run" / "config.yaml").read_text()
+    assert "dim: 48" in config and config.startswith("# settings sha256 ")
+    where = shell(sys.executable, "-c", "import runner; print(runner.__file__)", cwd=away,
+                  PYTHONPATH=str(site))  # fmt: skip
+    assert where.stdout.startswith(str(site)), "the checkout was imported, not the wheel"
+
+
+def test_tensorboard_has_every_step_once_after_a_restart(tmp_path: Path) -> None:
+    options = ("track=tensorboard", "eval.every=10", "steps=20", "faults=[kill@step=15,rank=0]")
+    assert train(tmp_path / "run", *options, ranks=0).code != 0
+    result = finish(tmp_path / "run", *options, ranks=0)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    points = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert sorted(points) == list(range(1, 21))
+    for line in result.metrics():
+        assert points[line["step"]] == pytest.approx(line["loss"], rel=1e-6)
+    assert [event.step for event in events.Scalars("eval/loss")] == [10, 20]
