@@ -33,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="pairs measured")
     parser.add_argument("--warmup", type=int, default=60, help="pairs before; arms the guard")
+    parser.add_argument("--null", action="store_true", help="guard off twice: the noise alone")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     place = place_from(os.environ)
@@ -40,20 +41,22 @@ def main() -> None:
     start_group(place, device, timeout_seconds=300)
     made = tempfile.mkdtemp(prefix="bench-guard-") if place.is_first else None
     folder = Path(Ranks(device).from_first(made))
+    guards = {"guarded": "off" if options.null else "default", "bare": "off"}
     loops = {
-        name: _open(folder / name, [*_QUIET, *options.overrides, f"guard={name}"], place, device)
-        for name in ("default", "off")
+        name: _open(folder / name, [*_QUIET, *options.overrides, f"guard={guard}"], place, device)
+        for name, guard in guards.items()
     }
     for pair in range(options.warmup):
         _pair(loops, pair)
     ratios, seconds = [], []
     for pair in range(options.steps):
         taken = _pair(loops, pair)
-        ratios.append(taken["default"] / taken["off"])
-        seconds.append(taken["off"])
+        ratios.append(taken["guarded"] / taken["bare"])
+        seconds.append(taken["bare"])
     if place.is_first:
         low, middle, high = statistics.quantiles(ratios, n=4)
         result = {
+            "compared": f"guard={guards['guarded']} / guard={guards['bare']}",
             "pairs": len(ratios),
             "step_seconds_median": round(statistics.median(seconds), 6),
             "ratio_median": round(middle, 5),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.drills.compare import assert_same_run
 from tests.run import Result, finish, metrics_step, start, train
 
 FOUR_RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
@@ -185,7 +185,6 @@ def test_a_full_disk(tmp_path: Path, clean: Result) -> None:
         failed = run.journal("save_failed")
         assert failed and all(line["decision"] == "go on" for line in failed), run.tail
         assert all("No space left" in line["reason"] for line in failed)
-        assert_same_end(run, clean)
-        assert_every_sample_once(run)
+        assert run.metrics() == clean.metrics() and run.digest == clean.digest, run.tail
     finally:
         subprocess.run(["umount", str(disk)], check=True)
