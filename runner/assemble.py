@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from runner.check import is_zero
 from runner.checkpoint.protocol import Identity, RingRules
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
@@ -25,7 +26,10 @@ from runner.data.text import open_text
 from runner.data.tokens import open_tokens
 from runner.dist.agree import Ranks
 from runner.dist.group import Place
-from runner.engine.fsdp import AdamWSettings, FsdpEngine, Layout, device_mesh, shard_model
+from runner.engine.adamw import AdamWSettings
+from runner.engine.forward import SequenceLosses
+from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
+from runner.engine.protocol import Engine
 from runner.error import ConfigError
 from runner.model.decoder import Decoder, DecoderShape, default_ffn_dim, flops_per_token
 from runner.model.initial import initial_range, initial_rule
@@ -35,6 +39,7 @@ from runner.observe.journal import Journal
 from runner.observe.metrics import Metrics
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker, Tracker
+from runner.policy.elastic import deal
 from runner.policy.history import Incident
 from runner.policy.remedy import RemedyRules
 from runner.policy.schedule import Schedule
@@ -192,10 +197,14 @@ def layout(config: RunConfig, place: Place) -> Layout:
     )
 
 
-def engine(
-    config: RunConfig, shape: DecoderShape, place: Place, device: torch.device
-) -> FsdpEngine:
+def engine(config: RunConfig, shape: DecoderShape, place: Place, device: torch.device) -> Engine:
     """The model over the ranks, with its initial weights. Collective."""
+    made = (_zero if is_zero(config.parallel.kind) else _fsdp)(config, shape, place, device)
+    made.initialise(lambda *where: _initial(config.seed, shape, *where))
+    return made
+
+
+def _fsdp(config: RunConfig, shape: DecoderShape, place: Place, device: torch.device) -> Engine:
     plan = layout(config, place)
     mesh = device_mesh(device, plan)
     with torch.device("meta"):
@@ -203,25 +212,54 @@ def engine(
     shard_model(model, list(model.blocks), mesh=mesh, layout=plan)
     model.to_empty(device=device)
     model.reset_buffers()
-    made = FsdpEngine(
+    return FsdpEngine(
         model,
         embedding=model.embedding,
-        sequence_losses=lambda logits, targets: sequence_losses(
-            logits, targets, fp32=config.model.loss_fp32, z_loss=config.model.z_loss
-        ),
-        settings=AdamWSettings(
-            beta1=config.optim.beta1,
-            beta2=config.optim.beta2,
-            eps=config.optim.eps,
-            weight_decay=config.optim.weight_decay,
-        ),
+        sequence_losses=_losses(config),
+        settings=_adamw_settings(config),
         layout=plan,
         mesh=mesh,
         device=device,
         probe=config.guard.enabled,
     )
-    made.initialise(lambda *where: _initial(config.seed, shape, *where))
-    return made
+
+
+def _zero(config: RunConfig, shape: DecoderShape, place: Place, device: torch.device) -> Engine:
+    # Only here: deepspeed takes seconds to import, and needs a compiler on some machines.
+    from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_extra
+
+    check_extra(config.parallel.deepspeed)
+    batch = config.batch
+    shares = deal(batch.global_size, batch.micro_size, place.world_size, place.rank)
+    plan = ZeroPlan(
+        stage=int(config.parallel.kind.value.removeprefix("zero")),
+        num_micro_batches=len(shares),
+        extra=config.parallel.deepspeed,
+    )
+    model = build_module(lambda: Decoder(shape), plan, device)
+    assert isinstance(model, Decoder)
+    model.reset_buffers(device)  # stage 3 makes them in BF16
+    return ZeroEngine(
+        model,
+        embedding=model.embedding,
+        sequence_losses=_losses(config),
+        settings=_adamw_settings(config),
+        plan=plan,
+        device=device,
+        probe=config.guard.enabled,
+    )
+
+
+def _losses(config: RunConfig) -> SequenceLosses:
+    fp32, z_loss = config.model.loss_fp32, config.model.z_loss
+    return lambda logits, targets: sequence_losses(logits, targets, fp32=fp32, z_loss=z_loss)
+
+
+def _adamw_settings(config: RunConfig) -> AdamWSettings:
+    optim = config.optim
+    return AdamWSettings(
+        beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay
+    )
 
 
 def _initial(
@@ -242,7 +280,7 @@ def _initial(
 def ring(
     config: RunConfig,
     store: RingStore,
-    made: FsdpEngine,
+    made: Engine,
     ranks: Ranks,
     identity: Identity,
     report: Report,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.compose import fields
-from runner.config import ParallelKind, RunConfig
+from runner.config import ParallelKind, Precision, RunConfig
 from runner.error import ConfigError
 
 _HOLDS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
@@ -116,5 +116,18 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
             f"{config.schedule.warmup}",
         ),
         (not config.out.strip(), "out=: must name a directory"),
+        (
+            is_zero(kind) and config.model.precision is not Precision.bf16,
+            f"parallel={kind.value}: needs model.precision=bf16",
+        ),
+        (
+            bool(config.parallel.deepspeed) and not is_zero(kind),
+            f"parallel.deepspeed: is for zero1, zero2 and zero3, not for {kind.value}",
+        ),
     ]
     return [message for broken, message in rules if broken]
+
+
+def is_zero(kind: ParallelKind) -> bool:
+    """Whether DeepSpeed is asked for."""
+    return kind in (ParallelKind.zero1, ParallelKind.zero2, ParallelKind.zero3)

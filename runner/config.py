@@ -43,6 +43,9 @@ class ParallelKind(Enum):
     ddp = "ddp"
     fsdp = "fsdp"
     hsdp = "hsdp"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
 
 
 class ScheduleKind(Enum):
@@ -160,7 +163,7 @@ class BatchConfig:
 class ParallelConfig:
     """How parameters are laid out over ranks."""
 
-    kind: ParallelKind = key(ParallelKind.fsdp, "single, ddp, fsdp or hsdp")
+    kind: ParallelKind = key(ParallelKind.fsdp, "single, ddp, fsdp, hsdp, zero1, zero2 or zero3")
     shard_size: int | None = key(
         None, "hsdp: ranks that share one copy; null: the ranks of one node", ge=1
     )
@@ -169,6 +172,7 @@ class ParallelConfig:
         "reduce gradients after every micro-batch (less memory); false: once a step",
     )
     reshard_after_forward: bool = key(True, "free gathered parameters between uses (ZeRO-3)")
+    deepspeed: dict[str, Any] = key(dict, "zero1-3: further DeepSpeed settings, passed through")
     device: str = key("auto", "auto, cpu or cuda")
     timeout_seconds: float = key(600.0, "a collective waits no longer than this", gt=0)
 

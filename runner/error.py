@@ -7,6 +7,7 @@
     ├── CheckpointError      4   no checkpoint can be loaded
     │   └── CorruptCheckpoint     one checkpoint failed its digest or is torn
     ├── Preempted           75   asked to stop; saved; start me again
+    ├── SaveError            1   the end state could not be saved; start me again
     └── RankError            1   one rank failed and every rank was told so
 
 Any other exception is a crash: exit code 1, start the job again.
@@ -58,6 +59,10 @@ class Preempted(RunnerError):
     """A stop was requested and the state is saved."""
 
     exit_code = EXIT_PREEMPTED
+
+
+class SaveError(RunnerError):
+    """The end state could not be written; an older checkpoint stands."""
 
 
 class RankError(RunnerError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from runner.checkpoint.protocol import Moment
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import SampleStream
-from runner.error import Halted, Preempted
+from runner.error import Halted, Preempted, SaveError
 from runner.observe.journal import Journal
 from runner.policy.history import Incident, discarded_signals
 from runner.policy.remedy import Action, Apply, Discard, Halt, Rebaseline, RemedyRules, decide
@@ -80,11 +80,17 @@ class Loop:
             Preempted: a rank was asked to stop; the state is saved.
             CheckpointError: nothing to go back to can be loaded, or nothing can be saved.
             RankError: one rank failed; all raise it.
+            SaveError: every step is applied, but the end state is not on disk.
         """
         self.begin()
         while self._state.updates < self._intervals.steps:
             self.step()
-        self._save_last()
+        saved = self._save_last()
+        if saved != self._state.updates:
+            raise SaveError(
+                f"all steps are applied, but the last checkpoint is of step {saved}: the end state "
+                "could not be saved (see the journal); free space and give the same command again"
+            )
 
     def begin(self) -> None:
         """Commit the initial state: the first checkpoint there is to go back to."""
@@ -202,16 +208,19 @@ class Loop:
             )
         )
 
-    def _save_last(self) -> None:
+    def _save_last(self) -> int:
+        """Commit the present state unless it is; returns the step of the newest checkpoint."""
         self._ring.drain()
-        newest = self._ring.records[-1] if self._ring.records else None
-        if newest is None or newest.step != self._state.updates:
+        if self._newest_step() != self._state.updates:
             self._save()
             self._ring.drain()
+        return self._newest_step()
+
+    def _newest_step(self) -> int:
+        return self._ring.records[-1].step if self._ring.records else -1
 
     def _save_and_leave(self) -> None:
-        self._save_last()
-        raise Preempted(f"asked to stop; saved at step {self._state.updates}")
+        raise Preempted(f"asked to stop; saved at step {self._save_last()}")
 
 
 def _start(incident: Incident) -> int:

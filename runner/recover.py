@@ -121,6 +121,7 @@ class Recovery:
                 "suspects": where,
                 "onset_step": action.onset_step,
                 "to_step": manifest.step,
+                "cursor": manifest.cursor,
                 "serial": manifest.serial,
                 "next_serial": self._ring.next_serial,
                 "repeat": action.repeat,

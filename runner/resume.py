@@ -117,7 +117,7 @@ def take_up(
     usable = [record for record in found.records if record.serial not in left_behind]
     ring.adopt(usable, next_serial=found.next_serial)
     for sentence in found.damaged:
-        journal.add(_damaged(sentence))
+        journal.add_once(_damaged(sentence))
     if not usable:
         return _begin(found, run_dir)
     manifest = ring.restore(resume_order(usable))
@@ -144,22 +144,10 @@ def _begin(found: Found, run_dir: RunDir) -> Resumed:
 
 
 def _resume_point(journal: Journal, manifest: Manifest) -> Resumed:
-    """The later of the checkpoint's save and the last rollback to it.
-
-    What the loop is to judge again lies at or behind the checkpoint's cursor. The number of
-    journal lines at its save does not tell: a restarted run may have saved it before it came to
-    discards that were journalled by then.
-    """
-    history = journal.history
-    rollback = history.last_rollback_to(manifest.serial)
-    # A rollback to this checkpoint or an older one undid the discards before it.
-    undone = [r.seq + 1 for r in history.rollbacks if r.serial <= manifest.serial]
+    """The later of the checkpoint's save and the last rollback to it."""
+    rollback = journal.history.last_rollback_to(manifest.serial)
     return Resumed(
         step=manifest.step,
         metrics_bytes=rollback.metrics_bytes if rollback else manifest.metrics_bytes,
-        known_discards=[
-            incident
-            for incident in history.discards_since(max(undone, default=0))
-            if incident.samples is not None and incident.samples[0] >= manifest.cursor
-        ],
+        known_discards=journal.history.discards_from(manifest.cursor),
     )

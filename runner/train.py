@@ -21,7 +21,7 @@ from runner.data.feed import Feed
 from runner.dist.agree import Ranks
 from runner.dist.debug import debug_settings, set_debug
 from runner.dist.group import Place, choose_device, end_group, start_group
-from runner.engine.fsdp import FsdpEngine
+from runner.engine.protocol import Engine
 from runner.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, ConfigError, RunnerError
 from runner.evaluate import Evaluator
 from runner.fault.inject import FaultInjector
@@ -213,7 +213,7 @@ class Session:
 
         return report
 
-    def _stepper(self, dataset: Dataset, engine: FsdpEngine, feed: Feed, ring: Ring) -> Stepper:
+    def _stepper(self, dataset: Dataset, engine: Engine, feed: Feed, ring: Ring) -> Stepper:
         config = self._config
         faults = FaultInjector(
             parse_faults(config.faults),
@@ -270,7 +270,7 @@ class Run:
     """An open run: its loop and what must be closed and summed up after it."""
 
     loop: Loop
-    engine: FsdpEngine
+    engine: Engine
     ring: Ring
     feed: Feed
     journal: Journal

@@ -8,7 +8,7 @@ same run any more (tried).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,22 +18,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from runner.engine.protocol import Batch, Disturbance, LocalSums, Shard, Suspects, Work
-
-# (logits, targets) -> summed cross-entropy and summed training loss per sequence, [B] FP32.
-SequenceLosses = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-# (name, full shape, flat start, count) -> FP32 CPU values.
-InitialValues = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWSettings:
-    """AdamW (arXiv 1711.05101); decay on parameters of two or more dimensions only."""
-
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
+from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
+from runner.engine.forward import Forward, SequenceLosses
+from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Suspects, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +95,20 @@ class FsdpEngine:
     ) -> None:
         self.device = device
         self._model = model
-        self._sequence_losses = sequence_losses
         self._layout = layout
         self._mesh = mesh
-        self._probe = probe
-        self._disturbance: Disturbance | None = None
-        self._losses: list[torch.Tensor] = []
-        self._gradient_norms: list[torch.Tensor] = []
+        self._forward = Forward(
+            model,
+            embedding=embedding,
+            sequence_losses=sequence_losses,
+            device=device,
+            probe=probe,
+        )
         self._parameters = dict(sorted(model.named_parameters()))
         self._learning_rate = torch.zeros((), device=device)
-        self._optimizer = _adamw(self._parameters, settings, self._learning_rate)
-        embedding.register_forward_hook(self._at_embedding)
+        dims = {name: parameter.dim() for name, parameter in self._parameters.items()}
+        self._optimizer = fused_adamw(self._parameters, dims, settings, self._learning_rate)
+        make_state(self._optimizer, self._parameters.values())
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -135,87 +125,32 @@ class FsdpEngine:
                 shard.local.copy_(fresh)
 
     def accumulate(self, works: Sequence[Work]) -> LocalSums:
-        self._losses, self._gradient_norms = [], []
+        self._forward.begin()
         root = self._root()
         for number, work in enumerate(works, start=1):
             if not self._layout.reduce_each_micro_batch:
                 root.set_requires_gradient_sync(number == len(works))
-            self._forward_backward(work)
-        loss = torch.stack([losses.sum(dtype=torch.float64) for losses in self._losses]).sum()
+            self._forward.training_loss(work).backward()  # type: ignore[no-untyped-call]
         square = self._gradient_norm().double().square() / self._layout.replicas
-        return LocalSums(loss=loss, grad_square=square, nonfinite=self._own_nonfinite(loss))
-
-    def _forward_backward(self, work: Work) -> None:
-        torch.manual_seed(work.seed)
-        self._disturbance = work.disturbance
-        batch = work.batch
-        logits = self._model(batch.tokens, batch.segments)
-        cross_entropy, training = self._sequence_losses(logits, batch.targets)
-        if work.disturbance is not None and work.disturbance.loss_scale is not None:
-            scale = torch.tensor(work.disturbance.loss_scale, device=self.device)
-            cross_entropy, training = cross_entropy * scale, training * scale
-        training.sum().backward()  # type: ignore[no-untyped-call]
-        self._losses.append(cross_entropy.detach())
-        self._disturbance = None
-
-    def _at_embedding(
-        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
-    ) -> torch.Tensor:
-        fault = self._disturbance
-        if fault is not None and fault.activation_scale is not None:
-            scale = torch.tensor(fault.activation_scale, device=output.device, dtype=output.dtype)
-            output = output * scale[:, None, None]
-        if output.requires_grad and (self._probe or fault is not None):
-            nan_grad = fault is not None and fault.nan_grad
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: self._at_embedding_gradient(grad, nan_grad)
-            )
-        return output
-
-    def _at_embedding_gradient(self, grad: torch.Tensor, nan_grad: bool) -> torch.Tensor:
-        """The end of the backward pass, before any reduction: whose NaN it is shows here only."""
-        if nan_grad:
-            grad = grad * torch.nan
-        norms = torch.linalg.vector_norm(grad, dim=(1, 2), dtype=torch.float32)
-        self._gradient_norms.append(norms)
-        return grad
+        return LocalSums(
+            loss=self._forward.loss(), grad_square=square, nonfinite=self._forward.nonfinite()
+        )
 
     def _gradient_norm(self) -> torch.Tensor:
         grads = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
         return get_total_norm(grads, foreach=True)
 
-    def _own_nonfinite(self, loss: torch.Tensor) -> torch.Tensor:
-        seen = [loss, *(norms.sum(dtype=torch.float64) for norms in self._gradient_norms)]
-        return (~torch.isfinite(torch.stack(seen))).any().double()
-
     def apply(self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float) -> None:
         self._learning_rate.fill_(learning_rate)
-        # The hooks of torch.amp.GradScaler: the fused kernel divides by grad_scale and leaves
-        # everything untouched where found_inf is set. Foreach and plain paths would not.
-        self._optimizer.found_inf = skip  # type: ignore[attr-defined]
-        self._optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]
+        set_gate(self._optimizer, skip=skip, grad_scale=grad_scale)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
-    @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
-        self._model.eval()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        count = 0
-        for batch in batches:
-            losses, _ = self._sequence_losses(
-                self._model(batch.tokens, batch.segments), batch.targets
-            )
-            total += losses.sum(dtype=torch.float64)
-            count += int((batch.targets >= 0).sum())
-        self._model.train()
-        return total, count
+        return self._forward.evaluate(batches)
 
     def suspects(self) -> Suspects:
-        return Suspects(
-            losses=[value for losses in self._losses for value in losses.tolist()],
-            gradient_norms=[value for norms in self._gradient_norms for value in norms.tolist()],
-        )
+        return self._forward.suspects()
 
     def shards(self) -> list[Shard]:
         return [self._shard(name, tensor) for name, tensor in self._tensors().items()]
@@ -264,32 +199,6 @@ class FsdpEngine:
     def _root(self) -> FSDPModule:
         assert isinstance(self._model, FSDPModule)
         return self._model
-
-
-def _adamw(
-    parameters: Mapping[str, nn.Parameter], settings: AdamWSettings, rate: torch.Tensor
-) -> torch.optim.AdamW:
-    matrices = [p for p in parameters.values() if p.dim() >= 2]
-    others = [p for p in parameters.values() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        fused=True,
-    )
-    for parameter in parameters.values():
-        # Made now, not in the first step: a checkpoint of step 0 and a load need it.
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

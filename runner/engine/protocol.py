@@ -6,11 +6,14 @@ in as a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+# (name, full shape, flat start, count) -> FP32 CPU values of a fresh parameter.
+InitialValues = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
 
 
 class Batch(Protocol):
@@ -94,6 +97,10 @@ class Engine(Protocol):
     @property
     def replica(self) -> tuple[int, int]:
         """(index, count) of the copies of this rank's shards; (0, 1) when there is one."""
+        ...
+
+    def initialise(self, values: InitialValues) -> None:
+        """Fill this rank's shards of the parameters; moments and counts are zero."""
         ...
 
     def accumulate(self, works: Sequence[Work]) -> LocalSums:

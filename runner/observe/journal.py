@@ -73,6 +73,7 @@ class Journal:
 
     def add_once(self, incident: Incident) -> None:
         """:meth:`add`, unless a restart repeats an incident that is there already."""
-        known = (incident.kind, incident.step, incident.samples)
-        if all((i.kind, i.step, i.samples) != known for i in self.history.incidents):
+        known = (incident.kind, incident.step, incident.samples, incident.reason)
+        past = self.history.incidents
+        if all((i.kind, i.step, i.samples, i.reason) != known for i in past):
             self.add(incident)

@@ -63,10 +63,14 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRecord:
-    """A rollback that happened: where trouble began, where the run went back to."""
+    """A rollback that happened: where trouble began, and the checkpoint the run went back to.
+
+    ``cursor`` is the checkpoint's: what was read from there on was undone.
+    """
 
     onset_step: int
     to_step: int
+    cursor: int
     serial: int
     next_serial: int
     skip: tuple[int, int]
@@ -105,6 +109,7 @@ class History:
             RollbackRecord(
                 onset_step=detail["onset_step"],
                 to_step=detail["to_step"],
+                cursor=detail["cursor"],
                 serial=detail["serial"],
                 next_serial=detail["next_serial"],
                 skip=skip,
@@ -114,9 +119,10 @@ class History:
             )
         )
         if detail["cut_steps"]:
-            start = detail["to_step"]
-            # Counted from the onset: a cut that ended on the way there would cool nothing.
-            stop = max(start, detail["onset_step"]) + detail["cut_steps"]
+            # From the onset, not from the checkpoint: which one was proven in time depends on
+            # the disk, and the run must not.
+            start = detail["onset_step"] - 1
+            stop = start + detail["cut_steps"]
             self.cuts.append(RateCut(start=start, stop=stop, factor=detail["cut_factor"]))
 
     def abandoned_serials(self) -> set[int]:
@@ -131,9 +137,23 @@ class History:
         """The newest rollback that went back to this checkpoint."""
         return next((r for r in reversed(self.rollbacks) if r.serial == serial), None)
 
-    def discards_since(self, seq: int) -> list[Incident]:
-        """Discards journalled at index ``seq`` or later, in order."""
-        return [incident for incident in self.incidents[seq:] if incident.kind == "discard"]
+    def discards_from(self, cursor: int) -> list[Incident]:
+        """Discards at sample position ``cursor`` or later that no rollback undid, in order.
+
+        The place in the journal does not tell which they are: a restarted run may come to a
+        discard long after it was journalled.
+        """
+        return [
+            incident
+            for seq, incident in enumerate(self.incidents)
+            if incident.kind == "discard"
+            and incident.samples is not None
+            and incident.samples[0] >= cursor
+            and not self._was_undone(seq, incident.samples[0])
+        ]
+
+    def _was_undone(self, seq: int, position: int) -> bool:
+        return any(back.seq > seq and back.cursor <= position for back in self.rollbacks)
 
 
 def discard_detail(signals: StepSignals, kind: str) -> dict[str, Any]:

@@ -301,5 +301,5 @@ def _explain(verdict: Verdict, trouble: Trouble, repeat: int, cool: int, rules: 
     if repeat:
         words.append(f"repeat {repeat}: an older checkpoint and a wider range")
     if cool:
-        words.append(f"learning rate times {rules.cooldown:g} until {cool} updates after the onset")
+        words.append(f"learning rate times {rules.cooldown:g} for {cool} updates from the onset")
     return "; ".join(words)

@@ -91,7 +91,8 @@ def test_trouble_that_comes_back_lowers_the_rate(tmp_path: Path, clean: Result) 
     last = rollbacks[-1]
     assert "repeat 2" in last["reason"] and "learning rate times 0.25" in last["reason"]
     assert last["detail"]["cut_factor"] == 0.25 and last["detail"]["cut_steps"] == 12
-    began, ended = last["detail"]["to_step"], last["detail"]["onset_step"] + 12
+    began = last["detail"]["onset_step"] - 1
+    ended = began + 12
     expected = [
         line["lr"] * (0.25 if began < line["step"] <= ended else 1.0) for line in in_order(clean)
     ]

@@ -46,6 +46,7 @@ ROLLBACK = Incident(
     detail={
         "onset_step": 7,
         "to_step": 5,
+        "cursor": 160,
         "serial": 1,
         "next_serial": 3,
         "repeat": 2,
@@ -170,7 +171,8 @@ def test_what_was_told_to_be_skipped_is_in_the_ledger(path: Path) -> None:
     ("again", "num_lines"),
     [
         (DISCARD, 1),
-        (replace(DISCARD, reason="said otherwise", detail={}), 1),
+        (replace(DISCARD, detail={}, cost_seconds=9.0), 1),
+        (replace(DISCARD, reason="another"), 2),
         (replace(DISCARD, step=8), 2),
         (replace(DISCARD, samples=(256, 288)), 2),
         (replace(DISCARD, kind="halt"), 2),

@@ -159,6 +159,7 @@ class PaperRun:
                 detail={
                     "onset_step": action.onset_step,
                     "to_step": target.step,
+                    "cursor": target.cursor,
                     "serial": target.serial,
                     "next_serial": self._next_serial,
                     "repeat": action.repeat,

@@ -48,6 +48,7 @@ def rollback(to: int, next_serial: int, skip: tuple[int, int], **detail: Any) ->
     told = {
         "onset_step": 35,
         "to_step": 10 * to,
+        "cursor": 80 * to,
         "serial": to,
         "next_serial": next_serial,
         "repeat": 0,
@@ -123,7 +124,7 @@ def test_only_a_rollback_with_a_cut_cuts() -> None:
         rollback(3, 6, (240, 280)),
         rollback(2, 8, (240, 300), cut_steps=100, cut_factor=0.5),
     )
-    assert history.cuts == [RateCut(start=20, stop=135, factor=0.5)]
+    assert history.cuts == [RateCut(start=34, stop=134, factor=0.5)]
 
 
 def test_serials_left_behind_are_never_used_again() -> None:
@@ -146,16 +147,23 @@ def test_the_last_rollback_to_a_checkpoint() -> None:
     assert history.last_rollback_to(5) is None
 
 
-def test_discards_since_counts_journal_lines() -> None:
-    history = folded(discard(0, 8), START, discard(8, 16), discard(16, 24))
-    spans = [[i.samples for i in history.discards_since(seq)] for seq in range(5)]
-    assert spans == [
-        [(0, 8), (8, 16), (16, 24)],
-        [(8, 16), (16, 24)],
-        [(8, 16), (16, 24)],
-        [(16, 24)],
-        [],
-    ]
+def test_discards_are_known_by_their_samples() -> None:
+    """A restarted run journals a rollback to an older checkpoint between them, and goes on."""
+    history = folded(discard(0, 8), START, discard(120, 128), discard(200, 208))
+    assert [i.samples for i in history.discards_from(0)] == [(0, 8), (120, 128), (200, 208)]
+    assert [i.samples for i in history.discards_from(120)] == [(120, 128), (200, 208)]
+    assert history.discards_from(201) == []
+
+
+def test_a_rollback_undoes_the_discards_behind_its_checkpoint() -> None:
+    history = folded(
+        discard(120, 128),
+        discard(200, 208),
+        rollback(2, 6, (192, 216)),  # checkpoint 2 has cursor 160
+        discard(300, 308),
+    )
+    assert [i.samples for i in history.discards_from(0)] == [(120, 128), (300, 308)]
+    assert [i.samples for i in history.discards_from(160)] == [(300, 308)]
 
 
 @pytest.mark.parametrize("loss", [2.5, 0.1 + 0.2, math.nan, math.inf, -math.inf])

@@ -181,9 +181,9 @@ def test_a_repeat_goes_further_back_and_skips_more_then_cuts_the_rate() -> None:
     assert (third.repeat, third.targets[0].step) == (2, 10)
     assert third.skip == (49 * BATCH, (53 + 4 * 3) * BATCH), "four times persist ahead"
     assert (third.cut_factor, third.cut_steps) == (0.5, 40)
-    assert "learning rate times 0.5 until 40 updates after the onset" in third.reason
+    assert "learning rate times 0.5 for 40 updates from the onset" in third.reason
     [cut] = run.history.cuts
-    assert (cut.start, cut.stop, cut.factor) == (10, 38 + 40, 0.5)
+    assert (cut.start, cut.stop, cut.factor) == (37, 37 + 40, 0.5)
 
 
 def test_trouble_beyond_the_repeat_window_is_new() -> None:

@@ -1,0 +1,67 @@
+"""Fused AdamW with a gate and a divisor, as every engine uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWSettings:
+    """AdamW (arXiv 1711.05101); decay on parameters of two or more dimensions only."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def fused_adamw(
+    parameters: Mapping[str, torch.Tensor],
+    num_dims: Mapping[str, int],
+    settings: AdamWSettings,
+    rate: torch.Tensor,
+) -> torch.optim.AdamW:
+    """AdamW over two groups: matrices, then the rest, each in the order of ``parameters``.
+
+    Args:
+        num_dims: of each whole parameter; a sharded one may show other dimensions.
+        rate: learning rate, a scalar tensor that the caller fills before each step.
+    """
+    matrices = [p for name, p in parameters.items() if num_dims[name] >= 2]
+    others = [p for name, p in parameters.items() if num_dims[name] < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def make_state(optimizer: torch.optim.AdamW, tensors: Iterable[torch.Tensor]) -> None:
+    """Make the moments now, not in the first step: a checkpoint of step 0 and a load need them."""
+    for tensor in tensors:
+        optimizer.state[tensor] = {
+            "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
+            "exp_avg": torch.zeros_like(tensor),
+            "exp_avg_sq": torch.zeros_like(tensor),
+        }
+
+
+def set_gate(
+    optimizer: torch.optim.Optimizer, *, skip: torch.Tensor, grad_scale: torch.Tensor
+) -> None:
+    """Have the next step divide gradients by ``grad_scale``, or change nothing if ``skip`` is 1.
+
+    These are the hooks of torch.amp.GradScaler, which only the fused kernels honour: parameters,
+    moments and step counts stay bit-identical. Multiplying by zero would not do: 0 * NaN is NaN.
+    """
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]

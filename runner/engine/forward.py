@@ -1,0 +1,113 @@
+"""Forward passes and what they tell of each sequence; shared by all engines.
+
+Owns the faults' way into the computation and the probe at the embedding: the end of the
+backward pass, before any reduction has mixed the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from runner.engine.protocol import Batch, Disturbance, Suspects, Work
+
+# (logits, targets) -> summed cross-entropy and summed training loss per sequence, [B] FP32.
+SequenceLosses = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Forward:
+    """One rank's forward passes.
+
+    Args:
+        model: called with (tokens, segments), gives logits.
+        embedding: the module whose output is the first activation of each sequence.
+        probe: note the norm of each sequence's gradient at the embedding.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        embedding: nn.Module,
+        sequence_losses: SequenceLosses,
+        device: torch.device,
+        probe: bool,
+    ) -> None:
+        self._model = model
+        self._sequence_losses = sequence_losses
+        self._device = device
+        self._probe = probe
+        self._disturbance: Disturbance | None = None
+        self._losses: list[torch.Tensor] = []
+        self._gradient_norms: list[torch.Tensor] = []
+        embedding.register_forward_hook(self._at_embedding)
+
+    def begin(self) -> None:
+        """Forget the last step's numbers."""
+        self._losses, self._gradient_norms = [], []
+
+    def training_loss(self, work: Work) -> torch.Tensor:
+        """Summed training loss of one micro-batch, a scalar to call backward on."""
+        torch.manual_seed(work.seed)
+        self._disturbance = work.disturbance
+        logits = self._model(work.batch.tokens, work.batch.segments)
+        self._disturbance = None
+        cross_entropy, training = self._sequence_losses(logits, work.batch.targets)
+        if work.disturbance is not None and work.disturbance.loss_scale is not None:
+            scale = torch.tensor(work.disturbance.loss_scale, device=self._device)
+            cross_entropy, training = cross_entropy * scale, training * scale
+        self._losses.append(cross_entropy.detach())
+        return training.sum()
+
+    def loss(self) -> torch.Tensor:
+        """Summed cross-entropy of the step on this rank, FP64 scalar."""
+        return torch.stack([losses.sum(dtype=torch.float64) for losses in self._losses]).sum()
+
+    def nonfinite(self) -> torch.Tensor:
+        """1.0 when this rank's own losses or backward passes met NaN or Inf, FP64 scalar."""
+        seen = [self.loss(), *(norms.sum(dtype=torch.float64) for norms in self._gradient_norms)]
+        return (~torch.isfinite(torch.stack(seen))).any().double()
+
+    def suspects(self) -> Suspects:
+        """Per-sequence numbers of the step. Waits for the device."""
+        return Suspects(
+            losses=[value for losses in self._losses for value in losses.tolist()],
+            gradient_norms=[value for norms in self._gradient_norms for value in norms.tolist()],
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+        """Summed cross-entropy (FP64 scalar) and number of counted tokens."""
+        self._model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        count = 0
+        for batch in batches:
+            logits = self._model(batch.tokens, batch.segments)
+            losses, _ = self._sequence_losses(logits, batch.targets)
+            total += losses.sum(dtype=torch.float64)
+            count += int((batch.targets >= 0).sum())
+        self._model.train()
+        return total, count
+
+    def _at_embedding(
+        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
+        fault = self._disturbance
+        if fault is not None and fault.activation_scale is not None:
+            scale = torch.tensor(fault.activation_scale, device=output.device, dtype=output.dtype)
+            output = output * scale[:, None, None]
+        if output.requires_grad and (self._probe or fault is not None):
+            nan_grad = fault is not None and fault.nan_grad
+            output.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: self._at_embedding_gradient(grad, nan_grad)
+            )
+        return output
+
+    def _at_embedding_gradient(self, grad: torch.Tensor, nan_grad: bool) -> torch.Tensor:
+        if nan_grad:
+            grad = grad * torch.nan
+        norms = torch.linalg.vector_norm(grad, dim=(1, 2), dtype=torch.float32)
+        self._gradient_norms.append(norms)
+        return grad

@@ -1,0 +1,383 @@
+"""DeepSpeed ZeRO 1, 2 and 3. The only file that imports deepspeed, and only when asked for.
+
+DeepSpeed partitions, reduces and gathers; the update itself is torch's fused AdamW on its flat
+FP32 partitions, and so the gate is the same as everywhere: ``found_inf`` on that optimizer.
+DeepSpeed's own clipping, schedule and loss scaling are off. Every private name of DeepSpeed
+that is used stands in one of the three ``_Stage`` classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
+from runner.engine.forward import Forward, SequenceLosses
+from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Suspects, Work
+from runner.error import CheckpointError, ConfigError, RankError
+
+# Settings of DeepSpeed that would break a promise, each with the reason.
+REFUSED = {
+    "optimizer": "the gate lives in our fused AdamW; use optim.*",
+    "scheduler": "the rate is a function of applied updates; use schedule.*",
+    "gradient_clipping": "the norm is agreed with the other signals; use optim.clip",
+    "gradient_accumulation_steps": "follows from batch.* and the number of ranks",
+    "train_batch_size": "use batch.global_size",
+    "train_micro_batch_size_per_gpu": "use batch.micro_size",
+    "fp16": "loss scaling skips steps on its own; BF16 needs none",
+    "bf16": "set by the engine",
+    "amp": "set by the engine",
+    "torch_autocast": "set by the engine",
+    "data_types": "gradients are accumulated in FP32",
+    "communication_data_type": "gradients are reduced in FP32",
+    "checkpoint": "checkpoints are the ring's",
+    "prescale_gradients": "gradients are summed and divided by the global token count",
+    "gradient_predivide_factor": "gradients are summed and divided by the global token count",
+    "zero_allow_untested_optimizer": "set by the engine",
+    "sparse_gradients": "the fused update needs dense ones",
+    "flops_profiler": "it replaces the forward pass",
+    "curriculum_learning": "the order of samples is the data cursor's",
+    "data_efficiency": "the order of samples is the data cursor's",
+    "elasticity": "the world size may change between commands anyway",
+}
+REFUSED_ZERO = {
+    "stage": "use parallel=zero1, zero2 or zero3",
+    "offload_param": "the state could not be read back exactly",
+    "offload_optimizer": "not supported yet: its update is not the fused one",
+    "zero_quantized_weights": "weights would not be exact",
+    "zero_quantized_gradients": "gradients would not be exact",
+    "zero_hpz_partition_size": "a second partition is not supported",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPlan:
+    """``stage`` 1, 2 or 3; ``num_micro_batches`` a step; ``extra`` goes to DeepSpeed as it is."""
+
+    stage: int
+    num_micro_batches: int
+    extra: Mapping[str, Any]
+
+
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Refuse DeepSpeed settings that would break a promise.
+
+    Raises:
+        ConfigError: naming the key and why.
+    """
+    zero = extra.get("zero_optimization") or {}
+    wrong = [f"{key}: {REFUSED[key]}" for key in extra if key in REFUSED]
+    wrong += [
+        f"zero_optimization.{key}: {REFUSED_ZERO[key]}" for key in zero if key in REFUSED_ZERO
+    ]
+    if wrong:
+        raise ConfigError("\n".join(f"parallel.deepspeed.{words}" for words in wrong))
+
+
+def deepspeed_settings(plan: ZeroPlan) -> dict[str, Any]:
+    """The configuration that DeepSpeed gets."""
+    extra = dict(plan.extra)
+    zero = {"stage": plan.stage, **(extra.pop("zero_optimization", None) or {})}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # counted by us; DeepSpeed only multiplies it
+        "gradient_accumulation_steps": plan.num_micro_batches,
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 62,
+        "zero_optimization": zero,
+        **extra,
+    }
+
+
+def build_module(make: Callable[[], nn.Module], plan: ZeroPlan, device: torch.device) -> nn.Module:
+    """Make the module on ``device``; for stage 3 partitioned while it is being made."""
+    deepspeed = _deepspeed(device)
+    if plan.stage < 3:
+        with torch.device(device):
+            return make()
+    with deepspeed.zero.Init(config_dict_or_path=deepspeed_settings(plan)):
+        return make()
+
+
+def _deepspeed(device: torch.device) -> Any:
+    """The package, quiet, on the accelerator of ``device``."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", "0")  # it refuses to start without, even alone
+    # It calls deprecated names of torch.distributed at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # Its shared-memory all-reduce for CPUs is compiled at the first start, for minutes, and
+    # gloo serves as well.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class ZeroEngine:
+    """See :class:`runner.engine.protocol.Engine`.
+
+    Args:
+        module: from :func:`build_module`, its buffers made.
+        embedding: the module whose output is the first activation of each sequence.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        embedding: nn.Module,
+        sequence_losses: SequenceLosses,
+        settings: AdamWSettings,
+        plan: ZeroPlan,
+        device: torch.device,
+        probe: bool,
+    ) -> None:
+        self.device = device
+        self._world_size = dist.get_world_size()
+        self._parameters = dict(sorted(module.named_parameters()))
+        self._shapes = {name: _whole_shape(p) for name, p in self._parameters.items()}
+        self._learning_rate = torch.zeros((), device=device)
+        dims = {name: len(shape) for name, shape in self._shapes.items()}
+        self._optimizer = fused_adamw(self._parameters, dims, settings, self._learning_rate)
+        # It prints its memory use whatever its log level is.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._engine, wrapped, _, _ = _deepspeed(device).initialize(
+                model=module,
+                optimizer=self._optimizer,
+                config=deepspeed_settings(plan),
+                dist_init_required=False,
+            )
+        self._stage = _stage(wrapped)
+        make_state(self._optimizer, self._stage.flats())
+        self._forward = Forward(
+            self._engine,
+            embedding=embedding,
+            sequence_losses=sequence_losses,
+            device=device,
+            probe=probe,
+        )
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        return 0, 1
+
+    def initialise(self, values: InitialValues) -> None:
+        """Fill this rank's shards of the parameters; moments and counts become zero."""
+        for shard in self.shards():
+            kind, _, name = shard.name.partition("/")
+            if kind == "param":
+                shard.local.copy_(values(name, shard.shape, shard.start, len(shard.local)))
+            else:
+                shard.local.zero_()
+        self.finish_load(dict.fromkeys(self._parameters, 0))
+
+    def accumulate(self, works: Sequence[Work]) -> LocalSums:
+        self._forward.begin()
+        for number, work in enumerate(works, start=1):
+            loss = self._forward.training_loss(work)
+            # DeepSpeed averages over ranks; what is wanted is the sum.
+            self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
+            if number < len(works):
+                self._engine.step()  # counts the micro-batch; nothing is updated
+        square = get_total_norm(self._stage.gradients(), foreach=True).double().square()
+        return LocalSums(
+            loss=self._forward.loss(), grad_square=square, nonfinite=self._forward.nonfinite()
+        )
+
+    def apply(self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float) -> None:
+        self._learning_rate.fill_(learning_rate)
+        set_gate(self._optimizer, skip=skip, grad_scale=grad_scale)
+        self._engine.step()
+        if not self._engine.was_step_applied() and not skip.item():
+            # The norm it looked at is the same on all ranks, so all ranks come here.
+            raise RankError("DeepSpeed skipped an update that the gate had let through")
+
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+        return self._forward.evaluate(batches)
+
+    def suspects(self) -> Suspects:
+        return self._forward.suspects()
+
+    def shards(self) -> list[Shard]:
+        found = [shard for name in self._parameters for shard in self._shards_of(name)]
+        return sorted(found, key=lambda shard: shard.name)
+
+    def _shards_of(self, name: str) -> Iterator[Shard]:
+        place = self._stage.locate(self._parameters[name])
+        shape = self._shapes[name]
+        for kind in ("param", "exp_avg", "exp_avg_sq"):
+            local, start = torch.empty(0), 0
+            if place is not None:
+                state = self._optimizer.state[place.flat]
+                whole = place.flat.detach() if kind == "param" else state[kind]
+                local = whole.narrow(0, place.offset, place.count)
+                start = place.start
+            yield Shard(name=f"{kind}/{name}", shape=shape, start=start, local=local)
+
+    def full(self, name: str) -> torch.Tensor:
+        shard = next(shard for shard in self.shards() if shard.name == name)
+        # Summed as integers: everyone else's zeros leave the bits alone, -0.0 included.
+        whole = torch.zeros(math.prod(shard.shape), dtype=torch.int32, device=self.device)
+        stop = shard.start + len(shard.local)
+        whole[shard.start : stop] = shard.local.view(torch.int32)
+        dist.all_reduce(whole)
+        return whole.view(torch.float32).view(shard.shape).cpu()
+
+    def update_counts(self) -> dict[str, int]:
+        """Of the flat tensor that holds a part of the parameter; all of them step together."""
+        counts = {int(self._optimizer.state[f]["step"].item()) for f in self._stage.flats()}
+        assert len(counts) == 1, "flat partitions have stepped apart"
+        return dict.fromkeys(self._parameters, counts.pop())
+
+    def finish_load(self, update_counts: Mapping[str, int]) -> None:
+        counts = {update_counts[name] for name in self._parameters}
+        if len(counts) != 1:
+            raise CheckpointError(
+                f"the checkpoint's parameters have different update counts {sorted(counts)}; ZeRO "
+                "keeps one for all: resume with parallel=fsdp"
+            )
+        for flat in self._stage.flats():
+            self._optimizer.state[flat]["step"].fill_(float(next(iter(counts))))
+        self._stage.refresh()
+
+
+def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where this rank's part of a parameter lies: elements ``[start, start + count)`` of it are
+
+    elements ``[offset, offset + count)`` of ``flat``.
+    """
+
+    flat: torch.Tensor
+    offset: int
+    start: int
+    count: int
+
+
+class _Stage(Protocol):
+    """What differs between DeepSpeed's optimizers."""
+
+    def flats(self) -> list[torch.Tensor]:
+        """This rank's FP32 partitions, 1-D; the keys of the optimizer's state."""
+        ...
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's share of the reduced gradient, after the last micro-batch."""
+        ...
+
+    def locate(self, parameter: nn.Parameter) -> _Place | None:
+        """This rank's part of a parameter; None when it holds none of it."""
+        ...
+
+    def refresh(self) -> None:
+        """Remake the BF16 parameters from the FP32 partitions. Collective."""
+        ...
+
+
+def _stage(wrapped: Any) -> _Stage:
+    kinds: dict[str, Callable[[Any], _Stage]] = {
+        "BF16_Optimizer": _StageOne,
+        "DeepSpeedZeroOptimizer": _StageTwo,
+        "DeepSpeedZeroOptimizer_Stage3": _StageThree,
+    }
+    name = type(wrapped).__name__
+    if name not in kinds:
+        raise ConfigError(f"parallel.deepspeed: leads to DeepSpeed's {name}, which is not known")
+    return kinds[name](wrapped)
+
+
+class _Linked:
+    """Stages 1 and 2: a parameter's ``_hp_mapping`` says where its FP32 part lies."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def flats(self) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def locate(self, parameter: nn.Parameter) -> _Place | None:
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        held, taken = mapping.hp_fragment_address, mapping.lp_fragment_address
+        fragment = mapping.get_hp_fragment()
+        flat = next(f for f in self.flats() if _holds(f, fragment))
+        return _Place(flat=flat, offset=held.start, start=taken.start, count=held.numel)
+
+    def refresh(self) -> None:
+        self._wrapped.update_lp_params()
+
+
+def _holds(flat: torch.Tensor, part: torch.Tensor) -> bool:
+    return flat.data_ptr() <= part.data_ptr() < flat.data_ptr() + flat.numel() * flat.itemsize
+
+
+class _StageOne(_Linked):
+    """BF16 with FP32 accumulation makes DeepSpeed take its BF16_Optimizer for stage 1."""
+
+    def flats(self) -> list[torch.Tensor]:
+        return list(self._wrapped.fp32_groups_flat_partition)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return list(self._wrapped.fp32_groups_gradient_flat_partition)
+
+
+class _StageTwo(_Linked):
+    def flats(self) -> list[torch.Tensor]:
+        return list(self._wrapped.single_partition_of_fp32_groups)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [part for parts in self._wrapped.averaged_gradients.values() for part in parts]
+
+
+class _StageThree:
+    """Every rank holds ceil(numel / ranks) elements of each parameter."""
+
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def flats(self) -> list[torch.Tensor]:
+        return list(self._wrapped.fp32_partitioned_groups_flat)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [part for parts in self._wrapped.averaged_gradients.values() for part in parts]
+
+    def locate(self, parameter: nn.Parameter) -> _Place | None:
+        from deepspeed.utils import safe_get_local_fp32_param
+
+        whole: Any = parameter
+        part = safe_get_local_fp32_param(parameter)
+        start = min(whole.ds_numel, len(part) * dist.get_rank())
+        flat = next(f for f in self.flats() if _holds(f, part))
+        offset = (part.data_ptr() - flat.data_ptr()) // flat.itemsize
+        # The last rank's part is padded to the others' length.
+        count = min(len(part), whole.ds_numel - start)
+        return _Place(flat=flat, offset=offset, start=start, count=count)
+
+    def refresh(self) -> None:
+        # Without the epilogue small, persistent parameters stay as they were: the digest is
+        # right and the next loss is wrong.
+        self._wrapped.checkpoint_event_prologue()
+        for number in range(len(self.flats())):
+            self._wrapped._reassign_or_swap_out_partitioned_parameters(number)
+        self._wrapped.checkpoint_event_epilogue()

@@ -1,0 +1,152 @@
+"""DeepSpeed ZeRO under the same guard, the same ring, the same promises; and switching engines."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.run import Result, finish, skip_override, train
+
+STAGES = ["zero1", "zero2", "zero3"]
+# A NaN on each rank, a spike, and a range long enough to force a rollback.
+ALL_FAULTS = (
+    "nan_grad@step=12,rank=0,nan_loss@step=18,rank=1,"
+    "spike@samples=800-803,scale=900,poison@samples=1200-1290"
+)
+UP_TO_60 = "schedule.total=60"
+# Different shapes of the same sums round differently: nats per token.
+BF16_NOISE = 0.02
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_faults_are_survived_exactly(tmp_path: Path, stage: str) -> None:
+    engine = f"parallel={stage}"
+    hit = finish(tmp_path / "hit", engine, f"faults=[{ALL_FAULTS}]")
+    verdicts = {line["detail"]["verdict"] for line in hit.journal("discard")}
+    assert verdicts == {"NonFinite", "Spike"} and len(hit.journal("rollback")) == 1, hit.tail
+    assert [line["ranks"] for line in hit.journal("discard")[:2]] == [[0], [1]], hit.tail
+    told = finish(tmp_path / "told", engine, skip_override(hit.summary["skipped"]))
+    assert not told.journal("discard"), told.tail
+    assert_same_end(hit, told)
+    assert_every_sample_once(hit)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_and_damaged_it_ends_the_same(tmp_path: Path, clean: Result, stage: str) -> None:
+    """SIGKILL, then a flipped byte in the newest checkpoint, then a kill again."""
+    out = tmp_path / "run"
+    faults = "faults=[kill@step=28,rank=1,corrupt_checkpoint@step=45,kill@step=46,rank=0]"
+    for _ in range(2):
+        killed = train(out, f"parallel={stage}", faults)
+        assert killed.code != 0 and "SIGKILL" in killed.text, killed.tail
+    run = finish(out, f"parallel={stage}", faults)
+    assert run.journal("checkpoint_damaged"), run.tail
+    # On two ranks every sum has two terms, so that all engines give the same bits.
+    assert_same_run(run, clean)
+
+
+def test_ddp_and_zero_follow_fsdp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """100 steps from one checkpoint on each engine: the loss curves lie on each other."""
+    start = finish(tmp_path / "start", "steps=10", "schedule.total=110")
+    curves: dict[str, list[float]] = {}
+    for engine in ["fsdp", *STAGES]:
+        out = tmp_path / engine
+        shutil.copytree(start.out, out)
+        run = finish(out, f"parallel={engine}", "steps=110", "schedule.total=110", ranks=3)
+        curves[engine] = [line["loss"] for line in run.metrics()]
+    gaps = {
+        engine: max(abs(a - b) for a, b in zip(curve, curves["fsdp"], strict=True))
+        for engine, curve in curves.items()
+    }
+    with capsys.disabled():
+        print(f" largest gap to fsdp over 100 steps on 3 ranks, nats: {gaps}", end=" ")
+    assert len(curves["fsdp"]) == 110 and max(gaps.values()) < BF16_NOISE
+
+
+WRITERS = [("fsdp", 2), ("ddp", 2), ("zero1", 2), ("zero2", 3), ("zero3", 2)]
+READERS = [(engine, ranks) for engine in ("fsdp", "ddp", *STAGES) for ranks in (1, 2, 3, 4)]
+ALWAYS = {
+    ("fsdp", 2, "zero3", 3),
+    ("ddp", 2, "zero1", 3),
+    ("zero1", 2, "fsdp", 1),
+    ("zero2", 3, "zero3", 2),
+    ("zero3", 2, "ddp", 3),
+    ("zero3", 2, "zero2", 1),
+}
+MATRIX = [
+    pytest.param(*writer, *reader, marks=() if (*writer, *reader) in ALWAYS else pytest.mark.full)
+    for writer in WRITERS
+    for reader in READERS
+    if writer[0] != reader[0]
+]
+
+
+@pytest.fixture(scope="session")
+def written(runs: Path) -> dict[tuple[str, int], Result]:
+    """30 steps by each writer; filled as asked for."""
+    return {}
+
+
+@pytest.mark.parametrize(("writer", "writer_ranks", "reader", "reader_ranks"), MATRIX)
+def test_any_engine_reads_what_another_wrote(
+    tmp_path: Path,
+    runs: Path,
+    written: dict[tuple[str, int], Result],
+    clean: Result,
+    writer: str,
+    writer_ranks: int,
+    reader: str,
+    reader_ranks: int,
+) -> None:
+    key = (writer, writer_ranks)
+    if key not in written:
+        out = runs / f"written-{writer}-{writer_ranks}"
+        written[key] = finish(out, f"parallel={writer}", "steps=30", UP_TO_60, ranks=writer_ranks)
+    before = written[key]
+    out = tmp_path / "run"
+    shutil.copytree(before.out, out)
+    read = [f"parallel={reader}", UP_TO_60]
+    loaded = finish(out, *read, "steps=30", ranks=reader_ranks)
+    assert loaded.digest == before.digest, "loaded, nothing done: the same state"
+    # The digest alone would not show parameters that were not remade from the FP32 ones.
+    after = finish(out, *read, "steps=60", ranks=reader_ranks)
+    assert_every_sample_once(after)
+    for step, line in after.counted().items():
+        expected = clean.counted()[step]
+        assert abs(line["loss"] - expected["loss"]) < BF16_NOISE, f"step {step}\n{after.tail}"
+        assert line["lr"] == expected["lr"] and line["samples"] == expected["samples"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.deepspeed={gradient_clipping:1.0}"], "parallel.deepspeed.gradient_clipping"),
+        (
+            ["parallel.deepspeed={zero_optimization:{offload_optimizer:{device:cpu}}}"],
+            "zero_optimization.offload_optimizer",
+        ),
+        (["model.precision=fp32"], "needs model.precision=bf16"),
+    ],
+)
+def test_what_would_break_a_promise_is_refused(
+    tmp_path: Path, overrides: list[str], words: str
+) -> None:
+    refused = train(tmp_path / "run", "parallel=zero2", *overrides, ranks=0)
+    assert refused.code == 2 and words in refused.text, refused.tail
+    assert "Traceback" not in refused.text
+
+
+def test_further_settings_reach_deepspeed(tmp_path: Path, clean_alone: Result) -> None:
+    """Untied head, small buckets; and a key it does not know is told by DeepSpeed itself."""
+    run = finish(
+        tmp_path / "run",
+        "parallel=zero2",
+        "parallel.deepspeed={zero_optimization:{reduce_bucket_size:5000,overlap_comm:false}}",
+        "model.tied_head=false",
+        "steps=20",
+        ranks=2,
+    )
+    assert run.summary["steps"] == 20
