@@ -13,13 +13,17 @@ from collections.abc import Sequence
 from runner.command.arguments import Parser
 from runner.error import EXIT_CRASH, RunnerError
 
-COMMANDS = ("ring",)
+COMMANDS = ("ring", "import")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (see :mod:`runner.error`)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if given and given[0] == "import":
+            from runner.command.import_ import import_command
+
+            return import_command(given[1:])
         if given and given[0] in COMMANDS:
             from runner.command.ring import ring_command
 

@@ -228,13 +228,14 @@ def _zero(config: RunConfig, shape: DecoderShape, place: Place, device: torch.de
     # Only here: deepspeed takes seconds to import, and needs a compiler on some machines.
     from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_extra
 
-    check_extra(config.parallel.deepspeed)
+    extra = config.parallel.deepspeed or {}
+    check_extra(extra)
     batch = config.batch
     shares = deal(batch.global_size, batch.micro_size, place.world_size, place.rank)
     plan = ZeroPlan(
         stage=int(config.parallel.kind.value.removeprefix("zero")),
         num_micro_batches=len(shares),
-        extra=config.parallel.deepspeed,
+        extra=extra,
     )
     model = build_module(lambda: Decoder(shape), plan, device)
     assert isinstance(model, Decoder)

@@ -121,6 +121,11 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
             f"parallel={kind.value}: needs model.precision=bf16",
         ),
         (
+            not isinstance(config.parallel.deepspeed or {}, dict),
+            f"parallel.deepspeed={config.parallel.deepspeed}: must be a mapping, such as "
+            "{zero_optimization:{overlap_comm:true}}, or null",
+        ),
+        (
             bool(config.parallel.deepspeed) and not is_zero(kind),
             f"parallel.deepspeed: is for zero1, zero2 and zero3, not for {kind.value}",
         ),

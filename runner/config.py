@@ -172,7 +172,7 @@ class ParallelConfig:
         "reduce gradients after every micro-batch (less memory); false: once a step",
     )
     reshard_after_forward: bool = key(True, "free gathered parameters between uses (ZeRO-3)")
-    deepspeed: dict[str, Any] = key(dict, "zero1-3: further DeepSpeed settings, passed through")
+    deepspeed: Any = key(None, "zero1-3: a mapping of further DeepSpeed settings, or null")
     device: str = key("auto", "auto, cpu or cuda")
     timeout_seconds: float = key(600.0, "a collective waits no longer than this", gt=0)
 

@@ -13,6 +13,8 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   torchrun --nproc-per-node=8 -m runner out=runs/a key=value ...   train, or resume out=runs/a
   python -m runner key=value ...                                   the same with one process
   python -m runner ring DIR [--verify] [--export DIR]              list, verify, export checkpoints
+  python -m runner import SOURCE [--moments] [--rename 'REGEX=REPLACEMENT'] out=DIR key=value ...
+                     begin out=DIR from a DeepSpeed, DCP, torch or safetensors checkpoint
 
   --cfg job          print the resolved settings and stop
   --get KEY          check the settings, print one of them and stop (for scripts)

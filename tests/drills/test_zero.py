@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.drills.compare import assert_every_sample_once, assert_same_end
 from tests.run import Result, finish, skip_override, train
 
 STAGES = ["zero1", "zero2", "zero3"]
@@ -39,13 +40,22 @@ def test_killed_and_damaged_it_ends_the_same(tmp_path: Path, clean: Result, stag
     """SIGKILL, then a flipped byte in the newest checkpoint, then a kill again."""
     out = tmp_path / "run"
     faults = "faults=[kill@step=28,rank=1,corrupt_checkpoint@step=45,kill@step=46,rank=0]"
+    # In the foreground, so that the checkpoint of step 40 is the newest at step 45 on any disk.
+    engine = [f"parallel={stage}", "checkpoint.background=false", faults]
     for _ in range(2):
-        killed = train(out, f"parallel={stage}", faults)
+        killed = train(out, *engine)
         assert killed.code != 0 and "SIGKILL" in killed.text, killed.tail
-    run = finish(out, f"parallel={stage}", faults)
+    run = finish(out, *engine)
     assert run.journal("checkpoint_damaged"), run.tail
-    # On two ranks every sum has two terms, so that all engines give the same bits.
-    assert_same_run(run, clean)
+    # On two ranks every gradient is a sum of two, so that all engines give the same bits; only
+    # the norm is added up in another order.
+    assert run.digest == clean.digest, run.tail
+    assert without_norms(run) == without_norms(clean), run.tail
+    assert_every_sample_once(run)
+
+
+def without_norms(run: Result) -> list[dict[str, Any]]:
+    return [line | {"grad_norm": None} for line in run.metrics()]
 
 
 def test_ddp_and_zero_follow_fsdp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

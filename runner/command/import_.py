@@ -1,0 +1,281 @@
+"""``python -m runner import SOURCE key=value ...``: begin a run from another program's weights.
+
+Writes one ordinary checkpoint of step 0 into ``out``; the training command with the same settings
+then starts from it. SOURCE: a DeepSpeed directory, a torch DCP directory, a torch file,
+safetensors.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import overload
+
+import torch
+from rich.console import Console
+
+from runner import assemble
+from runner.check import check
+from runner.checkpoint.foreign import Moments, Source, Stored, open_source
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.shards import Snapshot, collect_pieces, write_rank_file
+from runner.checkpoint.store import RingStore
+from runner.command.arguments import Parser
+from runner.compose import compose, digest, flat
+from runner.config import RunConfig
+from runner.dist.group import place_from
+from runner.error import ConfigError
+from runner.model.decoder import Decoder
+from runner.rundir import RunDir
+from runner.state import TrainState
+
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+_SHOWN = 5
+_SERIAL = 1
+
+
+def import_command(arguments: Sequence[str]) -> int:
+    """Parse and run; returns the exit code.
+
+    Raises:
+        ConfigError: ``out`` is in use, or the source is refused or does not fit.
+    """
+    # Intermixed: settings may stand before and after the options.
+    options = _parser().parse_intermixed_args(arguments)
+    config = compose(options.overrides, config_dir=options.config_dir)
+    if place_from(os.environ).world_size != 1:
+        raise ConfigError("import: runs in one process; start it without torchrun")
+    check(config, world_size=config.parallel.shard_size or 1)
+    run_dir = RunDir(Path(config.out))
+    _refuse_used(run_dir)
+    dataset = assemble.open_dataset(config)
+    with torch.device("meta"):
+        model = Decoder(assemble.model_shape(config, dataset))
+    wanted = {name: tuple(value.shape) for name, value in sorted(model.named_parameters())}
+    source = open_source(Path(options.source))
+    found = named(source, [_rename(text) for text in options.rename])
+    refuse_misfit(wanted, {name: source.weights[was] for name, was in found.items()})
+    moments = _moments(source, found, wanted) if options.moments else None
+    run_dir.create()
+    weights = {name: source.weights[found[name]] for name in wanted}
+    _write(config, run_dir, dataset.fingerprint(), weights, moments)
+    Console(soft_wrap=True).print(
+        f"imported {len(wanted)} tensors from {options.source}, a {source.kind}, "
+        f"{'with' if moments else 'without'} moments; out={run_dir.out} starts from them",
+        markup=False,
+    )
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner import", description=__doc__, allow_abbrev=False)
+    parser.add_argument("source", metavar="SOURCE", help="file or directory with the weights")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the run's settings")
+    parser.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="REGEX=REPLACEMENT",
+        help="rename parameters (re.sub), in the order given; what becomes empty is left out",
+    )
+    parser.add_argument("--moments", action="store_true", help="take AdamW's moments as well")
+    parser.add_argument("--config-dir", help="your own presets")
+    return parser
+
+
+def _refuse_used(run_dir: RunDir) -> None:
+    ring = run_dir.ring
+    # What an import that was killed had not committed is in nobody's way.
+    kept = [p for p in ring.iterdir() if not p.name.startswith("writing-")] if ring.is_dir() else []
+    if kept or run_dir.journal.exists():
+        raise ConfigError(
+            f"out={run_dir.out}: holds a run already; import begins a new one: choose another out"
+        )
+
+
+Rename = tuple[re.Pattern[str], str]
+
+
+def _rename(text: str) -> Rename:
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals or not pattern:
+        raise ConfigError(f"--rename {text!r}: write 'REGEX=REPLACEMENT'")
+    try:
+        compiled = re.compile(pattern)
+        compiled.sub(replacement, "")
+    except (re.error, IndexError) as error:
+        raise ConfigError(f"--rename {text!r}: {error}") from None
+    return compiled, replacement
+
+
+def named(source: Source, renames: Sequence[Rename]) -> dict[str, str]:
+    """The model's names of the source's weights, each with the source's own.
+
+    Prefixes that wrappers add are taken off where all names have them; then ``renames``.
+
+    Raises:
+        ConfigError: two weights get one name.
+    """
+    names = list(source.weights)
+    short = _without_prefixes(names)
+    found: dict[str, str] = {}
+    for name, plain in zip(names, short, strict=True):
+        for pattern, replacement in renames:
+            plain = pattern.sub(replacement, plain)
+        if plain in found:
+            raise ConfigError(f"{found[plain]!r} and {name!r} are both called {plain!r}: --rename")
+        if plain:
+            found[plain] = name
+    return found
+
+
+def _without_prefixes(names: Sequence[str]) -> list[str]:
+    # torch.compile of single blocks puts its mark in the middle.
+    short = [name.replace("._orig_mod.", ".") for name in names]
+    while short:
+        common = [p for p in _PREFIXES if all(name.startswith(p) for name in short)]
+        if not common:
+            break
+        short = [name.removeprefix(common[0]) for name in short]
+    return short
+
+
+def refuse_misfit(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Stored]) -> None:
+    """
+    Raises:
+        ConfigError: a parameter is missing, unexpected, or of another shape.
+    """
+    lines = [
+        _few("missing", sorted(wanted.keys() - found.keys())),
+        _few("unexpected", sorted(found.keys() - wanted.keys())),
+        _few(
+            "of another shape",
+            [
+                f"{name} {list(found[name].shape)}, needed {list(shape)}"
+                for name, shape in wanted.items()
+                if name in found and found[name].shape != shape
+            ],
+        ),
+    ]
+    problems = [line for line in lines if line]
+    if problems:
+        raise ConfigError(
+            "the weights do not fit the model of these settings:\n"
+            + "\n".join(problems)
+            + "\nGive the model.* they were trained with; for other names --rename "
+            "'REGEX=REPLACEMENT' (a name that becomes empty leaves its tensor out)"
+        )
+
+
+def _few(what: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"  {what}: {'; '.join(names[:_SHOWN])}{more}" if names else ""
+
+
+def _moments(
+    source: Source, found: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]
+) -> dict[str, Moments]:
+    """
+    Raises:
+        ConfigError: the source has none, or not all of them.
+    """
+    lacking = [name for name in wanted if found[name] not in source.moments]
+    if lacking:
+        raise ConfigError(
+            f"--moments: this {source.kind} has none that can be read of {lacking[0]} and "
+            f"{len(lacking) - 1} others; import without"
+        )
+    moments = {name: source.moments[found[name]] for name in wanted}
+    for name, shape in wanted.items():
+        if not moments[name].exp_avg.shape == moments[name].exp_avg_sq.shape == shape:
+            raise ConfigError(f"--moments: those of {name} have another shape than the weights")
+    return moments
+
+
+def _write(
+    config: RunConfig,
+    run_dir: RunDir,
+    fingerprint: str,
+    weights: Mapping[str, Stored],
+    moments: Mapping[str, Moments] | None,
+) -> None:
+    store = RingStore(run_dir.ring)
+    store.sweep()
+    folder = store.writing_folder(_SERIAL)
+    tensors = _tensors(weights, moments)
+    try:
+        write_rank_file(folder, 0, _Snapshots(tensors))
+        pieces, files = collect_pieces(folder, 1)
+        state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
+        manifest = Manifest(
+            serial=_SERIAL,
+            step=0,
+            cursor=0,
+            world_size=1,
+            config_digest=digest(flat(config)),
+            data_fingerprint=fingerprint,
+            metrics_bytes=0,
+            journal_lines=0,
+            train_state=state.to_json(),
+            update_counts={n: moments[n].updates if moments else 0 for n in weights},
+            shapes={name: stored.shape for name, stored in tensors.items()},
+            pieces=pieces,
+            files=files,
+        )
+        run_dir.store_config(config)
+        store.commit(manifest)
+    except BaseException as error:
+        # Nothing is committed: what is there is worth nothing.
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ConfigError(f"out={run_dir.out}: cannot be written ({error})") from None
+        raise
+
+
+def _tensors(
+    weights: Mapping[str, Stored], moments: Mapping[str, Moments] | None
+) -> dict[str, Stored]:
+    """The whole state by its names in the ring, in sorted order."""
+    found: dict[str, Stored] = {}
+    for name, stored in weights.items():
+        found[f"param/{name}"] = stored
+        for kind in ("exp_avg", "exp_avg_sq"):
+            whole = getattr(moments[name], kind) if moments else _zeros(stored.shape)
+            found[f"{kind}/{name}"] = whole
+    return dict(sorted(found.items()))
+
+
+def _zeros(shape: tuple[int, ...]) -> Stored:
+    return Stored(shape=shape, read=lambda: torch.zeros(shape))
+
+
+class _Snapshots(Sequence[Snapshot]):
+    """Reads each tensor when it is its turn: of a large model only one is in memory."""
+
+    def __init__(self, tensors: Mapping[str, Stored]) -> None:
+        self._items = list(tensors.items())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> Snapshot: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Snapshot]: ...
+    def __getitem__(self, index: int | slice) -> Snapshot | Sequence[Snapshot]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        name, stored = self._items[index]
+        return Snapshot(name=name, start=0, values=_clean(name, stored))
+
+
+def _clean(name: str, stored: Stored) -> torch.Tensor:
+    values = stored.read().detach().float().flatten()
+    if not bool(values.isfinite().all()):
+        raise ConfigError(f"{name}: holds NaN or Inf; a run cannot begin from that")
+    if name.startswith("exp_avg_sq/") and bool((values < 0).any()):
+        raise ConfigError(f"{name}: holds negative numbers, which no squared average has")
+    return values
