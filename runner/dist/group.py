@@ -73,6 +73,8 @@ def start_group(place: Place, device: torch.device, *, timeout_seconds: float) -
     """Make the default group: gloo on CPU, NCCL (and gloo) on CUDA."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
+    # torch read TORCH_DISTRIBUTED_DEBUG when it was imported; debug=collectives came later.
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
