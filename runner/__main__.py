@@ -93,11 +93,9 @@ def _run() -> None:
         # an orderly shutdown would wait for collectives that will never come.
         traceback.print_exc()
         code = EXIT_CRASH
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # No finalizing of the interpreter: threads that gloo leaves behind a closed group made
-    # about one finished run in twenty end there with SIGABRT ("terminate called ...").
-    os._exit(code)
+    from runner.dist.group import leave
+
+    leave(code)
 
 
 if __name__ == "__main__":

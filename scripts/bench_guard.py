@@ -14,7 +14,7 @@ import os
 
 from paired import compare, open_loop, settings, shared_folder
 
-from runner.dist.group import choose_device, end_group, place_from, start_group
+from runner.dist.group import choose_device, end_group, leave, place_from, start_group
 
 
 def main() -> None:
@@ -37,6 +37,7 @@ def main() -> None:
     if place.is_first:
         print(json.dumps({"compared": f"guard={guard} / guard=off"} | result))
     end_group()
+    leave(0)
 
 
 if __name__ == "__main__":

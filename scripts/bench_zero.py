@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from runner import assemble
 from runner.config import RunConfig
-from runner.dist.group import Place, choose_device, end_group, place_from, start_group
+from runner.dist.group import Place, choose_device, end_group, leave, place_from, start_group
 from runner.engine.zero import ZeroPlan, build_module, deepspeed_settings
 from runner.model.decoder import Decoder
 
@@ -45,6 +45,7 @@ def main() -> None:
     if place.is_first:
         print(json.dumps({"compared": f"runner / bare DeepSpeed, stage {options.stage}"} | result))
     end_group()
+    leave(0)
 
 
 def bare_step(

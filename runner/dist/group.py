@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,17 @@ def start_group(place: Place, device: torch.device, *, timeout_seconds: float) -
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without finalizing the interpreter.
+
+    Threads that gloo leaves behind a closed group made about one finished run in twenty end
+    there with SIGABRT ("terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def end_group() -> None:

@@ -181,10 +181,13 @@ def test_a_full_disk(tmp_path: Path, clean: Result) -> None:
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
-        run = finish(out, "checkpoint.keep=9")
+        run = train(out, "checkpoint.keep=9")
         failed = run.journal("save_failed")
         assert failed and all(line["decision"] == "go on" for line in failed), run.tail
         assert all("No space left" in line["reason"] for line in failed)
         assert run.metrics() == clean.metrics() and run.digest == clean.digest, run.tail
+        # Every step was taken, but the end state is not on the disk: that is not "done".
+        assert run.code != 0 and (run.summary["status"], run.summary["exit_code"]) == ("failed", 1)
+        assert "the end state could not be saved" in run.summary["reason"], run.tail
     finally:
         subprocess.run(["umount", str(disk)], check=True)

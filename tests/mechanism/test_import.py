@@ -49,6 +49,7 @@ DEEPSPEED_SCRIPT = """
     from runner.model.decoder import Decoder
 
     out, overrides = Path(sys.argv[1]), sys.argv[2:]
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # minutes of compiling
     deepspeed.init_distributed("gloo")
     rank = torch.distributed.get_rank()
     config = compose(overrides)
@@ -90,6 +91,8 @@ DEEPSPEED_SCRIPT = """
                 truth[f"{kind}/{name}"] = whole.detach().clone()
         if rank == 0:
             torch.save(truth, out / f"zero{stage}.pt")
+    torch.distributed.barrier()
+    os._exit(0)  # gloo's threads do not always survive the end of the interpreter
 """
 
 
