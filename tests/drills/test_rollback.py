@@ -112,7 +112,7 @@ def test_a_spent_budget_halts_and_stays_halted(tmp_path: Path) -> None:
         assert "guard.max_rollbacks=1" in halts[-1]["reason"]
         assert halts[-1]["ranks"] and halts[-1]["sample_ids"]
         assert summary["reason"] == halts[-1]["reason"] and summary["reason"] in hit.text
-        assert 'Traceback (most recent call last):\n  File "/work' not in hit.text
+        assert "runner/train.py" not in hit.text, "a halt is no traceback of ours"
         assert (summary["restarts"], summary["rollbacks"]) == (attempt - 1, 1)
     # The second start judged what it knew again and computed one bad step.
     since = [line["kind"] for line in hit.journal()][-2:]
