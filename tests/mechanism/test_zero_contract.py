@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from runner.dist.group import Place, end_group, start_group
+from runner.dist.group import end_group, start_group
+from runner.dist.launcher import Place
 from runner.engine.adamw import AdamWSettings
 from runner.engine.zero import ZeroEngine, ZeroPlan, build_module
 from runner.model.decoder import Decoder, DecoderShape
