@@ -32,6 +32,7 @@ from runner.engine.forward import SequenceLosses
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.protocol import Engine
 from runner.error import ConfigError
+from runner.fault.inject import FaultInjector
 from runner.model.decoder import Decoder, DecoderShape, default_ffn_dim, flops_per_token
 from runner.model.initial import initial_range, initial_rule
 from runner.model.loss import sequence_losses
@@ -315,6 +316,7 @@ def ring(
     ranks: Ranks,
     identity: Identity,
     report: Report,
+    faults: FaultInjector,
 ) -> Ring:
     """The checkpoints."""
     return Ring(
@@ -329,6 +331,7 @@ def ring(
         ),
         identity=identity,
         report=report,
+        before_write=lambda step: faults.at("save", step),
     )
 
 
