@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import sys
 import threading
 import time
@@ -233,15 +234,19 @@ def last_words(path: Path, seen: Report) -> Report | None:
 
 
 def _frames(text: str) -> list[Frame]:
-    """faulthandler's ``File "x", line n in f`` lines of the current thread, outermost first."""
-    frames: list[Frame] = []
-    for line in text.partition("Current thread")[2].splitlines()[1:]:
-        parts = line.strip().split('"')
-        if len(parts) < 3 or not parts[0].startswith("File"):
-            break
-        number, _, function = parts[2].removeprefix(", line ").partition(" in ")
-        frames.append({"file": parts[1], "line": int(number), "function": function})
-    return frames[::-1]
+    """The training thread's frames in what faulthandler wrote, outermost first.
+
+    It begins with the thread that died, which may be one of C++ without any Python frame.
+    """
+    blocks = [_block(block) for block in re.split(r"(?:Current t|T)hread 0x", text)[1:]]
+    blocks = [block for block in blocks if block]
+    training = [b for b in blocks if any("__main__" in str(frame["file"]) for frame in b)]
+    return next(iter(training or blocks), [])
+
+
+def _block(text: str) -> list[Frame]:
+    found = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
+    return [{"file": f, "line": int(n), "function": name} for f, n, name in reversed(found)]
 
 
 def now() -> float:
