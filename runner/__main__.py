@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 
 from runner.command.arguments import Parser
-from runner.error import EXIT_CRASH, RunnerError
+from runner.error import EXIT_CRASH, RunnerError, StartError
 
 COMMANDS = ("ring", "import")
 
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return ring_command(given[1:])
         return _train_command(given)
     except RunnerError as error:
+        if isinstance(error, StartError) and error.is_local and not _is_first():
+            sys.stderr.write(f"error: {error}\n")
         _say_once(f"error: {error}")
         return error.exit_code
 

@@ -76,7 +76,14 @@ class RankError(RunnerError):
 
 
 class StartError(RunnerError):
-    """The ranks did not come together; the message names who is absent or not reachable."""
+    """The ranks did not come together; the message names who is absent or not reachable.
+
+    ``is_local``: the other ranks do not know, so that this one has to say it.
+    """
+
+    def __init__(self, words: str, *, is_local: bool = False) -> None:
+        super().__init__(words)
+        self.is_local = is_local
 
 
 class Superseded(RunnerError):

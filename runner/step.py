@@ -63,6 +63,7 @@ class Stepper:
 
     Args:
         clip: bound of the global gradient norm; 0 switches clipping off.
+        config_digest, code: digests of the settings and of this package; equal on all ranks.
         guarded: False lets every step be applied, whatever its numbers.
     """
 
@@ -78,6 +79,7 @@ class Stepper:
         clip: float,
         guarded: bool,
         config_digest: str,
+        code: str,
         heart: Heartbeat,
     ) -> None:
         self._engine = engine
@@ -89,6 +91,7 @@ class Stepper:
         self._clip = clip
         self._guarded = guarded
         self._config_digest = config_digest
+        self._code = code
         self._heart = heart
         self._host_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
@@ -171,6 +174,7 @@ class Stepper:
             "step": step + int(wrong),
             "samples": [plan.start, plan.stop],
             "config": self._config_digest,
+            "code": self._code,
             "decisions": decisions,
             "shapes": [list(batch.tokens.shape) for batch in fetched.micro_batches],
         }

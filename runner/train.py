@@ -18,7 +18,7 @@ from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
 from runner.compose import digest, flat
-from runner.config import RunConfig
+from runner.config import DebugKind, RunConfig
 from runner.crash import crash_incident, forget_last_words
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed
@@ -321,6 +321,7 @@ class Session:
             clip=config.optim.clip,
             guarded=config.guard.enabled,
             config_digest=self._settings_digest,
+            code=code_digest(),
             heart=self._witness.heart,
         )
 
@@ -386,6 +387,9 @@ class Session:
             f"{self._place.world_size} x {self._device.type}, {config.model.precision.value}, "
             f"out={self._dir.out}"
         )
+        if config.debug.kind is not DebugKind.off:
+            effective = " ".join(f"{name}={value}" for name, value in self._debug.items())
+            self._console.say(f"debug={config.debug.kind.value}: {effective}")
         if resumed.step >= config.steps:
             self._console.say(f"all {config.steps} steps are applied already")
         elif resumed.step:

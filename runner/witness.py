@@ -46,6 +46,7 @@ from runner.rundir import RunDir
 from runner.stop import StopRequest
 
 _TICK_SECONDS = 0.5
+_JOURNAL_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,9 +256,18 @@ class Witness:
             write_report(self._folder(), last_words(fatal, report) or report)
 
     def _write_down(self, cause: Blame) -> None:
-        if self.journal is not None and self._fence is not None:
+        journal, fence = self.journal, self._fence
+        if journal is None or fence is None:
+            return
+
+        def write() -> None:
             with contextlib.suppress(OSError, Superseded):
-                self.journal(cause, self._fence.number)
+                journal(cause, fence.number)
+
+        # The training thread may be stuck in the very file: the next start can write it too.
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(_JOURNAL_SECONDS)
 
     def _end_silent_peers(self) -> None:
         """A stopped neighbour would hold the launcher up for its own half minute."""

@@ -50,8 +50,8 @@ class AgreedWork:
             return 0.0, 0.0
         return 1.0, float(self._running.exception() is not None)
 
-    def wait(self, seconds: float) -> None:
-        """Wait for this rank's part of the oldest job, up to ``seconds``."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for this rank's part of the oldest job, at most ``seconds``."""
         if self._running is not None:
             wait([self._running], timeout=seconds)
 

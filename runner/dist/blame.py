@@ -76,7 +76,7 @@ def _own_fault(kind: str, guilty: list[Report], reports: Sequence[Report]) -> Bl
     ranks = tuple(sorted(report.rank for report in same))
     at = f" at {first.where}" if first.where else ""
     others = [report for report in reports if report.kind not in ("exception", "fatal", "signal")]
-    waiting = "" if kind == "exception" else _waiting_in(others)
+    waiting = "" if kind == "exception" else changed_shape(others) or _waiting_in(others)
     return Blame(
         kind=kind,
         ranks=ranks,
@@ -141,6 +141,23 @@ def _waiting_in(reports: Sequence[Report]) -> str:
                 f"; rank {report.rank} waited for it in {entry['op']} #{entry['seq']} "
                 f"at {entry['line'] or report.where}"
             )
+    return ""
+
+
+def changed_shape(reports: Sequence[Report]) -> str:
+    """A rank whose last collective was not as large as at the same line before.
+
+    gloo aborts the rank that received the wrong size, which takes its own record with it.
+    """
+    for report in reports:
+        entries = report.collectives
+        for last in reversed(entries[-3:]):
+            before = [e for e in entries if e["line"] == last["line"] and e["seq"] < last["seq"]]
+            if before and before[-1]["sizes"] != last["sizes"]:
+                return (
+                    f"; rank {report.rank} handed over {last['sizes']} in {last['op']} "
+                    f"#{last['seq']} at {last['line']}, where it was {before[-1]['sizes']} before"
+                )
     return ""
 
 

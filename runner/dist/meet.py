@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from runner.dist.launcher import Place, meeting_point
 from runner.error import StartError
@@ -21,6 +21,7 @@ Facts = Mapping[str, Any]
 _LEADER = "holdfast/leader"
 _WELCOME = "welcome"
 _POLL_SECONDS = 0.05
+_RETRY_SECONDS = 0.2
 _MOST_NAMED = 16
 
 
@@ -36,23 +37,50 @@ def meet(place: Place, *, seconds: float) -> Store:
         ("MASTER_ADDR", "MASTER_PORT"), meeting_point(os.environ) or (), strict=False
     ):
         os.environ[name] = str(value)
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    limit = timedelta(seconds=seconds)
+    _reach(place, seconds)
     try:
-        store, _, _ = next(
-            rendezvous(
-                "env://", place.rank, place.world_size, timeout=limit
-            )
+        return TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            place.world_size,
+            _hosts_store(place),
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,  # the roll call waits, and can say for whom
+            multi_tenant=True,
         )
-    except (RuntimeError, ValueError) as error:
-        raise StartError(
-            f"rank {place.rank}: cannot reach the meeting point MASTER_ADDR:MASTER_PORT={where} "
-            f"within parallel.start_seconds={seconds:g} ({first_line(error)}); check the name, that the "
-            "port is free and not blocked, and that rank 0 has started"
-        ) from None
-    assert isinstance(store, Store)
-    store.set_timeout(limit)
-    return store
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise _unreachable(place, seconds, error) from None
+
+
+def _hosts_store(place: Place) -> bool:
+    """torchrun's agent may host it; otherwise rank 0 does."""
+    return place.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _reach(place: Place, seconds: float) -> None:
+    """Wait until the meeting point answers; torch's own attempts fill the screen with frames."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if _hosts_store(place) or not port.isdigit():
+        return
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=min(5.0, seconds)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > limit:
+                raise _unreachable(place, seconds, error) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def _unreachable(place: Place, seconds: float, error: Exception) -> StartError:
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return StartError(
+        f"rank {place.rank}: cannot reach the meeting point MASTER_ADDR:MASTER_PORT={where} "
+        f"within parallel.start_seconds={seconds:g} ({first_line(error)}); check the name, that "
+        "the port is free and not blocked, and that rank 0 has started",
+        is_local=True,
+    )
 
 
 def call_roll(

@@ -120,7 +120,8 @@ def test_another_shape_is_named_where_torch_looks(tmp_path: Path) -> None:
     assert plain.code != 0
     again = finish(tmp_path / "plain", "steps=20", "faults=[other_shape@step=12,rank=1]")
     (crash,) = again.journal("crash")
-    assert "all_reduce" in crash["reason"], crash
+    assert "rank 1 handed over" in crash["reason"], crash
+    assert "all_reduce" in crash["reason"] and "step.py" in crash["reason"], crash
 
 
 def test_all_ranks_at_once(tmp_path: Path, clean: Result) -> None:

@@ -123,6 +123,18 @@ def test_all_ranks_that_fail_alike_are_named() -> None:
     assert blame(reports, 3).ranks == (0, 1, 2)
 
 
+def test_who_changed_the_shape_when_gloo_aborted_the_other() -> None:
+    same_line = [entry(seq) | {"line": "step.py:9 f"} for seq in range(3)]
+    odd = entry(3, size=5, finished=False) | {"line": "step.py:9 f"}
+    reports = [
+        report(0, "fatal", message="Fatal Python error: Aborted"),
+        report(1, "lost_contact", collectives=[*same_line, odd]),
+    ]
+    cause = blame(reports, 2)
+    assert "rank 1 handed over [[5]] in all_reduce #3 at step.py:9 f" in cause.reason
+    assert "where it was [[4]] before" in cause.reason
+
+
 def test_silence() -> None:
     gone = blame([report(0, "lost_contact"), report(2, "lost_contact")], 3)
     assert gone.ranks == (1,) and "SIGKILL" in gone.reason

@@ -417,7 +417,7 @@ def test_sweep_removes_only_what_never_committed(ring: Path) -> None:
     write_rank_file(store.writing_folder(3), 0, [])
     (ring / "notes").mkdir()
     (ring / "writing-down.txt").touch()
-    assert store.sweep() == ["000002-step-00000020", "writing-000003"]
+    assert store.sweep() == ["000002-step-00000020", "writing-000003-000000"]
     left = ["000001-step-00000010", "notes", "writing-down.txt"]
     assert sorted(path.name for path in ring.iterdir()) == left
     assert store.sweep() == []
