@@ -152,11 +152,18 @@ def changed_shape(reports: Sequence[Report]) -> str:
     for report in reports:
         entries = report.collectives
         for last in reversed(entries[-3:]):
-            before = [e for e in entries if e["line"] == last["line"] and e["seq"] < last["seq"]]
-            if before and before[-1]["sizes"] != last["sizes"]:
+            key = (last["group"], last["op"], last["line"])
+            before = [
+                str(entry["sizes"])
+                for entry in entries
+                if (entry["group"], entry["op"], entry["line"]) == key
+                and entry["seq"] < last["seq"]
+            ]
+            # A line that hands over many sizes, such as a model's forward, tells nothing.
+            if len(before) > 1 and len(set(before)) == 1 and before[0] != str(last["sizes"]):
                 return (
                     f"; rank {report.rank} handed over {last['sizes']} in {last['op']} "
-                    f"#{last['seq']} at {last['line']}, where it was {before[-1]['sizes']} before"
+                    f"#{last['seq']} at {last['line']}, where it was {before[0]} before"
                 )
     return ""
 
