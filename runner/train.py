@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-import runner
 from runner import assemble
 from runner.check import check
 from runner.checkpoint.protocol import Identity
@@ -41,6 +38,7 @@ from runner.evaluate import Evaluator
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.finish import End, collect_digest, sum_up
+from runner.identity import code_digest, ranks_on, versions
 from runner.inspection import PaceInspector, ReplicaInspector
 from runner.loop import Intervals, Loop
 from runner.model.decoder import DecoderShape, num_parameters
@@ -100,26 +98,6 @@ def train(config: RunConfig, place: Place) -> int:
         end_group()
     witness.end()
     return code
-
-
-def versions() -> dict[str, str]:
-    """What must be equal on all ranks for them to compute the same."""
-    return {
-        "holdfast": runner.__version__,
-        "code": code_digest(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def code_digest() -> str:
-    """SHA-256 (first 16 hex digits) over this package's source files."""
-    digest = hashlib.sha256()
-    root = Path(runner.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 class Session:
@@ -407,17 +385,6 @@ class Run:
     journal: Journal
     state: TrainState
     reporter: Reporter
-
-
-def ranks_on(host: str, hosts: Sequence[str]) -> str:
-    """The ranks of a host, such as ``0-7``, or ``0-3,8`` where they are not in a row."""
-    spans: list[list[int]] = []
-    for rank, name in enumerate(hosts):
-        if name == host and spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        elif name == host:
-            spans.append([rank, rank])
-    return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
 
 
 def _run_to_an_end(run: Run) -> End:
