@@ -117,10 +117,10 @@ class Stepper:
             *work_done,
             *_lane_numbers(identity),
         ]
-        numbers = self._agree_and_apply(sums, told, limits, learning_rate)
+        numbers, withheld = self._agree_and_apply(sums, told, limits, learning_rate)
         self._raise_alike(numbers, fetched, identity)
         return Outcome(
-            signals=_signals(numbers, plan, step),
+            signals=_signals(numbers, plan, step, withheld),
             stop_requested=numbers[_STOP] > 0,
             num_done=numbers[_DONE],
             num_failed=numbers[_FAILED],
@@ -156,8 +156,11 @@ class Stepper:
 
     def _agree_and_apply(
         self, sums: LocalSums, told: list[float], limits: Limits, learning_rate: float
-    ) -> list[float]:
-        """The agreed vector, then loss, grad norm and the gate as the device had them."""
+    ) -> tuple[list[float], str | None]:
+        """The agreed vector, then loss, grad norm and the gate as the device had them.
+
+        And why the engine itself did not apply what the gate let through, if it did not.
+        """
         device = self._engine.device
         computed = torch.stack([sums.loss, sums.grad_square, sums.nonfinite])
         packed = torch.cat([computed, torch.tensor(told, dtype=torch.float64).to(device)])
@@ -169,12 +172,12 @@ class Stepper:
         scale = tokens
         if self._clip > 0:
             scale = tokens * ((norm + _CLIP_EPS) / self._clip).clamp(min=1.0)
-        self._engine.apply(
+        withheld = self._engine.apply(
             skip=closed.float(), grad_scale=scale.float(), learning_rate=learning_rate
         )
         # One copy to the host; loss and norm too, so that the judge sees the gate's own bits.
         told_back = torch.cat([packed, torch.stack([loss, norm, closed.double()])])
-        return [float(value) for value in told_back.tolist()]
+        return [float(value) for value in told_back.tolist()], withheld
 
     def _gate(
         self, packed: torch.Tensor, loss: torch.Tensor, norm: torch.Tensor, limits: Limits
@@ -239,7 +242,9 @@ def _lane_numbers(identity: dict[str, Any]) -> list[float]:
     return [float(n) for n in numbers] + [float(n * n) for n in numbers]
 
 
-def _signals(numbers: Sequence[float], plan: BatchPlan, step: int) -> StepSignals:
+def _signals(
+    numbers: Sequence[float], plan: BatchPlan, step: int, withheld: str | None
+) -> StepSignals:
     loss, norm, closed = numbers[-3:]
     return StepSignals(
         step=step,
@@ -249,7 +254,8 @@ def _signals(numbers: Sequence[float], plan: BatchPlan, step: int) -> StepSignal
         grad_norm=norm,
         tokens=int(numbers[_TOKENS]),
         nonfinite_ranks=int(numbers[_NONFINITE]),
-        gated=closed > 0,
+        gated=closed > 0 or withheld is not None,
+        withheld=withheld,
     )
 
 

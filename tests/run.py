@@ -77,11 +77,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def command(out: Path, *overrides: str, ranks: int = 2) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+def command(out: Path, *overrides: str, ranks: int = 2, program: Path | None = None) -> list[str]:
+    """``program``: a script that does something of its own and then calls the runner."""
+    told = [*(["-m", "runner"] if program is None else [str(program)])]
+    told += [f"out={out}", *TINY, *overrides]
     if ranks == 0:  # no launcher at all
-        return [sys.executable, "-m", "runner", f"out={out}", *TINY, *overrides]
-    return [*launcher, f"--nproc-per-node={ranks}", "-m", "runner", f"out={out}", *TINY, *overrides]
+        return [sys.executable, *told]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={ranks}", *told]
 
 
 def train(
@@ -90,9 +93,10 @@ def train(
     ranks: int = 2,
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
+    program: Path | None = None,
 ) -> Result:
     """Run one command to its end; ``ranks=0`` starts without torchrun."""
-    return start(out, *overrides, ranks=ranks, env=env).wait(timeout)
+    return start(out, *overrides, ranks=ranks, env=env, program=program).wait(timeout)
 
 
 @dataclass(frozen=True)
@@ -142,11 +146,15 @@ class Started:
 
 
 def start(
-    out: Path, *overrides: str, ranks: int = 2, env: Mapping[str, str] | None = None
+    out: Path,
+    *overrides: str,
+    ranks: int = 2,
+    env: Mapping[str, str] | None = None,
+    program: Path | None = None,
 ) -> Started:
     """Begin one command."""
     process = subprocess.Popen(
-        command(out, *overrides, ranks=ranks),
+        command(out, *overrides, ranks=ranks, program=program),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -180,9 +188,9 @@ def journalled(out: Path, kind: str) -> int:
     return sum(line["kind"] == kind for line in lines)
 
 
-def finish(out: Path, *overrides: str, ranks: int = 2) -> Result:
+def finish(out: Path, *overrides: str, ranks: int = 2, program: Path | None = None) -> Result:
     """:func:`train`, which must end well."""
-    result = train(out, *overrides, ranks=ranks)
+    result = train(out, *overrides, ranks=ranks, program=program)
     assert result.code == 0, result.tail
     assert result.summary["status"] == "done", result.tail
     return result
