@@ -44,7 +44,7 @@ def _train_command(given: Sequence[str]) -> int:
         _print_once(help_text())
         return 0
     config = compose(options.overrides, config_dir=options.config_dir)
-    from runner.dist.group import place_from
+    from runner.dist.launcher import place_from
 
     place = place_from(os.environ)
     if options.cfg or options.get:

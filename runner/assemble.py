@@ -25,7 +25,8 @@ from runner.data.synthetic import SyntheticLanguage
 from runner.data.text import open_text
 from runner.data.tokens import open_tokens
 from runner.dist.agree import Ranks
-from runner.dist.group import Place
+from runner.dist.heartbeat import Patience
+from runner.dist.launcher import Launch, Place
 from runner.engine.adamw import AdamWSettings
 from runner.engine.forward import SequenceLosses
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
@@ -48,8 +49,37 @@ from runner.policy.verdict import JudgeRules
 from runner.report import Reporter
 from runner.resume import Resumed
 from runner.rundir import RunDir
+from runner.stop import StopRequest
+from runner.witness import WatchRules, Witness
 
 Report = Callable[[Incident], None]
+
+
+def stop_request(config: RunConfig, launch: Launch) -> StopRequest:
+    """Signals, and the scheduler's time limit where it is known."""
+    end = launch.end_time
+    return StopRequest(
+        grace_seconds=config.preempt.grace_seconds,
+        stop_at=None if end is None else end - config.preempt.margin_seconds,
+    )
+
+
+def witness(
+    config: RunConfig, place: Place, launch: Launch, run_dir: RunDir, stop: StopRequest
+) -> Witness:
+    """What watches over this rank."""
+    watchdog = config.watchdog
+    return Witness(
+        place=place,
+        launch=launch,
+        run_dir=run_dir,
+        stop=stop,
+        rules=WatchRules(
+            enabled=watchdog.enabled,
+            settle_seconds=watchdog.settle_seconds,
+            patience=Patience(**_named(Patience, watchdog)),
+        ),
+    )
 
 
 def judge_rules(config: RunConfig) -> JudgeRules:

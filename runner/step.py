@@ -17,6 +17,8 @@ from runner.data.cursor import BatchPlan
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed, Fetched
 from runner.dist.agree import Ranks
+from runner.dist.heartbeat import Heartbeat
+from runner.dist.meet import difference
 from runner.engine.protocol import Engine, LocalSums, Work
 from runner.error import RankError
 from runner.fault.inject import FaultInjector
@@ -74,6 +76,7 @@ class Stepper:
         clip: float,
         guarded: bool,
         config_digest: str,
+        heart: Heartbeat,
     ) -> None:
         self._engine = engine
         self._feed = feed
@@ -84,6 +87,7 @@ class Stepper:
         self._clip = clip
         self._guarded = guarded
         self._config_digest = config_digest
+        self._heart = heart
 
     def attempt(
         self,
@@ -106,8 +110,10 @@ class Stepper:
             RankError: a rank could not read a sample, or stands elsewhere than the others.
         """
         began = time.monotonic()
+        self._heart.begin_step(step)
         self._faults.before_step(step)
         fetched = self._feed.fetch(plan, ledger)
+        self._heart.enter("compute")
         sums = self._engine.accumulate(self._works(plan, fetched))
         identity = self._identity(plan, step, decisions, fetched)
         told = [
@@ -161,6 +167,7 @@ class Stepper:
 
         And why the engine itself did not apply what the gate let through, if it did not.
         """
+        self._heart.enter("agree")
         device = self._engine.device
         computed = torch.stack([sums.loss, sums.grad_square, sums.nonfinite])
         packed = torch.cat([computed, torch.tensor(told, dtype=torch.float64).to(device)])
@@ -172,6 +179,7 @@ class Stepper:
         scale = tokens
         if self._clip > 0:
             scale = tokens * ((norm + _CLIP_EPS) / self._clip).clamp(min=1.0)
+        self._heart.enter("apply")
         withheld = self._engine.apply(
             skip=closed.float(), grad_scale=scale.float(), learning_rate=learning_rate
         )
@@ -203,7 +211,7 @@ class Stepper:
             self._ranks.world_size,
         )
         if not equal:
-            raise RankError(_name_difference(self._ranks.gather(identity)))
+            raise RankError(f"ranks drifted apart: {difference(self._ranks.gather(identity))}")
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
         """Who was at fault: sequences that were not finite, or else the loudest. Collective."""
@@ -257,16 +265,3 @@ def _signals(
         gated=closed > 0 or withheld is not None,
         withheld=withheld,
     )
-
-
-def _name_difference(identities: list[dict[str, Any]]) -> str:
-    """Which field differs, and on which ranks."""
-    parts = []
-    for field in identities[0]:
-        values = [str(identity[field]) for identity in identities]
-        usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
-        others = [rank for rank, value in enumerate(values) if value != usual]
-        if others:
-            seen = ", ".join(f"rank {rank}: {values[rank]}" for rank in others)
-            parts.append(f"{field}: {seen}; the others: {usual}")
-    return "ranks drifted apart: " + "; ".join(parts)

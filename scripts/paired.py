@@ -18,7 +18,7 @@ import torch.distributed as dist
 from runner.compose import compose
 from runner.config import RunConfig
 from runner.dist.agree import Ranks
-from runner.dist.group import Place
+from runner.dist.launcher import Place
 from runner.loop import Loop
 from runner.rundir import RunDir
 from runner.train import Session

@@ -34,6 +34,8 @@ from runner.policy.ring import (
     with_state,
 )
 
+_PATIENCE_SECONDS = 0.2  # between looks at the time while a disk is slow
+
 
 class Ring:
     """See the module's docstring. ``report`` takes incidents, alike on every rank."""
@@ -257,16 +259,23 @@ class Ring:
         """Take the sums; records change here, on all ranks alike."""
         self._work.settle(num_done, num_failed, self._ranks.world_size)
 
-    def drain(self) -> None:
-        """Finish everything that is under way. Collective."""
-        while len(self._work):
-            self._work.wait()
-            num_done, num_failed = self._ranks.sum(list(self._work.tell()))
-            self.settle(num_done, num_failed)
+    def drain(self, is_late: Callable[[], bool] = lambda: False) -> bool:
+        """Finish everything that is under way. Collective.
 
-    def close(self) -> None:
-        """End the background thread."""
-        self._work.close()
+        Returns False, on all ranks alike, when some rank said it is too late to wait longer.
+        """
+        while len(self._work):
+            self._work.wait(_PATIENCE_SECONDS)
+            late = float(is_late())
+            num_done, num_failed, num_late = self._ranks.sum([*self._work.tell(), late])
+            self.settle(num_done, num_failed)
+            if num_late and len(self._work):
+                return False
+        return True
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the background thread; ``wait`` False leaves a file it is writing unfinished."""
+        self._work.close(wait=wait)
 
     # -- restoring ------------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runner.checkpoint.files import blocks, write_json
 from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Manifest, Piece
 from runner.checkpoint.store import Entry, read_rank_facts
 from runner.error import CorruptCheckpoint
+from runner.files import blocks, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from runner.checkpoint.store import RingStore
 from runner.command.arguments import Parser
 from runner.compose import compose, digest, flat
 from runner.config import RunConfig
-from runner.dist.group import place_from
+from runner.dist.launcher import place_from
 from runner.error import ConfigError
 from runner.model.decoder import Decoder
 from runner.model.frozen import frozen_names

@@ -28,7 +28,8 @@ from runner.config import (
     RunConfig,
 )
 from runner.data.feed import NOT_COUNTED, MicroBatch
-from runner.dist.group import Place, end_group, place_from, start_group
+from runner.dist.group import end_group, start_group
+from runner.dist.launcher import Place, place_from
 from runner.engine.fsdp import FsdpEngine
 from runner.engine.protocol import LocalSums, Work
 from runner.fault.inject import Disturbance

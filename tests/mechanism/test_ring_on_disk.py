@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from runner.checkpoint.digest import state_digest
-from runner.checkpoint.files import file_digest, write_durably, write_json
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.shards import (
     Snapshot,
@@ -31,6 +30,7 @@ from runner.checkpoint.shards import (
 from runner.checkpoint.store import Entry, RingStore
 from runner.command.ring import export, ring_command
 from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.files import file_digest, write_durably, write_json
 from runner.policy.ring import Record, State
 
 Tensors = Mapping[str, torch.Tensor]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from runner.data.feed import MicroBatch
-from runner.dist.group import Place, end_group, start_group
+from runner.dist.group import end_group, start_group
+from runner.dist.launcher import Place
 from runner.engine.adamw import AdamWSettings
 from runner.engine.protocol import Work
 from runner.engine.zero import ZeroEngine, ZeroPlan, build_module
