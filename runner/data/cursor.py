@@ -95,18 +95,6 @@ class SampleStream:
             found[chosen] = self._permuted(offsets[chosen], int(epoch))
         return found
 
-    def num_usable(self, start: int, stop: int, ledger: Ledger) -> int:
-        """Training samples in ``[start, stop)`` that the ledger allows. Costs O(stop - start)."""
-        total = 0
-        for allowed_start, allowed_stop in ledger.allowed(start):
-            end = stop if allowed_stop is None else min(stop, allowed_stop)
-            for at in range(allowed_start, end, 1 << 20):
-                block = np.arange(at, min(end, at + (1 << 20)), dtype=np.int64)
-                total += len(self._usable(block))
-            if end == stop:
-                break
-        return total
-
     def held_out_indices(self, count: int) -> Indices:
         """A fixed set of held-out samples, int64 [up to count]; empty when none is held out."""
         if self._share <= 0:

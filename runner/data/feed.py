@@ -20,7 +20,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from runner.data.cursor import BatchPlan, Indices, SampleStream
 from runner.data.dataset import Dataset
-from runner.policy.elastic import deal
+from runner.policy.elastic import deal, share_out
 from runner.policy.ledger import Ledger
 
 NOT_COUNTED = -100  # torch's ignore_index: no loss, no gradient
@@ -193,22 +193,15 @@ class Feed:
 
     def fixed(self, indices: Indices) -> list[MicroBatch]:
         """This rank's share of a fixed set of samples, loaded at once (evaluation)."""
-        count = len(indices)
-        per_rank = -(-count // self._world_size)
-        mine = [
-            slot if slot < count else None
-            for slot in range(self._rank, per_rank * self._world_size, self._world_size)
-        ]
-        chunks = [mine[at : at + self._micro_size] for at in range(0, per_rank, self._micro_size)]
         return [
             self._reader[
                 MicroPlan(
                     batch_start=-1,
-                    positions=tuple(None for _ in chunk),
-                    indices=tuple(-1 if slot is None else int(indices[slot]) for slot in chunk),
+                    positions=tuple(None for _ in slots),
+                    indices=tuple(-1 if slot is None else int(indices[slot]) for slot in slots),
                 )
             ]
-            for chunk in chunks
+            for slots in share_out(len(indices), self._micro_size, self._world_size, self._rank)
         ]
 
     def own_positions(self, plan: BatchPlan) -> list[int | None]:
