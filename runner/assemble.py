@@ -32,6 +32,7 @@ from runner.engine.forward import SequenceLosses
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.protocol import Engine
 from runner.error import ConfigError
+from runner.fault.inject import FaultInjector
 from runner.model.decoder import Decoder, DecoderShape, default_ffn_dim, flops_per_token
 from runner.model.frozen import freeze
 from runner.model.initial import initial_range, initial_rule
@@ -321,6 +322,7 @@ def ring(
     ranks: Ranks,
     identity: Identity,
     report: Report,
+    faults: FaultInjector,
 ) -> Ring:
     """The checkpoints."""
     return Ring(
@@ -335,6 +337,7 @@ def ring(
         ),
         identity=identity,
         report=report,
+        before_write=lambda step: faults.at("save", step),
     )
 
 

@@ -59,6 +59,7 @@ class Loop:
         stop: StopRequest,
         stop_reasons: Callable[[], list[str]],
         heart: Heartbeat,
+        inspect: Callable[[int], None],
         known_discards: list[Incident],
     ) -> None:
         self._state = state
@@ -75,6 +76,7 @@ class Loop:
         self._stop = stop
         self._stop_reasons = stop_reasons
         self._heart = heart
+        self._inspect = inspect
         self._known_discards = deque(known_discards)
 
     def run(self) -> None:
@@ -180,6 +182,7 @@ class Loop:
             scene, verdict, "apply", learning_rate=learning_rate, state=state, eval_loss=eval_loss
         )
         self._ring.after_step(state.updates, state.baseline.clean_streak)
+        self._inspect(state.updates)
         if self._is_due(self._intervals.checkpoint):
             self._save()
 

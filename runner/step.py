@@ -6,6 +6,7 @@ fetch -> forward/backward -> one packed all-reduce -> gate on the device -> gate
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ _SQUARES = _LANES + NUM_LANES
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # told by one rank
 _NUM_LOUDEST = 3
+_REMEMBERED = 256  # steps whose seconds are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,8 @@ class Stepper:
         self._guarded = guarded
         self._config_digest = config_digest
         self._heart = heart
+        self._host_seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def attempt(
         self,
@@ -113,6 +117,9 @@ class Stepper:
         self._heart.begin_step(step)
         self._faults.before_step(step)
         fetched = self._feed.fetch(plan, ledger)
+        if self._faults.flips_bit():
+            _flip_bit(self._engine.replicated()[1])
+        self._host_seconds.append(time.monotonic() - began)
         self._heart.enter("compute")
         sums = self._engine.accumulate(self._works(plan, fetched))
         identity = self._identity(plan, step, decisions, fetched)
@@ -124,6 +131,7 @@ class Stepper:
             *_lane_numbers(identity),
         ]
         numbers, withheld = self._agree_and_apply(sums, told, limits, learning_rate)
+        self._step_seconds.append(time.monotonic() - began)
         self._raise_alike(numbers, fetched, identity)
         return Outcome(
             signals=_signals(numbers, plan, step, withheld),
@@ -133,6 +141,13 @@ class Stepper:
             seconds=time.monotonic() - began,
             wait_seconds=fetched.wait_seconds,
         )
+
+    def take_seconds(self) -> tuple[list[float], list[float]]:
+        """Of the steps since the last call: before the first collective, and in all."""
+        taken = list(self._host_seconds), list(self._step_seconds)
+        self._host_seconds.clear()
+        self._step_seconds.clear()
+        return taken
 
     def _works(self, plan: BatchPlan, fetched: Fetched) -> list[Work]:
         works = []
@@ -168,10 +183,11 @@ class Stepper:
         And why the engine itself did not apply what the gate let through, if it did not.
         """
         self._heart.enter("agree")
+        self._faults.at("agree", self._heart.step)
         device = self._engine.device
         computed = torch.stack([sums.loss, sums.grad_square, sums.nonfinite])
         packed = torch.cat([computed, torch.tensor(told, dtype=torch.float64).to(device)])
-        dist.all_reduce(packed)
+        self._all_reduce(packed)
         tokens = packed[_TOKENS]
         loss = packed[_LOSS] / tokens
         norm = packed[_GRAD_SQUARE].sqrt() / tokens
@@ -180,12 +196,22 @@ class Stepper:
         if self._clip > 0:
             scale = tokens * ((norm + _CLIP_EPS) / self._clip).clamp(min=1.0)
         self._heart.enter("apply")
+        self._faults.at("apply", self._heart.step)
         withheld = self._engine.apply(
             skip=closed.float(), grad_scale=scale.float(), learning_rate=learning_rate
         )
         # One copy to the host; loss and norm too, so that the judge sees the gate's own bits.
         told_back = torch.cat([packed, torch.stack([loss, norm, closed.double()])])
         return [float(value) for value in told_back.tolist()], withheld
+
+    def _all_reduce(self, packed: torch.Tensor) -> None:
+        wrong = self._faults.wrong_collective()
+        if wrong == "other_collective":
+            dist.broadcast(packed, src=dist.get_rank())
+        elif wrong == "other_shape":
+            dist.all_reduce(torch.cat([packed, packed[:1]]))
+        elif wrong is None:
+            dist.all_reduce(packed)
 
     def _gate(
         self, packed: torch.Tensor, loss: torch.Tensor, norm: torch.Tensor, limits: Limits
@@ -243,6 +269,12 @@ class Stepper:
                 rows.append([position, finite, loss if finite else 0.0])
         rows.sort(key=lambda row: (row[1], -row[2]))
         return rows[:_MAX_SUSPECTS]
+
+
+def _flip_bit(copies: list[torch.Tensor]) -> None:
+    if copies:
+        words = copies[0].view(-1).view(torch.int16)
+        words[0] ^= 1
 
 
 def _lane_numbers(identity: dict[str, Any]) -> list[float]:

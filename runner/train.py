@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,12 +41,14 @@ from runner.evaluate import Evaluator
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.finish import End, collect_digest, sum_up
+from runner.inspection import PaceInspector, ReplicaInspector
 from runner.loop import Intervals, Loop
 from runner.model.decoder import DecoderShape, num_parameters
 from runner.observe.console import Console
 from runner.observe.journal import Journal
 from runner.observe.lines import LineFile
 from runner.policy.history import Incident
+from runner.policy.straggler import Stragglers
 from runner.recover import Recovery
 from runner.report import Reporter
 from runner.resume import Found, Resumed, find, take_out, take_up
@@ -202,7 +204,11 @@ class Session:
             config_digest=self._settings_digest, data_fingerprint=dataset.fingerprint()
         )
         report = self._report_to(journal)
-        ring = assemble.ring(config, self._store(), engine, ranks, identity, report)
+        faults = FaultInjector(
+            parse_faults(config.faults), rank=self._place.rank, markers=self._dir.faults
+        )
+        ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults)
+        faults.newest_checkpoint = ring.newest
         state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
         resumed = take_up(found, self._dir, ring, journal, state)
         hosts = ranks.gather(host_name())
@@ -220,7 +226,7 @@ class Session:
             ring,
             resumed,
         )
-        stepper = self._stepper(dataset, engine, feed, ring)
+        stepper = self._stepper(dataset, engine, feed, faults)
         held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
         if config.eval.every and not len(held_out):
             self._console.say("no sample is held out (data.held_out): nothing to evaluate on")
@@ -231,7 +237,9 @@ class Session:
             stream=stream,
             ring=ring,
             journal=journal,
-            recovery=Recovery(stepper=stepper, ring=ring, journal=journal, reporter=reporter),
+            recovery=Recovery(
+                stepper=stepper, ring=ring, journal=journal, reporter=reporter, faults=faults
+            ),
             reporter=reporter,
             schedule=assemble.schedule(config),
             rules=assemble.remedy_rules(config),
@@ -244,6 +252,7 @@ class Session:
             stop=self._stop,
             stop_reasons=lambda: ranks.gather(self._stop.reason),
             heart=self._witness.heart,
+            inspect=self._inspector(stepper, engine, ring, report, resumed),
             known_discards=resumed.known_discards,
         )
         return Run(
@@ -298,14 +307,10 @@ class Session:
 
         return report
 
-    def _stepper(self, dataset: Dataset, engine: Engine, feed: Feed, ring: Ring) -> Stepper:
+    def _stepper(
+        self, dataset: Dataset, engine: Engine, feed: Feed, faults: FaultInjector
+    ) -> Stepper:
         config = self._config
-        faults = FaultInjector(
-            parse_faults(config.faults),
-            rank=self._place.rank,
-            markers=self._dir.faults,
-            newest_checkpoint=ring.newest,
-        )
         return Stepper(
             engine=engine,
             feed=feed,
@@ -318,6 +323,41 @@ class Session:
             config_digest=self._settings_digest,
             heart=self._witness.heart,
         )
+
+    def _inspector(
+        self,
+        stepper: Stepper,
+        engine: Engine,
+        ring: Ring,
+        report: assemble.Report,
+        resumed: Resumed,
+    ) -> Callable[[int], None]:
+        """What is looked at after an update."""
+        watchdog, every = self._config.watchdog, self._config.debug.replica_check_every
+        pace = PaceInspector(
+            ranks=self._ranks,
+            device=self._device,
+            stragglers=Stragglers(
+                factor=watchdog.straggler_factor, checks=watchdog.straggler_checks
+            ),
+            take_seconds=stepper.take_seconds,
+            report=report,
+        )
+        replicas = ReplicaInspector(
+            ranks=self._ranks,
+            engine=engine,
+            report=report,
+            distrust=ring.distrust_after,
+            good_step=resumed.step,
+        )
+
+        def look(updates: int) -> None:
+            if watchdog.straggler_every and updates % watchdog.straggler_every == 0:
+                pace.look(updates)
+            if every and updates % every == 0:
+                replicas.look(updates)
+
+        return look
 
     def _start_incident(self, resumed: Resumed, dataset: Dataset, hosts: list[str]) -> Incident:
         return Incident(

@@ -35,8 +35,9 @@ from runner.dist.evidence import (
 )
 from runner.dist.group import leave
 from runner.dist.heartbeat import Heartbeat, Patience
-from runner.dist.launcher import Launch, Place, exit_signal, host_name, is_alive, num_oom_kills
+from runner.dist.launcher import Launch, Place, host_name, is_alive
 from runner.dist.meet import Facts, first_line
+from runner.dist.neighbours import Neighbours, num_oom_kills
 from runner.dist.watchdog import Watchdog
 from runner.error import EXIT_CRASH, Superseded
 from runner.fence import BEAT_SECONDS, Fence
@@ -79,6 +80,7 @@ class Witness:
         self._peers: Sequence[Facts] = ()
         self._fence: Fence | None = None
         self._watchdog: Watchdog | None = None
+        self._neighbours: Neighbours | None = None
         self._fatal: tuple[Path, IO[str]] | None = None
         self._telling = threading.Lock()
         self._last_fence_look = 0.0
@@ -86,6 +88,10 @@ class Witness:
     def begin(self, fence: Fence, peers: Sequence[Facts]) -> None:
         """Watch from now on. ``peers``: what this node's ranks told at the roll call."""
         self._fence, self._peers = fence, peers
+        others = {int(p["rank"]): int(p["process"]["pid"]) for p in peers}
+        others.pop(self._place.rank, None)
+        self._neighbours = Neighbours(others)
+        self._neighbours.start()
         if self._place.world_size > 1:  # alone, the terminal is the better place
             path = self._dir.fatal(fence.number, self._place.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -210,7 +216,7 @@ class Witness:
             cause = blame(reports, self._place.world_size)
             with contextlib.suppress(OSError):
                 write_json(self._folder() / "cause.json", to_json(cause))
-            _say(f"step {cause.step}: {cause.reason}")
+            _say(f"! step {cause.step} crash: {cause.reason}")
             _say(f"evidence of each rank: {self._folder()}")
         if self._place.is_first:
             self._write_down(blame(reports, self._place.world_size))
@@ -221,34 +227,31 @@ class Witness:
         limit = time.monotonic() + self._rules.settle_seconds
         missing = set(range(self._place.world_size))
         while missing and time.monotonic() < limit:
-            self._look_for_dead_peers()
+            self._write_for_the_dead()
             told = {report.rank for report in read_reports(self._folder())}
             missing -= told
             time.sleep(0.02 if missing else 0)
 
-    def _look_for_dead_peers(self) -> None:
-        """A dead neighbour cannot write; until the launcher reaps it, /proc has its signal."""
-        for peer in self._peers:
-            number = exit_signal(int(peer["process"]["pid"]))
-            if number is None or has_report(self._folder(), int(peer["rank"])):
+    def _write_for_the_dead(self) -> None:
+        """A dead neighbour cannot write itself."""
+        assert self._neighbours is not None and self._fence is not None
+        for rank, number in list(self._neighbours.deaths.items()):
+            if has_report(self._folder(), rank):
                 continue
-            name = _signal_name(number)
             oom = num_oom_kills() > self._oom_kills and number == signal.SIGKILL
-            words = f"killed by {name}" + (" by the kernel, out of memory" if oom else "")
             report = Report(
-                rank=int(peer["rank"]),
+                rank=rank,
                 world_size=self._place.world_size,
                 kind="signal",
                 step=self.heart.step,
                 phase=self.heart.phase,
-                message=words,
+                message=f"killed by {_signal_name(number)}"
+                + (" by the kernel, out of memory" if oom else ""),
                 host=host_name(),
-                pid=int(peer["process"]["pid"]),
                 time=now(),
             )
             # Some signals leave a rank the time for its last words.
-            assert self._fence is not None
-            fatal = self._dir.fatal(self._fence.number, report.rank)
+            fatal = self._dir.fatal(self._fence.number, rank)
             write_report(self._folder(), last_words(fatal, report) or report)
 
     def _write_down(self, cause: Blame) -> None:

@@ -56,10 +56,10 @@ def start_group(
     # torch read TORCH_DISTRIBUTED_DEBUG when it was imported; debug=collectives came later.
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     store = meet(place, seconds=start_seconds)
-    told = call_roll(store, place, facts or {"versions": {}}, seconds=start_seconds)
+    room, told = call_roll(store, place, facts or {"versions": {}}, seconds=start_seconds)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("holdfast/group", store),  # type: ignore[attr-defined]
+        store=room,
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_seconds),

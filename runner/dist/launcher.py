@@ -180,25 +180,3 @@ def is_alive(process: Mapping[str, str | int]) -> bool | None:
     if process["host"] != host_name() or process["boot"] != boot_id():
         return None
     return started_at(int(process["pid"])) == process["started"]
-
-
-def exit_signal(pid: int) -> int | None:
-    """The signal that ended a process of this machine which nobody has reaped yet.
-
-    None: it lives, has ended otherwise, or is gone.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    status = int(fields[-1])
-    return (status & 0x7F) or None if fields[0] in "ZX" else None
-
-
-def num_oom_kills() -> int:
-    """How often the kernel of this machine has killed for want of memory since it booted."""
-    try:
-        text = Path("/proc/vmstat").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in text.splitlines() if "oom_kill " in line), 0)

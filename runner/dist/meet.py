@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from runner.dist.launcher import Place, meeting_point
@@ -17,6 +18,8 @@ from runner.error import StartError
 
 Facts = Mapping[str, Any]
 
+_LEADER = "holdfast/leader"
+_WELCOME = "welcome"
 _POLL_SECONDS = 0.05
 _MOST_NAMED = 16
 
@@ -52,55 +55,94 @@ def meet(place: Place, *, seconds: float) -> Store:
     return store
 
 
-def call_roll(store: Store, place: Place, facts: Facts, *, seconds: float) -> list[Facts]:
-    """Wait until every rank is there; returns the facts of this node's ranks.
+def call_roll(
+    store: Store, place: Place, facts: Facts, *, seconds: float
+) -> tuple[Store, list[Facts]]:
+    """Wait until every rank is there.
+
+    torchrun keeps one store over its restarts, with all that earlier processes have set in it.
+    So rank 0 opens a room under a name never used before, the others follow whoever is said to
+    be rank 0, and nobody goes on before rank 0 has answered to him by name.
 
     Args:
         facts: JSON; ``versions`` in it must be equal on all ranks.
 
+    Returns:
+        The room, a store for this group alone, and the facts of this node's ranks.
+
     Raises:
         StartError: ranks are absent after ``seconds``, named; or versions differ.
     """
-    store.set(_key(place.rank), json.dumps(facts))
+    own_name = secrets.token_hex(8)
+    told = json.dumps({"name": own_name, "facts": facts})
     if place.is_first:
-        verdict = _verdict(store, place.world_size, seconds)
-        store.set("holdfast/verdict", verdict)
+        room = _room(store, own_name)
+        room.set("here/0", told)
+        store.set(_LEADER, own_name)
+        verdict = _verdict(room, place.world_size, seconds)
         if verdict:
             time.sleep(1.0)  # rank 0 may host the store: the others must still read it
-    # Rank 0 needs a moment to tell who is missing.
-    told = _wait_for(store, "holdfast/verdict", seconds + 10)
-    if told is None:
-        raise StartError(
-            f"rank {place.rank}: rank 0 is absent after parallel.start_seconds={seconds:g}"
-        )
-    if told:
-        raise StartError(told)
+    else:
+        # Rank 0 needs a moment to tell who is missing.
+        room, verdict = _follow(store, place, own_name, told, seconds + 10)
+    if verdict:
+        raise StartError(verdict)
     first = place.rank - place.local_rank
-    local = range(first, first + place.local_world_size)
-    return [json.loads(store.get(_key(rank))) for rank in local]
+    return room, [_told(room, rank)["facts"] for rank in range(first, first + place.local_world_size)]
 
 
-def _key(rank: int) -> str:
-    return f"holdfast/here/{rank}"
+def _room(store: Store, leader: str) -> Store:
+    return PrefixStore(f"holdfast/{leader}", store)
 
 
-def _verdict(store: Store, world_size: int, seconds: float) -> str:
-    """Empty when all are there and alike."""
+def _told(room: Store, rank: int) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(room.get(f"here/{rank}"))
+    return told
+
+
+def _verdict(room: Store, world_size: int, seconds: float) -> str:
+    """Rank 0's: wait for all, compare, answer each. Empty when all are there and alike."""
     limit = time.monotonic() + seconds
     missing = set(range(world_size))
     while missing and time.monotonic() < limit:
-        missing = {rank for rank in missing if not store.check([_key(rank)])}
+        missing = {rank for rank in missing if not room.check([f"here/{rank}"])}
         time.sleep(_POLL_SECONDS if missing else 0)
+    there = {rank: _told(room, rank) for rank in range(world_size) if rank not in missing}
+    verdict = ""
     if missing:
         named = ", ".join(map(str, sorted(missing)[:_MOST_NAMED]))
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        return (
+        verdict = (
             f"{len(missing)} of {world_size} ranks are absent after "
             f"parallel.start_seconds={seconds:g}: rank {named}{more}"
         )
-    told = [json.loads(store.get(_key(rank))) for rank in range(world_size)]
-    differing = difference([facts["versions"] for facts in told])
-    return f"ranks have different versions: {differing}" if differing else ""
+    elif differing := difference([told["facts"]["versions"] for told in there.values()]):
+        verdict = f"ranks have different versions: {differing}"
+    for told in there.values():
+        room.set(f"answer/{told['name']}", verdict or _WELCOME)
+    return verdict
+
+
+def _follow(
+    store: Store, place: Place, own_name: str, told: str, seconds: float
+) -> tuple[Store, str]:
+    """The others': the room of the rank 0 that answered, and its verdict."""
+    limit = time.monotonic() + seconds
+    leader, room = "", store
+    try:
+        while time.monotonic() < limit:
+            if store.check([_LEADER]):
+                named = bytes(store.get(_LEADER)).decode()
+                if named != leader:
+                    leader, room = named, _room(store, named)
+                    room.set(f"here/{place.rank}", told)
+                if room.check([f"answer/{own_name}"]):
+                    answer = bytes(room.get(f"answer/{own_name}")).decode()
+                    return room, "" if answer == _WELCOME else answer
+            time.sleep(_POLL_SECONDS)
+    except RuntimeError as error:  # the host of the store has gone
+        return store, f"rank {place.rank}: lost the meeting point ({first_line(error)})"
+    return store, f"rank {place.rank}: rank 0 is absent after {seconds:g} s"
 
 
 def difference(told: Sequence[Mapping[str, Any]]) -> str:
@@ -114,18 +156,6 @@ def difference(told: Sequence[Mapping[str, Any]]) -> str:
             seen = ", ".join(f"rank {rank}: {values[rank]}" for rank in others[:_MOST_NAMED])
             parts.append(f"{field}: {seen}; the others: {usual}")
     return "; ".join(parts)
-
-
-def _wait_for(store: Store, key: str, seconds: float) -> str | None:
-    limit = time.monotonic() + seconds
-    try:
-        while not store.check([key]):
-            if time.monotonic() > limit:
-                return None
-            time.sleep(_POLL_SECONDS)
-        return bytes(store.get(key)).decode()
-    except RuntimeError:  # the host of the store has gone
-        return None
 
 
 def first_line(error: BaseException) -> str:

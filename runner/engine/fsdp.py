@@ -164,6 +164,10 @@ class FsdpEngine:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return whole.detach().float().cpu()
 
+    def replicated(self) -> tuple[int, list[torch.Tensor]]:
+        copies = [] if self._layout.replicas == 1 else [s.local for s in self.shards()]
+        return self._shard_rank(), copies
+
     def update_counts(self) -> dict[str, int]:
         return {name: int(self._state(name)["step"].item()) for name in self._trained}
 

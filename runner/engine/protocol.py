@@ -36,6 +36,10 @@ class Disturbance(Protocol):
     def loss_scale(self) -> tuple[float, ...] | None: ...
     @property
     def nan_grad(self) -> bool: ...
+    @property
+    def in_forward(self) -> Callable[[], None] | None: ...
+    @property
+    def in_backward(self) -> Callable[[], None] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +142,13 @@ class Engine(Protocol):
 
     def full(self, name: str) -> torch.Tensor:
         """The whole tensor called ``name``, FP32 on the CPU, on every rank."""
+        ...
+
+    def replicated(self) -> tuple[int, list[torch.Tensor]]:
+        """Tensors of which other ranks hold copies, equal bit by bit; and the number that this
+
+        rank's copies share with theirs. Empty where every rank holds its own part.
+        """
         ...
 
     def update_counts(self) -> dict[str, int]:

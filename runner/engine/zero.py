@@ -286,6 +286,12 @@ class ZeroEngine:
         dist.all_reduce(whole)
         return whole.view(torch.float32).view(shard.shape).cpu()
 
+    def replicated(self) -> tuple[int, list[torch.Tensor]]:
+        """Stages 1 and 2 give every rank all BF16 parameters."""
+        if isinstance(self._stage, _StageThree):
+            return 0, []
+        return 0, [parameter.detach() for parameter in self._parameters.values()]
+
     def update_counts(self) -> dict[str, int]:
         """Of the flat tensor that holds a part of the parameter; all of them step together."""
         counts = {int(self._optimizer.state[f]["step"].item()) for f in self._stage.flats()}
