@@ -71,20 +71,24 @@ class SampleStream:
 
     def plan(self, cursor: int, ledger: Ledger) -> BatchPlan:
         """The next global batch at or after ``cursor`` that the ledger allows."""
-        parts: list[Indices] = []
+        parts: list[tuple[Indices, Indices]] = []
         missing = self._global_size
         for start, stop in ledger.allowed(cursor):
             while missing and (stop is None or start < stop):
                 span = missing + missing // 8 + 8
                 end = start + span if stop is None else min(stop, start + span)
-                usable = self._usable(np.arange(start, end, dtype=np.int64))[:missing]
-                parts.append(usable)
+                positions = np.arange(start, end, dtype=np.int64)
+                indices = self.indices(positions)
+                usable = np.flatnonzero(~self._is_held_out(indices))[:missing]
+                parts.append((positions[usable], indices[usable]))
                 missing -= len(usable)
                 start = end
             if not missing:
                 break
-        positions = np.concatenate(parts)
-        return BatchPlan(positions=positions, indices=self.indices(positions))
+        return BatchPlan(
+            positions=np.concatenate([positions for positions, _ in parts]),
+            indices=np.concatenate([indices for _, indices in parts]),
+        )
 
     def indices(self, positions: Indices) -> Indices:
         """Data set indices of stream positions, int64, same shape."""
@@ -112,9 +116,6 @@ class SampleStream:
 
     def _permuted(self, offsets: Indices, epoch: int) -> Indices:
         return permute(offsets, size=self.num_samples, key=epoch_key(self._seed, epoch))
-
-    def _usable(self, positions: Indices) -> Indices:
-        return positions[~self._is_held_out(self.indices(positions))]
 
     def _is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
         return held_out(indices, share=self._share)
