@@ -449,9 +449,10 @@ class _StageTwo(_Linked):
         return list(self._wrapped.single_partition_of_fp32_groups)
 
     def gradients(self) -> list[torch.Tensor]:
-        # With offload a group of which this rank holds nothing has none.
-        groups = self._wrapped.averaged_gradients.values()
-        return [group.flat_partition for group in groups if group is not None]
+        # With offload a group of which this rank holds nothing has none. Sorted: they come in the
+        # order in which they were filled.
+        groups = sorted(self._wrapped.averaged_gradients.items())
+        return [group.flat_partition for _, group in groups if group is not None]
 
 
 class _StageThree:
