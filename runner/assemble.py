@@ -34,6 +34,7 @@ from runner.engine.protocol import Engine
 from runner.error import ConfigError
 from runner.fault.inject import FaultInjector
 from runner.model.decoder import Decoder, DecoderShape, default_ffn_dim, flops_per_token
+from runner.model.frozen import freeze
 from runner.model.initial import initial_range, initial_rule
 from runner.model.loss import sequence_losses
 from runner.observe.console import Console
@@ -89,7 +90,11 @@ def judge_rules(config: RunConfig) -> JudgeRules:
 
 def remedy_rules(config: RunConfig) -> RemedyRules:
     """The ladder's part of ``guard.*``."""
-    return RemedyRules(batch=config.batch.global_size, **_named(RemedyRules, config.guard))
+    rules = RemedyRules(batch=config.batch.global_size, **_named(RemedyRules, config.guard))
+    if not config.guard.enabled:
+        # Nothing is rolled back then; what an engine itself skips is discarded.
+        rules = dataclasses.replace(rules, persist=rules.persist_window + 1)
+    return rules
 
 
 def _named(kind: type, source: Any) -> dict[str, Any]:
@@ -240,6 +245,7 @@ def _fsdp(config: RunConfig, shape: DecoderShape, place: Place, device: torch.de
     mesh = device_mesh(device, plan)
     with torch.device("meta"):
         model = Decoder(shape)
+    freeze(model, config.model.frozen)
     shard_model(model, list(model.blocks), mesh=mesh, layout=plan)
     model.to_empty(device=device)
     model.reset_buffers()
@@ -257,19 +263,19 @@ def _fsdp(config: RunConfig, shape: DecoderShape, place: Place, device: torch.de
 
 def _zero(config: RunConfig, shape: DecoderShape, place: Place, device: torch.device) -> Engine:
     # Only here: deepspeed takes seconds to import, and needs a compiler on some machines.
-    from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_extra
+    from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_plan
 
-    extra = config.parallel.deepspeed or {}
-    check_extra(extra)
     batch = config.batch
     shares = deal(batch.global_size, batch.micro_size, place.world_size, place.rank)
     plan = ZeroPlan(
         stage=int(config.parallel.kind.value.removeprefix("zero")),
         num_micro_batches=len(shares),
-        extra=extra,
+        extra=config.parallel.deepspeed or {},
     )
+    check_plan(plan)
     model = build_module(lambda: Decoder(shape), plan, device)
     assert isinstance(model, Decoder)
+    freeze(model, config.model.frozen)
     model.reset_buffers(device)  # stage 3 makes them in BF16
     return ZeroEngine(
         model,

@@ -97,6 +97,9 @@ class ModelConfig:
     precision: Precision = key(
         Precision.bf16, "compute type of forward and backward: bf16 or fp32", trajectory=True
     )
+    frozen: list[str] = key(
+        [], "regular expressions found in the names of parameters not to train", trajectory=True
+    )
     activation_checkpointing: bool = key(False, "recompute block activations in backward")
     compile: bool = key(False, "torch.compile each block")
 

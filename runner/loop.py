@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runner.checkpoint.protocol import Moment
 from runner.checkpoint.ring import Ring
@@ -130,6 +130,8 @@ class Loop:
     def _judge_and_act(self, scene: Scene) -> None:
         signals = scene.signals
         verdict = self._state.baseline.judge(signals)
+        if signals.withheld is not None:  # nothing was applied, whatever the judge makes of it
+            verdict = replace(verdict, kind=Kind.non_finite, reason=signals.withheld)
         action = self._decide(verdict, signals)
         if scene.known is not None and isinstance(action, Apply):
             # Settings were changed on purpose since; what was discarded stays discarded.

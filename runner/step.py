@@ -133,11 +133,11 @@ class Stepper:
             *work_done,
             *_lane_numbers(identity),
         ]
-        numbers = self._agree_and_apply(sums, told, limits, learning_rate)
+        numbers, withheld = self._agree_and_apply(sums, told, limits, learning_rate)
         self._step_seconds.append(time.monotonic() - began)
         self._raise_alike(numbers, fetched, identity)
         return Outcome(
-            signals=_signals(numbers, plan, step),
+            signals=_signals(numbers, plan, step, withheld),
             stop_requested=numbers[_STOP] > 0,
             num_done=numbers[_DONE],
             num_failed=numbers[_FAILED],
@@ -181,8 +181,11 @@ class Stepper:
 
     def _agree_and_apply(
         self, sums: LocalSums, told: list[float], limits: Limits, learning_rate: float
-    ) -> list[float]:
-        """The agreed vector, then loss, grad norm and the gate as the device had them."""
+    ) -> tuple[list[float], str | None]:
+        """The agreed vector, then loss, grad norm and the gate as the device had them.
+
+        And why the engine itself did not apply what the gate let through, if it did not.
+        """
         self._heart.enter("agree")
         self._faults.at("agree", self._heart.step)
         device = self._engine.device
@@ -198,12 +201,12 @@ class Stepper:
             scale = tokens * ((norm + _CLIP_EPS) / self._clip).clamp(min=1.0)
         self._heart.enter("apply")
         self._faults.at("apply", self._heart.step)
-        self._engine.apply(
+        withheld = self._engine.apply(
             skip=closed.float(), grad_scale=scale.float(), learning_rate=learning_rate
         )
         # One copy to the host; loss and norm too, so that the judge sees the gate's own bits.
         told_back = torch.cat([packed, torch.stack([loss, norm, closed.double()])])
-        return [float(value) for value in told_back.tolist()]
+        return [float(value) for value in told_back.tolist()], withheld
 
     def _all_reduce(self, packed: torch.Tensor) -> None:
         wrong = self._faults.wrong_collective()
@@ -283,7 +286,9 @@ def _lane_numbers(identity: dict[str, Any]) -> list[float]:
     return [float(n) for n in numbers] + [float(n * n) for n in numbers]
 
 
-def _signals(numbers: Sequence[float], plan: BatchPlan, step: int) -> StepSignals:
+def _signals(
+    numbers: Sequence[float], plan: BatchPlan, step: int, withheld: str | None
+) -> StepSignals:
     loss, norm, closed = numbers[-3:]
     return StepSignals(
         step=step,
@@ -293,5 +298,6 @@ def _signals(numbers: Sequence[float], plan: BatchPlan, step: int) -> StepSignal
         grad_norm=norm,
         tokens=int(numbers[_TOKENS]),
         nonfinite_ranks=int(numbers[_NONFINITE]),
-        gated=closed > 0,
+        gated=closed > 0 or withheld is not None,
+        withheld=withheld,
     )

@@ -77,14 +77,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def command(out: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> list[str]:
+def command(
+    out: Path, *overrides: str, ranks: int = 2, restarts: int = 0, program: Path | None = None
+) -> list[str]:
+    """``program``: a script that does something of its own and then calls the runner."""
+    told = [*(["-m", "runner"] if program is None else [str(program)])]
+    told += [f"out={out}", *TINY, *overrides]
     if ranks == 0:  # no launcher at all
-        return [sys.executable, "-m", "runner", f"out={out}", *TINY, *overrides]
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"),
-        *("-m", "runner", f"out={out}", *TINY, *overrides),
-    ]
+        return [sys.executable, *told]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *told]
 
 
 def train(
@@ -94,9 +96,11 @@ def train(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
     restarts: int = 0,
+    program: Path | None = None,
 ) -> Result:
     """Run one command to its end; ``ranks=0`` starts without torchrun."""
-    return start(out, *overrides, ranks=ranks, env=env, restarts=restarts).wait(timeout)
+    started = start(out, *overrides, ranks=ranks, env=env, restarts=restarts, program=program)
+    return started.wait(timeout)
 
 
 @dataclass(frozen=True)
@@ -160,10 +164,11 @@ def start(
     ranks: int = 2,
     env: Mapping[str, str] | None = None,
     restarts: int = 0,
+    program: Path | None = None,
 ) -> Started:
     """Begin one command; torchrun restarts the ranks up to ``restarts`` times."""
     process = subprocess.Popen(
-        command(out, *overrides, ranks=ranks, restarts=restarts),
+        command(out, *overrides, ranks=ranks, restarts=restarts, program=program),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -212,9 +217,11 @@ def journalled(out: Path, kind: str) -> int:
     return sum(line["kind"] == kind for line in lines)
 
 
-def finish(out: Path, *overrides: str, ranks: int = 2, restarts: int = 0) -> Result:
+def finish(
+    out: Path, *overrides: str, ranks: int = 2, restarts: int = 0, program: Path | None = None
+) -> Result:
     """:func:`train`, which must end well."""
-    result = train(out, *overrides, ranks=ranks, restarts=restarts)
+    result = train(out, *overrides, ranks=ranks, restarts=restarts, program=program)
     assert result.code == 0, result.tail
     assert result.summary["status"] == "done", result.tail
     return result

@@ -100,7 +100,9 @@ class Forward:
         if fault is not None and fault.activation_scale is not None:
             scale = torch.tensor(fault.activation_scale, device=output.device, dtype=output.dtype)
             output = output * scale[:, None, None]
-        if output.requires_grad and (self._probe or fault is not None):
+        if torch.is_grad_enabled() and (self._probe or fault is not None):
+            if not output.requires_grad:
+                output.requires_grad_()  # a frozen embedding; who was at fault shows here only
             output.register_hook(  # type: ignore[no-untyped-call]
                 lambda grad: self._at_embedding_gradient(grad, fault)
             )

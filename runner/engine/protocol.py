@@ -111,11 +111,17 @@ class Engine(Protocol):
         """Forward and backward of all micro-batches; gradients are left reduced (summed)."""
         ...
 
-    def apply(self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float) -> None:
+    def apply(
+        self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
+    ) -> str | None:
         """One optimizer step on gradients divided by ``grad_scale``, unless ``skip`` is 1.
 
         Both FP32 scalars on the device. A skipped step leaves parameters, moments and
         update counts bit-identical. Gradients are gone afterwards either way.
+
+        Returns:
+            None, or why the engine itself skipped a step that was not to be skipped; the same
+            on all ranks.
         """
         ...
 
@@ -128,7 +134,10 @@ class Engine(Protocol):
         ...
 
     def shards(self) -> list[Shard]:
-        """Views of the whole state, in a fixed order of names."""
+        """Views of the whole state, in a fixed order of names.
+
+        A frozen parameter has "param/..." only.
+        """
         ...
 
     def full(self, name: str) -> torch.Tensor:
@@ -143,7 +152,7 @@ class Engine(Protocol):
         ...
 
     def update_counts(self) -> dict[str, int]:
-        """Applied updates by parameter name."""
+        """Applied updates by name, of the parameters that are trained."""
         ...
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:

@@ -34,9 +34,9 @@ from runner.engine.fsdp import FsdpEngine
 from runner.engine.protocol import LocalSums, Work
 from runner.fault.inject import Disturbance
 from runner.model.decoder import Decoder, DecoderShape
-from runner.model.initial import set_initial_weights
 from runner.model.loss import sequence_losses
 from runner.policy.elastic import deal
+from tests.mechanism.weights import set_initial_weights
 
 CPU = torch.device("cpu")
 ALONE = place_from({})
