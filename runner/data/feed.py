@@ -251,8 +251,11 @@ class Feed:
 
 
 def _quiet_worker(_: int) -> None:
-    """A loading process must not act on the signals meant for the run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_DFL)
+    """A loading process must not act on the signals meant for the run.
+
+    A scheduler sends them to every process, and the run still needs its batches to get to the
+    end of the step. It ends with the process that it loads for.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

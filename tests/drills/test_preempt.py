@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import assert_same_run
-from tests.run import Result, Started, finish, metrics_step, start
+from tests.run import Result, Started, finish, left_behind, metrics_step, start
 
 SLOWED = "faults=[slow@step=15-60,seconds=0.05]"
 
@@ -43,6 +43,19 @@ def test_one_rank_is_asked(tmp_path: Path, clean: Result, number: int, rank: int
     assert again.journal("start")[-1]["step"] == saved, again.tail
     assert not again.journal("crash"), again.tail
     assert_same_run(again, clean)
+
+
+def test_a_scheduler_asks_every_process(tmp_path: Path, clean: Result) -> None:
+    """The loading processes too, and the launcher last, as scancel does it."""
+    out = tmp_path / "run"
+    started = start(out, SLOWED, "data.workers=1")
+    started.until(lambda out: metrics_step(out) >= 20)
+    for pid in [*started.workers(), started.process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    asked = started.wait()
+    assert asked.summary["exit_code"] == 75 and "saved at step" in asked.summary["reason"]
+    assert not left_behind(out), "loading processes too"
+    assert_same_run(finish(out), clean)
 
 
 def test_a_save_that_takes_too_long_is_given_up(tmp_path: Path, clean: Result) -> None:
