@@ -210,11 +210,11 @@ class Stepper:
 
     def _all_reduce(self, packed: torch.Tensor) -> None:
         wrong = self._faults.wrong_collective()
+        if wrong == "other_shape":
+            packed = torch.cat([packed, packed[:1]])
         if wrong == "other_collective":
             dist.broadcast(packed, src=dist.get_rank())
-        elif wrong == "other_shape":
-            dist.all_reduce(torch.cat([packed, packed[:1]]))
-        elif wrong is None:
+        elif wrong != "skip_collective":
             dist.all_reduce(packed)
 
     def _gate(
