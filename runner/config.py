@@ -297,6 +297,9 @@ class DebugConfig:
 
     kind: DebugKind = key(DebugKind.off, "off, nccl or collectives")
     nccl_subsystems: str = key("INIT,COLL,ENV", "NCCL_DEBUG_SUBSYS when kind is nccl")
+    diagnose_on_crash: bool = key(
+        False, "a supervisor restarts once with debug=collectives after an unexplained crash"
+    )
 
 
 @dataclass(slots=True, kw_only=True)
