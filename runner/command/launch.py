@@ -18,6 +18,7 @@ from runner.command.supervise import add_restart_options, run_supervised
 from runner.error import ConfigError
 from runner.fault.spec import parse_faults
 from runner.launch import given, torchrun
+from runner.launch.step import meeting
 
 _YES_NO = {"auto": None, "yes": True, "no": False}
 
@@ -26,7 +27,8 @@ def launch_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit code of the job."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    nodes = torchrun.parse_nodes(options.nodes)
+    met = meeting(os.environ)
+    nodes = torchrun.parse_nodes(options.nodes or str(met.num_nodes if met else 1))
     num_ranks = _num_ranks(options.nproc)
     # A wrong setting is told here, in one line, before any process is started.
     config = given.settings(overrides)
@@ -36,10 +38,10 @@ def launch_command(arguments: Sequence[str]) -> int:
     agent = torchrun.Agent(
         nodes=nodes,
         num_ranks=num_ranks,
-        head=torchrun.parse_head(options.head) if options.head else None,
+        head=torchrun.parse_head(options.head) if options.head else (met.head if met else None),
         name=options.name or torchrun.default_name(out),
-        hosts=_YES_NO[options.hosts],
-        local_address=options.local_address,
+        hosts=_YES_NO[options.hosts] if options.head or not met else met.hosts,
+        local_address=options.local_address or (met.local_address if met else None),
         torchrun_restarts=options.torchrun_restarts,
     )
     command = torchrun.command(agent, overrides)
@@ -52,7 +54,7 @@ def launch_command(arguments: Sequence[str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m runner launch", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--nodes", default="1", metavar="N|MIN:MAX")
+    parser.add_argument("--nodes", metavar="N|MIN:MAX")
     parser.add_argument("--nproc", default="auto", help="ranks on this node; auto: one per GPU")
     parser.add_argument("--head", metavar="HOST[:PORT]", help="where the nodes meet")
     parser.add_argument("--name", help="of the rendezvous; default: made from out")

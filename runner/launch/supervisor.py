@@ -5,6 +5,7 @@ What is decided stands in :mod:`runner.policy.restart`; here it is carried out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -27,8 +28,10 @@ from runner.policy.restart import Again, Attempt, End, RestartRules, after
 LAUNCH_ID = "HOLDFAST_LAUNCH_ID"
 ATTEMPT = "HOLDFAST_ATTEMPT"
 _POLL_SECONDS = 0.1
-# From the first process that said how it ended to the last: they end together, or are dead.
-_OVERDUE_SECONDS = 20.0
+# From the first process that said how it ended: when the others are asked, when they are told
+# to end at once, and when those that still say nothing are taken for dead.
+_ASK_SECONDS, _INSIST_SECONDS, _DEAD_SECONDS = 3.0, 4.5, 9.0
+_SRUN_SECONDS = 3.0
 # A final exit code is the whole group's; the others get this long to end by themselves.
 _LEAVE_SECONDS = 5.0
 # One request may arrive twice, from a scheduler and through a shell.
@@ -40,7 +43,7 @@ class Forward(Enum):
     """Who is told when the supervisor is asked to stop."""
 
     ranks = "ranks"  # each rank, once it listens; torchrun itself would end them after 30 s
-    command = "command"  # the command passes it on, as srun does
+    srun = "srun"  # srun passes SIGUSR1 on to every process; Slurm's SIGTERM reaches them itself
     nobody = "nobody"  # whoever asked asked them too, as Slurm does within a step
 
 
@@ -63,8 +66,9 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How one attempt ended. ``missing``: those of ``expected`` that never told, if any told."""
+    """How one attempt ended. ``missing``: those of ``expected`` that were waited for in vain."""
 
+    number: int
     code: int
     missing: frozenset[str]
     left_behind: Sequence[int]
@@ -101,6 +105,11 @@ class Supervisor:
         self._ended = ended
         self._log = AttemptLog(out, launch_id)
         self._stop: Stop = Stop()
+
+    @property
+    def was_terminated(self) -> bool:
+        """Asked to stop by a signal that does not ask for a restart."""
+        return self._stop.number in (signal.SIGTERM, signal.SIGINT)
 
     def run(self) -> End:
         """To the end; the signal handlers of this process are its own from here on."""
@@ -155,15 +164,20 @@ class Supervisor:
                 start_new_session=True,
                 preexec_fn=process.prepare_child(shielded=job.shielded),
             )
+            missing = frozenset[str]()
             try:
                 self._watch(child, mark, exits, job.expected)
+                # A command that ended by itself has heard of everyone, whatever a network file
+                # system still hides from us.
+                if child.poll() is None:
+                    missing = job.expected - read_exits(exits).keys()
+                    self._end_step(child)
             finally:
                 left = process.end_all(mark)
                 child.wait()
             found = read_exits(exits)
-            missing = job.expected - found.keys() if found else frozenset[str]()
             code = outcome(found, child.returncode)
-            return Ended(code=code, missing=missing, left_behind=left)
+            return Ended(number=number, code=code, missing=missing, left_behind=left)
 
     def _watch(
         self, child: subprocess.Popen[bytes], mark: str, exits: Path, expected: frozenset[str]
@@ -172,11 +186,21 @@ class Supervisor:
         telling = _Telling(self._forward, child, mark)
         patience = _Patience(exits, expected)
         while child.poll() is None:
-            if self._stop.is_repeated or patience.is_over(time.monotonic()):
+            asked = patience.asks(time.monotonic())
+            if self._stop.is_repeated or asked is None:
                 return
+            for _ in range(asked):
+                process.send(child.pid, signal.SIGUSR1)
             if self._stop.number is not None:
                 telling.tell(self._stop.number)
             time.sleep(_POLL_SECONDS)
+
+    def _end_step(self, child: subprocess.Popen[bytes]) -> None:
+        """Let srun end its step on all nodes before it is killed."""
+        if self._forward is Forward.srun and child.poll() is None:
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_SRUN_SECONDS)
 
     def _restart_words(self, again: Again, number: int) -> str:
         pause = f" in {again.pause_seconds:g} s" if again.pause_seconds else ""
@@ -202,6 +226,8 @@ class _Telling:
     def _whom(self, number: int) -> Sequence[int]:
         if self._forward is Forward.nobody:
             return ()
+        if self._forward is Forward.srun:
+            return self._command if number == signal.SIGUSR1 else ()
         found = process.ranks(self._mark) if self._forward is Forward.ranks else []
         # A rank that is still starting would die of it.
         return [pid for pid in found if process.catches(pid, number)] if found else self._command
@@ -213,26 +239,32 @@ def _as_stop(number: int) -> int:
 
 
 class _Patience:
-    """How long those who have not yet said how they ended are waited for."""
+    """What to do about those who have not yet said how they ended, when others have."""
 
     def __init__(self, exits: Path, expected: frozenset[str]) -> None:
         self._exits = exits
         self._expected = expected
-        self._limit: float | None = None
+        self._first_told: float | None = None
+        self._final_told: float | None = None
+        self._asked = 0
 
-    def is_over(self, now: float) -> bool:
-        if self._limit is None:
-            self._limit = self._limit_from(now)
-        return self._limit is not None and now >= self._limit
-
-    def _limit_from(self, now: float) -> float | None:
+    def asks(self, now: float) -> int | None:
+        """How many requests to end are due for the job; None: it is to be ended now."""
         found = read_exits(self._exits)
-        if final_code(found) is not None:
-            # torchrun with restarts left would start them again for nothing.
-            return now + _LEAVE_SECONDS
-        if found and self._expected - found.keys():
-            return now + _OVERDUE_SECONDS
-        return None
+        # torchrun with restarts left would start a finished group again.
+        if final_code(found) is not None and self._final_told is None:
+            self._final_told = now
+        if self._final_told is not None and now - self._final_told > _LEAVE_SECONDS:
+            return None
+        if not found or not self._expected - found.keys():
+            return 0
+        self._first_told = now if self._first_told is None else self._first_told
+        waited = now - self._first_told
+        if waited > _DEAD_SECONDS:
+            return None
+        due = (waited > _ASK_SECONDS) + (waited > _INSIST_SECONDS) - self._asked
+        self._asked += due
+        return due
 
 
 class Stop:
