@@ -11,13 +11,15 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from runner.command.arguments import Parser
 from runner.error import ConfigError
 from runner.launch import given
 from runner.launch.exits import EXIT_DIR, tell_exit
-from runner.launch.supervisor import Forward, Job, Supervisor, new_launch_id
+from runner.launch.running import Forward, Job, Stop, run_once
+from runner.launch.supervisor import Supervisor, new_launch_id
 from runner.policy.restart import RestartRules
 
 
@@ -98,29 +100,33 @@ def run_supervised(
             chosen[len(chosen) - len(overrides) :] = given.diagnosing(overrides)
         return Job(command=chosen, environment=environment, shielded=shielded)
 
+    rules = rules_of(options, diagnose=diagnose)
+    if EXIT_DIR in environment:
+        return _run_as_a_part(make_job(1, False))
     supervisor = Supervisor(
         out=out,
         launch_id=new_launch_id(environment),
-        rules=rules_of(options, diagnose=diagnose),
+        rules=rules,
         make_job=make_job,
         say=say,
-        forward=Forward.nobody if is_part_of_a_step(environment) else Forward.ranks,
     )
     end = supervisor.run()
     if end.code:
         say(end.reason)
-    tell_exit(environment, node_name(environment), end.code)
     return end.code
 
 
-def is_part_of_a_step(environment: Mapping[str, str]) -> bool:
-    """Whether Slurm signals every process here by itself."""
-    return "SLURM_STEP_ID" in environment and EXIT_DIR in environment
-
-
-def node_name(environment: Mapping[str, str]) -> str:
-    """This node's name, under which the larger job looks for its exit code."""
-    return environment.get("SLURMD_NODENAME") or os.uname().nodename
+def _run_as_a_part(job: Job) -> int:
+    """One attempt on one node of a larger job, which decides what follows."""
+    part_of = Path(job.environment[EXIT_DIR])
+    # Within a step Slurm signals every process by itself.
+    forward = Forward.step if "SLURM_STEP_ID" in job.environment else Forward.ranks
+    stop = Stop()
+    stop.listen()
+    ended = run_once(replace(job, forward=forward, part_of=part_of), stop)
+    name = job.environment.get("SLURMD_NODENAME") or os.uname().nodename
+    tell_exit(job.environment, name, ended.code)
+    return ended.code
 
 
 def say(text: str) -> None:

@@ -25,9 +25,10 @@ class BadNodes:
         known = self.read()
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         text = "".join(f"{node} {when} {reason}\n" for node in nodes if node not in known)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(text)
+        if text:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(text)
 
 
 def choose(

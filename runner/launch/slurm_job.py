@@ -17,8 +17,9 @@ from runner.error import EXIT_DONE, EXIT_PREEMPTED, RunnerError
 from runner.launch import given, slurm
 from runner.launch.exits import FINAL
 from runner.launch.nodes import BadNodes, choose
+from runner.launch.running import Ended, Forward, Job, Stop
 from runner.launch.step import announce
-from runner.launch.supervisor import Ended, Forward, Job, Supervisor
+from runner.launch.supervisor import Supervisor
 from runner.policy.restart import RestartRules
 
 END_TIME = "HOLDFAST_END_TIME"
@@ -77,7 +78,6 @@ class SlurmJob:
             rules=self._rules,
             make_job=self._make_job,
             say=self._say,
-            forward=Forward.srun,
             ended=self._note_failed,
         )
         try:
@@ -86,9 +86,19 @@ class SlurmJob:
             self._say(str(error))
             return self._requeue()
         self._say(end.reason)
-        if end.code == EXIT_PREEMPTED and not supervisor.was_terminated:
+        if self._goes_on(end.code, supervisor.stop):
             return self._requeue()
         return end.code
+
+    def _goes_on(self, code: int, stop: Stop) -> bool:
+        """Whether the job is to be put back in the queue.
+
+        Also when it was warned and did not end well: the limit would end it for good. After
+        SIGTERM alone it is being cancelled, or requeued by someone else.
+        """
+        if code == EXIT_DONE or code in FINAL:
+            return False
+        return stop.is_for_a_restart or (code == EXIT_PREEMPTED and not stop.is_set)
 
     def _make_job(self, number: int, diagnose: bool) -> Job:
         self._lost |= slurm.unusable(self._nodes)
@@ -112,6 +122,7 @@ class SlurmJob:
         return Job(
             command=self._srun(chosen, overrides),
             environment=self._step_environment(chosen, number),
+            forward=Forward.srun,
             expected=frozenset(chosen),
             exits=exits,
         )
@@ -147,15 +158,16 @@ class SlurmJob:
             made[END_TIME] = str(int(limit))
         return made
 
-    def _note_failed(self, ended: Ended) -> None:
+    def _note_failed(self, number: int, ended: Ended) -> None:
         if ended.code != EXIT_DONE:
             dead = slurm.unusable(self._chosen)
-            failed = [node for node in self._chosen if node in ended.missing | dead]
-            self._lost.update(failed)
-            self._bad.add(failed, "did not say how its part ended, when others had")
+            self._bad.add(sorted(dead), "died")
+            self._bad.add(sorted(ended.missing - dead), "fell silent when the others ended")
+            self._lost |= ended.missing | dead
+            failed = sorted(ended.missing | dead)
             if failed:
                 self._say(f"failed: {', '.join(failed)} (listed in {self._out / 'bad_nodes'})")
-        shutil.rmtree(self._exits / f"{self._job_id}-{self._restart}-{ended.number}")
+        shutil.rmtree(self._exits / f"{self._job_id}-{self._restart}-{number}")
 
     def _blame_the_dead(self) -> None:
         """List the nodes that an attempt was on which never ended, and that are dead now."""
@@ -163,7 +175,7 @@ class SlurmJob:
             names = (folder / _NODES_FILE).read_text().split() if folder.is_dir() else []
             if names:
                 dead = slurm.unusable(names)
-                self._bad.add([n for n in names if n in dead], "died while the job was on it")
+                self._bad.add([n for n in names if n in dead], "died")
             shutil.rmtree(folder)
 
     def _requeue(self) -> int:
