@@ -5,35 +5,46 @@ Without a subcommand it trains; what is not an option is a Hydra override.
 
 from __future__ import annotations
 
+import importlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from runner.command.arguments import Parser
 from runner.error import EXIT_CRASH, RunnerError, StartError
 
-COMMANDS = ("ring", "import")
+# Command, and the function that takes its arguments. Imported when asked for: most want no torch.
+COMMANDS = {
+    "ring": "runner.command.ring:ring_command",
+    "import": "runner.command.import_:import_command",
+    "launch": "runner.command.launch:launch_command",
+    "supervise": "runner.command.supervise:supervise_command",
+    "slurm": "runner.command.slurm:slurm_command",
+    "slurm-job": "runner.command.slurm_job:slurm_job_command",
+    "k8s": "runner.command.k8s:k8s_command",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code (see :mod:`runner.error`)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given and given[0] == "import":
-            from runner.command.import_ import import_command
-
-            return import_command(given[1:])
         if given and given[0] in COMMANDS:
-            from runner.command.ring import ring_command
-
-            return ring_command(given[1:])
+            return _command(given[0])(given[1:])
         return _train_command(given)
     except RunnerError as error:
         if isinstance(error, StartError) and error.is_local and not _is_first():
             sys.stderr.write(f"error: {error}\n")
         _say_once(f"error: {error}")
         return error.exit_code
+
+
+def _command(name: str) -> Callable[[Sequence[str]], int]:
+    module, _, function = COMMANDS[name].partition(":")
+    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def _train_command(given: Sequence[str]) -> int:
@@ -88,6 +99,11 @@ def _print_once(text: str) -> None:
 
 
 def _run() -> None:
+    is_rank = sys.argv[1:2] == [] or sys.argv[1] not in COMMANDS
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN and is_rank:
+        # Inherited from a torchrun that was shielded from it. Until the run listens to it, a
+        # rank must die of it, or torchrun waits 30 s for each that waits for a dead one.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         code = main()
     except Exception:
@@ -95,6 +111,8 @@ def _run() -> None:
         # an orderly shutdown would wait for collectives that will never come.
         traceback.print_exc()
         code = EXIT_CRASH
+    if not is_rank:
+        sys.exit(code)
     from runner.dist.group import leave
 
     leave(code)

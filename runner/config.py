@@ -307,7 +307,7 @@ class DebugConfig:
         0, "steps between comparisons of replicated state, bit by bit; 0: never", ge=0
     )
     diagnose_on_crash: bool = key(
-        False, "the supervisor repeats an unexplained crash once with debug=collectives"
+        False, "a supervisor restarts once with debug=collectives after an unexplained crash"
     )
 
 

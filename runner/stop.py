@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import NoReturn
 
+from runner.dist.group import leave
 from runner.error import EXIT_PREEMPTED
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -100,7 +102,6 @@ class StopRequest:
         """Nothing is left to do: the wakeup pipe has it. Without a handler, no wakeup."""
 
 
-def _end(words: str, code: int) -> None:
-    os.write(2, f"{words}\n".encode())
-    sys.stdout.flush()
-    os._exit(code)
+def _end(words: str, code: int) -> NoReturn:
+    sys.stderr.write(f"{words}\n")
+    leave(code)

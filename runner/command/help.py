@@ -12,6 +12,11 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
 
   torchrun --nproc-per-node=8 -m runner out=runs/a key=value ...   train, or resume out=runs/a
   python -m runner key=value ...                                   the same with one process
+  python -m runner launch [--nodes N|MIN:MAX --head HOST] key=value ...
+                     torchrun on this node, well set, started again after a crash
+  python -m runner supervise -- torchrun ...                       the same for your own command
+  python -m runner slurm --nodes 4 [--submit] key=value ...        the batch script, or its job
+  python -m runner k8s --image IMAGE --nodes 4 key=value ...       Kubernetes manifests
   python -m runner ring DIR [--verify] [--export DIR]              list, verify, export checkpoints
   python -m runner import SOURCE [--moments] [--rename 'REGEX=REPLACEMENT'] out=DIR key=value ...
                      begin out=DIR from a DeepSpeed, DCP, torch or safetensors checkpoint

@@ -5,6 +5,7 @@ The only place that reads a launcher's environment: torchrun's names, srun's own
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from runner.error import ConfigError
 
+EXIT_DIR = "HOLDFAST_EXIT_DIR"
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 
 
@@ -180,3 +182,14 @@ def is_alive(process: Mapping[str, str | int]) -> bool | None:
     if process["host"] != host_name() or process["boot"] != boot_id():
         return None
     return started_at(int(process["pid"])) == process["started"]
+
+
+def tell_exit(environment: Mapping[str, str], name: str, code: int) -> None:
+    """Write this process's exit code where the supervisor looks, if there is one."""
+    if EXIT_DIR not in environment:
+        return
+    path = Path(environment[EXIT_DIR]) / name
+    temporary = path.with_name(f".{name}.{os.getpid()}")
+    with contextlib.suppress(OSError):  # the supervisor is gone; nobody waits for it
+        temporary.write_text(f"{code}\n")
+        temporary.rename(path)

@@ -1,0 +1,79 @@
+"""``python -m runner launch key=value ...``: torchrun on this node, well set and supervised.
+
+The same command on each node: with --nodes 4 --head HOST. With --nodes 2:4 the run goes on with
+two nodes when others are lost, and takes them back. Prints nothing of its own while all is well.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.check import check
+from runner.command.arguments import Parser
+from runner.command.supervise import add_restart_options, run_supervised
+from runner.error import ConfigError
+from runner.fault.spec import parse_faults
+from runner.launch import given, torchrun
+from runner.launch.step import meeting
+
+_YES_NO = {"auto": None, "yes": True, "no": False}
+
+
+def launch_command(arguments: Sequence[str]) -> int:
+    """Parse and run; returns the exit code of the job."""
+    parser = _parser()
+    options, overrides = parser.parse_known_args(arguments)
+    met = meeting(os.environ)
+    nodes = torchrun.parse_nodes(options.nodes or str(met.num_nodes if met else 1))
+    num_ranks = _num_ranks(options.nproc)
+    # A wrong setting is told here, in one line, before any process is started.
+    config = given.settings(overrides)
+    check(config, world_size=nodes.least * num_ranks)
+    parse_faults(config.faults)
+    out = Path(config.out)
+    agent = torchrun.Agent(
+        nodes=nodes,
+        num_ranks=num_ranks,
+        head=torchrun.parse_head(options.head) if options.head else (met.head if met else None),
+        name=options.name or torchrun.default_name(out),
+        hosts=_YES_NO[options.hosts] if options.head or not met else met.hosts,
+        local_address=options.local_address or (met.local_address if met else None),
+        torchrun_restarts=options.torchrun_restarts,
+    )
+    command = torchrun.command(agent, overrides)
+    if options.print:
+        sys.stdout.write(shlex.join(command) + "\n")
+        return 0
+    environment = torchrun.environment(os.environ, agent)
+    return run_supervised(options, command, out=out, environment=environment, shielded=True)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner launch", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--nodes", metavar="N|MIN:MAX")
+    parser.add_argument("--nproc", default="auto", help="ranks on this node; auto: one per GPU")
+    parser.add_argument("--head", metavar="HOST[:PORT]", help="where the nodes meet")
+    parser.add_argument("--name", help="of the rendezvous; default: made from out")
+    parser.add_argument("--hosts", choices=_YES_NO, default="auto", help="is this node the head?")
+    parser.add_argument("--local-address", metavar="A", help="under which others reach this node")
+    parser.add_argument(
+        "--torchrun-restarts",
+        type=int,
+        metavar="N",
+        help="by torchrun itself; default 0, or 3 with MIN:MAX nodes",
+    )
+    parser.add_argument("--print", action="store_true", help="print the command and stop")
+    add_restart_options(parser, restarts=5)
+    return parser
+
+
+def _num_ranks(text: str) -> int:
+    if text == "auto":
+        return torchrun.num_ranks_here()
+    if not text.isdigit() or not int(text):
+        raise ConfigError(f"--nproc {text}: auto, or a number of ranks of at least 1")
+    return int(text)

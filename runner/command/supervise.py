@@ -1,0 +1,135 @@
+"""``python -m runner supervise -- COMMAND``: start a job again after a crash, while that helps.
+
+For places without a scheduler. The budget of restarts is counted in progress: an attempt that
+brings the newest clean checkpoint further renews it. Exit codes 2, 3 and 4 are not restarted, 75
+is; the same failure at the same step three times ends it with 3.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from runner.command.arguments import Parser
+from runner.dist.launcher import EXIT_DIR, tell_exit
+from runner.error import ConfigError
+from runner.launch import given
+from runner.launch.running import Forward, Job, Stop, run_once
+from runner.launch.supervisor import Supervisor, new_launch_id
+from runner.policy.restart import RestartRules
+
+
+def supervise_command(arguments: Sequence[str]) -> int:
+    """Parse and run; returns the exit code of the job."""
+    words = list(arguments)
+    place = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_args(words[:place])
+    command = words[place + 1 :]
+    if not command:
+        raise ConfigError("supervise: no command; write: supervise [options] -- torchrun ...")
+    out = given.out_of(command, options.out)
+    return run_supervised(options, command, out=out, environment=os.environ)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner supervise", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", metavar="DIR", help="the run's directory; default: the command's")
+    add_restart_options(parser, restarts=5)
+    return parser
+
+
+def add_restart_options(parser: ArgumentParser, *, restarts: int) -> None:
+    """Options that :func:`rules_of` reads."""
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=restarts,
+        metavar="N",
+        help=f"restarts in a row without a new clean checkpoint; default {restarts}",
+    )
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="before a restart; doubled with each one without progress; default 1",
+    )
+    parser.add_argument(
+        "--max-pause", type=float, default=300.0, metavar="SECONDS", help="default 300"
+    )
+
+
+def rules_of(options: Namespace, *, diagnose: bool, restart_preempted: bool = True) -> RestartRules:
+    """
+    Raises:
+        ConfigError: a number is negative.
+    """
+    for name in ("restarts", "pause", "max_pause"):
+        if not getattr(options, name) >= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 0")
+    return RestartRules(
+        restarts=options.restarts,
+        pause_seconds=options.pause,
+        max_pause_seconds=options.max_pause,
+        diagnose=diagnose,
+        restart_preempted=restart_preempted and options.restarts > 0,
+    )
+
+
+def run_supervised(
+    options: Namespace,
+    command: Sequence[str],
+    *,
+    out: Path,
+    environment: Mapping[str, str],
+    shielded: bool = False,
+) -> int:
+    """Supervise a command that may or may not start the runner; returns the exit code."""
+    diagnose = False
+    if "runner" in command:
+        overrides = given.overrides_of(command)
+        diagnose = given.settings(overrides).debug.diagnose_on_crash
+
+    def make_job(_: int, diagnosing: bool) -> Job:
+        chosen = list(command)
+        if diagnosing:
+            chosen[len(chosen) - len(overrides) :] = given.diagnosing(overrides)
+        return Job(command=chosen, environment=environment, shielded=shielded)
+
+    rules = rules_of(options, diagnose=diagnose)
+    if EXIT_DIR in environment:
+        return _run_as_a_part(make_job(1, False))
+    supervisor = Supervisor(
+        out=out,
+        launch_id=new_launch_id(environment),
+        rules=rules,
+        make_job=make_job,
+        say=say,
+    )
+    end = supervisor.run()
+    if end.code:
+        say(end.reason)
+    return end.code
+
+
+def _run_as_a_part(job: Job) -> int:
+    """One attempt on one node of a larger job, which decides what follows."""
+    part_of = Path(job.environment[EXIT_DIR])
+    # Within a step Slurm signals every process by itself.
+    forward = Forward.step if "SLURM_STEP_ID" in job.environment else Forward.ranks
+    stop = Stop()
+    stop.listen()
+    ended = run_once(replace(job, forward=forward, part_of=part_of), stop)
+    name = job.environment.get("SLURMD_NODENAME") or os.uname().nodename
+    tell_exit(job.environment, name, ended.code)
+    return ended.code
+
+
+def say(text: str) -> None:
+    """A line for a person, told apart from the job's own."""
+    sys.stderr.write(f"supervise: {text}\n")
+    sys.stderr.flush()

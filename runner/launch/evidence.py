@@ -1,0 +1,70 @@
+"""Reads from a run's directory how far an attempt came and what ended it. Writes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint.store import RingStore
+from runner.observe.lines import read_lines
+from runner.policy.ring import State
+from runner.rundir import RunDir
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Of one attempt. ``signature`` is None where no process said what failed."""
+
+    took_up: bool
+    step: int
+    signature: str | None
+    words: str | None
+    ranks: tuple[int, ...]
+
+
+def newest_clean(out: Path) -> int:
+    """Step of the furthest clean checkpoint, -1 without one."""
+    entries, _ = RingStore(RunDir(out).ring).entries()
+    steps = [entry.record.step for entry in entries if entry.record.state is State.clean]
+    return max(steps, default=-1)
+
+
+def journal_lines(out: Path) -> int:
+    """How many lines the journal has."""
+    return len(read_lines(RunDir(out).journal)[0])
+
+
+def evidence(out: Path, *, since: int) -> Evidence:
+    """What the journal says from line ``since`` on, and the step after the last one told of."""
+    lines = read_lines(RunDir(out).journal)[0][since:]
+    # A crash that nobody was left to tell is journalled by the next start, before its own line.
+    lines = list(dropwhile(lambda line: line.get("kind") != "start", lines))
+    starts = [line for line in lines if line.get("kind") == "start"]
+    # The first crash told is the cause; those after it are its consequences.
+    crash = next((line for line in lines if line.get("kind") == "crash"), None)
+    if crash is not None:
+        return Evidence(
+            took_up=True,
+            step=int(crash.get("step", 0)),
+            signature=_signature(crash),
+            words=str(crash.get("reason", "")),
+            ranks=tuple(int(rank) for rank in crash.get("ranks", [])),
+        )
+    metrics, _ = read_lines(RunDir(out).metrics)
+    done = [int(line.get("step", 0)) for line in metrics if line.get("action") == "apply"]
+    begun = [int(line.get("step", 0)) for line in starts]
+    return Evidence(
+        took_up=bool(starts),
+        step=max([*done[-1:], *begun[-1:]], default=0) + 1,
+        signature=None,
+        words=None,
+        ranks=(),
+    )
+
+
+def _signature(crash: dict[str, Any]) -> str | None:
+    detail = crash.get("detail")
+    told = detail.get("signature") if isinstance(detail, dict) else None
+    return str(told) if told else None

@@ -1,0 +1,46 @@
+"""Which nodes of an allocation to train on, and the list of those that failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+
+class BadNodes:
+    """``out/bad_nodes``: a node a line, with the time and the reason. A person may edit it."""
+
+    def __init__(self, out: Path) -> None:
+        self._path = out / "bad_nodes"
+
+    def read(self) -> dict[str, str]:
+        """Node to the rest of its newest line."""
+        if not self._path.exists():
+            return {}
+        lines = (line.split(maxsplit=1) for line in self._path.read_text().splitlines())
+        return {words[0]: " ".join(words[1:]) for words in lines if words and words[0][0] != "#"}
+
+    def add(self, nodes: Iterable[str], reason: str) -> None:
+        """Append those that are not listed yet."""
+        known = self.read()
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        text = "".join(f"{node} {when} {reason}\n" for node in nodes if node not in known)
+        if text:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(text)
+
+
+def choose(
+    nodes: Sequence[str], *, count: int, bad: Collection[str], lost: Collection[str]
+) -> list[str] | None:
+    """``count`` of ``nodes`` in their order, without the lost ones and, if it can be, the bad.
+
+    A bad node failed once; with nothing better it is tried again. None: too few are left.
+    """
+    usable = [node for node in nodes if node not in lost]
+    if len(usable) < count:
+        return None
+    good_first = sorted(usable, key=lambda node: node in bad)
+    chosen = set(good_first[:count])
+    return [node for node in usable if node in chosen]

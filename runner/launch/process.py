@@ -1,0 +1,99 @@
+"""Finds, signals and ends the processes of one attempt, also those that left its session.
+
+torchrun gives each worker a session of its own, so neither a group nor a parent names them all;
+a mark in the environment does, which children inherit. Linux: it reads /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+MARK = "HOLDFAST_MARK"
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of this user that carry the mark; zombies have none."""
+    wanted = f"{MARK}={mark}"
+    return [pid for pid in _pids() if wanted in _environment(pid)]
+
+
+def ranks(mark: str) -> list[int]:
+    """The marked processes that are ranks, without the processes that they started."""
+    found = [pid for pid in marked(mark) if _has_rank(pid)]
+    return [pid for pid in found if parent(pid) not in found]
+
+
+def parent(pid: int) -> int | None:
+    """The parent's process id, None when the process has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal by now."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return bool(masks) and bool(masks[0] >> (number - 1) & 1)
+
+
+def send(pid: int, number: int) -> None:
+    """Signal a process, unless it has just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def end_all(mark: str, *, timeout_seconds: float = 10.0) -> list[int]:
+    """SIGKILL until none is left; returns those that were there."""
+    limit = time.monotonic() + timeout_seconds
+    seen: set[int] = set()
+    while (pids := marked(mark)) and time.monotonic() < limit:
+        seen.update(pids)
+        for pid in pids:
+            send(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return sorted(seen)
+
+
+def prepare_child(*, shielded: bool) -> Callable[[], None]:
+    """What to do in a child before exec: it is to die with its parent.
+
+    Args:
+        shielded: it shall ignore SIGTERM and SIGUSR1.
+    """
+
+    def prepare() -> None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if shielded:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    return prepare
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _environment(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # ended, or another user's
+        return []
+
+
+def _has_rank(pid: int) -> bool:
+    return any(entry.startswith("RANK=") for entry in _environment(pid))

@@ -1,0 +1,155 @@
+"""The batch script, and what Slurm's own commands say. Knows no run."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from runner.error import ConfigError, RunnerError
+
+# Seconds before the time limit; Slurm looks at limits every 30 s and may be that much late.
+DEFAULT_WARNING = 120
+_COMMAND_SECONDS = 60
+_UNUSABLE = ("down", "fail", "error", "unknown", "power")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What the script asks Slurm for.
+
+    Args:
+        nodes, spares: train on ``nodes``; ``spares`` more stand by for one that fails.
+        warning_seconds: before the time limit, for a last checkpoint.
+        chained: one of several jobs of one name, one after another.
+        options: further sbatch options, name to value.
+        python: the interpreter on the nodes.
+    """
+
+    name: str
+    nodes: int
+    spares: int = 0
+    time: str | None = None
+    log: str = "%x-%j.log"
+    warning_seconds: int = DEFAULT_WARNING
+    chained: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
+    python: str = "python"
+    job_options: Sequence[str] = ()
+
+
+def script(batch: Batch, overrides: Sequence[str]) -> str:
+    """The text of the batch script."""
+    asked = {
+        "job-name": batch.name,
+        "nodes": str(batch.nodes + batch.spares),
+        "ntasks-per-node": "1",
+        # A dead node, and our own "start me again", put the job back in the queue.
+        "requeue": None,
+        "open-mode": "append",
+        "output": batch.log,
+        "signal": f"B:USR1@{batch.warning_seconds}",
+        **({"time": batch.time} if batch.time else {}),
+        # The job goes on without a node that died, on a spare.
+        **({"no-kill": None} if batch.spares else {}),
+        **({"dependency": "singleton"} if batch.chained else {}),
+        **batch.options,
+    }
+    lines = [f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in asked.items()]
+    words = [batch.python, "-m", "runner", "slurm-job"]
+    if batch.spares:
+        words += ["--spares", str(batch.spares)]
+    if batch.chained:
+        words.append("--chained")
+    words += [*batch.job_options, *overrides]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *lines,
+            "# Overrides follow the script's name: sbatch SCRIPT out=runs/a model=llama_1b ...",
+            "# exec: Slurm's warning (B:USR1) goes to this process, so it must be the one to act.",
+            f'exec {shlex.join(words)} "$@"',
+            "",
+        ]
+    )
+
+
+def submit(text: str, *, times: int = 1) -> list[str]:
+    """Hand the script to sbatch; returns the job ids.
+
+    Raises:
+        ConfigError: sbatch refused it, or is not there.
+    """
+    return [_run(["sbatch", "--parsable"], text=text).strip() for _ in range(times)]
+
+
+def hostnames(node_list: str) -> list[str]:
+    """``nodeA,node[1-3]`` spelled out."""
+    return _run(["scontrol", "show", "hostnames", node_list]).split()
+
+
+def addresses(nodes: Sequence[str]) -> dict[str, str]:
+    """Node to the address under which Slurm reaches it."""
+    text = _run(["scontrol", "--oneliner", "show", "node", ",".join(nodes)])
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "NodeName" in pairs:
+            found[pairs["NodeName"]] = pairs.get("NodeAddr", pairs["NodeName"])
+    return found
+
+
+def unusable(nodes: Sequence[str]) -> set[str]:
+    """Those of ``nodes`` that Slurm holds for dead."""
+    text = _run(["sinfo", "--noheader", "--Node", "--format=%N %T", f"--nodes={','.join(nodes)}"])
+    states = dict(line.split()[:2] for line in text.splitlines() if line.strip())
+    return {
+        node
+        for node, state in states.items()
+        # A star: it does not answer.
+        if state.endswith("*") or state.lower().startswith(_UNUSABLE)
+    }
+
+
+def end_time(job_id: str) -> float | None:
+    """When the job reaches its time limit, in seconds since the epoch; None: never."""
+    text = _run(["squeue", "--noheader", f"--jobs={job_id}", "--format=%e"]).strip()
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:  # NONE, N/A
+        return None
+
+
+def requeue(job_id: str) -> bool:
+    """Put the job back in the queue; False when Slurm will not."""
+    try:
+        _run(["scontrol", "requeue", job_id])
+    except RunnerError:
+        return False
+    return True
+
+
+def cancel_pending(name: str, user: str) -> None:
+    """Take the jobs of this name that still wait out of the queue."""
+    _run(["scancel", f"--name={name}", f"--user={user}", "--state=PENDING"])
+
+
+def _run(words: Sequence[str], *, text: str | None = None) -> str:
+    try:
+        done = subprocess.run(
+            words,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_SECONDS,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise ConfigError(f"{words[0]} is not here: this is no Slurm cluster's machine") from None
+    except subprocess.TimeoutExpired:
+        raise RunnerError(f"{shlex.join(words)}: no answer in {_COMMAND_SECONDS} s") from None
+    if done.returncode:
+        raise ConfigError(f"{shlex.join(words)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout

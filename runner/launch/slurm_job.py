@@ -1,0 +1,192 @@
+"""What runs inside a Slurm job, on its first node: attempts on chosen nodes, until it ends.
+
+An attempt is one ``srun`` with a torchrun agent on each node. A node that does not say how its
+part ended, while others do, has failed: it is listed and left out where a spare is there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from runner.error import EXIT_DONE, EXIT_PREEMPTED, RunnerError
+from runner.launch import given, slurm
+from runner.launch.exits import FINAL
+from runner.launch.nodes import BadNodes, choose
+from runner.launch.running import Ended, Forward, Job, Stop
+from runner.launch.step import announce
+from runner.launch.supervisor import Supervisor
+from runner.policy.restart import RestartRules
+
+END_TIME = "HOLDFAST_END_TIME"
+_FIRST_PORT, _NUM_PORTS = 20000, 10000
+_NODES_FILE = ".nodes"
+_KILLED_SECONDS = 90.0
+
+
+class TooFewNodes(RunnerError):
+    """The allocation has lost more nodes than it had spares."""
+
+
+class SlurmJob:
+    """One incarnation of a batch job.
+
+    Args:
+        spares: nodes of the allocation beyond those to train on.
+        requeues: False where another job of a chain goes on.
+        launch_options: for ``runner launch`` on each node.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        *,
+        out: Path,
+        spares: int,
+        requeues: bool,
+        overrides: Sequence[str],
+        launch_options: Sequence[str],
+        rules: RestartRules,
+        say: Callable[[str], None],
+    ) -> None:
+        self._environment = environment
+        self._out = out.absolute()
+        self._overrides = overrides
+        self._launch_options = launch_options
+        self._rules = rules
+        self._say = say
+        self._job_id = environment["SLURM_JOB_ID"]
+        self._nodes = slurm.hostnames(environment["SLURM_JOB_NODELIST"])
+        self._requeues = requeues
+        self._count = len(self._nodes) - spares
+        self._restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
+        self._bad = BadNodes(self._out)
+        self._lost: set[str] = set()
+        self._chosen: list[str] = []
+        self._exits = self._out / "exits"
+
+    def run(self) -> int:
+        """To the end of the job or until it is put back in the queue; returns the exit code."""
+        self._blame_the_dead()
+        supervisor = Supervisor(
+            out=self._out,
+            launch_id=f"slurm-{self._job_id}",
+            rules=self._rules,
+            make_job=self._make_job,
+            say=self._say,
+            ended=self._note_failed,
+        )
+        try:
+            end = supervisor.run()
+        except TooFewNodes as error:
+            self._say(str(error))
+            return self._requeue()
+        self._say(end.reason)
+        if self._goes_on(end.code, supervisor.stop):
+            return self._requeue()
+        return end.code
+
+    def _goes_on(self, code: int, stop: Stop) -> bool:
+        """Whether the job is to be put back in the queue.
+
+        Also when it was warned and did not end well: the limit would end it for good. After
+        SIGTERM alone it is being cancelled, or requeued by someone else.
+        """
+        if code == EXIT_DONE or code in FINAL:
+            return False
+        return stop.is_for_a_restart or (code == EXIT_PREEMPTED and not stop.is_set)
+
+    def _make_job(self, number: int, diagnose: bool) -> Job:
+        self._lost |= slurm.unusable(self._nodes)
+        bad = self._bad.read()
+        chosen = choose(self._nodes, count=self._count, bad=bad, lost=self._lost)
+        if chosen is None:
+            raise TooFewNodes(
+                f"{len(self._lost)} of {len(self._nodes)} nodes are lost "
+                f"({', '.join(sorted(self._lost))}), {self._count} are needed"
+            )
+        self._chosen = chosen
+        left_out = [node for node in self._nodes if node not in chosen]
+        self._say(
+            f"attempt {number} on {', '.join(chosen)}"
+            + (f", left out: {', '.join(left_out)}" if left_out else "")
+        )
+        exits = self._exits / f"{self._job_id}-{self._restart}-{number}"
+        exits.mkdir(parents=True, exist_ok=True)
+        (exits / _NODES_FILE).write_text("\n".join(chosen) + "\n")
+        overrides = given.diagnosing(self._overrides) if diagnose else self._overrides
+        return Job(
+            command=self._srun(chosen, overrides),
+            environment=self._step_environment(chosen, number),
+            forward=Forward.srun,
+            expected=frozenset(chosen),
+            exits=exits,
+        )
+
+    def _srun(self, chosen: Sequence[str], overrides: Sequence[str]) -> list[str]:
+        return [
+            "srun",
+            f"--nodes={len(chosen)}",
+            f"--ntasks={len(chosen)}",
+            "--ntasks-per-node=1",
+            f"--nodelist={','.join(chosen)}",
+            # What is left of an attempt before must not keep the next one waiting.
+            "--overlap",
+            # Each node ends its own part and says how; Slurm would kill it before it can.
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+            "--input=none",
+            *(sys.executable, "-m", "runner", "launch", "--restarts", "0"),
+            *self._launch_options,
+            *overrides,
+        ]
+
+    def _step_environment(self, chosen: Sequence[str], number: int) -> dict[str, str]:
+        known = slurm.addresses(chosen)
+        # Another port each time: the one before may not be free yet.
+        shift = int(self._job_id) * 64 + self._restart * 8 + number
+        made = dict(self._environment)
+        made |= announce(
+            [(node, known.get(node, node)) for node in chosen], _FIRST_PORT + shift % _NUM_PORTS
+        )
+        limit = slurm.end_time(self._job_id)
+        if limit is not None:
+            made[END_TIME] = str(int(limit))
+        return made
+
+    def _note_failed(self, number: int, ended: Ended) -> None:
+        if ended.code != EXIT_DONE:
+            dead = slurm.unusable(self._chosen)
+            self._bad.add(sorted(dead), "died")
+            self._bad.add(sorted(ended.missing - dead), "fell silent when the others ended")
+            self._lost |= ended.missing | dead
+            failed = sorted(ended.missing | dead)
+            if failed:
+                self._say(f"failed: {', '.join(failed)} (listed in {self._out / 'bad_nodes'})")
+        shutil.rmtree(self._exits / f"{self._job_id}-{self._restart}-{number}")
+
+    def _blame_the_dead(self) -> None:
+        """List the nodes that an attempt was on which never ended, and that are dead now."""
+        for folder in sorted(self._exits.glob(f"{self._job_id}-*")):
+            names = (folder / _NODES_FILE).read_text().split() if folder.is_dir() else []
+            if names:
+                dead = slurm.unusable(names)
+                self._bad.add([n for n in names if n in dead], "died")
+            shutil.rmtree(folder)
+
+    def _requeue(self) -> int:
+        if self._requeues and slurm.requeue(self._job_id):
+            # Slurm ends this process; leaving first would look like the job's own end.
+            time.sleep(_KILLED_SECONDS)
+        return EXIT_PREEMPTED
+
+
+def end_the_chain(environment: Mapping[str, str], code: int) -> None:
+    """Take the later jobs of a chain out of the queue when there is nothing left for them."""
+    if code == EXIT_DONE or code in FINAL:
+        name, user = environment["SLURM_JOB_NAME"], environment.get("SLURM_JOB_USER", "")
+        slurm.cancel_pending(name, user or os.environ["USER"])

@@ -1,0 +1,139 @@
+"""Starts a job again while that helps. What is decided stands in :mod:`runner.policy.restart`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from runner.launch.evidence import evidence, journal_lines, newest_clean
+from runner.launch.running import Ended, Job, Stop, run_once
+from runner.policy.restart import Again, Attempt, End, RestartRules, after
+
+LAUNCH_ID = "HOLDFAST_LAUNCH_ID"
+ATTEMPT = "HOLDFAST_ATTEMPT"
+
+
+class Supervisor:
+    """Runs attempts of one job until it is done or a restart would not help.
+
+    Args:
+        out: the run's directory.
+        launch_id: names this launch in every process of it, over all attempts.
+        make_job: the command of an attempt (number, diagnose), made anew for each.
+        ended: told after every attempt, with its number.
+        say: one line for a person.
+    """
+
+    def __init__(
+        self,
+        *,
+        out: Path,
+        launch_id: str,
+        rules: RestartRules,
+        make_job: Callable[[int, bool], Job],
+        say: Callable[[str], None],
+        ended: Callable[[int, Ended], None] = lambda number, ended: None,
+    ) -> None:
+        self._out = out
+        self._id = launch_id
+        self._rules = rules
+        self._make_job = make_job
+        self._say = say
+        self._ended = ended
+        self._log = AttemptLog(out, launch_id)
+        self.stop = Stop()
+
+    def run(self) -> End:
+        """To the end; the signals of this process are its own from here on."""
+        self.stop.listen()
+        attempts = self._log.read()
+        diagnose = False
+        while True:
+            attempts.append(self._attempt(len(attempts) + 1, diagnose))
+            next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
+            if isinstance(next_, End):
+                return next_
+            self._say(_restart_words(next_, len(attempts) + 1))
+            if not self.stop.sleep(next_.pause_seconds):
+                return End(reason="asked to stop", code=attempts[-1].code)
+            diagnose = next_.diagnose
+
+    def _attempt(self, number: int, diagnose: bool) -> Attempt:
+        began = time.time()
+        lines, clean_before = journal_lines(self._out), newest_clean(self._out)
+        job = self._make_job(number, diagnose)
+        told = {LAUNCH_ID: self._id, ATTEMPT: str(number)}
+        ended = run_once(replace(job, environment=dict(job.environment) | told), self.stop)
+        self._ended(number, ended)
+        found = evidence(self._out, since=lines)
+        if found.words:
+            self._say(f"attempt {number} crashed at step {found.step}: {found.words}")
+        attempt = Attempt(
+            code=ended.code,
+            clean_before=clean_before,
+            clean_after=newest_clean(self._out),
+            took_up=found.took_up,
+            step=found.step,
+            signature=found.signature,
+            diagnosed=diagnose,
+        )
+        self._log.add(attempt, began=began)
+        return attempt
+
+
+def _restart_words(again: Again, number: int) -> str:
+    pause = f" in {again.pause_seconds:g} s" if again.pause_seconds else ""
+    how = ", with collectives checked (debug.diagnose_on_crash)" if again.diagnose else ""
+    return f"{again.reason}; attempt {number}{pause}{how}"
+
+
+class AttemptLog:
+    """``out/attempts.jsonl``: a line an attempt, so that a requeued job knows the earlier ones.
+
+    Supervisors on several nodes may append to it; a torn line of one hides no line of another.
+    """
+
+    def __init__(self, out: Path, launch_id: str) -> None:
+        self._path = out / "attempts.jsonl"
+        self._id = launch_id
+
+    def read(self) -> list[Attempt]:
+        """Those of this launch, in order."""
+        if not self._path.exists():
+            return []
+        names = Attempt.__dataclass_fields__
+        lines = [_parsed(text) for text in self._path.read_bytes().splitlines()]
+        return [
+            Attempt(**{name: value for name, value in line.items() if name in names})
+            for line in lines
+            if line.get("launch_id") == self._id
+        ]
+
+    def add(self, attempt: Attempt, *, began: float) -> None:
+        """Append durably."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        times = {"launch_id": self._id, "began": round(began, 3), "ended": round(time.time(), 3)}
+        with self._path.open("a+b") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            mend = b"" if file.read(1) in (b"", b"\n") else b"\n"
+            file.write(mend + json.dumps(times | asdict(attempt)).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return {}
+    return line if isinstance(line, dict) else {}
+
+
+def new_launch_id(environment: Mapping[str, str]) -> str:
+    """The one given from outside, or a new one."""
+    return environment.get(LAUNCH_ID) or f"{os.uname().nodename}-{os.getpid()}-{int(time.time())}"

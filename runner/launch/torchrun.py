@@ -1,0 +1,181 @@
+"""The torchrun command of one node, with the settings that make it notice failures fast."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.error import ConfigError
+
+DEFAULT_PORT = 29400
+# Without a GPU: as many as the smallest machine has cores.
+_RANKS_WITHOUT_GPU = 2
+# A worker that fails is replaced by the supervisor, which knows when that helps. With a varying
+# number of nodes torchrun itself must form the smaller world; each loss costs one of these.
+_ELASTIC_RESTARTS = 3
+_RENDEZVOUS = {
+    "last_call_timeout": 3,  # 30: how long a smaller world waits for more nodes
+    "keep_alive_interval": 1,  # 5: a dead node is noticed after interval x attempts
+    "keep_alive_max_attempt": 3,
+    "read_timeout": 15,  # 60
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """How many nodes take part: exactly ``least``, or from ``least`` to ``most``."""
+
+    least: int
+    most: int
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.least < self.most
+
+    @property
+    def text(self) -> str:
+        return f"{self.least}:{self.most}" if self.is_elastic else str(self.least)
+
+
+def parse_nodes(text: str) -> Nodes:
+    """``N`` or ``MIN:MAX``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    least = int(match[1]) if match else 0
+    most = int(match[2] or match[1]) if match else 0
+    if not 1 <= least <= most:
+        raise ConfigError(f"--nodes {text}: a number of nodes, or MIN:MAX with 1 <= MIN <= MAX")
+    return Nodes(least=least, most=most)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agent:
+    """One node's share of a job.
+
+    Args:
+        num_ranks: processes on this node.
+        head: host and port of the rendezvous; unused with one node.
+        name: the rendezvous' name: nodes of one job give the same.
+        hosts: whether this node keeps the rendezvous; None: found out by address.
+        local_address: under which the others reach this node; None: its host name.
+    """
+
+    nodes: Nodes
+    num_ranks: int
+    head: tuple[str, int] | None = None
+    name: str = ""
+    hosts: bool | None = None
+    local_address: str | None = None
+    torchrun_restarts: int | None = None
+
+
+def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
+    """``torchrun ... -m runner OVERRIDES``.
+
+    Raises:
+        ConfigError: several nodes without a head.
+    """
+    return [
+        # As -m: the torchrun script may belong to another Python.
+        *(sys.executable, "-m", "torch.distributed.run"),
+        f"--nproc-per-node={agent.num_ranks}",
+        f"--max-restarts={_torchrun_restarts(agent)}",
+        # Not SIGTERM and SIGUSR1: torchrun would kill its workers 30 s after, in the midst of
+        # a save, and tell them twice where a scheduler signals every process.
+        "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT",
+        *_where(agent),
+        *("-m", "runner"),
+        *overrides,
+    ]
+
+
+def _torchrun_restarts(agent: Agent) -> int:
+    if agent.torchrun_restarts is not None:
+        return agent.torchrun_restarts
+    return _ELASTIC_RESTARTS if agent.nodes.is_elastic else 0
+
+
+def _where(agent: Agent) -> list[str]:
+    if agent.nodes.most == 1:
+        return ["--standalone"]
+    if agent.head is None:
+        raise ConfigError(
+            f"--nodes {agent.nodes.text}: needs --head HOST[:PORT], the node where the others "
+            "meet; the same on every node"
+        )
+    host, port = agent.head
+    hosts = is_here(host) if agent.hosts is None else agent.hosts
+    settings = _RENDEZVOUS | {"is_host": int(hosts)}
+    where = [
+        f"--nnodes={agent.nodes.text}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={host}:{port}",
+        f"--rdzv-id={agent.name}",
+        "--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in settings.items()),
+    ]
+    return [*where, *([f"--local-addr={agent.local_address}"] if agent.local_address else [])]
+
+
+def environment(given: Mapping[str, str], agent: Agent) -> dict[str, str]:
+    """What the command runs with: the given one, and what we know better."""
+    # Kubeflow's variables are defaults of torchrun's options, some of which we leave open.
+    made = {name: value for name, value in given.items() if not name.startswith("PET_")}
+    made.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // agent.num_ranks)))
+    if agent.nodes.most > 1:
+        # With the shared store of torch 2.13 a node that comes back is never let in again.
+        made.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return made
+
+
+def parse_head(text: str) -> tuple[str, int]:
+    """``HOST`` or ``HOST:PORT``.
+
+    Raises:
+        ConfigError: the port is no port.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon:
+        return text, DEFAULT_PORT
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--head {text}: HOST or HOST:PORT, port 1 to 65535")
+    return host, int(port)
+
+
+def is_here(host: str) -> bool:
+    """Whether this machine has the host's address: only then can a socket be bound to it.
+
+    torchrun compares names instead, and is wrong where the host name means 127.0.0.1.
+    """
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def num_ranks_here() -> int:
+    """A rank per GPU, or two on a machine without."""
+    import torch
+
+    return torch.cuda.device_count() or _RANKS_WITHOUT_GPU
+
+
+def default_name(out: Path) -> str:
+    """The same on every node that sees the same run directory."""
+    return "holdfast-" + hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:12]

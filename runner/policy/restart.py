@@ -1,0 +1,147 @@
+"""Whether a job that ended is started again. Pure: from what each attempt left, decide.
+
+The budget is counted in progress, not in attempts: a run that crashes every night and moves on
+each day is worth starting again for ever; one that comes back to the same crash is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# As runner.error has them; policy imports nothing of ours.
+_DONE, _CRASH, _HALTED, _PREEMPTED = 0, 1, 3, 75
+_FINAL = {2: "settings or data", 3: "halted by the guard", 4: "no loadable checkpoint"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What one attempt left behind.
+
+    Args:
+        code: the runner's exit code, or that of what was started.
+        clean_before, clean_after: step of the newest clean checkpoint, -1 without one.
+        took_up: it began to train; before that it cannot have failed in a step.
+        step: the step it ended in.
+        signature: what failed where, in words that stay the same; None where nobody said.
+        diagnosed: it ran with collectives checked.
+    """
+
+    code: int
+    clean_before: int
+    clean_after: int
+    took_up: bool
+    step: int
+    signature: str | None = None
+    diagnosed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRules:
+    """
+    Args:
+        restarts: how many in a row without progress.
+        pause_seconds: before the first restart without progress; doubled with each further.
+        same_failures: how often the same failure at the same step makes it deterministic.
+        restart_preempted: False leaves the restart of a preempted job to the scheduler.
+        diagnose: check collectives once after a crash that nobody explained.
+    """
+
+    restarts: int = 5
+    pause_seconds: float = 1.0
+    max_pause_seconds: float = 300.0
+    same_failures: int = 3
+    restart_preempted: bool = True
+    diagnose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """Start it again after a pause."""
+
+    reason: str
+    pause_seconds: float
+    diagnose: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """Do not start it again; leave with this code."""
+
+    reason: str
+    code: int
+
+
+def after(attempts: Sequence[Attempt], rules: RestartRules, *, asked_to_stop: bool) -> Again | End:
+    """What follows the last of ``attempts`` (at least one), all of one launch, in order."""
+    last = attempts[-1]
+    if last.code == _DONE:
+        return End(reason="done", code=_DONE)
+    if asked_to_stop:
+        return End(reason="asked to stop", code=last.code)
+    if last.code in _FINAL:
+        return End(reason=f"{_FINAL[last.code]}: a restart would not help", code=last.code)
+    if last.code == _PREEMPTED and not rules.restart_preempted:
+        return End(reason="preempted: the scheduler starts it again", code=_PREEMPTED)
+    repeated = _repeated(attempts, rules.same_failures)
+    if repeated is not None:
+        return End(reason=repeated, code=_HALTED)
+    return _within_budget(attempts, rules)
+
+
+def _repeated(attempts: Sequence[Attempt], times: int) -> str | None:
+    """In words, what failed ``times`` in a row at one step; None if nothing did."""
+    tail = attempts[-times:]
+    if len(tail) < times or any(not a.took_up or a.code == _PREEMPTED for a in tail):
+        return None
+    if len({(a.step, what_failed(a)) for a in tail}) > 1:
+        return None
+    return (
+        f"deterministic: {times} attempts in a row failed at step {tail[-1].step} with "
+        f"{what_failed(tail[-1])}; starting again would repeat it"
+    )
+
+
+def what_failed(attempt: Attempt) -> str:
+    """The failure in words."""
+    return attempt.signature or f"exit code {attempt.code}"
+
+
+def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | End:
+    last = attempts[-1]
+    failed = _without_progress(attempts)
+    if failed > rules.restarts:
+        return End(
+            reason=f"{failed} attempts without a new clean checkpoint, the budget is "
+            f"{rules.restarts} restarts; last: {what_failed(last)} at step {last.step}",
+            code=last.code if last.code == _PREEMPTED else _CRASH,
+        )
+    what = "preempted" if last.code == _PREEMPTED else what_failed(last)
+    unexplained = last.took_up and last.signature is None and last.code != _PREEMPTED
+    diagnosed = any(attempt.diagnosed for attempt in attempts[-max(1, failed) :])
+    return Again(
+        reason=f"{what} at step {last.step}, newest clean checkpoint {_or_none(last.clean_after)}",
+        pause_seconds=_pause(failed, last, rules),
+        diagnose=rules.diagnose and unexplained and not diagnosed,
+    )
+
+
+def _without_progress(attempts: Sequence[Attempt]) -> int:
+    """Attempts at the end that did not bring the newest clean checkpoint further than ever."""
+    best = attempts[0].clean_before
+    count = 0
+    for attempt in attempts:
+        count = 0 if attempt.clean_after > best else count + 1
+        best = max(best, attempt.clean_after)
+    return count
+
+
+def _pause(failed: int, last: Attempt, rules: RestartRules) -> float:
+    if last.code == _PREEMPTED and failed <= 1:
+        return 0.0
+    doubled = rules.pause_seconds * 2.0 ** max(0, failed - 1)
+    return min(doubled, rules.max_pause_seconds)
+
+
+def _or_none(step: int) -> str:
+    return "none" if step < 0 else str(step)

@@ -1,0 +1,207 @@
+"""Two nodes with a torchrun agent each, in network namespaces: one is lost, cut off, comes back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from runner.observe.lines import read_lines
+from tests import namespaces
+from tests.drills.compare import assert_every_sample_once, assert_same_run, in_order, same_rates
+from tests.namespaces import Network
+from tests.run import TINY, Result, metrics_step
+
+REASON = namespaces.unavailable()
+pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+
+# Different shapes of the same sums round differently: nats per token.
+BF16_NOISE = 0.02
+# A collective waits no longer than this; a silently cut link is noticed by nothing else.
+TIMEOUT = 10
+# Until the first step done by the smaller world, from the loss of the other node.
+RECOVERY = 30.0
+
+
+@dataclass
+class Job:
+    """``runner launch`` on nodes of a network, all on one run."""
+
+    network: Network
+    out: Path
+    options: tuple[str, ...]
+    overrides: tuple[str, ...]
+    agents: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
+
+    def start(self, *nodes: str) -> None:
+        words = [sys.executable, "-m", "runner", "launch", "--nproc", "1", "--pause", "0.5"]
+        command = [*words, *self.options, f"out={self.out}", *TINY, *self.overrides]
+        for node in nodes:
+            log = self.log(node)
+            started = self.network.start(
+                node, command, log=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+            self.agents.setdefault(node, []).append(started)
+
+    def log(self, node: str) -> Path:
+        return self.out.with_name(f"{node}.log")
+
+    @property
+    def text(self) -> str:
+        logs = sorted(self.out.parent.glob("*.log"))
+        return "\n".join(f"{path.name}:\n{path.read_text()[-2500:]}" for path in logs)
+
+    def until(self, seen: Callable[[], object], what: str, timeout: float = 60) -> float:
+        """Seconds until it was seen."""
+        began = time.monotonic()
+        while not seen():
+            assert time.monotonic() - began < timeout, (
+                f"not within {timeout:g} s: {what}{self.text}"
+            )
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: metrics_step(self.out) >= step, f"step {step}\n")
+
+    def worlds(self) -> list[int]:
+        """World sizes of the starts so far."""
+        lines, _ = read_lines(self.out / "journal.jsonl")
+        return [line["detail"]["world_size"] for line in lines if line["kind"] == "start"]
+
+    def until_world(self, *sizes: int, timeout: float = 60) -> float:
+        wanted = list(sizes)
+        return self.until(lambda: self.worlds() == wanted, f"worlds {wanted}\n", timeout)
+
+    def wait(self, node: str, timeout: float = 90) -> Result:
+        """The end of the newest agent of a node."""
+        agent = self.agents[node][-1]
+        self.until(lambda: agent.poll() is not None, f"the end on {node}\n", timeout)
+        return Result(out=self.out, code=agent.returncode, text=self.text)
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with Network(f"hn{os.getpid()}", ["nodeA", "nodeB", "nodeC"], tmp_path / "net", 77) as up:
+        yield up
+
+
+@pytest.fixture
+def job(network: Network, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Makes a job; at the end every agent must have gone and taken its processes along."""
+    made: list[Job] = []
+
+    def make(*overrides: str, nodes: str = "1:2", options: tuple[str, ...] = ()) -> Job:
+        words = ("--nodes", nodes, "--head", "nodeA", "--name", "drill", *options)
+        made.append(Job(network, tmp_path / "run", words, overrides))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for agents in one.agents.values():
+            for agent in agents:
+                agent.wait(20)
+    left = {node: network.processes(node) for node in network.nodes}
+    assert not any(left.values()), left
+
+
+SLOW = "faults=[slow@step=1-60,seconds=0.25]"
+
+
+def assert_follows(run: Result, clean: Result) -> None:
+    """The same samples and rates; losses apart by the rounding of another world size only."""
+    assert run.code == 0, run.tail
+    assert_every_sample_once(run)
+    assert same_rates(run, clean), run.tail
+    for line, same in zip(in_order(run), in_order(clean), strict=True):
+        assert line["samples"] == same["samples"]
+        assert abs(line["loss"] - same["loss"]) < BF16_NOISE, f"{line}\n{same}\n{run.tail}"
+
+
+def test_a_lost_node_is_done_without_and_taken_back(
+    network: Network, job: Callable[..., Job], clean: Result
+) -> None:
+    elastic = job(SLOW)
+    elastic.start("nodeA", "nodeB")
+    elastic.until_step(15)
+    network.crash("nodeB")
+    seconds = elastic.until_world(2, 1, timeout=RECOVERY)
+    print(f"one node lost, training again after {seconds:.1f} s")
+    before = metrics_step(elastic.out)
+    elastic.until_step(before + 3)
+    network.boot("nodeB")
+    elastic.start("nodeB")
+    seconds = elastic.until_world(2, 1, 2)
+    print(f"taken back after {seconds:.1f} s")
+    run = elastic.wait("nodeA")
+    assert elastic.wait("nodeB").code == 0
+    assert_follows(run, clean)
+
+
+def test_a_cut_link_is_noticed_within_the_configured_seconds(
+    network: Network, job: Callable[..., Job], clean: Result
+) -> None:
+    """Nobody is told: packets vanish. The node cut off must not go on for itself."""
+    elastic = job(SLOW, f"parallel.timeout_seconds={TIMEOUT}")
+    elastic.start("nodeA", "nodeB")
+    elastic.until_step(15)
+    network.cut("nodeB")
+    seconds = elastic.until_world(2, 1, timeout=TIMEOUT + RECOVERY)
+    print(f"link cut, training again after {seconds:.1f} s")
+    network.crash("nodeB")  # for good: it has no other link
+    run = elastic.wait("nodeA")
+    assert_follows(run, clean)
+
+
+def test_the_head_is_lost_and_the_supervisors_start_again(
+    network: Network, job: Callable[..., Job], clean: Result
+) -> None:
+    """A fixed world: the other node waits at the head until it is back."""
+    fixed = job(SLOW, nodes="2")
+    fixed.start("nodeA", "nodeB")
+    fixed.until_step(15)
+    network.crash("nodeA")
+    time.sleep(3)
+    network.boot("nodeA")
+    fixed.start("nodeA")
+    seconds = fixed.until_world(2, 2)
+    print(f"head lost, and {seconds:.1f} s after it was back training again")
+    run = fixed.wait("nodeA")
+    assert fixed.wait("nodeB").code == 0
+    assert len(fixed.agents["nodeB"]) == 1, "its supervisor did it"
+    assert_same_run(run, clean)
+
+
+@pytest.mark.full
+def test_a_killed_rank_is_replaced_on_both_nodes(
+    network: Network, job: Callable[..., Job], clean: Result
+) -> None:
+    fixed = job("faults=[kill@step=30,rank=1]", nodes="2")
+    fixed.start("nodeA", "nodeB")
+    run = fixed.wait("nodeA")
+    assert fixed.wait("nodeB").code == 0
+    assert run.summary["restarts"] == 1
+    assert_same_run(run, clean)
+
+
+@pytest.mark.full
+def test_one_node_is_asked_to_stop_and_the_other_goes_on(
+    network: Network, job: Callable[..., Job], clean: Result
+) -> None:
+    elastic = job(SLOW)
+    elastic.start("nodeA", "nodeB")
+    elastic.until_step(15)
+    (supervisor,) = [
+        pid for pid, words in network.processes("nodeB").items() if "runner launch" in words
+        and "nsenter" not in words
+    ]  # fmt: skip
+    os.kill(supervisor, 10)
+    assert elastic.wait("nodeB").code == 75
+    elastic.until_world(2, 1)
+    assert_follows(elastic.wait("nodeA"), clean)

@@ -1,0 +1,202 @@
+"""Real Slurm daemons, real jobs: whatever the cluster does to it, the run has the same end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import cluster as slurm
+from tests.cluster import Cluster
+from tests.drills.compare import assert_every_sample_once, assert_same_run
+from tests.run import TINY, Result, journalled, metrics_step
+
+REASON = slurm.unavailable()
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+    pytest.mark.timeout(300),
+]
+# Long enough to be hit in the middle: two ranks on two nodes take 60 steps in a few seconds.
+SLOW = "faults=[slow@step=20-60,seconds=0.1]"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(["nodeA", "nodeB", "nodeC"]) as up:
+        yield up
+
+
+class Submitted:
+    """A job in the queue, and the run it works on."""
+
+    def __init__(self, cluster: Cluster, out: Path, *words: str, nodes: int = 2) -> None:
+        self.cluster = cluster
+        self.out = out
+        self.log = out.with_suffix(".log")
+        options = ["--nodes", str(nodes), "--nproc", "1", "--log", str(self.log), "--submit"]
+        overrides = [word for word in words if not word.startswith("--")]
+        options += [word for word in words if word.startswith("--")]
+        runner = [sys.executable, "-m", "runner", "slurm", *options]
+        said = cluster.run(*runner, f"out={out}", *TINY, *overrides)
+        self.ids = [line.split()[1] for line in said.splitlines()]
+
+    @property
+    def job(self) -> dict[str, str]:
+        return self.cluster.job(self.ids[0])
+
+    def until_step(self, step: int) -> None:
+        self.cluster.until(lambda: metrics_step(self.out) >= step, f"step {step}\n{self.text}")
+
+    def until_started(self, times: int) -> None:
+        started = lambda: journalled(self.out, "start") >= times  # noqa: E731
+        self.cluster.until(started, f"start {times}\n{self.text}")
+
+    def wait(self, state: str = "COMPLETED", timeout: float = 120) -> Result:
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+        over = lambda: self.job["JobState"] in ended  # noqa: E731
+        self.cluster.until(over, f"the job's end\n{self.text}", timeout)
+        assert self.job["JobState"] == state, self.text + self.cluster.logs()
+        code = int(self.job["ExitCode"].split(":")[0])
+        return Result(out=self.out, code=code, text=self.text)
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+
+Submit = Callable[..., Submitted]
+
+
+@pytest.fixture
+def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submit]:
+    """Submits; afterwards nothing may be left of the jobs, and all nodes are up again."""
+    jobs: list[Submitted] = []
+
+    def submit(*words: str, nodes: int = 2) -> Submitted:
+        jobs.append(Submitted(cluster, tmp_path / "run", *words, nodes=nodes))
+        return jobs[-1]
+
+    yield submit
+    for job in jobs:
+        cluster.run("scancel", *job.ids)
+    for node in cluster.nodes:
+        if not cluster.machines.is_up(node):
+            cluster.boot(node)
+    nobody = lambda: not cluster.machines.left_behind()  # noqa: E731
+    cluster.until(nobody, f"nobody left of {cluster.machines.left_behind()}")
+    cluster.until(cluster.is_idle, f"all nodes idle, not {cluster.states()}")
+
+
+def test_a_lost_node_puts_the_job_back_in_the_queue(
+    cluster: Cluster, submit: Submit, clean: Result
+) -> None:
+    job = submit(SLOW)
+    job.until_step(30)
+    assert job.job["NodeList"] == "nodeA,nodeB"
+    cluster.crash("nodeB")
+    job.until_started(2)
+    assert job.job["NodeList"] == "nodeA,nodeC" and job.job["Restarts"] == "1", job.text
+    run = job.wait()
+    assert run.summary["restarts"] == 1
+    assert_same_run(run, clean)
+    assert_every_sample_once(run)
+
+
+def test_a_spare_stands_in_for_a_lost_node(cluster: Cluster, submit: Submit, clean: Result) -> None:
+    """The job keeps its allocation and its first node: no queue, no new batch script."""
+    job = submit(SLOW, "--spares=1")
+    job.until_step(30)
+    cluster.crash("nodeB")
+    began = time.monotonic()
+    job.until_started(2)
+    print(f"training again {time.monotonic() - began:.1f} s after the node was lost")
+    run = job.wait()
+    assert job.job["Restarts"] == "0", run.tail
+    (line,) = (job.out / "bad_nodes").read_text().splitlines()
+    assert line.startswith("nodeB 20") and line.endswith(("died", "others ended")), line
+    assert "attempt 2 on nodeA, nodeC, left out: nodeB" in run.text, run.tail
+    assert_same_run(run, clean)
+    assert_every_sample_once(run)
+
+
+@pytest.mark.full
+def test_a_requeue_is_a_resume(cluster: Cluster, submit: Submit, clean: Result) -> None:
+    job = submit(SLOW)
+    job.until_step(30)
+    cluster.run("scontrol", "requeue", job.ids[0])
+    run = job.wait()
+    assert job.job["Restarts"] == "1", run.tail
+    assert_same_run(run, clean)
+
+
+def test_the_time_limit_is_met_with_a_checkpoint(
+    cluster: Cluster, submit: Submit, clean: Result
+) -> None:
+    """A minute is the shortest limit there is; Slurm looks at limits every 30 s."""
+    job = submit("faults=[slow@step=1-24,seconds=1]", "--time=1", "--warning=30")
+    warned = lambda: journalled(job.out, "preempted")  # noqa: E731
+    cluster.until(warned, f"the warning\n{job.text}")
+    cluster.run("scontrol", "update", f"JobId={job.ids[0]}", "TimeLimit=10")
+    run = job.wait()
+    assert job.job["Restarts"] == "1", run.tail
+    assert not (job.out / "bad_nodes").exists()
+    assert [line["kind"] for line in run.journal()][:3] == ["start", "preempted", "start"]
+    saved = run.journal("preempted")[0]["step"]
+    assert run.journal("start")[1]["step"] == saved > 0, "it lost no step"
+    assert_same_run(run, clean)
+
+
+@pytest.mark.full
+def test_a_lost_first_node_takes_the_batch_script_with_it(
+    cluster: Cluster, submit: Submit, clean: Result
+) -> None:
+    job = submit(SLOW)
+    job.until_step(30)
+    cluster.crash("nodeA")
+    run = job.wait()
+    assert job.job["Restarts"] == "1" and job.job["NodeList"] == "nodeB,nodeC", run.tail
+    assert (job.out / "bad_nodes").read_text().startswith("nodeA 20")
+    assert_same_run(run, clean)
+
+
+@pytest.mark.full
+def test_a_chain_goes_on_where_the_job_before_ended(
+    cluster: Cluster, submit: Submit, clean: Result
+) -> None:
+    job = submit(SLOW, "--chain=3")
+    job.until_step(30)
+    cluster.run("scancel", "--signal=USR1", "--batch", job.ids[0])
+    over = lambda: cluster.job(job.ids[1])["JobState"] == "COMPLETED"  # noqa: E731
+    cluster.until(over, "the second job's end")
+    assert job.job["JobState"] == "FAILED" and job.job["ExitCode"] == "75:0", job.text
+    assert cluster.job(job.ids[2])["JobState"] == "CANCELLED", "nothing is left for it"
+    run = Result(out=job.out, code=0, text=job.text)
+    assert_same_run(run, clean)
+
+
+@pytest.mark.full
+def test_a_halted_run_is_not_started_again(submit: Submit) -> None:
+    run = submit("faults=[poison@samples=100-900]", "guard.max_rollbacks=0").wait("FAILED")
+    assert run.code == 3 and run.summary["status"] == "halted", run.tail
+    assert len(run.journal("start")) == 1
+
+
+@pytest.mark.full
+def test_a_killed_rank_is_started_again_in_its_allocation(submit: Submit, clean: Result) -> None:
+    job = submit("faults=[kill@step=30,rank=1]")
+    run = job.wait()
+    assert job.job["Restarts"] == "0" and run.summary["restarts"] == 1, run.tail
+    assert not (job.out / "bad_nodes").exists(), "the node itself was well"
+    assert_same_run(run, clean)
+
+
+def test_the_script_in_the_checkout_is_what_the_command_prints() -> None:
+    words = ["slurm", "--nodes", "2", "--python", ".venv/bin/python"]
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", *words], capture_output=True, text=True, check=True
+    )
+    assert Path("launch/slurm.sbatch").read_text() == done.stdout

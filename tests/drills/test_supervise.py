@@ -1,0 +1,127 @@
+"""A supervised run of real ranks: whatever is killed, the same end, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.observe.lines import read_lines
+from tests.drills.compare import assert_every_sample_once, assert_same_run
+from tests.run import TINY, Result, Started, metrics_step
+
+# Long enough to be hit in the middle.
+SLOW = "faults=[slow@step=20-60,seconds=0.05]"
+
+
+def launch(out: Path, *overrides: str, options: tuple[str, ...] = ()) -> Started:
+    """``python -m runner launch``, two ranks, in a session of its own."""
+    words = ["launch", "--nproc", "2", "--pause", "0.1", *options]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "runner", *words, f"out={out}", *TINY, *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    return Started(out=out, process=process)
+
+
+def ranks(started: Started) -> list[int]:
+    """The workers, lowest process id first."""
+    return sorted(pid for pid in started.pids() if "RANK" in environment(pid))
+
+
+def agent(started: Started) -> int:
+    """The torchrun process."""
+    own = started.process.pid
+    (found,) = [pid for pid in started.pids() if pid != own and "RANK" not in environment(pid)]
+    return found
+
+
+def environment(pid: int) -> dict[str, str]:
+    text = Path(f"/proc/{pid}/environ").read_bytes().decode()
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+
+
+def assert_healed(started: Started, clean: Result, codes: list[int]) -> Result:
+    run = started.wait()
+    assert run.code == 0, run.tail
+    attempts, _ = read_lines(run.out / "attempts.jsonl")
+    assert [attempt["code"] for attempt in attempts] == codes, run.tail
+    assert_same_run(run, clean)
+    assert_every_sample_once(run)
+    assert started.pids() == [], "a process was left behind"
+    return run
+
+
+def test_a_killed_rank_is_a_restart(tmp_path: Path, clean: Result) -> None:
+    started = launch(tmp_path / "run", SLOW)
+    started.until(lambda out: metrics_step(out) >= 33)
+    os.kill(ranks(started)[-1], signal.SIGKILL)
+    run = assert_healed(started, clean, [1, 0])
+    assert run.summary["restarts"] == 1
+
+
+def test_a_killed_torchrun_leaves_no_orphans(tmp_path: Path, clean: Result) -> None:
+    """Its workers have sessions of their own and would go on training."""
+    started = launch(tmp_path / "run", SLOW)
+    started.until(lambda out: metrics_step(out) >= 33)
+    orphans = ranks(started)
+    os.kill(agent(started), signal.SIGKILL)
+    limit = time.monotonic() + 3
+    while set(orphans) & set(started.pids()) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not set(orphans) & set(started.pids()), "still there 3 s after"
+    assert_healed(started, clean, [137, 0])
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
+def test_asked_to_stop_it_saves_and_is_not_restarted(
+    tmp_path: Path, clean: Result, number: int
+) -> None:
+    started = launch(tmp_path / "run", SLOW)
+    started.until(lambda out: metrics_step(out) >= 33)
+    started.process.send_signal(number)
+    stopped = started.wait()
+    assert stopped.code == 75 and stopped.summary["status"] == "preempted", stopped.tail
+    assert stopped.summary["steps"] >= 33 and started.pids() == []
+    assert_healed(launch(tmp_path / "run", SLOW), clean, [75, 0])
+
+
+@pytest.mark.full
+def test_a_rank_that_is_preempted_alone_is_restarted(tmp_path: Path, clean: Result) -> None:
+    started = launch(tmp_path / "run", SLOW)
+    started.until(lambda out: metrics_step(out) >= 33)
+    os.kill(ranks(started)[0], signal.SIGUSR1)
+    assert_healed(started, clean, [75, 0])
+
+
+def test_a_poisoned_state_is_no_endless_loop(tmp_path: Path) -> None:
+    """Every attempt dies at the same step; the third is the last."""
+    kills = ",".join(f"kill@step=34-{34 + extra},rank=1" for extra in range(9))
+    started = launch(tmp_path / "run", f"faults=[{kills}]", options=("--restarts", "8"))
+    run = started.wait()
+    assert run.code == 3, run.tail
+    assert "deterministic: 3 attempts in a row failed at step 34" in run.text
+    attempts, _ = read_lines(run.out / "attempts.jsonl")
+    assert [attempt["step"] for attempt in attempts] == [34, 34, 34]
+    assert started.pids() == []
+
+
+def test_a_wrong_setting_is_not_restarted(tmp_path: Path) -> None:
+    """Found by the ranks only, when they open what is there."""
+    out = tmp_path / "run"
+    assert launch(out, "steps=5").wait().code == 0
+    refused = launch(out, "steps=5", "seed=1").wait()
+    assert refused.code == 2 and "seed: was 0, now 1" in refused.text, refused.tail
+    attempts, _ = read_lines(out / "attempts.jsonl")
+    assert [attempt["code"] for attempt in attempts] == [0, 2]

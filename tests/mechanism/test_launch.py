@@ -1,0 +1,209 @@
+"""What is composed for launchers: torchrun's command, batch scripts, manifests, chosen nodes."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
+    TrainerV1alpha1TrainingRuntime,
+)
+
+from runner.__main__ import main
+from runner.error import ConfigError
+from runner.launch import torchrun
+from runner.launch.nodes import BadNodes, choose
+from runner.launch.step import announce, meeting
+
+SCHEMAS = {
+    "JobSet": JobsetV1alpha2JobSet,
+    "TrainJob": TrainerV1alpha1TrainJob,
+    "TrainingRuntime": TrainerV1alpha1TrainingRuntime,
+}
+Printed = Callable[..., str]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]) -> Printed:
+    def run(*words: str, code: int = 0) -> str:
+        assert main(words) == code
+        said = capsys.readouterr()
+        return said.err if code else said.out
+
+    return run
+
+
+def manifests(printed: Printed, *words: str) -> list[dict[str, Any]]:
+    text = printed("k8s", "--image", "example/holdfast:1", *words)
+    return list(yaml.safe_load_all(text))
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--nodes", "4", "--nproc", "8", "--gpus", "--claim", "runs", "--namespace", "team"),
+        ("--nodes", "2", "--resource", "cpu=8", "--resource", "memory=16Gi"),
+    ],
+)
+def test_manifests_fit_their_schemas(printed: Printed, kind: str, options: Sequence[str]) -> None:
+    """Types and required fields are checked; a field that the schema lacks would get lost."""
+    for manifest in manifests(printed, "--kind", kind, *options, "out=/runs/a", "model=tiny"):
+        model = SCHEMAS[manifest["kind"]].from_dict(manifest)
+        assert model is not None and model.to_dict() == manifest
+
+
+def test_the_schemas_notice_a_mistake(printed: Printed) -> None:
+    (manifest,) = manifests(printed, "--kind", "jobset")
+    manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurPolicy"] = {}
+    model = JobsetV1alpha2JobSet.from_dict(manifest)
+    assert model is not None and model.to_dict() != manifest
+    manifest["spec"]["failurePolicy"]["maxRestarts"] = "many"
+    with pytest.raises(ValueError, match="maxRestarts"):
+        JobsetV1alpha2JobSet.from_dict(manifest)
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_exit_codes_decide_about_a_restart(printed: Printed, kind: str) -> None:
+    manifest = manifests(printed, "--kind", kind, "--nodes", "3")[0]
+    spec = manifest["spec"]["template"]["spec"] if kind == "trainjob" else manifest["spec"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    assert job["completions"] == job["parallelism"] == 3 and job["backoffLimit"] == 0
+    on_exit = [rule["onExitCodes"]["values"] for rule in job["podFailurePolicy"]["rules"][:2]]
+    assert on_exit == [[2, 3, 4], [75]]
+    preempted, final = spec["failurePolicy"]["rules"]
+    assert preempted["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert any("exit code 75 " in words for words in preempted["onJobFailureMessagePatterns"])
+    assert final["action"] == "FailJobSet" and "onJobFailureMessagePatterns" not in final
+    assert all(rule["onJobFailureReasons"] == ["PodFailurePolicy"] for rule in (preempted, final))
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never", "podFailurePolicy demands it"
+    assert "holdfast-node-0-0.holdfast:29400" in pod["containers"][0]["command"]
+
+
+def test_the_batch_script(printed: Printed) -> None:
+    text = printed(
+        *("slurm", "--nodes", "4", "--spares", "1", "--time", "4:00:00", "--chain", "3"),
+        *("--sbatch", "gpus-per-node=8", "--python", "python3", "out=a b", "model=tiny"),
+    )
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = (
+        "nodes=5 requeue open-mode=append signal=B:USR1@120 time=4:00:00 no-kill "
+        "dependency=singleton gpus-per-node=8 ntasks-per-node=1"
+    )
+    assert {f"#SBATCH --{option}" for option in options.split()} <= set(lines)
+    assert lines[-1] == (
+        "exec python3 -m runner slurm-job --spares 1 --chained 'out=a b' model=tiny \"$@\""
+    )
+    alone = printed("slurm", "--nodes", "4").splitlines()
+    assert "#SBATCH --nodes=4" in alone and not any("no-kill" in line for line in alone)
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["slurm"], "--nodes"),
+        (["slurm", "--nodes", "0"], "at least 1"),
+        (["slurm", "--nodes", "2", "modell=tiny"], "Did you mean model"),
+        (["slurm", "--nodes", "2", "--sbatch", "exclusive x"], "--sbatch"),
+        (["slurm-job"], "runs inside a Slurm job"),
+        (["k8s"], "--image"),
+        (["k8s", "--image", "i", "--name", "No_Name"], "--name No_Name"),
+        (["k8s", "--image", "i", "--nproc", "0"], "--nproc 0"),
+        (["k8s", "--image", "i", "--resource", "cpu"], "--resource 'cpu'"),
+        (["k8s", "--image", "i", "parallel=single", "--nodes", "2"], "parallel=single"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    printed: Printed, words: Sequence[str], fragment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    said = printed(*words, code=2)
+    assert said.startswith("error: ") and said.count("\n") == 1 and fragment in said
+
+
+@pytest.mark.parametrize(
+    ("bad", "lost", "chosen"),
+    [
+        ([], [], ["a", "b"]),
+        (["a"], [], ["b", "c"]),
+        ([], ["b"], ["a", "c"]),
+        (["a"], ["b"], ["a", "c"]),
+        (["a", "b", "c"], [], ["a", "b"]),
+        ([], ["a", "b"], None),
+    ],
+)
+def test_two_of_three_nodes(bad: list[str], lost: list[str], chosen: list[str] | None) -> None:
+    assert choose(["a", "b", "c"], count=2, bad=bad, lost=lost) == chosen
+
+
+def test_the_list_of_bad_nodes_is_a_file_to_edit(tmp_path: Path) -> None:
+    bad = BadNodes(tmp_path / "run")
+    assert bad.read() == {}
+    bad.add([], "nothing")
+    assert not (tmp_path / "run").exists()
+    bad.add(["b"], "died")
+    bad.add(["b", "a"], "fell silent")
+    lines = (tmp_path / "run" / "bad_nodes").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["b", "a"] and lines[0].endswith(" died")
+    (tmp_path / "run" / "bad_nodes").write_text(f"# mended\n\n{lines[1]}\n")
+    assert list(bad.read()) == ["a"]
+
+
+def test_what_a_slurm_node_is_told() -> None:
+    told = announce([("n7", "10.0.0.7"), ("n9", "10.0.0.9")], 20001)
+    first = meeting(told | {"SLURMD_NODENAME": "n7"})
+    other = meeting(told | {"SLURMD_NODENAME": "n9"})
+    assert first is not None and other is not None
+    assert first.hosts and not other.hosts
+    assert first.head == other.head == ("10.0.0.7", 20001)
+    assert other.local_address == "10.0.0.9" and other.num_nodes == 2
+    assert meeting({"SLURMD_NODENAME": "n7"}) is None and meeting(told) is None
+
+
+def agent(nodes: str, **options: Any) -> torchrun.Agent:
+    return torchrun.Agent(nodes=torchrun.parse_nodes(nodes), num_ranks=2, **options)
+
+
+def test_torchrun_on_one_node() -> None:
+    words = torchrun.command(agent("1"), ["steps=3"])
+    assert "--standalone" in words and "--max-restarts=0" in words
+    assert words[-3:] == ["-m", "runner", "steps=3"]
+
+
+def test_torchrun_on_nodes_that_come_and_go() -> None:
+    head = ("127.0.0.1", 29400)
+    words = torchrun.command(agent("1:2", head=head, name="x", local_address="h"), [])
+    assert {"--nnodes=1:2", "--max-restarts=3", "--rdzv-endpoint=127.0.0.1:29400"} <= set(words)
+    assert "--local-addr=h" in words
+    (conf,) = [word for word in words if word.startswith("--rdzv-conf=")]
+    for setting in ("last_call_timeout=3", "keep_alive_interval=1", "keep_alive_max_attempt=3",
+                    "is_host=1"):  # fmt: skip
+        assert setting in conf
+    given = {"PET_NNODES": "7", "OMP_NUM_THREADS": "3", "HOME": "/h"}
+    made = torchrun.environment(given, agent("1:2"))
+    assert made == {
+        "OMP_NUM_THREADS": "3", "HOME": "/h", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }  # fmt: skip
+
+
+def test_who_is_the_head_is_found_by_address() -> None:
+    assert torchrun.is_here("127.0.0.1") and torchrun.is_here(socket.gethostname())
+    assert not torchrun.is_here("192.0.2.1"), "an address for documentation, nobody's"
+    assert not torchrun.is_here("no-such-host.invalid")
+
+
+def test_heads() -> None:
+    assert torchrun.parse_head("nodeA") == ("nodeA", 29400)
+    assert torchrun.parse_head("nodeA:7") == ("nodeA", 7)
+    for text in ("nodeA:", ":7", "nodeA:x", "nodeA:70000"):
+        with pytest.raises(ConfigError, match="--head"):
+            torchrun.parse_head(text)

@@ -1,0 +1,285 @@
+"""The supervisor with small real processes: restarts, signals, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.dist.launcher import tell_exit
+from runner.launch.exits import outcome
+from runner.launch.given import diagnosing
+from tests.run import read_lines
+
+MARK = "HOLDFAST_TEST_RUN"
+
+# What a rank does, as far as a supervisor can see: it journals, then ends in some way.
+FAKE = """
+import json, os, pathlib, signal, sys, time
+out = pathlib.Path(sys.argv[1])
+attempt = int(os.environ["HOLDFAST_ATTEMPT"])
+def journal(kind, step, **detail):
+    line = {"kind": kind, "step": step, "ranks": [0], "reason": "told", "detail": detail}
+    with (out / "journal.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\\n")
+def end(code):
+    (pathlib.Path(os.environ["HOLDFAST_EXIT_DIR"]) / "rank-0").write_text(str(code))
+    sys.exit(1)
+with (out / "seen.jsonl").open("a") as file:
+    names = ("HOLDFAST_LAUNCH_ID", "HOLDFAST_ATTEMPT")
+    file.write(json.dumps({n: os.environ[n] for n in names} | {"argv": sys.argv[2:]}) + "\\n")
+"""
+
+
+class Fake:
+    """A supervisor over a fake job, in a session of its own."""
+
+    def __init__(self, folder: Path, body: str, *options: str) -> None:
+        self.out = folder
+        script = folder / "fake.py"
+        script.write_text(FAKE + textwrap.dedent(body))
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "runner", "supervise", "--out", str(folder)),
+                *("--pause", "0.05", *(w for w in options if not w.startswith("debug"))),
+                *("--", sys.executable, str(script), str(folder), "-m", "runner", "model=tiny"),
+                *(word for word in options if word.startswith("debug")),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {MARK: str(folder)},
+            start_new_session=True,
+        )
+
+    def wait(self, timeout: float = 30) -> tuple[int, str]:
+        _, text = self.process.communicate(timeout=timeout)
+        return self.process.returncode, text
+
+    def attempts(self) -> int:
+        path = self.out / "seen.jsonl"
+        return len(read_lines(path)) if path.exists() else 0
+
+    def seen(self) -> list[dict[str, Any]]:
+        return read_lines(self.out / "seen.jsonl")
+
+    def left_behind(self) -> list[int]:
+        """Processes of this test, whatever became of their parents."""
+        wanted = f"{MARK}={self.out}".encode()
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                        found.append(int(folder.name))
+                except OSError:
+                    pass
+        return found
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Callable[..., Fake]:
+    return lambda body, *options: Fake(tmp_path, body, *options)
+
+
+@pytest.mark.parametrize("code", [2, 3, 4])
+def test_an_end_on_purpose_is_not_restarted(fake: Callable[..., Fake], code: int) -> None:
+    job = fake(f"end({code})")
+    assert job.wait()[0] == code, "the rank's own code, though the command said 1"
+    assert job.attempts() == 1
+
+
+def test_a_preempted_job_is_restarted_at_once(fake: Callable[..., Fake]) -> None:
+    job = fake("end(75) if attempt < 3 else sys.exit(0)", "--pause", "5")
+    began = time.monotonic()
+    code, _ = job.wait()
+    assert code == 0 and job.attempts() == 3
+    assert time.monotonic() - began > 5, "a second time without progress it pauses"
+
+
+def test_one_launch_id_over_all_attempts(fake: Callable[..., Fake]) -> None:
+    job = fake("sys.exit(7 if attempt < 3 else 0)")
+    assert job.wait()[0] == 0
+    assert [line["HOLDFAST_ATTEMPT"] for line in job.seen()] == ["1", "2", "3"]
+    assert len({line["HOLDFAST_LAUNCH_ID"] for line in job.seen()}) == 1
+    log = read_lines(job.out / "attempts.jsonl")
+    assert [line["code"] for line in log] == [7, 7, 0]
+
+
+def test_the_budget_is_spent_without_progress(fake: Callable[..., Fake]) -> None:
+    job = fake("journal('start', 0); journal('crash', attempt, signature='x'); sys.exit(1)",
+               "--restarts", "2")  # fmt: skip
+    code, text = job.wait()
+    assert code == 1 and job.attempts() == 3
+    assert "3 attempts without a new clean checkpoint, the budget is 2 restarts" in text
+
+
+def test_the_same_failure_three_times_stops_it(fake: Callable[..., Fake]) -> None:
+    job = fake("journal('start', 0); journal('crash', 12, signature='rank 0: ValueError in f');"
+               "journal('crash', 13, signature='its consequence'); sys.exit(1)",
+               "--restarts", "50")  # fmt: skip
+    code, text = job.wait()
+    assert code == 3 and job.attempts() == 3
+    assert "deterministic: 3 attempts in a row failed at step 12 with rank 0: ValueError" in text
+
+
+def test_a_crash_that_nobody_explains_is_diagnosed_once(fake: Callable[..., Fake]) -> None:
+    job = fake("journal('start', attempt); sys.exit(1 if attempt < 4 else 0)",
+               "debug.diagnose_on_crash=true", "debug=nccl")  # fmt: skip
+    code, text = job.wait()
+    assert code == 0, text
+    with_collectives = [line["argv"][-1] == "debug=collectives" for line in job.seen()]
+    assert with_collectives == [False, True, False, False]
+
+
+def test_diagnosis_replaces_the_debug_preset() -> None:
+    assert diagnosing(["debug=nccl", "steps=3", "debug.diagnose_on_crash=true"]) == [
+        "steps=3",
+        "debug.diagnose_on_crash=true",
+        "debug=collectives",
+    ]
+
+
+def test_workers_with_sessions_of_their_own_are_ended(fake: Callable[..., Fake]) -> None:
+    """As torchrun's are when the agent is killed."""
+    job = fake("""
+        import subprocess
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+        if attempt == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(0)
+    """)
+    code, text = job.wait()
+    assert code == 0 and job.attempts() == 2, text
+    assert read_lines(job.out / "attempts.jsonl")[0]["code"] == 137
+    assert job.left_behind() == []
+
+
+RANK = """
+import subprocess
+if "RANK" not in os.environ:  # the part of torchrun: ignores what its ranks are told
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "0"},
+                            start_new_session=True)
+    sys.exit(rank.wait())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_request_to_stop_reaches_the_ranks(fake: Callable[..., Fake], number: int) -> None:
+    job = fake(RANK + textwrap.dedent("""
+        stop = lambda number, frame: ((out / "told").write_text(str(number)), end(75))
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGUSR1, stop)
+        (out / "ready").touch()
+        time.sleep(60)
+    """))  # fmt: skip
+    wait_for(job.out / "ready")
+    job.process.send_signal(number)
+    code, _ = job.wait()
+    assert code == 75 and len(read_lines(job.out / "attempts.jsonl")) == 1
+    asked = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
+    assert (job.out / "told").read_text() == str(int(asked))
+    assert job.left_behind() == []
+
+
+def test_a_second_request_ends_it_at_once(fake: Callable[..., Fake]) -> None:
+    job = fake(RANK + textwrap.dedent("""
+        signal.signal(signal.SIGTERM, lambda number, frame: (out / "told").touch())
+        (out / "ready").touch()
+        while True:
+            time.sleep(60)
+    """))  # fmt: skip
+    wait_for(job.out / "ready")
+    job.process.terminate()
+    wait_for(job.out / "told")
+    job.process.terminate()  # at once: the same request, told twice
+    time.sleep(1.2)
+    assert job.process.poll() is None
+    job.process.terminate()
+    code, _ = job.wait(timeout=5)
+    assert code == 137 and job.left_behind() == []
+
+
+def test_a_killed_supervisor_takes_its_command_along(fake: Callable[..., Fake]) -> None:
+    job = fake('(out / "ready").touch(); time.sleep(60)')
+    wait_for(job.out / "ready")
+    job.process.kill()
+    job.process.wait()
+    limit = time.monotonic() + 5
+    while job.left_behind() and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert job.left_behind() == []
+
+
+def test_a_requeued_job_knows_its_earlier_attempts(fake: Callable[..., Fake]) -> None:
+    """Slurm starts the supervisor anew; the log in ``out`` carries the count over."""
+    os.environ["HOLDFAST_LAUNCH_ID"] = "job-7"
+    try:
+        body = "journal('start', 0); journal('crash', 5, signature='x'); sys.exit(1)"
+        first = fake(body, "--restarts", "0")
+        assert first.wait()[0] == 1
+        again = fake(body, "--restarts", "9")
+        code, text = again.wait()
+    finally:
+        del os.environ["HOLDFAST_LAUNCH_ID"]
+    assert code == 3 and again.attempts() == 3, text
+    assert [line["HOLDFAST_ATTEMPT"] for line in again.seen()] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("told", "returncode", "code"),
+    [
+        ({}, 0, 0),
+        ({}, 5, 5),
+        ({}, -9, 137),
+        ({"rank-0": 0, "rank-1": 0}, 0, 0),
+        ({"rank-0": 3, "rank-1": 3}, 1, 3),
+        ({"rank-0": 2, "rank-1": 1}, 1, 2),
+        ({"rank-0": 75}, 1, 75),
+        ({"rank-0": 75, "rank-1": 1}, 1, 1),
+        ({"rank-0": 1}, 1, 1),
+        ({"rank-0": 1, "rank-1": 0}, 0, 0),
+        ({"rank-0": 0}, 1, 1),
+    ],
+)
+def test_how_a_job_ended(told: dict[str, int], returncode: int, code: int) -> None:
+    assert outcome(told, returncode) == code
+
+
+def test_nothing_is_told_without_a_supervisor(tmp_path: Path) -> None:
+    tell_exit({}, "rank-0", 3)
+    tell_exit({"HOLDFAST_EXIT_DIR": str(tmp_path / "gone")}, "rank-0", 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    for words, fragment in [
+        (["supervise"], "no command"),
+        (["supervise", "--", "true"], "no '-m runner' in it"),
+        (["supervise", "--restarts", "-1", "--out", str(tmp_path), "--", "true"], "--restarts -1"),
+        (["launch", "--nodes", "3:2"], "--nodes 3:2"),
+        (["launch", "--nodes", "2", "--nproc", "1"], "needs --head"),
+        (["launch", "--nproc", "none"], "--nproc none"),
+        (["launch", "--nproc", "2", "modell=tiny"], "Did you mean model"),
+    ]:
+        done = subprocess.run(
+            [sys.executable, "-m", "runner", *words], capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 2 and fragment in done.stderr, done.stderr
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def wait_for(path: Path, timeout: float = 20) -> None:
+    limit = time.monotonic() + timeout
+    while not path.exists():
+        assert time.monotonic() < limit, f"{path.name} did not appear"
+        time.sleep(0.01)
