@@ -42,11 +42,10 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
         if earlier in told or has_ended(run_dir.incarnation, earlier):
             continue
         world_size = _world_size(starts.get(earlier))
-        reports = [
-            *read_reports(run_dir.incident(earlier)),
-            *_last_words(run_dir, earlier, world_size),
-        ]
-        cause = blame(_one_a_rank(reports), world_size)
+        reports = read_reports(run_dir.incident(earlier))
+        told = {report.rank for report in reports}
+        fatal = _last_words(run_dir, earlier, world_size)
+        cause = blame([*reports, *(r for r in fatal if r.rank not in told)], world_size)
         step = cause.step or _last_step(run_dir)
         found.append(crash_incident(_at_step(cause, step), earlier))
     return found
@@ -70,14 +69,6 @@ def _last_words(run_dir: RunDir, number: int, world_size: int) -> Iterable[Repor
         report = last_words(path, seen)
         if report is not None:
             yield report
-
-
-def _one_a_rank(reports: list[Report]) -> list[Report]:
-    """A rank's own report before what was found lying about."""
-    known: dict[int, Report] = {}
-    for report in reports:
-        known.setdefault(report.rank, report)
-    return list(known.values())
 
 
 def _last_step(run_dir: RunDir) -> int:

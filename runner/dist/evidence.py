@@ -1,6 +1,7 @@
 """What one rank writes when something is wrong, so that the cause can be told from disk alone.
 
-    out/incidents/000003/rank-00001.json    incarnation 3, rank 1
+    out/incidents/000003/rank-00001.json         incarnation 3, rank 1
+    out/incidents/000003/rank-00000.seen.json    rank 0 is dead; a neighbour wrote it
 """
 
 from __future__ import annotations
@@ -113,29 +114,33 @@ def own_line(frames: list[Frame]) -> str:
     return f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}"
 
 
-def write_report(folder: Path, report: Report) -> None:
-    """Make a report durable under ``folder``."""
+def write_report(folder: Path, report: Report, *, for_other: bool = False) -> None:
+    """Make a report durable under ``folder``; ``for_other``: about a rank that is dead."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(_path(folder, report.rank), report.to_json())
+    ending = "seen.json" if for_other else "json"
+    write_json(folder / f"rank-{report.rank:05d}.{ending}", report.to_json())
 
 
-def has_report(folder: Path, rank: int) -> bool:
-    return _path(folder, rank).exists()
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.json"
+def reported(folder: Path) -> dict[int, bool]:
+    """Ranks that have a report, and whether it is their own. Reads names only."""
+    found: dict[int, bool] = {}
+    for path in folder.glob("rank-*.json"):
+        rank, _, ending = path.name.removeprefix("rank-").partition(".")
+        if rank.isdigit():
+            found[int(rank)] = found.get(int(rank), False) or ending == "json"
+    return found
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """The readable reports of an incident, by rank."""
-    found = []
-    for path in sorted(folder.glob("rank-*.json")):
+    """The readable reports of an incident, one a rank: its own before one about it."""
+    found: dict[int, Report] = {}
+    for path in sorted(folder.glob("rank-*.json"), key=lambda p: ("seen" in p.name, p.name)):
         try:
-            found.append(Report.from_json(json.loads(path.read_bytes())))
+            report = Report.from_json(json.loads(path.read_bytes()))
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             continue  # torn: the rank died while it wrote
-    return found
+        found.setdefault(report.rank, report)
+    return [found[rank] for rank in sorted(found)]
 
 
 def stacks() -> list[dict[str, Any]]:
