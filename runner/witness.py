@@ -46,6 +46,7 @@ from runner.rundir import RunDir
 from runner.stop import StopRequest
 
 _TICK_SECONDS = 0.5
+_CAUSE = "cause.json"
 _JOURNAL_SECONDS = 5.0
 _SHARED_SECONDS = 1.0  # between looks at a folder that all ranks look at
 
@@ -227,8 +228,9 @@ class Witness:
         """Wait for the others' reports, say the cause once, end this process."""
         told = self._wait_for_reports()
         own = self._place.rank
-        # A rank with an exception of its own has told it already.
         is_teller = own == min((rank for rank, is_own in told.items() if is_own), default=own)
+        # A rank with an exception of its own has told it already.
+        is_teller = is_teller and not (self._folder() / _CAUSE).exists()
         if is_teller or self._place.is_first:
             cause = blame(read_reports(self._folder()), self._place.world_size)
             self._tell(cause, aloud=is_teller)
@@ -241,7 +243,7 @@ class Witness:
             _say(f"! step {cause.step} crash: {cause.reason}")
             _say(f"evidence of each rank: {self._folder()}")
             with contextlib.suppress(OSError):
-                write_json(self._folder() / "cause.json", to_json(cause))
+                write_json(self._folder() / _CAUSE, to_json(cause))
         self._write_down(cause)
 
     def _wait_for_reports(self) -> dict[int, bool]:
