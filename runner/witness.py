@@ -135,8 +135,10 @@ class Witness:
         if not is_lost_contact(error):
             words = f"{type(error).__name__}: {first_line(error)}"
             report = self._report("exception", words, error)
+            cause = blame([report], self._place.world_size)
+            self._say_cause(cause)  # first: the others say it when they see a report without
             self._write(report)
-            self._tell(blame([report], self._place.world_size))
+            self._write_down(cause)
             _tell_torchrun(error)
             return
         self._write(self._report("lost_contact", first_line(error), error))
@@ -233,18 +235,20 @@ class Witness:
         is_teller = is_teller and not (self._folder() / _CAUSE).exists()
         if is_teller or self._place.is_first:
             cause = blame(read_reports(self._folder()), self._place.world_size)
-            self._tell(cause, aloud=is_teller)
+            if is_teller:
+                self._say_cause(cause)
+            self._write_down(cause)
         self._end_silent_peers()
         leave(EXIT_CRASH)
 
-    def _tell(self, cause: Blame, *, aloud: bool = True) -> None:
-        """To the person watching, and on rank 0 to the journal."""
-        if aloud:
-            _say(f"! step {cause.step} crash: {cause.reason}")
-            _say(f"evidence of each rank: {self._folder()}")
-            with contextlib.suppress(OSError):
-                write_json(self._folder() / _CAUSE, to_json(cause))
-        self._write_down(cause)
+    def _say_cause(self, cause: Blame) -> None:
+        """To the person watching."""
+        folder = self._folder()
+        _say(f"! step {cause.step} crash: {cause.reason}")
+        _say(f"evidence of each rank: {folder}")
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / _CAUSE, to_json(cause))
 
     def _wait_for_reports(self) -> dict[int, bool]:
         """Ranks that have told, or that somebody has told of; and whether they did it."""
