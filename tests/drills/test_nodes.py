@@ -159,6 +159,23 @@ def test_a_cut_link_is_noticed_within_the_configured_seconds(
     assert_follows(run, clean)
 
 
+@pytest.mark.full
+def test_a_link_that_heals_brings_the_node_back(
+    network: Network, job: Callable[..., Job], clean: Result
+) -> None:
+    elastic = job("faults=[slow@step=1-60,seconds=0.6]", f"parallel.timeout_seconds={TIMEOUT}")
+    elastic.start("nodeA", "nodeB")
+    elastic.until_step(10)
+    network.cut("nodeB")
+    elastic.until_world(2, 1, timeout=TIMEOUT + RECOVERY)
+    network.heal("nodeB")
+    seconds = elastic.until_world(2, 1, 2)
+    print(f"link healed, taken back after {seconds:.1f} s")
+    run = elastic.wait("nodeA")
+    assert elastic.wait("nodeB").code == 0
+    assert_follows(run, clean)
+
+
 def test_the_head_is_lost_and_the_supervisors_start_again(
     network: Network, job: Callable[..., Job], clean: Result
 ) -> None:
