@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -106,7 +107,8 @@ def job(network: Network, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     for one in made:
         for agents in one.agents.values():
             for agent in agents:
-                agent.wait(20)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.wait(20)
     left = {node: network.processes(node) for node in network.nodes}
     assert not any(left.values()), left
 
