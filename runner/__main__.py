@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from runner.command.arguments import Parser
-from runner.error import EXIT_CRASH, RunnerError
-from runner.launch.exits import tell_exit
+from runner.error import EXIT_CRASH, RunnerError, StartError
 
 # Command, and the function that takes its arguments. Imported when asked for: most want no torch.
 COMMANDS = {
@@ -36,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _command(given[0])(given[1:])
         return _train_command(given)
     except RunnerError as error:
+        if isinstance(error, StartError) and error.is_local and not _is_first():
+            sys.stderr.write(f"error: {error}\n")
         _say_once(f"error: {error}")
         return error.exit_code
 
@@ -56,7 +57,7 @@ def _train_command(given: Sequence[str]) -> int:
         _print_once(help_text())
         return 0
     config = compose(options.overrides, config_dir=options.config_dir)
-    from runner.dist.group import place_from
+    from runner.dist.launcher import place_from
 
     place = place_from(os.environ)
     if options.cfg or options.get:
@@ -112,7 +113,6 @@ def _run() -> None:
         code = EXIT_CRASH
     if not is_rank:
         sys.exit(code)
-    tell_exit(os.environ, f"rank-{os.environ.get('RANK', '0')}", code)
     from runner.dist.group import leave
 
     leave(code)

@@ -25,13 +25,16 @@ from runner.data.synthetic import SyntheticLanguage
 from runner.data.text import open_text
 from runner.data.tokens import open_tokens
 from runner.dist.agree import Ranks
-from runner.dist.group import Place
+from runner.dist.heartbeat import Patience
+from runner.dist.launcher import Launch, Place
 from runner.engine.adamw import AdamWSettings
 from runner.engine.forward import SequenceLosses
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.protocol import Engine
 from runner.error import ConfigError
+from runner.fault.inject import FaultInjector
 from runner.model.decoder import Decoder, DecoderShape, default_ffn_dim, flops_per_token
+from runner.model.frozen import freeze
 from runner.model.initial import initial_range, initial_rule
 from runner.model.loss import sequence_losses
 from runner.observe.console import Console
@@ -47,8 +50,37 @@ from runner.policy.verdict import JudgeRules
 from runner.report import Reporter
 from runner.resume import Resumed
 from runner.rundir import RunDir
+from runner.stop import StopRequest
+from runner.witness import WatchRules, Witness
 
 Report = Callable[[Incident], None]
+
+
+def stop_request(config: RunConfig, launch: Launch) -> StopRequest:
+    """Signals, and the scheduler's time limit where it is known."""
+    end = launch.end_time
+    return StopRequest(
+        grace_seconds=config.preempt.grace_seconds,
+        stop_at=None if end is None else end - config.preempt.margin_seconds,
+    )
+
+
+def witness(
+    config: RunConfig, place: Place, launch: Launch, run_dir: RunDir, stop: StopRequest
+) -> Witness:
+    """What watches over this rank."""
+    watchdog = config.watchdog
+    return Witness(
+        place=place,
+        launch=launch,
+        run_dir=run_dir,
+        stop=stop,
+        rules=WatchRules(
+            enabled=watchdog.enabled,
+            settle_seconds=watchdog.settle_seconds,
+            patience=Patience(**_named(Patience, watchdog)),
+        ),
+    )
 
 
 def judge_rules(config: RunConfig) -> JudgeRules:
@@ -58,7 +90,11 @@ def judge_rules(config: RunConfig) -> JudgeRules:
 
 def remedy_rules(config: RunConfig) -> RemedyRules:
     """The ladder's part of ``guard.*``."""
-    return RemedyRules(batch=config.batch.global_size, **_named(RemedyRules, config.guard))
+    rules = RemedyRules(batch=config.batch.global_size, **_named(RemedyRules, config.guard))
+    if not config.guard.enabled:
+        # Nothing is rolled back then; what an engine itself skips is discarded.
+        rules = dataclasses.replace(rules, persist=rules.persist_window + 1)
+    return rules
 
 
 def _named(kind: type, source: Any) -> dict[str, Any]:
@@ -209,6 +245,7 @@ def _fsdp(config: RunConfig, shape: DecoderShape, place: Place, device: torch.de
     mesh = device_mesh(device, plan)
     with torch.device("meta"):
         model = Decoder(shape)
+    freeze(model, config.model.frozen)
     shard_model(model, list(model.blocks), mesh=mesh, layout=plan)
     model.to_empty(device=device)
     model.reset_buffers()
@@ -226,19 +263,19 @@ def _fsdp(config: RunConfig, shape: DecoderShape, place: Place, device: torch.de
 
 def _zero(config: RunConfig, shape: DecoderShape, place: Place, device: torch.device) -> Engine:
     # Only here: deepspeed takes seconds to import, and needs a compiler on some machines.
-    from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_extra
+    from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_plan
 
-    extra = config.parallel.deepspeed or {}
-    check_extra(extra)
     batch = config.batch
     shares = deal(batch.global_size, batch.micro_size, place.world_size, place.rank)
     plan = ZeroPlan(
         stage=int(config.parallel.kind.value.removeprefix("zero")),
         num_micro_batches=len(shares),
-        extra=extra,
+        extra=config.parallel.deepspeed or {},
     )
+    check_plan(plan)
     model = build_module(lambda: Decoder(shape), plan, device)
     assert isinstance(model, Decoder)
+    freeze(model, config.model.frozen)
     model.reset_buffers(device)  # stage 3 makes them in BF16
     return ZeroEngine(
         model,
@@ -285,6 +322,7 @@ def ring(
     ranks: Ranks,
     identity: Identity,
     report: Report,
+    faults: FaultInjector,
 ) -> Ring:
     """The checkpoints."""
     return Ring(
@@ -299,6 +337,7 @@ def ring(
         ),
         identity=identity,
         report=report,
+        before_write=lambda step: faults.at("save", step),
     )
 
 

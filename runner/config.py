@@ -97,6 +97,9 @@ class ModelConfig:
     precision: Precision = key(
         Precision.bf16, "compute type of forward and backward: bf16 or fp32", trajectory=True
     )
+    frozen: list[str] = key(
+        [], "regular expressions found in the names of parameters not to train", trajectory=True
+    )
     activation_checkpointing: bool = key(False, "recompute block activations in backward")
     compile: bool = key(False, "torch.compile each block")
 
@@ -175,6 +178,9 @@ class ParallelConfig:
     deepspeed: Any = key(None, "zero1-3: a mapping of further DeepSpeed settings, or null")
     device: str = key("auto", "auto, cpu or cuda")
     timeout_seconds: float = key(600.0, "a collective waits no longer than this", gt=0)
+    start_seconds: float = key(
+        120.0, "how long ranks wait for each other at the start before naming the absent", gt=0
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -297,8 +303,43 @@ class DebugConfig:
 
     kind: DebugKind = key(DebugKind.off, "off, nccl or collectives")
     nccl_subsystems: str = key("INIT,COLL,ENV", "NCCL_DEBUG_SUBSYS when kind is nccl")
+    replica_check_every: int = key(
+        0, "steps between comparisons of replicated state, bit by bit; 0: never", ge=0
+    )
     diagnose_on_crash: bool = key(
         False, "a supervisor restarts once with debug=collectives after an unexplained crash"
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class WatchdogConfig:
+    """When a rank that does not move is taken for hung."""
+
+    enabled: bool = key(True, "false: only the collectives' own time-out ends a hang")
+    floor_seconds: float = key(120.0, "no step is called hung before this", gt=0)
+    factor: float = key(20.0, "nor before this many times the median step time", ge=1)
+    slow_seconds: float = key(
+        1800.0, "the same for start, first step, save, evaluation, rollback", gt=0
+    )
+    settle_seconds: float = key(
+        3.0, "how long a rank waits for the others' evidence before it ends", ge=0
+    )
+    straggler_every: int = key(50, "steps between comparisons of the ranks' speed; 0: never", ge=0)
+    straggler_factor: float = key(
+        2.0, "slower than the median rank by this factor is worth a line", gt=1
+    )
+    straggler_checks: int = key(3, "when it is so in this many comparisons in a row", ge=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class PreemptConfig:
+    """What is done with a request to stop."""
+
+    grace_seconds: float = key(
+        25.0, "from the signal to the exit; a save that takes longer is given up", gt=0
+    )
+    margin_seconds: float = key(
+        120.0, "stop by itself so long before the scheduler's time limit", ge=0
     )
 
 
@@ -318,6 +359,10 @@ class ResumeConfig:
     """What a second command on the same out may change."""
 
     allow_change: bool = key(False, "resume although settings change the trajectory")
+    take_over: bool = key(False, "take the run from a living launch, which then stops")
+    stale_seconds: float = key(
+        10.0, "an owner on another host without a sign of life for so long is gone", ge=5
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -338,5 +383,7 @@ class RunConfig:
     eval: EvalConfig = key(EvalConfig, "held-out loss")
     debug: DebugConfig = key(DebugConfig, "diagnosis")
     track: TrackConfig = key(TrackConfig, "numbers")
+    watchdog: WatchdogConfig = key(WatchdogConfig, "hung and slow ranks")
+    preempt: PreemptConfig = key(PreemptConfig, "requests to stop")
     resume: ResumeConfig = key(ResumeConfig, "second commands")
     faults: list[str] = key([], "faults on purpose, for drills; see the README")

@@ -8,7 +8,9 @@
     │   └── CorruptCheckpoint     one checkpoint failed its digest or is torn
     ├── Preempted           75   asked to stop; saved; start me again
     ├── SaveError            1   the end state could not be saved; start me again
-    └── RankError            1   one rank failed and every rank was told so
+    ├── RankError            1   one rank failed and every rank was told so
+    ├── StartError           1   the ranks did not find each other
+    └── Superseded           2   a newer incarnation owns the run directory
 
 Any other exception is a crash: exit code 1, start the job again.
 """
@@ -56,9 +58,13 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class Preempted(RunnerError):
-    """A stop was requested and the state is saved."""
+    """A stop was requested. ``in_time`` tells whether the state of that moment is saved."""
 
     exit_code = EXIT_PREEMPTED
+
+    def __init__(self, words: str, *, in_time: bool = True) -> None:
+        super().__init__(words)
+        self.in_time = in_time
 
 
 class SaveError(RunnerError):
@@ -67,3 +73,23 @@ class SaveError(RunnerError):
 
 class RankError(RunnerError):
     """At least one rank failed locally; raised alike on all ranks."""
+
+
+class StartError(RunnerError):
+    """The ranks did not come together; the message names who is absent or not reachable.
+
+    ``is_local``: the other ranks do not know, so that this one has to say it.
+    """
+
+    def __init__(self, words: str, *, is_local: bool = False) -> None:
+        super().__init__(words)
+        self.is_local = is_local
+
+
+class Superseded(RunnerError):
+    """Another incarnation owns the run; this process must write nothing more.
+
+    Its code is the one that nobody restarts: a restart would take the run away again.
+    """
+
+    exit_code = EXIT_CONFIG

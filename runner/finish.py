@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 
 from runner.checkpoint.digest import state_digest
-from runner.checkpoint.files import write_json
 from runner.engine.protocol import Engine
+from runner.files import write_json
 from runner.observe.console import Console, duration
 from runner.observe.journal import Journal
 from runner.observe.lines import read_lines
@@ -18,11 +18,15 @@ from runner.state import TrainState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """How the loop ended; ``status`` is done, halted, preempted or failed."""
+    """How the loop ended; ``status`` is done, halted, preempted or failed.
+
+    ``in_time`` False: the grace is over, nothing that takes long may be done any more.
+    """
 
     status: str
     exit_code: int
     reason: str
+    in_time: bool = True
 
 
 def collect_digest(engine: Engine, *, is_first: bool) -> str | None:
@@ -44,6 +48,7 @@ def sum_up(
     journal: Journal,
     batch: int,
     world_size: int,
+    incarnation: int,
     run_dir: RunDir,
     console: Console,
 ) -> None:
@@ -72,6 +77,7 @@ def sum_up(
         samples_used=state.updates * batch,
         goodput=goodput(lines, wall),
         world_size=world_size,
+        incarnation=incarnation,
     )
     write_json(run_dir.summary, summary.to_json())
     console.table(f"{end.status}: {end.reason}", _rows(summary, wall, run_dir))

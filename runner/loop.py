@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runner.checkpoint.protocol import Moment
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import SampleStream
+from runner.dist.heartbeat import Heartbeat
 from runner.error import Halted, Preempted, SaveError
 from runner.observe.journal import Journal
 from runner.policy.history import Incident, discarded_signals
@@ -56,6 +57,9 @@ class Loop:
         intervals: Intervals,
         evaluate: Callable[[], float | None],
         stop: StopRequest,
+        stop_reasons: Callable[[], list[str]],
+        heart: Heartbeat,
+        inspect: Callable[[int], None],
         known_discards: list[Incident],
     ) -> None:
         self._state = state
@@ -70,6 +74,9 @@ class Loop:
         self._intervals = intervals
         self._evaluate = evaluate
         self._stop = stop
+        self._stop_reasons = stop_reasons
+        self._heart = heart
+        self._inspect = inspect
         self._known_discards = deque(known_discards)
 
     def run(self) -> None:
@@ -85,7 +92,8 @@ class Loop:
         self.begin()
         while self._state.updates < self._intervals.steps:
             self.step()
-        saved = self._save_last()
+        self._save_last()
+        saved = self._newest_step()
         if saved != self._state.updates:
             raise SaveError(
                 f"all steps are applied, but the last checkpoint is of step {saved}: the end state "
@@ -122,6 +130,8 @@ class Loop:
     def _judge_and_act(self, scene: Scene) -> None:
         signals = scene.signals
         verdict = self._state.baseline.judge(signals)
+        if signals.withheld is not None:  # nothing was applied, whatever the judge makes of it
+            verdict = replace(verdict, kind=Kind.non_finite, reason=signals.withheld)
         action = self._decide(verdict, signals)
         if scene.known is not None and isinstance(action, Apply):
             # Settings were changed on purpose since; what was discarded stays discarded.
@@ -142,6 +152,7 @@ class Loop:
             raise Halted(action.reason)
         else:
             self._known_discards.clear()
+            self._heart.enter("roll back")
             self._recovery.roll_back(self._state, scene, verdict, action)
 
     def _decide(self, verdict: Verdict, signals: StepSignals) -> Action:
@@ -166,11 +177,12 @@ class Loop:
         state.updates += 1
         state.cursor = signals.stop
         state.last_loss = signals.loss
-        eval_loss = self._evaluate() if self._is_due(self._intervals.evaluate) else None
+        eval_loss = self._evaluated() if self._is_due(self._intervals.evaluate) else None
         self._reporter.step(
             scene, verdict, "apply", learning_rate=learning_rate, state=state, eval_loss=eval_loss
         )
         self._ring.after_step(state.updates, state.baseline.clean_streak)
+        self._inspect(state.updates)
         if self._is_due(self._intervals.checkpoint):
             self._save()
 
@@ -197,7 +209,12 @@ class Loop:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self._state.updates % every == 0
 
+    def _evaluated(self) -> float | None:
+        self._heart.enter("evaluate")
+        return self._evaluate()
+
     def _save(self) -> None:
+        self._heart.enter("save")
         self._ring.save(
             Moment(
                 step=self._state.updates,
@@ -208,19 +225,33 @@ class Loop:
             )
         )
 
-    def _save_last(self) -> int:
-        """Commit the present state unless it is; returns the step of the newest checkpoint."""
-        self._ring.drain()
-        if self._newest_step() != self._state.updates:
-            self._save()
-            self._ring.drain()
-        return self._newest_step()
+    def _save_last(self, is_late: Callable[[], bool] = lambda: False) -> bool:
+        """Commit the present state unless it is; False when it became too late to wait."""
+        self._heart.enter("save")
+        if not self._ring.drain(is_late):
+            return False
+        if self._newest_step() == self._state.updates:
+            return True
+        self._save()
+        return self._ring.drain(is_late)
 
     def _newest_step(self) -> int:
         return self._ring.records[-1].step if self._ring.records else -1
 
     def _save_and_leave(self) -> None:
-        raise Preempted(f"asked to stop; saved at step {self._save_last()}")
+        asked = "; ".join(
+            f"rank {rank}: {reason}" for rank, reason in enumerate(self._stop_reasons()) if reason
+        )
+        in_time = self._save_last(lambda: self._stop.is_late)
+        saved = self._newest_step()
+        if in_time and saved == self._state.updates:
+            raise Preempted(f"asked to stop ({asked}); saved at step {saved}")
+        why = "could not be saved" if in_time else "could not be saved in preempt.grace_seconds"
+        raise Preempted(
+            f"asked to stop ({asked}); step {self._state.updates} {why}; the newest checkpoint is "
+            f"of step {saved}",
+            in_time=in_time,
+        )
 
 
 def _start(incident: Incident) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import BatchPlan
+from runner.fault.inject import FaultInjector
 from runner.observe.journal import Journal
 from runner.policy.history import Incident, discard_detail
 from runner.policy.remedy import Discard, Halt, Rebaseline, Rollback
@@ -39,12 +40,19 @@ class Recovery:
     """The acting half of the guard."""
 
     def __init__(
-        self, *, stepper: Stepper, ring: Ring, journal: Journal, reporter: Reporter
+        self,
+        *,
+        stepper: Stepper,
+        ring: Ring,
+        journal: Journal,
+        reporter: Reporter,
+        faults: FaultInjector,
     ) -> None:
         self._stepper = stepper
         self._ring = ring
         self._journal = journal
         self._reporter = reporter
+        self._faults = faults
 
     def discard(self, state: TrainState, scene: Scene, verdict: Verdict, action: Discard) -> None:
         """The step never happened: its samples go to the ledger, the run moves on."""
@@ -104,6 +112,7 @@ class Recovery:
         metrics_bytes = self._reporter.metrics_bytes()
         lost = state.updates
         self._ring.drain()
+        self._faults.at("rollback", scene.signals.step)
         manifest = self._ring.restore(action.targets)
         incident = Incident(
             kind="rollback",

@@ -5,7 +5,7 @@ Rank 0 reads, all ranks are told; loading is collective.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,11 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
 from runner.config import RunConfig
+from runner.crash import unexplained
 from runner.dist.agree import Ranks
+from runner.dist.launcher import Launch
 from runner.error import CheckpointError, ConfigError
+from runner.fence import Fence, take
 from runner.observe.journal import Journal, read_journal
 from runner.observe.lines import read_lines
 from runner.policy.history import Incident
@@ -25,7 +28,11 @@ from runner.state import TrainState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What lies in ``out``. ``damaged`` has a sentence for each unreadable manifest."""
+    """What lies in ``out``.
+
+    ``damaged`` has a sentence for each unreadable manifest, ``crashes`` the journal lines for
+    earlier incarnations that ended without writing their own.
+    """
 
     journal: list[dict[str, Any]]
     journal_bytes: int
@@ -34,6 +41,7 @@ class Found:
     torn: list[str]
     last_metrics_step: int
     next_serial: int
+    crashes: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +57,32 @@ class Resumed:
     known_discards: list[Incident]
 
 
-def find(run_dir: RunDir, config: RunConfig, fingerprint: str, ranks: Ranks) -> Found:
+def take_out(
+    run_dir: RunDir, config: RunConfig, launch: Launch, ranks: Ranks, say: Callable[[str], None]
+) -> Fence:
+    """Become the one that writes to ``out``. Collective.
+
+    Raises:
+        ConfigError: another launch is alive in there, or it cannot be written.
+    """
+
+    def take_first() -> int:
+        if ranks.rank != 0:
+            return 0
+        run_dir.create()
+        return take(
+            run_dir.incarnation,
+            launch,
+            stale_seconds=config.resume.stale_seconds,
+            take_over=config.resume.take_over,
+            say=say,
+        ).number
+
+    number = ranks.from_first(ranks.all_or_none("taking out", take_first))
+    return Fence(run_dir.incarnation, number)
+
+
+def find(run_dir: RunDir, config: RunConfig, fingerprint: str, ranks: Ranks, fence: Fence) -> Found:
     """Read ``out`` on rank 0 and tell everybody. Collective.
 
     Raises:
@@ -57,7 +90,7 @@ def find(run_dir: RunDir, config: RunConfig, fingerprint: str, ranks: Ranks) -> 
     """
     told = ranks.all_or_none(
         "opening out",
-        lambda: _read(run_dir, config, fingerprint) if ranks.rank == 0 else None,
+        lambda: _read(run_dir, config, fingerprint, fence) if ranks.rank == 0 else None,
     )
     told = ranks.from_first(told)
     told["records"] = [
@@ -67,9 +100,9 @@ def find(run_dir: RunDir, config: RunConfig, fingerprint: str, ranks: Ranks) -> 
     return Found(**told)
 
 
-def _read(run_dir: RunDir, config: RunConfig, fingerprint: str) -> dict[str, Any]:
-    run_dir.create()
-    store = RingStore(run_dir.ring)
+def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) -> dict[str, Any]:
+    store = RingStore(run_dir.ring, owner=fence.number, check=fence.check)
+    torn = store.sweep()  # before the ring is read: see RingStore.commit
     entries, damaged = store.entries()
     if not config.resume.allow_change:
         run_dir.refuse_change(run_dir.settings_changed(config))
@@ -85,9 +118,10 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str) -> dict[str, Any
             [e.record.serial, e.record.step, e.record.cursor, e.record.state.value] for e in entries
         ],
         "damaged": damaged,
-        "torn": store.sweep(),
+        "torn": torn,
         "last_metrics_step": max((int(m.get("step", 0)) for m in metrics), default=0),
         "next_serial": max(serials) + 1 + len(damaged),
+        "crashes": [i.to_json() for i in unexplained(run_dir, lines, fence.number)],
     }
 
 

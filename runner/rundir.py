@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.files import write_durably
 from runner.compose import digest, flat, from_yaml, to_yaml, trajectory
 from runner.config import RunConfig
 from runner.error import ConfigError
+from runner.files import write_durably
 
 
 class RunDir:
@@ -24,6 +24,16 @@ class RunDir:
         self.faults = out / "faults"
         self.debug = out / "debug"
         self.tensorboard = out / "tensorboard"
+        self.incarnation = out / "incarnation"
+        self.incidents = out / "incidents"
+
+    def incident(self, number: int) -> Path:
+        """Where the ranks of an incarnation say what went wrong."""
+        return self.incidents / f"{number:06d}"
+
+    def fatal(self, number: int, rank: int) -> Path:
+        """Where a rank's last words go when a signal ends it; removed at an orderly end."""
+        return self.debug / f"fatal-{number:06d}-rank-{rank:05d}.txt"
 
     def create(self) -> None:
         """Make the directory.
@@ -33,6 +43,7 @@ class RunDir:
         """
         try:
             self.ring.mkdir(parents=True, exist_ok=True)
+            self.debug.mkdir(exist_ok=True)
             probe = self.out / ".writable"
             probe.touch()
             probe.unlink()

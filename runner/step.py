@@ -6,6 +6,7 @@ fetch -> forward/backward -> one packed all-reduce -> gate on the device -> gate
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from runner.data.cursor import BatchPlan
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed, Fetched
 from runner.dist.agree import Ranks
+from runner.dist.heartbeat import Heartbeat
+from runner.dist.meet import difference
 from runner.engine.protocol import Engine, LocalSums, Work
 from runner.error import RankError
 from runner.fault.inject import FaultInjector
@@ -30,6 +33,7 @@ _SQUARES = _LANES + NUM_LANES
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # told by one rank
 _NUM_LOUDEST = 3
+_REMEMBERED = 256  # steps whose seconds are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,7 @@ class Stepper:
 
     Args:
         clip: bound of the global gradient norm; 0 switches clipping off.
+        config_digest, code: digests of the settings and of this package; equal on all ranks.
         guarded: False lets every step be applied, whatever its numbers.
     """
 
@@ -74,6 +79,8 @@ class Stepper:
         clip: float,
         guarded: bool,
         config_digest: str,
+        code: str,
+        heart: Heartbeat,
     ) -> None:
         self._engine = engine
         self._feed = feed
@@ -84,6 +91,10 @@ class Stepper:
         self._clip = clip
         self._guarded = guarded
         self._config_digest = config_digest
+        self._code = code
+        self._heart = heart
+        self._host_seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def attempt(
         self,
@@ -106,8 +117,13 @@ class Stepper:
             RankError: a rank could not read a sample, or stands elsewhere than the others.
         """
         began = time.monotonic()
+        self._heart.begin_step(step)
         self._faults.before_step(step)
         fetched = self._feed.fetch(plan, ledger)
+        if self._faults.flips_bit():
+            _flip_bit(self._engine.replicated()[1])
+        self._host_seconds.append(time.monotonic() - began)
+        self._heart.enter("compute")
         sums = self._engine.accumulate(self._works(plan, fetched))
         identity = self._identity(plan, step, decisions, fetched)
         told = [
@@ -117,16 +133,24 @@ class Stepper:
             *work_done,
             *_lane_numbers(identity),
         ]
-        numbers = self._agree_and_apply(sums, told, limits, learning_rate)
+        numbers, withheld = self._agree_and_apply(sums, told, limits, learning_rate)
+        self._step_seconds.append(time.monotonic() - began)
         self._raise_alike(numbers, fetched, identity)
         return Outcome(
-            signals=_signals(numbers, plan, step),
+            signals=_signals(numbers, plan, step, withheld),
             stop_requested=numbers[_STOP] > 0,
             num_done=numbers[_DONE],
             num_failed=numbers[_FAILED],
             seconds=time.monotonic() - began,
             wait_seconds=fetched.wait_seconds,
         )
+
+    def take_seconds(self) -> tuple[list[float], list[float]]:
+        """Of the steps since the last call: before the first collective, and in all."""
+        taken = list(self._host_seconds), list(self._step_seconds)
+        self._host_seconds.clear()
+        self._step_seconds.clear()
+        return taken
 
     def _works(self, plan: BatchPlan, fetched: Fetched) -> list[Work]:
         works = []
@@ -150,18 +174,24 @@ class Stepper:
             "step": step + int(wrong),
             "samples": [plan.start, plan.stop],
             "config": self._config_digest,
+            "code": self._code,
             "decisions": decisions,
             "shapes": [list(batch.tokens.shape) for batch in fetched.micro_batches],
         }
 
     def _agree_and_apply(
         self, sums: LocalSums, told: list[float], limits: Limits, learning_rate: float
-    ) -> list[float]:
-        """The agreed vector, then loss, grad norm and the gate as the device had them."""
+    ) -> tuple[list[float], str | None]:
+        """The agreed vector, then loss, grad norm and the gate as the device had them.
+
+        And why the engine itself did not apply what the gate let through, if it did not.
+        """
+        self._heart.enter("agree")
+        self._faults.at("agree", self._heart.step)
         device = self._engine.device
         computed = torch.stack([sums.loss, sums.grad_square, sums.nonfinite])
         packed = torch.cat([computed, torch.tensor(told, dtype=torch.float64).to(device)])
-        dist.all_reduce(packed)
+        self._all_reduce(packed)
         tokens = packed[_TOKENS]
         loss = packed[_LOSS] / tokens
         norm = packed[_GRAD_SQUARE].sqrt() / tokens
@@ -169,12 +199,23 @@ class Stepper:
         scale = tokens
         if self._clip > 0:
             scale = tokens * ((norm + _CLIP_EPS) / self._clip).clamp(min=1.0)
-        self._engine.apply(
+        self._heart.enter("apply")
+        self._faults.at("apply", self._heart.step)
+        withheld = self._engine.apply(
             skip=closed.float(), grad_scale=scale.float(), learning_rate=learning_rate
         )
         # One copy to the host; loss and norm too, so that the judge sees the gate's own bits.
         told_back = torch.cat([packed, torch.stack([loss, norm, closed.double()])])
-        return [float(value) for value in told_back.tolist()]
+        return [float(value) for value in told_back.tolist()], withheld
+
+    def _all_reduce(self, packed: torch.Tensor) -> None:
+        wrong = self._faults.wrong_collective()
+        if wrong == "other_shape":
+            packed = torch.cat([packed, packed[:1]])
+        if wrong == "other_collective":
+            dist.broadcast(packed, src=dist.get_rank())
+        elif wrong != "skip_collective":
+            dist.all_reduce(packed)
 
     def _gate(
         self, packed: torch.Tensor, loss: torch.Tensor, norm: torch.Tensor, limits: Limits
@@ -200,7 +241,7 @@ class Stepper:
             self._ranks.world_size,
         )
         if not equal:
-            raise RankError(_name_difference(self._ranks.gather(identity)))
+            raise RankError(f"ranks drifted apart: {difference(self._ranks.gather(identity))}")
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
         """Who was at fault: sequences that were not finite, or else the loudest. Collective."""
@@ -234,12 +275,20 @@ class Stepper:
         return rows[:_MAX_SUSPECTS]
 
 
+def _flip_bit(copies: list[torch.Tensor]) -> None:
+    if copies:
+        words = copies[0].view(-1).view(torch.int16)
+        words[0] ^= 1
+
+
 def _lane_numbers(identity: dict[str, Any]) -> list[float]:
     numbers = lanes(repr(identity))
     return [float(n) for n in numbers] + [float(n * n) for n in numbers]
 
 
-def _signals(numbers: Sequence[float], plan: BatchPlan, step: int) -> StepSignals:
+def _signals(
+    numbers: Sequence[float], plan: BatchPlan, step: int, withheld: str | None
+) -> StepSignals:
     loss, norm, closed = numbers[-3:]
     return StepSignals(
         step=step,
@@ -249,18 +298,6 @@ def _signals(numbers: Sequence[float], plan: BatchPlan, step: int) -> StepSignal
         grad_norm=norm,
         tokens=int(numbers[_TOKENS]),
         nonfinite_ranks=int(numbers[_NONFINITE]),
-        gated=closed > 0,
+        gated=closed > 0 or withheld is not None,
+        withheld=withheld,
     )
-
-
-def _name_difference(identities: list[dict[str, Any]]) -> str:
-    """Which field differs, and on which ranks."""
-    parts = []
-    for field in identities[0]:
-        values = [str(identity[field]) for identity in identities]
-        usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
-        others = [rank for rank, value in enumerate(values) if value != usual]
-        if others:
-            seen = ", ".join(f"rank {rank}: {values[rank]}" for rank in others)
-            parts.append(f"{field}: {seen}; the others: {usual}")
-    return "ranks drifted apart: " + "; ".join(parts)

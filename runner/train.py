@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,31 +15,46 @@ from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
 from runner.compose import digest, flat
-from runner.config import RunConfig
+from runner.config import DebugKind, RunConfig
+from runner.crash import crash_incident, forget_last_words
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed
 from runner.dist.agree import Ranks
 from runner.dist.debug import debug_settings, set_debug
-from runner.dist.group import Place, choose_device, end_group, start_group
+from runner.dist.group import choose_device, end_group, start_group
+from runner.dist.launcher import Launch, Place, host_name, launch_from, own_process
+from runner.dist.meet import Facts
 from runner.engine.protocol import Engine
-from runner.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, ConfigError, RunnerError
+from runner.error import (
+    EXIT_DONE,
+    EXIT_HALTED,
+    EXIT_PREEMPTED,
+    ConfigError,
+    Preempted,
+    RunnerError,
+    Superseded,
+)
 from runner.evaluate import Evaluator
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.finish import End, collect_digest, sum_up
+from runner.identity import code_digest, ranks_on, versions
+from runner.inspection import PaceInspector, ReplicaInspector
 from runner.loop import Intervals, Loop
 from runner.model.decoder import DecoderShape, num_parameters
 from runner.observe.console import Console
 from runner.observe.journal import Journal
 from runner.observe.lines import LineFile
 from runner.policy.history import Incident
+from runner.policy.straggler import Stragglers
 from runner.recover import Recovery
 from runner.report import Reporter
-from runner.resume import Found, Resumed, find, take_up
+from runner.resume import Found, Resumed, find, take_out, take_up
 from runner.rundir import RunDir
 from runner.state import TrainState
 from runner.step import Stepper
 from runner.stop import StopRequest
+from runner.witness import Witness
 
 _STATUS = {EXIT_HALTED: "halted", EXIT_PREEMPTED: "preempted"}
 
@@ -54,15 +69,35 @@ def train(config: RunConfig, place: Place) -> int:
     parse_faults(config.faults)  # a typing mistake is told before any process waits for another
     device = choose_device(config.parallel.device, place)
     run_dir = RunDir(Path(config.out))
+    launch = launch_from(os.environ)
+    stop = assemble.stop_request(config, launch)
+    stop.listen()
+    witness = assemble.witness(config, place, launch, run_dir, stop)
     settings = debug_settings(
         config.debug.kind.value, subsystems=config.debug.nccl_subsystems, folder=run_dir.debug
     )
     debug = set_debug(os.environ, settings)
-    start_group(place, device, timeout_seconds=config.parallel.timeout_seconds)
+    peers = start_group(
+        place,
+        device,
+        timeout_seconds=config.parallel.timeout_seconds,
+        start_seconds=config.parallel.start_seconds,
+        facts={"rank": place.rank, "process": own_process(), "versions": versions()},
+    )
     try:
-        return Session(config, place, device, run_dir, debug).run()
+        code = Session(config, place, launch, device, run_dir, debug, witness, stop, peers).run()
+    except RunnerError as error:
+        if isinstance(error, Superseded):
+            witness.failed(error)
+        witness.end()
+        raise
+    except Exception as error:
+        witness.failed(error)
+        raise
     finally:
         end_group()
+    witness.end()
+    return code
 
 
 class Session:
@@ -72,12 +107,20 @@ class Session:
         self,
         config: RunConfig,
         place: Place,
+        launch: Launch,
         device: torch.device,
         run_dir: RunDir,
         debug: dict[str, str],
+        witness: Witness,
+        stop: StopRequest,
+        peers: Sequence[Facts],
     ) -> None:
         self._config = config
         self._place = place
+        self._launch = launch
+        self._witness = witness
+        self._stop = stop
+        self._peers = peers
         self._device = device
         self._dir = run_dir
         self._debug = debug
@@ -89,11 +132,15 @@ class Session:
         """From opening the data to the summary; returns the exit code."""
         run = self.open()
         end = _run_to_an_end(run)
-        run.ring.close()
+        self._witness.heart.enter("finish")
+        run.ring.close(wait=end.in_time)
         run.feed.close()
         run.reporter.close()
-        state_hash = collect_digest(run.engine, is_first=self._place.is_first)
+        state_hash = None
+        if end.in_time:
+            state_hash = collect_digest(run.engine, is_first=self._place.is_first)
         if self._place.is_first:
+            self._fence.check()
             sum_up(
                 end,
                 digest=state_hash,
@@ -101,6 +148,7 @@ class Session:
                 journal=run.journal,
                 batch=self._config.batch.global_size,
                 world_size=self._place.world_size,
+                incarnation=self._fence.number,
                 run_dir=self._dir,
                 console=self._console,
             )
@@ -114,27 +162,35 @@ class Session:
         """
         config, ranks = self._config, self._ranks
         self._agree_on_settings()
+        self._fence = take_out(self._dir, config, self._launch, ranks, self._console.say)
+        self._witness.begin(self._fence, self._peers)
         dataset = ranks.all_or_none("opening the data", lambda: assemble.open_dataset(config))
         self._agree_on_data(dataset)
         stream = ranks.all_or_none(
             "splitting the data", lambda: assemble.sample_stream(config, dataset)
         )
         shape = ranks.all_or_none("sizing the model", lambda: assemble.model_shape(config, dataset))
-        found = find(self._dir, config, dataset.fingerprint(), ranks)
+        found = find(self._dir, config, dataset.fingerprint(), ranks, self._fence)
         for name in found.torn:
             self._console.say(f"removed {name}: it was never committed")
         for sentence in found.damaged:
             self._console.say(f"damaged checkpoint, not to be used: {sentence}")
         journal = self._journal(found)
+        self._journal_crashes(found, journal)
         engine = assemble.engine(config, shape, self._place, self._device)
         identity = Identity(
             config_digest=self._settings_digest, data_fingerprint=dataset.fingerprint()
         )
         report = self._report_to(journal)
-        ring = assemble.ring(config, RingStore(self._dir.ring), engine, ranks, identity, report)
+        faults = FaultInjector(
+            parse_faults(config.faults), rank=self._place.rank, markers=self._dir.faults
+        )
+        ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults)
+        faults.newest_checkpoint = ring.newest
         state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
         resumed = take_up(found, self._dir, ring, journal, state)
-        journal.add(self._start_incident(resumed, dataset))
+        hosts = ranks.gather(host_name())
+        journal.add(self._start_incident(resumed, dataset, hosts))
         self._greet(dataset, shape, resumed)
         feed = assemble.feed(config, dataset, stream, self._place, self._device)
         reporter = assemble.reporter(
@@ -148,20 +204,20 @@ class Session:
             ring,
             resumed,
         )
-        stepper = self._stepper(dataset, engine, feed, ring)
+        stepper = self._stepper(dataset, engine, feed, faults)
         held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
         if config.eval.every and not len(held_out):
             self._console.say("no sample is held out (data.held_out): nothing to evaluate on")
         evaluator = Evaluator(engine=engine, feed=feed, ranks=ranks, indices=held_out)
-        stop = StopRequest()
-        stop.listen()
         loop = Loop(
             state=state,
             stepper=stepper,
             stream=stream,
             ring=ring,
             journal=journal,
-            recovery=Recovery(stepper=stepper, ring=ring, journal=journal, reporter=reporter),
+            recovery=Recovery(
+                stepper=stepper, ring=ring, journal=journal, reporter=reporter, faults=faults
+            ),
             reporter=reporter,
             schedule=assemble.schedule(config),
             rules=assemble.remedy_rules(config),
@@ -171,7 +227,10 @@ class Session:
                 evaluate=config.eval.every,
             ),
             evaluate=evaluator.loss,
-            stop=stop,
+            stop=self._stop,
+            stop_reasons=lambda: ranks.gather(self._stop.reason),
+            heart=self._witness.heart,
+            inspect=self._inspector(stepper, engine, ring, report, resumed),
             known_discards=resumed.known_discards,
         )
         return Run(
@@ -206,6 +265,19 @@ class Session:
         told = [(start, stop) for start, stop in self._config.data.skip]
         return Journal(found.journal, told_to_skip=told, file=file)
 
+    def _journal_crashes(self, found: Found, journal: Journal) -> None:
+        """Earlier crashes now, a later one when it comes."""
+        for line in found.crashes:
+            incident = Incident.from_json(line)
+            journal.add(incident)
+            self._console.incident(incident)
+        if self._place.is_first:
+            forget_last_words(self._dir, self._fence.number)
+            self._witness.journal = lambda cause, number: journal.add(crash_incident(cause, number))
+
+    def _store(self) -> RingStore:
+        return RingStore(self._dir.ring, owner=self._fence.number, check=self._fence.check)
+
     def _report_to(self, journal: Journal) -> assemble.Report:
         def report(incident: Incident) -> None:
             journal.add(incident)
@@ -213,14 +285,10 @@ class Session:
 
         return report
 
-    def _stepper(self, dataset: Dataset, engine: Engine, feed: Feed, ring: Ring) -> Stepper:
+    def _stepper(
+        self, dataset: Dataset, engine: Engine, feed: Feed, faults: FaultInjector
+    ) -> Stepper:
         config = self._config
-        faults = FaultInjector(
-            parse_faults(config.faults),
-            rank=self._place.rank,
-            markers=self._dir.faults,
-            newest_checkpoint=ring.newest,
-        )
         return Stepper(
             engine=engine,
             feed=feed,
@@ -231,20 +299,58 @@ class Session:
             clip=config.optim.clip,
             guarded=config.guard.enabled,
             config_digest=self._settings_digest,
+            code=code_digest(),
+            heart=self._witness.heart,
         )
 
-    def _start_incident(self, resumed: Resumed, dataset: Dataset) -> Incident:
+    def _inspector(
+        self,
+        stepper: Stepper,
+        engine: Engine,
+        ring: Ring,
+        report: assemble.Report,
+        resumed: Resumed,
+    ) -> Callable[[int], None]:
+        """What is looked at after an update."""
+        watchdog, every = self._config.watchdog, self._config.debug.replica_check_every
+        pace = PaceInspector(
+            ranks=self._ranks,
+            device=self._device,
+            stragglers=Stragglers(
+                factor=watchdog.straggler_factor, checks=watchdog.straggler_checks
+            ),
+            take_seconds=stepper.take_seconds,
+            report=report,
+        )
+        replicas = ReplicaInspector(
+            ranks=self._ranks,
+            engine=engine,
+            report=report,
+            distrust=ring.distrust_after,
+            good_step=resumed.step,
+        )
+
+        def look(updates: int) -> None:
+            if watchdog.straggler_every and updates % watchdog.straggler_every == 0:
+                pace.look(updates)
+            if every and updates % every == 0:
+                replicas.look(updates)
+
+        return look
+
+    def _start_incident(self, resumed: Resumed, dataset: Dataset, hosts: list[str]) -> Incident:
         return Incident(
             kind="start",
             step=resumed.step,
             decision=f"go on from step {resumed.step}" if resumed.step else "begin",
             reason="command",
             detail={
+                "incarnation": self._fence.number,
                 "world_size": self._place.world_size,
+                "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
                 "parallel": self._config.parallel.kind.value,
                 "device": self._device.type,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
+                **versions(),
                 "settings": self._settings_digest,
                 "data": dataset.fingerprint(),
                 "debug": self._debug,
@@ -259,6 +365,9 @@ class Session:
             f"{self._place.world_size} x {self._device.type}, {config.model.precision.value}, "
             f"out={self._dir.out}"
         )
+        if config.debug.kind is not DebugKind.off:
+            effective = " ".join(f"{name}={value}" for name, value in self._debug.items())
+            self._console.say(f"debug={config.debug.kind.value}: {effective}")
         if resumed.step >= config.steps:
             self._console.say(f"all {config.steps} steps are applied already")
         elif resumed.step:
@@ -289,5 +398,6 @@ def _run_to_an_end(run: Run) -> End:
             run.journal.add(
                 Incident(kind=status, step=run.state.updates, decision="end", reason=str(error))
             )
-        return End(status=status, exit_code=error.exit_code, reason=str(error))
+        in_time = not isinstance(error, Preempted) or error.in_time
+        return End(status=status, exit_code=error.exit_code, reason=str(error), in_time=in_time)
     return End(status="done", exit_code=EXIT_DONE, reason="all steps applied")

@@ -14,7 +14,8 @@ import os
 
 from paired import compare, open_loop, settings, shared_folder
 
-from runner.dist.group import choose_device, end_group, leave, place_from, start_group
+from runner.dist.group import choose_device, end_group, leave, start_group
+from runner.dist.launcher import place_from
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 
 from runner import assemble
 from runner.config import RunConfig
-from runner.dist.group import Place, choose_device, end_group, leave, place_from, start_group
+from runner.dist.group import choose_device, end_group, leave, start_group
+from runner.dist.launcher import Place, place_from
 from runner.engine.zero import ZeroPlan, build_module, deepspeed_settings
 from runner.model.decoder import Decoder
 

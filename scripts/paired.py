@@ -5,6 +5,7 @@ Whatever disturbs the machine then disturbs both; the ratio is taken pair by pai
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runner import assemble
 from runner.compose import compose
 from runner.config import RunConfig
 from runner.dist.agree import Ranks
-from runner.dist.group import Place
+from runner.dist.launcher import Place, launch_from
 from runner.loop import Loop
 from runner.rundir import RunDir
 from runner.train import Session
@@ -41,7 +43,10 @@ def settings(out: Path, overrides: Sequence[str]) -> RunConfig:
 
 def open_loop(config: RunConfig, place: Place, device: torch.device) -> Loop:
     """A complete run, ready to take steps."""
-    loop = Session(config, place, device, RunDir(Path(config.out)), {}).open().loop
+    run_dir, launch = RunDir(Path(config.out)), launch_from(os.environ)
+    stop = assemble.stop_request(config, launch)
+    witness = assemble.witness(config, place, launch, run_dir, stop)
+    loop = Session(config, place, launch, device, run_dir, {}, witness, stop, []).open().loop
     loop.begin()
     return loop
 

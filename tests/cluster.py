@@ -202,8 +202,8 @@ class Namespaced:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         nodes = [*cluster.nodes, "ctl"]
-        self._network = namespaces.Network(f"hs{os.getpid()}", nodes, cluster.root / "net")
-        self._network.__enter__()
+        self.network = namespaces.Network(f"hs{os.getpid()}", nodes, cluster.root / "net")
+        self.network.__enter__()
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def conf(self, nodes: Sequence[str]) -> str:
@@ -214,30 +214,30 @@ class Namespaced:
         )
 
     def start(self, node: str, words: Sequence[str]) -> None:
-        if not self._network.is_up(node):
-            self._network.boot(node)
+        if not self.network.is_up(node):
+            self.network.boot(node)
         log = self._cluster.root / f"{node}.out.log"
         self._daemons.append(
-            self._network.start(node, words, log=log, env=self._cluster.environment)
+            self.network.start(node, words, log=log, env=self._cluster.environment)
         )
 
     def client(self, words: Sequence[str]) -> list[str]:
-        return self._network.command("ctl", words)
+        return self.network.command("ctl", words)
 
     def crash(self, node: str) -> None:
-        self._network.crash(node)
+        self.network.crash(node)
 
     def is_up(self, node: str) -> bool:
-        return self._network.is_up(node)
+        return self.network.is_up(node)
 
     def left_behind(self) -> dict[int, str]:
         found: dict[int, str] = {}
         for node in self._cluster.nodes:
-            found |= self._network.processes(node)
+            found |= self.network.processes(node)
         return {pid: words for pid, words in found.items() if "slurm" not in words}
 
     def close(self) -> None:
-        self._network.__exit__(None, None, None)
+        self.network.__exit__(None, None, None)
         for daemon in self._daemons:
             daemon.wait(10)
 

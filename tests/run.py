@@ -77,11 +77,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def command(out: Path, *overrides: str, ranks: int = 2) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+def command(
+    out: Path, *overrides: str, ranks: int = 2, restarts: int = 0, program: Path | None = None
+) -> list[str]:
+    """``program``: a script that does something of its own and then calls the runner."""
+    told = [*(["-m", "runner"] if program is None else [str(program)])]
+    told += [f"out={out}", *TINY, *overrides]
     if ranks == 0:  # no launcher at all
-        return [sys.executable, "-m", "runner", f"out={out}", *TINY, *overrides]
-    return [*launcher, f"--nproc-per-node={ranks}", "-m", "runner", f"out={out}", *TINY, *overrides]
+        return [sys.executable, *told]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *told]
 
 
 def train(
@@ -90,9 +95,12 @@ def train(
     ranks: int = 2,
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
+    restarts: int = 0,
+    program: Path | None = None,
 ) -> Result:
     """Run one command to its end; ``ranks=0`` starts without torchrun."""
-    return start(out, *overrides, ranks=ranks, env=env).wait(timeout)
+    started = start(out, *overrides, ranks=ranks, env=env, restarts=restarts, program=program)
+    return started.wait(timeout)
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,16 @@ class Started:
     def workers(self) -> list[int]:
         """The ranks' processes."""
         launcher = self.process.pid
-        return [pid for pid in self.pids() if pid != launcher]
+        return sorted(pid for pid in self.pids() if pid != launcher)
+
+    def ranks(self) -> dict[int, int]:
+        """Rank to its process; loaders and the like are left out."""
+        found = {}
+        for pid in self.workers():
+            rank = _environment(pid).get("RANK")
+            if rank is not None and _parent(pid) == self.process.pid:
+                found[int(rank)] = pid
+        return found
 
     def kill(self) -> None:
         """SIGKILL to all of them at once, as a lost node would end."""
@@ -142,11 +159,16 @@ class Started:
 
 
 def start(
-    out: Path, *overrides: str, ranks: int = 2, env: Mapping[str, str] | None = None
+    out: Path,
+    *overrides: str,
+    ranks: int = 2,
+    env: Mapping[str, str] | None = None,
+    restarts: int = 0,
+    program: Path | None = None,
 ) -> Started:
-    """Begin one command."""
+    """Begin one command; torchrun restarts the ranks up to ``restarts`` times."""
     process = subprocess.Popen(
-        command(out, *overrides, ranks=ranks),
+        command(out, *overrides, ranks=ranks, restarts=restarts, program=program),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -161,6 +183,21 @@ def _arguments(folder: Path) -> list[bytes]:
         return (folder / "cmdline").read_bytes().split(b"\0")
     except OSError:  # it has just ended
         return []
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(part.split("=", 1) for part in raw.split("\0") if "=" in part)
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def _kill(pid: int) -> None:
@@ -180,9 +217,11 @@ def journalled(out: Path, kind: str) -> int:
     return sum(line["kind"] == kind for line in lines)
 
 
-def finish(out: Path, *overrides: str, ranks: int = 2) -> Result:
+def finish(
+    out: Path, *overrides: str, ranks: int = 2, restarts: int = 0, program: Path | None = None
+) -> Result:
     """:func:`train`, which must end well."""
-    result = train(out, *overrides, ranks=ranks)
+    result = train(out, *overrides, ranks=ranks, restarts=restarts, program=program)
     assert result.code == 0, result.tail
     assert result.summary["status"] == "done", result.tail
     return result
@@ -191,3 +230,18 @@ def finish(out: Path, *overrides: str, ranks: int = 2) -> Result:
 def skip_override(ranges: Sequence[Sequence[int]]) -> str:
     """``data.skip=...`` for these half-open ranges."""
     return "data.skip=" + json.dumps([list(pair) for pair in ranges]).replace(" ", "")
+
+
+def left_behind(out: Path) -> list[int]:
+    """Processes that still name ``out``; a moment is given to those that are ending."""
+    mark = f"out={out}".encode()
+    limit = time.monotonic() + 2
+    while True:
+        pids = [
+            int(folder.name)
+            for folder in Path("/proc").iterdir()
+            if folder.name.isdigit() and mark in _arguments(folder)
+        ]
+        if not pids or time.monotonic() > limit:
+            return pids
+        time.sleep(0.05)

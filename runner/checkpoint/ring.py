@@ -34,9 +34,16 @@ from runner.policy.ring import (
     with_state,
 )
 
+_PATIENCE_SECONDS = 0.2  # between looks at the time while a disk is slow
+
 
 class Ring:
-    """See the module's docstring. ``report`` takes incidents, alike on every rank."""
+    """See the module's docstring.
+
+    Args:
+        report: takes incidents, alike on every rank.
+        before_write: called with the step in the background, before this rank's file.
+    """
 
     def __init__(
         self,
@@ -47,6 +54,7 @@ class Ring:
         rules: RingRules,
         identity: Identity,
         report: Callable[[Incident], None],
+        before_write: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.records: list[Record] = []
         self._store = store
@@ -55,6 +63,7 @@ class Ring:
         self._rules = rules
         self._identity = identity
         self._report = report
+        self._before_write = before_write
         self._next_serial = 1
         self._step = 0
         self._being_proven: set[int] = set()
@@ -89,9 +98,14 @@ class Ring:
         snapshots = self._snapshots()
         counts = self._holder.update_counts()
         folder = self._store.writing_folder(serial)
+
+        def write() -> None:
+            self._before_write(moment.step)
+            write_rank_file(folder, self._ranks.rank, snapshots)
+
         self._work.submit(
             f"write {serial}",
-            lambda: write_rank_file(folder, self._ranks.rank, snapshots),
+            write,
             lambda failures: self._written(serial, moment, counts, failures),
         )
         if not self._rules.background:
@@ -257,16 +271,23 @@ class Ring:
         """Take the sums; records change here, on all ranks alike."""
         self._work.settle(num_done, num_failed, self._ranks.world_size)
 
-    def drain(self) -> None:
-        """Finish everything that is under way. Collective."""
-        while len(self._work):
-            self._work.wait()
-            num_done, num_failed = self._ranks.sum(list(self._work.tell()))
-            self.settle(num_done, num_failed)
+    def drain(self, is_late: Callable[[], bool] = lambda: False) -> bool:
+        """Finish everything that is under way. Collective.
 
-    def close(self) -> None:
-        """End the background thread."""
-        self._work.close()
+        Returns False, on all ranks alike, when some rank said it is too late to wait longer.
+        """
+        while len(self._work):
+            self._work.wait(_PATIENCE_SECONDS)
+            late = float(is_late())
+            num_done, num_failed, num_late = self._ranks.sum([*self._work.tell(), late])
+            self.settle(num_done, num_failed)
+            if num_late and len(self._work):
+                return False
+        return True
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the background thread; ``wait`` False leaves a file it is writing unfinished."""
+        self._work.close(wait=wait)
 
     # -- restoring ------------------------------------------------------------------------
 
@@ -332,6 +353,13 @@ class Ring:
     def _mark_if_there(self, record: Record) -> None:
         if self._store.folder_of(record).exists():
             self._store.mark(record, State.tainted)
+
+    def distrust_after(self, step: int) -> None:
+        """Taint every checkpoint of a later step. Collective, durable when it returns."""
+        self.drain()
+        for record in [r for r in self.records if r.step > step]:
+            self._taint(record)
+        self.drain()
 
     def abandon_after(self, serial: int) -> None:
         """Taint every checkpoint newer than the one the run went back to, then retire them."""

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from runner.checkpoint.files import blocks, write_json
-from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Manifest, Piece
+from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece
 from runner.checkpoint.store import Entry, read_rank_facts
 from runner.error import CorruptCheckpoint
+from runner.files import blocks, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +131,3 @@ def _read_piece(entry: Entry, piece: Piece, first: int, stop: int) -> torch.Tens
     if len(array) != stop - first:
         raise CorruptCheckpoint(f"{entry.folder / piece.file}: truncated")
     return torch.from_numpy(array.astype(np.float32, copy=False))
-
-
-def state_tensors(manifest: Manifest) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes in the order of the state digest."""
-    yield from sorted(manifest.shapes.items())

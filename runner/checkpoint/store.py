@@ -1,7 +1,7 @@
 """The ring's directory: how a checkpoint is named, committed, marked and removed.
 
     ring/000007-step-00000350/   rank-00000.bin ...  manifest.json  COMMITTED  [CLEAN|TAINTED]
-    ring/writing-000008/         not committed: worth nothing, removed at the next start
+    ring/writing-000008-000003/  by incarnation 3, not committed: removed at the next start
 
 Marker last when saving, first when deleting; only committed entries count. ``COMMITTED``
 holds the manifest's digest, so that a damaged manifest is noticed too.
@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.checkpoint.files import (
+from runner.checkpoint.manifest import Manifest, read_manifest
+from runner.error import CorruptCheckpoint
+from runner.files import (
     file_digest,
     remove_folder,
     sync_directory,
     write_durably,
     write_json,
 )
-from runner.checkpoint.manifest import Manifest, read_manifest
-from runner.error import CorruptCheckpoint
 from runner.policy.ring import Record, State
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 _MARKS = {State.clean: "CLEAN", State.tainted: "TAINTED"}
+_SWEPT = "swept-"
 _NAME = re.compile(r"(\d{6,})-step-(\d{8,})")
 
 
@@ -45,14 +47,23 @@ class Entry:
 
 
 class RingStore:
-    """File operations on one ring. Only one rank may call those that change names."""
+    """File operations on one ring. Only one rank may call those that change names.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        owner: the incarnation; unfinished checkpoints of two of them never mix.
+        check: raises when a newer incarnation owns the run; called before each change.
+    """
+
+    def __init__(
+        self, folder: Path, *, owner: int = 0, check: Callable[[], None] = lambda: None
+    ) -> None:
         self.folder = folder
+        self._owner = owner
+        self._check = check
 
     def writing_folder(self, serial: int) -> Path:
         """Where the ranks put their files of a checkpoint that is being made."""
-        return self.folder / f"writing-{serial:06d}"
+        return self.folder / f"writing-{serial:06d}-{self._owner:06d}"
 
     def folder_of(self, record: Record) -> Path:
         return self.folder / f"{record.serial:06d}-step-{record.step:08d}"
@@ -72,16 +83,21 @@ class RingStore:
             state=State.committed,
         )
         final = self.folder_of(record)
+        # A newer incarnation moves ``writing`` away before it reads the ring: from here on
+        # either this rename comes first, and it sees the checkpoint, or this one fails.
+        self._check()
         writing.rename(final)
         sync_directory(self.folder)
         write_durably(final / COMMITTED, file_digest(final / MANIFEST).encode() + b"\n")
 
     def mark(self, record: Record, state: State) -> None:
         """Make a checkpoint's new state durable."""
+        self._check()
         write_durably(self.folder_of(record) / _MARKS[state], b"")
 
     def remove(self, record: Record) -> None:
         """Delete a checkpoint, its marker first."""
+        self._check()
         folder = self.folder_of(record)
         if folder.exists():
             (folder / COMMITTED).unlink(missing_ok=True)
@@ -96,11 +112,14 @@ class RingStore:
             for folder in sorted(self.folder.iterdir())
             if folder.is_dir()
             and not (folder / COMMITTED).exists()
-            and (folder.name.startswith("writing-") or _NAME.fullmatch(folder.name))
+            and (folder.name.startswith(("writing-", _SWEPT)) or _NAME.fullmatch(folder.name))
         ]
         for folder in torn:
-            remove_folder(folder)
-        return [folder.name for folder in torn]
+            # In one step, so that nobody commits a folder that is half gone.
+            swept = self.folder / f"{_SWEPT}{self._owner:06d}-{folder.name.removeprefix(_SWEPT)}"
+            folder.rename(swept)
+            remove_folder(swept)
+        return [folder.name for folder in torn if not folder.name.startswith(_SWEPT)]
 
     def entries(self) -> tuple[list[Entry], list[str]]:
         """Committed checkpoints by serial, and a sentence for each that cannot be read."""

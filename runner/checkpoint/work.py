@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 
@@ -50,10 +50,10 @@ class AgreedWork:
             return 0.0, 0.0
         return 1.0, float(self._running.exception() is not None)
 
-    def wait(self) -> None:
-        """Wait for this rank's part of the oldest job."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for this rank's part of the oldest job, at most ``seconds``."""
         if self._running is not None:
-            self._running.exception()
+            wait([self._running], timeout=seconds)
 
     def settle(self, num_done: float, num_failed: float, world_size: int) -> None:
         """Take the summed numbers; finish the oldest job when all ranks have."""
@@ -69,10 +69,10 @@ class AgreedWork:
         self._start()
         job.then(failures)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         """End the thread; jobs not begun are dropped."""
         self._jobs.clear()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown(wait=wait, cancel_futures=True)
 
     def _start(self) -> None:
         # One at a time: a commit must not begin before every rank's write is known.

@@ -26,9 +26,10 @@ from runner.checkpoint.store import RingStore
 from runner.command.arguments import Parser
 from runner.compose import compose, digest, flat
 from runner.config import RunConfig
-from runner.dist.group import place_from
+from runner.dist.launcher import place_from
 from runner.error import ConfigError
 from runner.model.decoder import Decoder
+from runner.model.frozen import frozen_names
 from runner.rundir import RunDir
 from runner.state import TrainState
 
@@ -58,10 +59,12 @@ def import_command(arguments: Sequence[str]) -> int:
     source = open_source(Path(options.source))
     found = named(source, [_rename(text) for text in options.rename])
     refuse_misfit(wanted, {name: source.weights[was] for name, was in found.items()})
-    moments = _moments(source, found, wanted) if options.moments else None
+    frozen = frozen_names(wanted, config.model.frozen)
+    trained = {name: shape for name, shape in wanted.items() if name not in frozen}
+    moments = _moments(source, found, trained) if options.moments else None
     run_dir.create()
     weights = {name: source.weights[found[name]] for name in wanted}
-    _write(config, run_dir, dataset.fingerprint(), weights, moments)
+    _write(config, run_dir, dataset.fingerprint(), weights, moments, set(trained))
     Console(soft_wrap=True).print(
         f"imported {len(wanted)} tensors from {options.source}, a {source.kind}, "
         f"{'with' if moments else 'without'} moments; out={run_dir.out} starts from them",
@@ -201,11 +204,12 @@ def _write(
     fingerprint: str,
     weights: Mapping[str, Stored],
     moments: Mapping[str, Moments] | None,
+    trained: set[str],
 ) -> None:
     store = RingStore(run_dir.ring)
     store.sweep()
     folder = store.writing_folder(_SERIAL)
-    tensors = _tensors(weights, moments)
+    tensors = _tensors(weights, moments, trained)
     try:
         write_rank_file(folder, 0, _Snapshots(tensors))
         pieces, files = collect_pieces(folder, 1)
@@ -220,7 +224,7 @@ def _write(
             metrics_bytes=0,
             journal_lines=0,
             train_state=state.to_json(),
-            update_counts={n: moments[n].updates if moments else 0 for n in weights},
+            update_counts={n: moments[n].updates if moments else 0 for n in trained},
             shapes={name: stored.shape for name, stored in tensors.items()},
             pieces=pieces,
             files=files,
@@ -236,12 +240,14 @@ def _write(
 
 
 def _tensors(
-    weights: Mapping[str, Stored], moments: Mapping[str, Moments] | None
+    weights: Mapping[str, Stored], moments: Mapping[str, Moments] | None, trained: set[str]
 ) -> dict[str, Stored]:
     """The whole state by its names in the ring, in sorted order."""
     found: dict[str, Stored] = {}
     for name, stored in weights.items():
         found[f"param/{name}"] = stored
+        if name not in trained:
+            continue
         for kind in ("exp_avg", "exp_avg_sq"):
             whole = getattr(moments[name], kind) if moments else _zeros(stored.shape)
             found[f"{kind}/{name}"] = whole

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from runner.checkpoint.files import write_durably
 from runner.checkpoint.shards import read_range, verify_files
 from runner.checkpoint.store import Entry, RingStore
 from runner.command.arguments import Parser
 from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.files import write_durably
 from runner.policy.ring import State
 
 _SHARD_BYTES = 4 << 30

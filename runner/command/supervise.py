@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.command.arguments import Parser
+from runner.dist.launcher import EXIT_DIR, tell_exit
 from runner.error import ConfigError
 from runner.launch import given
-from runner.launch.exits import EXIT_DIR, tell_exit
 from runner.launch.running import Forward, Job, Stop, run_once
 from runner.launch.supervisor import Supervisor, new_launch_id
 from runner.policy.restart import RestartRules

@@ -71,20 +71,24 @@ class SampleStream:
 
     def plan(self, cursor: int, ledger: Ledger) -> BatchPlan:
         """The next global batch at or after ``cursor`` that the ledger allows."""
-        parts: list[Indices] = []
+        parts: list[tuple[Indices, Indices]] = []
         missing = self._global_size
         for start, stop in ledger.allowed(cursor):
             while missing and (stop is None or start < stop):
                 span = missing + missing // 8 + 8
                 end = start + span if stop is None else min(stop, start + span)
-                usable = self._usable(np.arange(start, end, dtype=np.int64))[:missing]
-                parts.append(usable)
+                positions = np.arange(start, end, dtype=np.int64)
+                indices = self.indices(positions)
+                usable = np.flatnonzero(~self._is_held_out(indices))[:missing]
+                parts.append((positions[usable], indices[usable]))
                 missing -= len(usable)
                 start = end
             if not missing:
                 break
-        positions = np.concatenate(parts)
-        return BatchPlan(positions=positions, indices=self.indices(positions))
+        return BatchPlan(
+            positions=np.concatenate([positions for positions, _ in parts]),
+            indices=np.concatenate([indices for _, indices in parts]),
+        )
 
     def indices(self, positions: Indices) -> Indices:
         """Data set indices of stream positions, int64, same shape."""
@@ -94,18 +98,6 @@ class SampleStream:
             chosen = epochs == epoch
             found[chosen] = self._permuted(offsets[chosen], int(epoch))
         return found
-
-    def num_usable(self, start: int, stop: int, ledger: Ledger) -> int:
-        """Training samples in ``[start, stop)`` that the ledger allows. Costs O(stop - start)."""
-        total = 0
-        for allowed_start, allowed_stop in ledger.allowed(start):
-            end = stop if allowed_stop is None else min(stop, allowed_stop)
-            for at in range(allowed_start, end, 1 << 20):
-                block = np.arange(at, min(end, at + (1 << 20)), dtype=np.int64)
-                total += len(self._usable(block))
-            if end == stop:
-                break
-        return total
 
     def held_out_indices(self, count: int) -> Indices:
         """A fixed set of held-out samples, int64 [up to count]; empty when none is held out."""
@@ -124,9 +116,6 @@ class SampleStream:
 
     def _permuted(self, offsets: Indices, epoch: int) -> Indices:
         return permute(offsets, size=self.num_samples, key=epoch_key(self._seed, epoch))
-
-    def _usable(self, positions: Indices) -> Indices:
-        return positions[~self._is_held_out(self.indices(positions))]
 
     def _is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
         return held_out(indices, share=self._share)

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, tee
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from runner.data.cursor import BatchPlan, Indices, SampleStream
 from runner.data.dataset import Dataset
-from runner.policy.elastic import deal
+from runner.policy.elastic import deal, share_out
 from runner.policy.ledger import Ledger
 
 NOT_COUNTED = -100  # torch's ignore_index: no loss, no gradient
@@ -115,13 +115,13 @@ class _Reader(TorchDataset[MicroBatch]):
 
 
 class _PlanSampler(Sampler[MicroPlan]):
-    """The endless guess of plans to come, from one cursor on."""
+    """The endless guess of plans to come, as last set."""
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
+    def __init__(self) -> None:
+        self.ahead: Iterator[MicroPlan] = iter(())
 
     def __iter__(self) -> Iterator[MicroPlan]:
-        return self._feed.plans_ahead()
+        return self.ahead
 
 
 class Feed:
@@ -155,12 +155,12 @@ class Feed:
         self._slots = deal(global_size, micro_size, world_size, rank)
         self._micro_size = micro_size
         self._rank, self._world_size = rank, world_size
-        self._guess: tuple[int, Ledger] = (0, Ledger())
+        self._sampler = _PlanSampler()
         self._loading: Iterator[MicroBatch] | None = None
         self._expected: Iterator[MicroPlan] = iter(())
         self._loader: DataLoader[MicroBatch] = DataLoader(
             self._reader,
-            sampler=_PlanSampler(self),
+            sampler=self._sampler,
             batch_size=None,
             num_workers=workers,
             prefetch_factor=prefetch if workers else None,
@@ -193,31 +193,23 @@ class Feed:
 
     def fixed(self, indices: Indices) -> list[MicroBatch]:
         """This rank's share of a fixed set of samples, loaded at once (evaluation)."""
-        count = len(indices)
-        per_rank = -(-count // self._world_size)
-        mine = [
-            slot if slot < count else None
-            for slot in range(self._rank, per_rank * self._world_size, self._world_size)
-        ]
-        chunks = [mine[at : at + self._micro_size] for at in range(0, per_rank, self._micro_size)]
         return [
             self._reader[
                 MicroPlan(
                     batch_start=-1,
-                    positions=tuple(None for _ in chunk),
-                    indices=tuple(-1 if slot is None else int(indices[slot]) for slot in chunk),
+                    positions=tuple(None for _ in slots),
+                    indices=tuple(-1 if slot is None else int(indices[slot]) for slot in slots),
                 )
             ]
-            for chunk in chunks
+            for slots in share_out(len(indices), self._micro_size, self._world_size, self._rank)
         ]
 
     def own_positions(self, plan: BatchPlan) -> list[int | None]:
         """Stream positions of this rank's sequences, micro-batch by micro-batch."""
         return [position for micro in self._micro_plans(plan) for position in micro.positions]
 
-    def plans_ahead(self) -> Iterator[MicroPlan]:
-        """Micro-plans from the guessed cursor on, without end."""
-        cursor, ledger = self._guess
+    def _plans_ahead(self, cursor: int, ledger: Ledger) -> Iterator[MicroPlan]:
+        """Micro-plans from ``cursor`` on, without end."""
         while True:
             plan = self._stream.plan(cursor, ledger)
             yield from self._micro_plans(plan)
@@ -229,8 +221,8 @@ class Feed:
         del self._loader
 
     def _restart(self, cursor: int, ledger: Ledger) -> None:
-        self._guess = (cursor, ledger.copy())
-        self._expected = self.plans_ahead()
+        # Computed once for both: what the loader is given, and what it will deliver.
+        self._sampler.ahead, self._expected = tee(self._plans_ahead(cursor, ledger.copy()))
         self._loading = iter(self._loader)
 
     def _expect(self, number: int) -> list[MicroPlan]:
@@ -259,8 +251,11 @@ class Feed:
 
 
 def _quiet_worker(_: int) -> None:
-    """A loading process must not act on the signals meant for the run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_DFL)
+    """A loading process must not act on the signals meant for the run.
+
+    A scheduler sends them to every process, and the run still needs its batches to get to the
+    end of the step. It ends with the process that it loads for.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -34,6 +34,7 @@ from runner.data.dataset import (
     unreadable,
 )
 from runner.error import DataError
+from runner.files import sync_directory
 
 BYTE_VOCAB_SIZE: Final = 257
 BYTE_END: Final = 256
@@ -313,7 +314,7 @@ def _build(draft: Path, documents: Sequence[_Document], codec: Codec, source: st
     with (draft / _INDEX).open("wb") as out:
         out.write(json.dumps(stored).encode())
         _sync(out)
-    _sync_directory(draft)
+    sync_directory(draft)
 
 
 def _write_document(out: BinaryIO, document: _Document, codec: Codec, dtype: str) -> int:
@@ -356,8 +357,8 @@ def _publish(draft: Path, place: Path) -> None:
         if _load(place) is None:
             os.replace(draft / _TOKENS, place / _TOKENS)
             os.replace(draft / _INDEX, place / _INDEX)
-            _sync_directory(place)
-    _sync_directory(place.parent)
+            sync_directory(place)
+    sync_directory(place.parent)
 
 
 def _sha256(path: Path) -> str:
@@ -368,11 +369,3 @@ def _sha256(path: Path) -> str:
 def _sync(out: BinaryIO) -> None:
     out.flush()
     os.fsync(out.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,54 +1,18 @@
-"""Starts and ends the process group, and says which rank this is.
-
-The only place that reads the launcher's environment (torchrun's names).
-"""
+"""Starts and ends the process group."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from runner.dist.launcher import Place, tell_exit
+from runner.dist.meet import Facts, call_roll, meet
 from runner.error import ConfigError, RunnerError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where this process stands: its rank, the world, its node's share of it."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-
-def place_from(environment: Mapping[str, str]) -> Place:
-    """Read torchrun's variables; without them this is the only process.
-
-    Raises:
-        ConfigError: some of the variables are there and others are not, or are no numbers.
-    """
-    if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    try:
-        rank, world, local, local_world = (int(environment[name]) for name in names)
-    except (KeyError, ValueError) as error:
-        raise ConfigError(
-            f"the launcher's environment is incomplete ({error}): {', '.join(names)} must all "
-            "be whole numbers; start with torchrun, or without any of them for one process"
-        ) from None
-    return Place(rank=rank, world_size=world, local_rank=local, local_world_size=local_world)
 
 
 def choose_device(wanted: str, place: Place) -> torch.device:
@@ -70,27 +34,48 @@ def choose_device(wanted: str, place: Place) -> torch.device:
     return device
 
 
-def start_group(place: Place, device: torch.device, *, timeout_seconds: float) -> None:
-    """Make the default group: gloo on CPU, NCCL (and gloo) on CUDA."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
+def start_group(
+    place: Place,
+    device: torch.device,
+    *,
+    timeout_seconds: float,
+    start_seconds: float = 120.0,
+    facts: Facts | None = None,
+) -> list[Facts]:
+    """Make the default group: gloo on CPU, NCCL (and gloo) on CUDA.
+
+    Args:
+        facts: JSON about this rank, with ``versions`` that must be equal on all ranks.
+
+    Returns:
+        The facts of the ranks of this node.
+
+    Raises:
+        StartError: the ranks did not find each other; names who is absent.
+    """
     # torch read TORCH_DISTRIBUTED_DEBUG when it was imported; debug=collectives came later.
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    store = meet(place, seconds=start_seconds)
+    room, told = call_roll(store, place, facts or {"versions": {}}, seconds=start_seconds)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=room,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    return told
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without finalizing the interpreter.
+    """End this rank without finalizing the interpreter, and tell the launcher how.
 
     Threads that gloo leaves behind a closed group made about one finished run in twenty end
     there with SIGABRT ("terminate called without an active exception").
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    tell_exit(os.environ, f"rank-{os.environ.get('RANK', '0')}", code)
     os._exit(code)
 
 

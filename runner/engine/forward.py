@@ -95,18 +95,23 @@ class Forward:
         self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:
         fault = self._disturbance
+        if fault is not None and fault.in_forward is not None:
+            fault.in_forward()
         if fault is not None and fault.activation_scale is not None:
             scale = torch.tensor(fault.activation_scale, device=output.device, dtype=output.dtype)
             output = output * scale[:, None, None]
-        if output.requires_grad and (self._probe or fault is not None):
-            nan_grad = fault is not None and fault.nan_grad
+        if torch.is_grad_enabled() and (self._probe or fault is not None):
+            if not output.requires_grad:
+                output.requires_grad_()  # a frozen embedding; who was at fault shows here only
             output.register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: self._at_embedding_gradient(grad, nan_grad)
+                lambda grad: self._at_embedding_gradient(grad, fault)
             )
         return output
 
-    def _at_embedding_gradient(self, grad: torch.Tensor, nan_grad: bool) -> torch.Tensor:
-        if nan_grad:
+    def _at_embedding_gradient(self, grad: torch.Tensor, fault: Disturbance | None) -> torch.Tensor:
+        if fault is not None and fault.in_backward is not None:
+            fault.in_backward()
+        if fault is not None and fault.nan_grad:
             grad = grad * torch.nan
         norms = torch.linalg.vector_norm(grad, dim=(1, 2), dtype=torch.float32)
         self._gradient_norms.append(norms)

@@ -105,10 +105,11 @@ class FsdpEngine:
             probe=probe,
         )
         self._parameters = dict(sorted(model.named_parameters()))
+        self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._learning_rate = torch.zeros((), device=device)
-        dims = {name: parameter.dim() for name, parameter in self._parameters.items()}
-        self._optimizer = fused_adamw(self._parameters, dims, settings, self._learning_rate)
-        make_state(self._optimizer, self._parameters.values())
+        dims = {name: parameter.dim() for name, parameter in self._trained.items()}
+        self._optimizer = fused_adamw(self._trained, dims, settings, self._learning_rate)
+        make_state(self._optimizer, self._trained.values())
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -137,14 +138,17 @@ class FsdpEngine:
         )
 
     def _gradient_norm(self) -> torch.Tensor:
-        grads = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        grads = [_local(p.grad) for p in self._trained.values() if p.grad is not None]
         return get_total_norm(grads, foreach=True)
 
-    def apply(self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float) -> None:
+    def apply(
+        self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
+    ) -> str | None:
         self._learning_rate.fill_(learning_rate)
         set_gate(self._optimizer, skip=skip, grad_scale=grad_scale)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        return None
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
         return self._forward.evaluate(batches)
@@ -160,11 +164,15 @@ class FsdpEngine:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return whole.detach().float().cpu()
 
+    def replicated(self) -> tuple[int, list[torch.Tensor]]:
+        copies = [] if self._layout.replicas == 1 else [s.local for s in self.shards()]
+        return self._shard_rank(), copies
+
     def update_counts(self) -> dict[str, int]:
-        return {name: int(self._state(name)["step"].item()) for name in self._parameters}
+        return {name: int(self._state(name)["step"].item()) for name in self._trained}
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
-        for name in self._parameters:
+        for name in self._trained:
             self._state(name)["step"].fill_(float(update_counts[name]))
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -172,6 +180,7 @@ class FsdpEngine:
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
             found[f"param/{name}"] = parameter.detach()
+        for name in self._trained:
             found[f"exp_avg/{name}"] = self._state(name)["exp_avg"]
             found[f"exp_avg_sq/{name}"] = self._state(name)["exp_avg_sq"]
         return dict(sorted(found.items()))

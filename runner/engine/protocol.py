@@ -36,6 +36,10 @@ class Disturbance(Protocol):
     def loss_scale(self) -> tuple[float, ...] | None: ...
     @property
     def nan_grad(self) -> bool: ...
+    @property
+    def in_forward(self) -> Callable[[], None] | None: ...
+    @property
+    def in_backward(self) -> Callable[[], None] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +111,17 @@ class Engine(Protocol):
         """Forward and backward of all micro-batches; gradients are left reduced (summed)."""
         ...
 
-    def apply(self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float) -> None:
+    def apply(
+        self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
+    ) -> str | None:
         """One optimizer step on gradients divided by ``grad_scale``, unless ``skip`` is 1.
 
         Both FP32 scalars on the device. A skipped step leaves parameters, moments and
         update counts bit-identical. Gradients are gone afterwards either way.
+
+        Returns:
+            None, or why the engine itself skipped a step that was not to be skipped; the same
+            on all ranks.
         """
         ...
 
@@ -124,15 +134,25 @@ class Engine(Protocol):
         ...
 
     def shards(self) -> list[Shard]:
-        """Views of the whole state, in a fixed order of names."""
+        """Views of the whole state, in a fixed order of names.
+
+        A frozen parameter has "param/..." only.
+        """
         ...
 
     def full(self, name: str) -> torch.Tensor:
         """The whole tensor called ``name``, FP32 on the CPU, on every rank."""
         ...
 
+    def replicated(self) -> tuple[int, list[torch.Tensor]]:
+        """Tensors of which other ranks hold copies, equal bit by bit; and the number that this
+
+        rank's copies share with theirs. Empty where every rank holds its own part.
+        """
+        ...
+
     def update_counts(self) -> dict[str, int]:
-        """Applied updates by parameter name."""
+        """Applied updates by name, of the parameters that are trained."""
         ...
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:

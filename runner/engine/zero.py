@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
 from runner.engine.forward import Forward, SequenceLosses
 from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Suspects, Work
-from runner.error import CheckpointError, ConfigError, RankError
+from runner.error import CheckpointError, ConfigError
 
 # Settings of DeepSpeed that would break a promise, each with the reason.
 REFUSED = {
@@ -51,14 +51,24 @@ REFUSED = {
     "curriculum_learning": "the order of samples is the data cursor's",
     "data_efficiency": "the order of samples is the data cursor's",
     "elasticity": "the world size may change between commands anyway",
+    "zero_force_ds_cpu_optimizer": "the gate lives in our fused AdamW; use optim.*",
 }
 REFUSED_ZERO = {
     "stage": "use parallel=zero1, zero2 or zero3",
     "offload_param": "the state could not be read back exactly",
-    "offload_optimizer": "not supported yet: its update is not the fused one",
+    "zenflow_config": "its update is not the fused one, and comes steps late",
     "zero_quantized_weights": "weights would not be exact",
     "zero_quantized_gradients": "gradients would not be exact",
     "zero_hpz_partition_size": "a second partition is not supported",
+}
+
+
+# Elements that one FP32 sum of squares takes in.
+_PIECE = 1 << 20
+REFUSED_OFFLOAD = {
+    "nvme_path": "only offload to the CPU is supported",
+    "ratio": "two optimizers would share one gate; all or nothing is offloaded",
+    "super_offload": "it updates first and takes a bad step back afterwards",
 }
 
 
@@ -70,20 +80,33 @@ class ZeroPlan:
     num_micro_batches: int
     extra: Mapping[str, Any]
 
+    @property
+    def offload(self) -> bool:
+        """Whether FP32 weights and moments lie in the CPU's memory."""
+        return bool((self.extra.get("zero_optimization") or {}).get("offload_optimizer"))
 
-def check_extra(extra: Mapping[str, Any]) -> None:
+
+def check_plan(plan: ZeroPlan) -> None:
     """Refuse DeepSpeed settings that would break a promise.
 
     Raises:
         ConfigError: naming the key and why.
     """
-    zero = extra.get("zero_optimization") or {}
-    wrong = [f"{key}: {REFUSED[key]}" for key in extra if key in REFUSED]
-    wrong += [
-        f"zero_optimization.{key}: {REFUSED_ZERO[key]}" for key in zero if key in REFUSED_ZERO
-    ]
+    zero = plan.extra.get("zero_optimization") or {}
+    wrong = _named("", plan.extra, REFUSED) + _named("zero_optimization.", zero, REFUSED_ZERO)
+    if plan.offload:
+        offload = zero["offload_optimizer"]
+        where = "zero_optimization.offload_optimizer"
+        if not isinstance(offload, Mapping) or offload.get("device") != "cpu":
+            wrong.append(f"{where}={offload}: must be a mapping with device: cpu")
+        else:
+            wrong += _named(f"{where}.", offload, REFUSED_OFFLOAD)
     if wrong:
         raise ConfigError("\n".join(f"parallel.deepspeed.{words}" for words in wrong))
+
+
+def _named(prefix: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> list[str]:
+    return [f"{prefix}{key}: {refused[key]}" for key in given if key in refused]
 
 
 def deepspeed_settings(plan: ZeroPlan) -> dict[str, Any]:
@@ -98,6 +121,7 @@ def deepspeed_settings(plan: ZeroPlan) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 1 << 62,
         "zero_optimization": zero,
         **extra,
@@ -149,12 +173,20 @@ class ZeroEngine:
         probe: bool,
     ) -> None:
         self.device = device
+        # Where the optimizer works.
+        self._home = torch.device("cpu") if plan.offload else device
         self._world_size = dist.get_world_size()
         self._parameters = dict(sorted(module.named_parameters()))
         self._shapes = {name: _whole_shape(p) for name, p in self._parameters.items()}
-        self._learning_rate = torch.zeros((), device=device)
+        self._frozen = {
+            name: _Slice.of(math.prod(self._shapes[name]), self._home)
+            for name, parameter in self._parameters.items()
+            if not parameter.requires_grad
+        }
+        trained = {n: p for n, p in self._parameters.items() if n not in self._frozen}
+        self._learning_rate = torch.zeros((), device=self._home)
         dims = {name: len(shape) for name, shape in self._shapes.items()}
-        self._optimizer = fused_adamw(self._parameters, dims, settings, self._learning_rate)
+        self._optimizer = fused_adamw(trained, dims, settings, self._learning_rate)
         # It prints its memory use whatever its log level is.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine, wrapped, _, _ = _deepspeed(device).initialize(
@@ -185,7 +217,10 @@ class ZeroEngine:
                 shard.local.copy_(values(name, shard.shape, shard.start, len(shard.local)))
             else:
                 shard.local.zero_()
-        self.finish_load(dict.fromkeys(self._parameters, 0))
+        self.finish_load(dict.fromkeys(self._trained(), 0))
+
+    def _trained(self) -> list[str]:
+        return [name for name in self._parameters if name not in self._frozen]
 
     def accumulate(self, works: Sequence[Work]) -> LocalSums:
         self._forward.begin()
@@ -195,18 +230,26 @@ class ZeroEngine:
             self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
             if number < len(works):
                 self._engine.step()  # counts the micro-batch; nothing is updated
-        square = get_total_norm(self._stage.gradients(), foreach=True).double().square()
+        # In pieces: one long FP32 sum of squares on a CPU stops growing.
+        pieces = [piece for flat in self._stage.gradients() for piece in torch.split(flat, _PIECE)]
+        norm = get_total_norm(pieces, foreach=True).to(self.device)
         return LocalSums(
-            loss=self._forward.loss(), grad_square=square, nonfinite=self._forward.nonfinite()
+            loss=self._forward.loss(),
+            grad_square=norm.double().square(),
+            nonfinite=self._forward.nonfinite(),
         )
 
-    def apply(self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float) -> None:
+    def apply(
+        self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
+    ) -> str | None:
         self._learning_rate.fill_(learning_rate)
-        set_gate(self._optimizer, skip=skip, grad_scale=grad_scale)
+        # Waits where the optimizer is offloaded: torch would copy the gate to the CPU without
+        # waiting, and read what is there.
+        set_gate(self._optimizer, skip=skip.to(self._home), grad_scale=grad_scale.to(self._home))
         self._engine.step()
-        if not self._engine.was_step_applied() and not skip.item():
-            # The norm it looked at is the same on all ranks, so all ranks come here.
-            raise RankError("DeepSpeed skipped an update that the gate had let through")
+        if self._engine.was_step_applied() or skip.item():
+            return None
+        return "DeepSpeed skipped by itself an update that the gate had let through"
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
         return self._forward.evaluate(batches)
@@ -219,8 +262,12 @@ class ZeroEngine:
         return sorted(found, key=lambda shard: shard.name)
 
     def _shards_of(self, name: str) -> Iterator[Shard]:
-        place = self._stage.locate(self._parameters[name])
         shape = self._shapes[name]
+        if name in self._frozen:
+            held = self._frozen[name]
+            yield Shard(name=f"param/{name}", shape=shape, start=held.start, local=held.local)
+            return
+        place = self._stage.locate(self._parameters[name])
         for kind in ("param", "exp_avg", "exp_avg_sq"):
             local, start = torch.empty(0), 0
             if place is not None:
@@ -231,7 +278,7 @@ class ZeroEngine:
             yield Shard(name=f"{kind}/{name}", shape=shape, start=start, local=local)
 
     def full(self, name: str) -> torch.Tensor:
-        shard = next(shard for shard in self.shards() if shard.name == name)
+        shard = next(s for s in self._shards_of(name.partition("/")[2]) if s.name == name)
         # Summed as integers: everyone else's zeros leave the bits alone, -0.0 included.
         whole = torch.zeros(math.prod(shard.shape), dtype=torch.int32, device=self.device)
         stop = shard.start + len(shard.local)
@@ -239,14 +286,20 @@ class ZeroEngine:
         dist.all_reduce(whole)
         return whole.view(torch.float32).view(shard.shape).cpu()
 
+    def replicated(self) -> tuple[int, list[torch.Tensor]]:
+        """Stages 1 and 2 give every rank all BF16 parameters."""
+        if isinstance(self._stage, _StageThree):
+            return 0, []
+        return 0, [parameter.detach() for parameter in self._parameters.values()]
+
     def update_counts(self) -> dict[str, int]:
         """Of the flat tensor that holds a part of the parameter; all of them step together."""
         counts = {int(self._optimizer.state[f]["step"].item()) for f in self._stage.flats()}
         assert len(counts) == 1, "flat partitions have stepped apart"
-        return dict.fromkeys(self._parameters, counts.pop())
+        return dict.fromkeys(self._trained(), counts.pop())
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
-        counts = {update_counts[name] for name in self._parameters}
+        counts = {update_counts[name] for name in self._trained()}
         if len(counts) != 1:
             raise CheckpointError(
                 f"the checkpoint's parameters have different update counts {sorted(counts)}; ZeRO "
@@ -254,11 +307,31 @@ class ZeroEngine:
             )
         for flat in self._stage.flats():
             self._optimizer.state[flat]["step"].fill_(float(next(iter(counts))))
-        self._stage.refresh()
+        self._stage.refresh([(self._parameters[name], held) for name, held in self._frozen.items()])
 
 
 def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slice:
+    """This rank's FP32 part of a parameter that is not trained, from element ``start`` on.
+
+    DeepSpeed keeps such a parameter in BF16 only. Parts are of ``size`` elements, the last ones
+    shorter or empty: as stage 3 cuts a parameter.
+    """
+
+    start: int
+    size: int
+    local: torch.Tensor
+
+    @classmethod
+    def of(cls, numel: int, device: torch.device) -> _Slice:
+        size = -(-numel // dist.get_world_size())
+        start = min(numel, size * dist.get_rank())
+        local = torch.zeros(min(size, numel - start), device=device)
+        return cls(start=start, size=size, local=local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,22 +348,27 @@ class _Place:
 
 
 class _Stage(Protocol):
-    """What differs between DeepSpeed's optimizers."""
+    """What differs between DeepSpeed's optimizers.
+
+    Each has its optimizer's own norm switched off: it was computed a second time after ours, and
+    in stages 1 and 3 a norm that is not finite made DeepSpeed skip the update in silence. Whether
+    an update is applied is decided in one place, the gate.
+    """
 
     def flats(self) -> list[torch.Tensor]:
         """This rank's FP32 partitions, 1-D; the keys of the optimizer's state."""
         ...
 
     def gradients(self) -> list[torch.Tensor]:
-        """This rank's share of the reduced gradient, after the last micro-batch."""
+        """This rank's share of the reduced gradient, after the last micro-batch; 1-D, FP32."""
         ...
 
     def locate(self, parameter: nn.Parameter) -> _Place | None:
-        """This rank's part of a parameter; None when it holds none of it."""
+        """This rank's part of a trained parameter; None when it holds none of it."""
         ...
 
-    def refresh(self) -> None:
-        """Remake the BF16 parameters from the FP32 partitions. Collective."""
+    def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
+        """Remake the BF16 parameters from the FP32 partitions and slices. Collective."""
         ...
 
 
@@ -324,16 +402,33 @@ class _Linked:
         flat = next(f for f in self.flats() if _holds(f, fragment))
         return _Place(flat=flat, offset=held.start, start=taken.start, count=held.numel)
 
-    def refresh(self) -> None:
+    def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
         self._wrapped.update_lp_params()
+        for parameter, held in frozen:
+            _gather_into(parameter, held)
 
 
 def _holds(flat: torch.Tensor, part: torch.Tensor) -> bool:
     return flat.data_ptr() <= part.data_ptr() < flat.data_ptr() + flat.numel() * flat.itemsize
 
 
+@torch.no_grad()
+def _gather_into(parameter: nn.Parameter, held: _Slice) -> None:
+    """Every rank's slice into the whole parameter that every rank has. Collective."""
+    mine = torch.zeros(held.size, dtype=parameter.dtype, device=parameter.device)
+    mine[: len(held.local)] = held.local
+    whole = mine.new_empty(held.size * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, mine)
+    parameter.copy_(whole[: parameter.numel()].view_as(parameter))
+
+
 class _StageOne(_Linked):
     """BF16 with FP32 accumulation makes DeepSpeed take its BF16_Optimizer for stage 1."""
+
+    def __init__(self, wrapped: Any) -> None:
+        super().__init__(wrapped)
+        nothing = torch.zeros(1, device=self.flats()[0].device)
+        wrapped.get_grads_for_norm = lambda: ([nothing], {})
 
     def flats(self) -> list[torch.Tensor]:
         return list(self._wrapped.fp32_groups_flat_partition)
@@ -343,11 +438,21 @@ class _StageOne(_Linked):
 
 
 class _StageTwo(_Linked):
+    """Stage 1 with offload, too."""
+
+    def __init__(self, wrapped: Any) -> None:
+        super().__init__(wrapped)
+        nothing = torch.zeros((), device=self.flats()[0].device)
+        wrapped.scaled_global_norm = lambda: nothing
+
     def flats(self) -> list[torch.Tensor]:
         return list(self._wrapped.single_partition_of_fp32_groups)
 
     def gradients(self) -> list[torch.Tensor]:
-        return [part for parts in self._wrapped.averaged_gradients.values() for part in parts]
+        # With offload a group of which this rank holds nothing has none. Sorted: they come in the
+        # order in which they were filled.
+        groups = sorted(self._wrapped.averaged_gradients.items())
+        return [group.flat_partition for _, group in groups if group is not None]
 
 
 class _StageThree:
@@ -355,29 +460,32 @@ class _StageThree:
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
+        nothing = torch.zeros((), device=self.flats()[0].device)
+        wrapped._get_norm_groups = lambda: [nothing]
 
     def flats(self) -> list[torch.Tensor]:
         return list(self._wrapped.fp32_partitioned_groups_flat)
 
     def gradients(self) -> list[torch.Tensor]:
-        return [part for parts in self._wrapped.averaged_gradients.values() for part in parts]
+        return [self._wrapped.grad_partitions_flat_buffer]
 
     def locate(self, parameter: nn.Parameter) -> _Place | None:
-        from deepspeed.utils import safe_get_local_fp32_param
-
         whole: Any = parameter
-        part = safe_get_local_fp32_param(parameter)
-        start = min(whole.ds_numel, len(part) * dist.get_rank())
-        flat = next(f for f in self.flats() if _holds(f, part))
-        offset = (part.data_ptr() - flat.data_ptr()) // flat.itemsize
+        # Not the public safe_get_local_fp32_param: of an offloaded partition that is a copy.
+        position = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
+        group, offset, size = position
+        start = min(whole.ds_numel, size * dist.get_rank())
         # The last rank's part is padded to the others' length.
-        count = min(len(part), whole.ds_numel - start)
-        return _Place(flat=flat, offset=offset, start=start, count=count)
+        count = min(size, whole.ds_numel - start)
+        return _Place(flat=self.flats()[group], offset=offset, start=start, count=count)
 
-    def refresh(self) -> None:
+    def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
         # Without the epilogue small, persistent parameters stay as they were: the digest is
         # right and the next loss is wrong.
         self._wrapped.checkpoint_event_prologue()
         for number in range(len(self.flats())):
             self._wrapped._reassign_or_swap_out_partitioned_parameters(number)
+        for parameter, held in frozen:
+            whole: Any = parameter
+            whole.ds_tensor.data[: len(held.local)].copy_(held.local)
         self._wrapped.checkpoint_event_epilogue()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.fault.spec import Fault
+from runner.fault.spec import ENDINGS, Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,12 @@ class Disturbance:
     activation_scale: tuple[float, ...] | None = None
     loss_scale: tuple[float, ...] | None = None
     nan_grad: bool = False
+    in_forward: Callable[[], None] | None = None
+    in_backward: Callable[[], None] | None = None
+
+
+class DrillError(Exception):
+    """What ``raise@...`` raises."""
 
 
 class FaultInjector:
@@ -36,36 +42,40 @@ class FaultInjector:
         *,
         rank: int,
         markers: Path,
-        newest_checkpoint: Callable[[], Path | None],
+        newest_checkpoint: Callable[[], Path | None] = lambda: None,
     ) -> None:
         self._faults = faults
         self._rank = rank
         self._markers = markers
-        self._newest_checkpoint = newest_checkpoint
+        self.newest_checkpoint = newest_checkpoint
         self._step_faults: set[str] = set()
+        self._step = 0
 
     def before_step(self, step: int) -> None:
         """Sleep, hang, die or damage a file, when one of the faults says so."""
         self._step_faults = set()
+        self._step = step
         for fault in self._faults:
-            if not fault.is_due(step, self._rank):
+            if fault.kind in ENDINGS or not fault.is_due(step, self._rank):
                 continue
             if fault.kind == "slow":
                 time.sleep(fault.seconds)
             elif self._fires_first_time(fault):
-                self._act(fault)
+                self._note(fault)
+        self.at("fetch", step)
 
-    def _act(self, fault: Fault) -> None:
-        if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind == "hang":
-            while True:
-                time.sleep(60)
-        elif fault.kind == "corrupt_checkpoint":
-            if self._rank == 0:
-                _flip_byte(self._newest_checkpoint())
-        else:
+    def at(self, point: str, step: int) -> None:
+        """End or freeze this rank, when a fault says so at this point of this step."""
+        for fault in self._faults:
+            here = fault.kind in ENDINGS and fault.at == point
+            if here and fault.is_due(step, self._rank) and self._fires_first_time(fault):
+                _end(fault)
+
+    def _note(self, fault: Fault) -> None:
+        if fault.kind != "corrupt_checkpoint":
             self._step_faults.add(fault.kind)
+        elif self._rank == 0:
+            _flip_byte(self.newest_checkpoint())
 
     def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:
         """What happens to the micro-batch of these stream positions (None: padding)."""
@@ -77,9 +87,37 @@ class FaultInjector:
         self._step_faults -= {"nan_loss", "nan_grad"}
         activation = tuple(math.nan if self._hit("poison", p) else 1.0 for p in positions)
         loss = tuple(math.nan if nan_loss else self._spike(p) for p in positions)
-        if not nan_grad and all(a == 1.0 for a in activation) and all(s == 1.0 for s in loss):
+        forward, backward = self._ending_in("forward"), self._ending_in("backward")
+        scales = (*activation, *loss)
+        if not (nan_grad or forward or backward) and all(scale == 1.0 for scale in scales):
             return None
-        return Disturbance(activation_scale=activation, loss_scale=loss, nan_grad=nan_grad)
+        return Disturbance(
+            activation_scale=activation,
+            loss_scale=loss,
+            nan_grad=nan_grad,
+            in_forward=forward,
+            in_backward=backward,
+        )
+
+    def _ending_in(self, point: str) -> Callable[[], None] | None:
+        step = self._step
+        due = any(
+            fault.kind in ENDINGS and fault.at == point and fault.is_due(step, self._rank)
+            for fault in self._faults
+        )
+        return (lambda: self.at(point, step)) if due else None
+
+    def flips_bit(self) -> bool:
+        """Whether this rank's copy of the state is to be damaged before this step."""
+        return "flip_bit" in self._step_faults
+
+    def wrong_collective(self) -> str | None:
+        """``skip_collective``, ``other_collective`` or ``other_shape``, when this step is to
+
+        go wrong that way on this rank.
+        """
+        wrong = ("skip_collective", "other_collective", "other_shape")
+        return next((kind for kind in wrong if kind in self._step_faults), None)
 
     def claims_other_identity(self) -> bool:
         """Whether this rank's fingerprint is to be wrong in this step."""
@@ -107,6 +145,16 @@ class FaultInjector:
         os.fsync(descriptor)
         os.close(descriptor)
         return True
+
+
+def _end(fault: Fault) -> None:
+    if fault.kind == "raise":
+        raise DrillError(f"raised on purpose ({fault.text})")
+    if fault.kind == "hang":
+        while True:
+            time.sleep(60)
+    number = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}[fault.kind]
+    os.kill(os.getpid(), number)
 
 
 def _flip_byte(checkpoint: Path | None) -> None:

@@ -5,8 +5,16 @@
     poison@samples=400-431           these stream positions always give NaN activations
     spike@samples=400-431,scale=50   these weigh 50 times: a finite, wild loss and gradient
     kill@step=30,rank=0              SIGKILL
-    hang@step=30,rank=1              the rank stops moving
+    abort@step=30,rank=0             SIGABRT, as a failed assertion in C++ gives
+    raise@step=30,rank=0             an exception
+    stop@step=30,rank=1              SIGSTOP: the whole process freezes
+    hang@step=30,rank=1              the training thread stops moving
+        each with at=POINT: fetch (default), forward, backward, agree, apply, save, rollback
+    skip_collective@step=30,rank=1   the rank leaves the step's all-reduce out
+    other_collective@step=30,rank=1  it enters a broadcast instead
+    other_shape@step=30,rank=1       it hands over one number more
     mismatch@step=30,rank=1          the rank claims to be somewhere else
+    flip_bit@step=30,rank=1          one bit of the rank's copy of replicated state
     slow@step=30-60,rank=1,seconds=0.2
     corrupt_checkpoint@step=40       one byte of the newest checkpoint is flipped
 
@@ -28,12 +36,23 @@ _REQUIRED = {
     "poison": {"samples"},
     "spike": {"samples"},
     "kill": {"step"},
+    "abort": {"step"},
+    "raise": {"step"},
+    "stop": {"step"},
     "hang": {"step"},
+    "skip_collective": {"step"},
+    "other_collective": {"step"},
+    "other_shape": {"step"},
+    "flip_bit": {"step"},
     "mismatch": {"step"},
     "slow": {"step", "seconds"},
     "corrupt_checkpoint": {"step"},
 }
+# What ends or freezes a rank, and where in a step it may.
+ENDINGS = ("kill", "abort", "raise", "stop", "hang")
+POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
+    **{kind: {"rank", "at"} for kind in ENDINGS},
     "spike": {"scale"},
     "poison": set[str](),
     "corrupt_checkpoint": set[str](),
@@ -53,6 +72,7 @@ class Fault:
     rank: int | None = None
     scale: float = _DEFAULT_SCALE
     seconds: float = 0.0
+    at: str = "fetch"
 
     def is_due(self, step: int, rank: int) -> bool:
         """Whether it is bound to this step on this rank."""
@@ -92,7 +112,15 @@ def _parse(text: str) -> Fault:
         rank=int(_number(text, given, "rank")) if "rank" in given else None,
         scale=_number(text, given, "scale") if "scale" in given else _DEFAULT_SCALE,
         seconds=_number(text, given, "seconds") if "seconds" in given else 0.0,
+        at=_point(text, given),
     )
+
+
+def _point(text: str, given: dict[str, str]) -> str:
+    point = given.get("at", "fetch")
+    if point not in POINTS:
+        raise _refusal(text, f"at={point} is none of {', '.join(POINTS)}")
+    return point
 
 
 def _refusal(text: str, why: str) -> ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def journal_lines(out: Path) -> int:
 def evidence(out: Path, *, since: int) -> Evidence:
     """What the journal says from line ``since`` on, and the step after the last one told of."""
     lines = read_lines(RunDir(out).journal)[0][since:]
+    # A crash that nobody was left to tell is journalled by the next start, before its own line.
+    lines = list(dropwhile(lambda line: line.get("kind") != "start", lines))
     starts = [line for line in lines if line.get("kind") == "start"]
     # The first crash told is the cause; those after it are its consequences.
     crash = next((line for line in lines if line.get("kind") == "crash"), None)

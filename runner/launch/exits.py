@@ -7,7 +7,6 @@ supervisor that is itself a part of a larger job (a node of a Slurm job) writes 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,20 +19,8 @@ from runner.error import (
     EXIT_PREEMPTED,
 )
 
-EXIT_DIR = "HOLDFAST_EXIT_DIR"
 # A restart would not help; the first that any process told is the job's.
 FINAL = (EXIT_HALTED, EXIT_CONFIG, EXIT_NO_CHECKPOINT)
-
-
-def tell_exit(environment: Mapping[str, str], name: str, code: int) -> None:
-    """Write this process's exit code where the supervisor looks, if there is one."""
-    if EXIT_DIR not in environment:
-        return
-    path = Path(environment[EXIT_DIR]) / name
-    temporary = path.with_name(f".{name}.{os.getpid()}")
-    with contextlib.suppress(OSError):  # the supervisor is gone; nobody waits for it
-        temporary.write_text(f"{code}\n")
-        temporary.rename(path)
 
 
 def read_exits(folder: Path) -> dict[str, int]:

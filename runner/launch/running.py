@@ -14,8 +14,9 @@ from enum import Enum
 from pathlib import Path
 from types import FrameType
 
+from runner.dist.launcher import EXIT_DIR
 from runner.launch import process
-from runner.launch.exits import EXIT_DIR, final_code, outcome, read_exits
+from runner.launch.exits import final_code, outcome, read_exits
 
 _POLL_SECONDS = 0.1
 # From the first process that said how it ended: when the others are asked, when they are told

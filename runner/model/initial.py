@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runner.model.decoder import Decoder, DecoderShape
+from runner.model.decoder import DecoderShape
 
 BLOCK_ELEMENTS = 2**18
 
@@ -79,23 +79,6 @@ def initial_range(
         normal = _normal_block(first_seed + block)
         values[low - start : high - start] = normal[low - origin : high - origin]
     return values.mul_(std)
-
-
-def set_initial_weights(decoder: Decoder, *, seed: int) -> None:
-    """Write every initial weight of an unsharded decoder, in its own dtype, on its device."""
-    for name, parameter in decoder.named_parameters():
-        rule = initial_rule(name, decoder.shape)
-        values = initial_range(
-            name=name,
-            shape=tuple(parameter.shape),
-            std=rule.std,
-            ones=rule.ones,
-            seed=seed,
-            start=0,
-            count=parameter.numel(),
-        )
-        with torch.no_grad():
-            parameter.copy_(values.view(parameter.shape))
 
 
 def _first_block_seed(name: str, seed: int) -> int:

@@ -5,6 +5,7 @@ Rank 0 writes; every rank folds the same incidents into the same :class:`History
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -47,6 +48,7 @@ class Journal:
         self.history = History(told_to_skip)
         self._file = file
         self._clock = clock
+        self._lock = threading.Lock()  # a crash is written by another thread
         known = list(lines)
         self.began = float(known[0].get("time", clock())) if known else clock()
         for line in known:
@@ -65,11 +67,12 @@ class Journal:
 
     def add(self, incident: Incident) -> None:
         """Write, sync, then fold in: what is not on disk has not happened."""
-        if self._file is not None:
-            starts = self.attempt + int(incident.kind == "start")
-            head = {"seq": self.num_lines, "time": self._clock(), "attempt": starts}
-            self._file.append(head | incident.to_json(), durably=True)
-        self.history.add(incident)
+        with self._lock:
+            if self._file is not None:
+                starts = self.attempt + int(incident.kind == "start")
+                head = {"seq": self.num_lines, "time": self._clock(), "attempt": starts}
+                self._file.append(head | incident.to_json(), durably=True)
+            self.history.add(incident)
 
     def add_once(self, incident: Incident) -> None:
         """:meth:`add`, unless a restart repeats an incident that is there already."""

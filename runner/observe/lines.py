@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from runner.files import sync_directory
+
+_BLOCK_BYTES = 1 << 20
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -32,12 +36,23 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 class LineFile:
-    """Appends JSON lines after ``length`` bytes; what lies behind is cut off."""
+    """Appends JSON lines after ``length`` bytes; what lies behind is left out.
+
+    The file is made anew and put in the old one's place: a process of an earlier incarnation
+    that still has the old one open writes to a file that is no longer there.
+    """
 
     def __init__(self, path: Path, *, length: int) -> None:
+        temporary = path.with_name(path.name + ".tmp")
+        with temporary.open("wb") as fresh:
+            if path.exists():
+                with path.open("rb") as old:
+                    _copy(old, fresh, length)
+            fresh.flush()
+            os.fsync(fresh.fileno())
+        temporary.rename(path)
+        sync_directory(path.parent)
         self._file = path.open("ab")
-        self._file.truncate(length)
-        self._file.seek(0, os.SEEK_END)
 
     def append(self, line: dict[str, Any], *, durably: bool) -> None:
         """Add one line; ``durably`` returns only when it is on the disk."""
@@ -53,3 +68,10 @@ class LineFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
+    """The first ``length`` bytes."""
+    while length > 0 and (block := source.read(min(length, _BLOCK_BYTES))):
+        target.write(block)
+        length -= len(block)

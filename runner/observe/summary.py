@@ -29,6 +29,7 @@ class Summary:
     samples_used: int
     goodput: float
     world_size: int
+    incarnation: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -19,9 +19,15 @@ def deal(
         raise ValueError("sizes must be positive and 0 <= rank < world_size")
     if world_size > global_size:
         raise ValueError(f"{world_size} ranks but only {global_size} sequences")
-    per_rank = -(-global_size // world_size)
+    return share_out(global_size, micro_size, world_size, rank)
+
+
+def share_out(
+    count: int, micro_size: int, world_size: int, rank: int
+) -> tuple[tuple[int | None, ...], ...]:
+    """As :func:`deal`, of any number of slots: with fewer than ranks some get padding only."""
+    per_rank = -(-count // world_size)
     slots = [
-        slot if slot < global_size else None
-        for slot in range(rank, per_rank * world_size, world_size)
+        slot if slot < count else None for slot in range(rank, per_rank * world_size, world_size)
     ]
     return tuple(tuple(slots[at : at + micro_size]) for at in range(0, per_rank, micro_size))

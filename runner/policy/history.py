@@ -164,6 +164,7 @@ def discard_detail(signals: StepSignals, kind: str) -> dict[str, Any]:
         "grad_norm": _word(signals.grad_norm),
         "tokens": signals.tokens,
         "nonfinite_ranks": signals.nonfinite_ranks,
+        "withheld": signals.withheld,
     }
 
 
@@ -180,6 +181,7 @@ def discarded_signals(incident: Incident) -> StepSignals:
         tokens=int(detail["tokens"]),
         nonfinite_ranks=int(detail["nonfinite_ranks"]),
         gated=True,
+        withheld=detail.get("withheld"),
     )
 
 

@@ -38,7 +38,8 @@ class StepSignals:
     ``step`` is the number the update gets if it is applied (1 is the first); ``start`` and
     ``stop`` the half-open span of sample positions it read. ``loss`` is nats per token,
     ``grad_norm`` the global norm before clipping. ``gated``: the device did not apply it.
-    ``nonfinite_ranks`` counts ranks that saw NaN or Inf in their own numbers.
+    ``nonfinite_ranks`` counts ranks that saw NaN or Inf in their own numbers. ``withheld``: why
+    the engine itself did not apply a step that the gate had let through.
     """
 
     step: int
@@ -49,11 +50,16 @@ class StepSignals:
     tokens: int
     nonfinite_ranks: int
     gated: bool
+    withheld: str | None = None
 
     @property
     def is_finite(self) -> bool:
+        """Whether the numbers can be reasoned with: an engine withholds what overflows."""
         return (
-            math.isfinite(self.loss) and math.isfinite(self.grad_norm) and not self.nonfinite_ranks
+            math.isfinite(self.loss)
+            and math.isfinite(self.grad_norm)
+            and not self.nonfinite_ranks
+            and self.withheld is None
         )
 
 

@@ -152,7 +152,7 @@ def test_a_save_that_fails_is_an_incident(tmp_path: Path, clean: Result) -> None
     """A file stands where checkpoint 4 (step 30) wants its folder."""
     out = tmp_path / "run"
     (out / "ring").mkdir(parents=True)
-    (out / "ring" / "writing-000004").write_text("in the way")
+    (out / "ring" / "writing-000004-000001").write_text("in the way")
     run = finish(out)
     [line] = run.journal("save_failed")
     assert line["step"] == 30 and line["decision"] == "go on", line
@@ -164,7 +164,7 @@ def test_a_save_that_fails_is_an_incident(tmp_path: Path, clean: Result) -> None
 def test_a_first_save_that_fails_ends_the_run(tmp_path: Path) -> None:
     out = tmp_path / "run"
     (out / "ring").mkdir(parents=True)
-    (out / "ring" / "writing-000001").write_text("in the way")
+    (out / "ring" / "writing-000001-000001").write_text("in the way")
     refused = train(out, ranks=0)
     assert refused.code == 4, refused.tail
     assert refused.summary["exit_code"] == 4

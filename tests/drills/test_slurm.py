@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import cluster as slurm
-from tests.cluster import Cluster
+from tests.cluster import Cluster, Namespaced
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.run import TINY, Result, journalled, metrics_step
 
@@ -191,6 +191,46 @@ def test_a_killed_rank_is_started_again_in_its_allocation(submit: Submit, clean:
     run = job.wait()
     assert job.job["Restarts"] == "0" and run.summary["restarts"] == 1, run.tail
     assert not (job.out / "bad_nodes").exists(), "the node itself was well"
+    assert_same_run(run, clean)
+
+
+def test_a_cut_off_node_publishes_nothing(
+    cluster: Cluster, submit: Submit, clean_alone: Result
+) -> None:
+    """Split brain: alone in its job it trains on, with all the files at hand, while Slurm has
+    given the run to another node."""
+    if not isinstance(cluster.machines, Namespaced):
+        pytest.skip("no network namespaces: a link cannot be cut")
+    network = cluster.machines.network
+    job = submit("faults=[slow@step=10-60,seconds=0.5]", nodes=1)
+    job.until_step(15)
+    (node,) = job.job["NodeList"].split(",")
+    network.cut(node)
+    cut = time.monotonic()
+    job.until_started(2)
+    taken = time.monotonic()
+    assert metrics_step(job.out) >= 15
+    gone = lambda: not any("out=" in words for words in network.processes(node).values())  # noqa: E731
+    cluster.until(gone, f"the old incarnation gone from {node}", timeout=10)
+    print(
+        f"requeued {taken - cut:.1f} s after the cut; the old incarnation was gone "
+        f"{time.monotonic() - taken:.1f} s later, the link still being cut"
+    )
+    network.heal(node)
+    run = job.wait()
+    assert [line["attempt"] for line in run.journal("start")] == [1, 2], run.tail
+    assert_same_run(run, clean_alone)
+    assert_every_sample_once(run)
+
+
+def test_srun_alone_launches_too(cluster: Cluster, tmp_path: Path, clean: Result) -> None:
+    """Without torchrun: rank, world and meeting point from srun's own variables."""
+    out = tmp_path / "run"
+    words = ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--chdir", str(Path.cwd())]
+    cluster.run(*words, sys.executable, "-m", "runner", f"out={out}", *TINY, timeout=120)
+    run = Result(out=out, code=0, text="")
+    (start,) = run.journal("start")
+    assert start["detail"]["hosts"] == {"nodeA": "0", "nodeB": "1"}
     assert_same_run(run, clean)
 
 

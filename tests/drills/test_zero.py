@@ -54,6 +54,98 @@ def test_killed_and_damaged_it_ends_the_same(tmp_path: Path, clean: Result, stag
     assert_every_sample_once(run)
 
 
+OFFLOAD = "parallel.deepspeed={zero_optimization:{offload_optimizer:{device:cpu}}}"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_offloaded_to_the_cpu_it_is_the_same_run(tmp_path: Path, stage: str) -> None:
+    """Several micro-batches, all faults, a kill; with offload, without, and with it again."""
+    engine = [f"parallel={stage}", "batch.micro_size=4"]
+    faults = f"faults=[{ALL_FAULTS},kill@step=28,rank=1]"
+    killed = train(tmp_path / "hit", *engine, OFFLOAD, faults, "steps=35", UP_TO_60)
+    assert killed.code != 0 and "SIGKILL" in killed.text, killed.tail
+    finish(tmp_path / "hit", *engine, faults, "steps=35", UP_TO_60)
+    hit = finish(tmp_path / "hit", *engine, OFFLOAD, faults, UP_TO_60)
+    verdicts = {line["detail"]["verdict"] for line in hit.journal("discard")}
+    assert verdicts == {"NonFinite", "Spike"} and len(hit.journal("rollback")) == 1, hit.tail
+    told = finish(tmp_path / "told", *engine, UP_TO_60, skip_override(hit.summary["skipped"]))
+    assert_same_end(hit, told)
+    assert_every_sample_once(hit)
+
+
+@pytest.fixture(scope="session")
+def untied(runs: Path) -> Result:
+    return finish(runs / "untied", *UNTIED)
+
+
+# Norms on queries and keys are in the group without decay.
+UNTIED = (
+    "model.tied_head=false",
+    "model.qk_norm=true",
+    "optim.weight_decay=0.5",
+    "steps=25",
+)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_untied_weights_and_decay_groups_train_as_on_fsdp(
+    tmp_path: Path, untied: Result, stage: str
+) -> None:
+    """Tied weights: every other test here."""
+    run = finish(tmp_path / "run", f"parallel={stage}", *UNTIED)
+    assert run.digest == untied.digest, run.tail
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_update_that_deepspeed_skips_by_itself_is_a_discard(tmp_path: Path, stage: str) -> None:
+    """Forced, as nothing that we know makes it: at its 8th update it takes its own way out."""
+    program = tmp_path / "forced.py"
+    program.write_text(FORCED)
+    hit = finish(tmp_path / "hit", f"parallel={stage}", "steps=20", program=program)
+    (line,) = hit.journal("discard")
+    assert "DeepSpeed skipped by itself" in line["reason"] and line["step"] == 8, hit.tail
+    assert line["detail"]["verdict"] == "NonFinite"
+    told = finish(
+        tmp_path / "told", f"parallel={stage}", "steps=20", skip_override(hit.summary["skipped"])
+    )
+    assert_same_end(hit, told)
+
+
+def test_without_a_guard_deepspeed_skipping_for_ever_ends_in_a_halt(tmp_path: Path) -> None:
+    program = tmp_path / "forced.py"
+    program.write_text(FORCED.replace("== 8", ">= 8"))
+    overrides = ["parallel=zero3", "guard=off", "guard.max_discards=4"]
+    run = train(tmp_path / "run", *overrides, ranks=0, program=program)
+    assert run.code == 3 and "DeepSpeed skipped by itself" in run.summary["reason"], run.tail
+    assert len(run.journal("discard")) == 4 and not run.journal("rollback"), run.tail
+
+
+FORCED = """
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+from runner.__main__ import _run
+
+calls = 0
+
+def wrong(*_):
+    global calls
+    calls += 1
+    return calls == 8
+
+bf16_optimizer.is_invalid_grad_norm = stage3.is_invalid_grad_norm = wrong
+original = stage_1_and_2.DeepSpeedZeroOptimizer.step
+
+def step(self, closure=None):
+    self.check_grad_overflow = True
+    self.check_overflow = lambda **_: setattr(self, "overflow", wrong())
+    original(self)
+
+stage_1_and_2.is_invalid_grad_norm = lambda norm: False
+stage_1_and_2.DeepSpeedZeroOptimizer.step = step
+_run()
+"""
+
+
 def without_norms(run: Result) -> list[dict[str, Any]]:
     return [line | {"grad_norm": None} for line in run.metrics()]
 
@@ -135,8 +227,16 @@ def test_any_engine_reads_what_another_wrote(
     [
         (["parallel.deepspeed={gradient_clipping:1.0}"], "parallel.deepspeed.gradient_clipping"),
         (
-            ["parallel.deepspeed={zero_optimization:{offload_optimizer:{device:cpu}}}"],
-            "zero_optimization.offload_optimizer",
+            ["parallel.deepspeed={zero_optimization:{offload_optimizer:{device:nvme}}}"],
+            "zero_optimization.offload_optimizer={'device': 'nvme'}: must be",
+        ),
+        (
+            ["parallel.deepspeed={zero_optimization:{offload_optimizer:{device:cpu,ratio:0.5}}}"],
+            "zero_optimization.offload_optimizer.ratio",
+        ),
+        (
+            ["parallel.deepspeed={zero_optimization:{offload_param:{device:cpu}}}"],
+            "zero_optimization.offload_param",
         ),
         (["model.precision=fp32"], "needs model.precision=bf16"),
     ],

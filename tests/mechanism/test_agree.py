@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from runner.dist.agree import Ranks
-from runner.dist.group import Place, choose_device, end_group, place_from, start_group
+from runner.dist.group import choose_device, end_group, start_group
+from runner.dist.launcher import Place, place_from
 from runner.error import (
     CheckpointError,
     ConfigError,

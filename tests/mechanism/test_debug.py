@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from runner.dist.debug import debug_settings, set_debug
-from runner.dist.group import choose_device, end_group, place_from, start_group
+from runner.dist.group import choose_device, end_group, start_group
+from runner.dist.launcher import place_from
 
 
 def test_what_the_user_set_is_kept() -> None:

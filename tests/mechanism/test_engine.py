@@ -28,14 +28,15 @@ from runner.config import (
     RunConfig,
 )
 from runner.data.feed import NOT_COUNTED, MicroBatch
-from runner.dist.group import Place, end_group, place_from, start_group
+from runner.dist.group import end_group, start_group
+from runner.dist.launcher import Place, place_from
 from runner.engine.fsdp import FsdpEngine
 from runner.engine.protocol import LocalSums, Work
 from runner.fault.inject import Disturbance
 from runner.model.decoder import Decoder, DecoderShape
-from runner.model.initial import set_initial_weights
 from runner.model.loss import sequence_losses
 from runner.policy.elastic import deal
+from tests.mechanism.weights import set_initial_weights
 
 CPU = torch.device("cpu")
 ALONE = place_from({})

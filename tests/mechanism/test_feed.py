@@ -135,17 +135,6 @@ def test_seeds_give_other_orders_and_the_same_split() -> None:
         assert set(seen[: len(usable)]) <= set(usable)
 
 
-@settings(deadline=None, max_examples=40)
-@given(start=st.integers(0, 80), length=st.integers(0, 90), ledger=LEDGERS)
-def test_num_usable_counts_what_would_be_read(start: int, length: int, ledger: Ledger) -> None:
-    one = stream()
-    walk = walked(one, ledger, share=0.1, start=start)
-    expected = 0
-    while next(walk) < start + length:
-        expected += 1
-    assert one.num_usable(start, start + length, ledger) == expected
-
-
 @pytest.mark.parametrize(("wanted", "share"), [(3, 0.3), (1000, 0.3), (5, 0.0), (1, 0.05)])
 def test_the_evaluation_set_is_held_out_and_fixed(wanted: int, share: float) -> None:
     found = stream(share=share).held_out_indices(wanted)

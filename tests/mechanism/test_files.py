@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.checkpoint.files import (
+from runner.files import (
     file_digest,
     remove_folder,
     sync_directory,

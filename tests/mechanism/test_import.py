@@ -232,6 +232,23 @@ def test_a_run_trains_on_from_an_import(
     assert result.counted()[1]["loss"] == pytest.approx(expected, rel=0.01)
 
 
+def test_what_is_not_to_be_trained_comes_without_moments(
+    dcp_place: Path, weights: Weights, import_: Import, tmp_path: Path
+) -> None:
+    settings = ("model.frozen=[embedding]", "steps=3", "batch.global_size=8", "schedule.warmup=1")
+    assert import_(dcp_place, "--moments", *settings)[0] == 0
+    entry = imported(tmp_path)
+    assert "param/embedding.weight" in entry.manifest.shapes
+    assert "exp_avg/embedding.weight" not in entry.manifest.shapes
+    assert "embedding.weight" not in entry.manifest.update_counts
+    assert "exp_avg/norm.weight" in entry.manifest.shapes
+    run = finish(tmp_path / "run", *settings, ranks=0)
+    last = RingStore(run.out / "ring").entries()[0][-1]
+    assert last.record.step == 3
+    assert_holds(last, params({"embedding.weight": weights["embedding.weight"]}))
+    assert not torch.equal(whole(last, "param/norm.weight"), weights["norm.weight"])
+
+
 def source_loss(truth: Path, settings: tuple[str, ...]) -> float:
     """FP32 loss of the saved model on the run's first batch."""
     config = compose([*TINY, *settings])

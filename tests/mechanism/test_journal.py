@@ -348,6 +348,7 @@ def test_the_summary_is_json() -> None:
         samples_used=96,
         goodput=0.5,
         world_size=2,
+        incarnation=1,
     )
     told = json.loads(json.dumps(summary.to_json(), allow_nan=False))
     assert told == asdict(summary) | {"skipped": [[1, 2]]}

@@ -31,9 +31,9 @@ from runner.model.initial import (
     BLOCK_ELEMENTS,
     initial_range,
     initial_rule,
-    set_initial_weights,
 )
 from runner.model.loss import NOT_COUNTED, sequence_losses
+from tests.mechanism.weights import set_initial_weights
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
 SHAPE = DecoderShape(

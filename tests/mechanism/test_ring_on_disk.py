@@ -18,19 +18,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from runner.checkpoint.digest import state_digest
-from runner.checkpoint.files import file_digest, write_durably, write_json
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.shards import (
     Snapshot,
     collect_pieces,
     read_range,
-    state_tensors,
     verify_files,
     write_rank_file,
 )
 from runner.checkpoint.store import Entry, RingStore
 from runner.command.ring import export, ring_command
 from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.files import file_digest, write_durably, write_json
 from runner.policy.ring import Record, State
 
 Tensors = Mapping[str, torch.Tensor]
@@ -157,7 +156,7 @@ def test_the_manifest_comes_back_as_it_went(ring: Path) -> None:
     assert (manifest.world_size, manifest.metrics_bytes, manifest.journal_lines) == (2, 7, 3)
     assert manifest.train_state == {"updates": 17, "history": [1.5, None]}
     assert manifest.update_counts == {"a": 17, "b.weight": 17}
-    assert dict(state_tensors(manifest)) == SHAPES
+    assert manifest.shapes == SHAPES
     assert only(ring).num_bytes == 4 * sum(map(math.prod, SHAPES.values()))
 
 
@@ -417,7 +416,7 @@ def test_sweep_removes_only_what_never_committed(ring: Path) -> None:
     write_rank_file(store.writing_folder(3), 0, [])
     (ring / "notes").mkdir()
     (ring / "writing-down.txt").touch()
-    assert store.sweep() == ["000002-step-00000020", "writing-000003"]
+    assert store.sweep() == ["000002-step-00000020", "writing-000003-000000"]
     left = ["000001-step-00000010", "notes", "writing-down.txt"]
     assert sorted(path.name for path in ring.iterdir()) == left
     assert store.sweep() == []

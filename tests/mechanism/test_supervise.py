@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from runner.launch.exits import outcome, tell_exit
+from runner.dist.launcher import tell_exit
+from runner.launch.exits import outcome
 from runner.launch.given import diagnosing
 from tests.run import read_lines
 

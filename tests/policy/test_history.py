@@ -168,10 +168,12 @@ def test_a_rollback_undoes_the_discards_behind_its_checkpoint() -> None:
 
 @pytest.mark.parametrize("loss", [2.5, 0.1 + 0.2, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("grad_norm", [1e-30, math.nan, math.inf])
-def test_a_discarded_step_is_read_back_exactly(loss: float, grad_norm: float) -> None:
-    signals = attempted(
-        7, loss, grad_norm, start=48, stop=60, tokens=99, nonfinite_ranks=3, gated=True
-    )
+@pytest.mark.parametrize("withheld", [None, "the engine would not"])
+def test_a_discarded_step_is_read_back_exactly(
+    loss: float, grad_norm: float, withheld: str | None
+) -> None:
+    numbers = {"start": 48, "stop": 60, "tokens": 99, "nonfinite_ranks": 3, "gated": True}
+    signals = attempted(7, loss, grad_norm, **numbers, withheld=withheld)
     incident = Incident(
         kind="discard",
         step=7,

@@ -1,0 +1,89 @@
+"""Journal lines for crashes: by a survivor at once, or by the next start from what is on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from runner.dist.blame import Blame, blame
+from runner.dist.evidence import Report, last_words, read_reports
+from runner.fence import has_ended
+from runner.observe.lines import read_lines
+from runner.policy.history import Incident
+from runner.rundir import RunDir
+
+
+def crash_incident(cause: Blame, number: int) -> Incident:
+    """The line of incarnation ``number``."""
+    first = cause.first
+    return Incident(
+        kind="crash",
+        step=cause.step,
+        decision="restart from the ring",
+        reason=cause.reason,
+        ranks=cause.ranks,
+        detail={
+            "incarnation": number,
+            "cause": cause.kind,
+            "signature": cause.signature,
+            "host": first.host if first else "",
+            "traceback": first.traceback if first else "",
+        },
+    )
+
+
+def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> list[Incident]:
+    """A line for each incarnation before ``number`` that ended badly and has none."""
+    told = {line["detail"].get("incarnation") for line in lines if line["kind"] == "crash"}
+    starts = {line["detail"].get("incarnation"): line for line in lines if line["kind"] == "start"}
+    found = []
+    for earlier in range(1, number):
+        if earlier in told or has_ended(run_dir.incarnation, earlier):
+            continue
+        world_size = _world_size(starts.get(earlier))
+        reports = [
+            *read_reports(run_dir.incident(earlier)),
+            *_last_words(run_dir, earlier, world_size),
+        ]
+        cause = blame(_one_a_rank(reports), world_size)
+        step = cause.step or _last_step(run_dir)
+        found.append(crash_incident(_at_step(cause, step), earlier))
+    return found
+
+
+def forget_last_words(run_dir: RunDir, number: int) -> None:
+    """Remove what earlier incarnations than ``number`` left and the journal has by now."""
+    for path in run_dir.debug.glob("fatal-*.txt"):
+        if not path.name.startswith(f"fatal-{number:06d}-"):
+            path.unlink(missing_ok=True)
+
+
+def _world_size(start: Mapping[str, Any] | None) -> int:
+    return int(start["detail"].get("world_size", 1)) if start else 1
+
+
+def _last_words(run_dir: RunDir, number: int, world_size: int) -> Iterable[Report]:
+    for path in sorted(run_dir.debug.glob(f"fatal-{number:06d}-rank-*.txt")):
+        rank = int(path.stem.rpartition("-")[2])
+        seen = Report(rank=rank, world_size=world_size, kind="fatal", step=0, phase="a phase")
+        report = last_words(path, seen)
+        if report is not None:
+            yield report
+
+
+def _one_a_rank(reports: list[Report]) -> list[Report]:
+    """A rank's own report before what was found lying about."""
+    known: dict[int, Report] = {}
+    for report in reports:
+        known.setdefault(report.rank, report)
+    return list(known.values())
+
+
+def _last_step(run_dir: RunDir) -> int:
+    lines, _ = read_lines(run_dir.metrics)
+    return int(lines[-1].get("step", 0)) if lines else 0
+
+
+def _at_step(cause: Blame, step: int) -> Blame:
+    return replace(cause, step=step)

@@ -1,0 +1,253 @@
+"""What one rank writes when something is wrong, so that the cause can be told from disk alone.
+
+    out/incidents/000003/rank-00001.json    incarnation 3, rank 1
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner.files import write_json
+
+# Words in errors of gloo, NCCL and TCP that mean: the fault is at the other end.
+_CONTACT_WORDS = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "gloo",
+    "NCCL",
+    "Socket",
+    "recvBytes",
+    "sendBytes",
+)
+
+
+_MOST_ENTRIES = 400  # of the flight recorder, the newest
+
+Frame = dict[str, Any]  # {"file", "line", "function"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One rank's account.
+
+    Attributes:
+        kind: ``exception`` (its own), ``lost_contact`` (a collective broke: somebody else's
+            fault), ``hang`` (its watchdog fired), ``called`` (another rank's watchdog fired),
+            ``fatal`` (a signal that Python could still catch) or ``signal`` (seen from outside).
+        seconds: in the phase.
+        stacks: of every thread, outermost frame first.
+        collectives: the newest entries of torch's flight recorder, oldest first.
+    """
+
+    rank: int
+    world_size: int
+    kind: str
+    step: int
+    phase: str
+    seconds: float = 0.0
+    message: str = ""
+    traceback: str = ""
+    host: str = ""
+    pid: int = 0
+    time: float = 0.0
+    stacks: list[dict[str, Any]] = field(default_factory=list)
+    collectives: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Report:
+        """
+        Raises:
+            TypeError, ValueError, KeyError: it is no report.
+        """
+        return cls(
+            rank=int(value["rank"]),
+            world_size=int(value["world_size"]),
+            kind=str(value["kind"]),
+            step=int(value["step"]),
+            phase=str(value["phase"]),
+            seconds=float(value["seconds"]),
+            message=str(value["message"]),
+            traceback=str(value["traceback"]),
+            host=str(value["host"]),
+            pid=int(value["pid"]),
+            time=float(value["time"]),
+            stacks=[dict(stack) for stack in value["stacks"]],
+            collectives=[dict(entry) for entry in value["collectives"]],
+        )
+
+    @property
+    def where(self) -> str:
+        """The innermost line of the training thread that is not inside a library."""
+        for stack in self.stacks:
+            if stack["thread"] == "MainThread":
+                return own_line(stack["frames"])
+        return ""
+
+
+def own_line(frames: list[Frame]) -> str:
+    """``file:line function`` of the innermost frame outside of installed packages."""
+    own = [frame for frame in frames if "site-packages" not in frame["file"]]
+    own = [frame for frame in own if "/lib/python" not in frame["file"]] or own or frames
+    if not own:
+        return ""
+    return f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}"
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Make a report durable under ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(_path(folder, report.rank), report.to_json())
+
+
+def has_report(folder: Path, rank: int) -> bool:
+    return _path(folder, rank).exists()
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
+def read_reports(folder: Path) -> list[Report]:
+    """The readable reports of an incident, by rank."""
+    found = []
+    for path in sorted(folder.glob("rank-*.json")):
+        try:
+            found.append(Report.from_json(json.loads(path.read_bytes())))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            continue  # torn: the rank died while it wrote
+    return found
+
+
+def stacks() -> list[dict[str, Any]]:
+    """The Python stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return [
+        {
+            "thread": names.get(ident, str(ident)),
+            "frames": [
+                {"file": f.filename, "line": f.lineno, "function": f.name}
+                for f in traceback.extract_stack(frame)
+            ],
+        }
+        for ident, frame in sys._current_frames().items()
+    ]
+
+
+def stack_of(error: BaseException) -> dict[str, Any]:
+    """The frames an exception came through, as the training thread's stack."""
+    frames = [
+        {"file": f.filename, "line": f.lineno, "function": f.name}
+        for f in traceback.extract_tb(error.__traceback__)
+    ]
+    return {"thread": "MainThread", "frames": frames}
+
+
+class _PlainValues(pickle.Unpickler):
+    """torch hands its own dump over as a pickle, in memory; it holds plain values only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a flight recorder dump")
+
+
+def collectives() -> list[dict[str, Any]]:
+    """The newest entries of the flight recorder of this process; empty when there is none.
+
+    Each has ``group`` (name), ``seq`` (collective sequence number in the group), ``op``,
+    ``sizes``, ``dtypes``, ``finished``, ``line``.
+    """
+    if not dist.is_initialized():
+        return []
+    try:
+        private: Any = torch._C._distributed_c10d
+        dump = _PlainValues(io.BytesIO(private._dump_fr_trace(True, True, False))).load()
+        entries = [_entry(entry) for entry in dump.get("entries", []) if not entry["is_p2p"]]
+    except (AttributeError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError):
+        return []  # a private interface: a report without it is better than none
+    return entries[-_MOST_ENTRIES:]
+
+
+def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    frames = [
+        {"file": f["filename"], "line": f["line"], "function": f["name"]}
+        for f in reversed(entry.get("frames", []))
+    ]
+    return {
+        "group": str(entry["process_group"][0]),
+        "seq": int(entry["collective_seq_id"]),
+        "op": str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+        "sizes": entry["input_sizes"],
+        "dtypes": entry["input_dtypes"],
+        "finished": bool(entry["retired"]) or entry["state"] == "completed",
+        "line": own_line(frames),
+    }
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether an error only says that a collective broke."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _CONTACT_WORDS)
+
+
+def last_words(path: Path, seen: Report) -> Report | None:
+    """What faulthandler wrote for a rank that died of a signal it could catch; None: nothing."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return None
+    if not text.strip():
+        return None
+    first, _, _ = text.partition("\n")
+    return Report(
+        rank=seen.rank,
+        world_size=seen.world_size,
+        kind="fatal",
+        step=seen.step,
+        phase=seen.phase,
+        message=first.strip(),
+        traceback=text,
+        host=seen.host,
+        pid=seen.pid,
+        time=seen.time,
+        stacks=[{"thread": "MainThread", "frames": _frames(text)}],
+    )
+
+
+def _frames(text: str) -> list[Frame]:
+    """The training thread's frames in what faulthandler wrote, outermost first.
+
+    It begins with the thread that died, which may be one of C++ without any Python frame.
+    """
+    blocks = [_block(block) for block in re.split(r"(?:Current t|T)hread 0x", text)[1:]]
+    blocks = [block for block in blocks if block]
+    training = [b for b in blocks if any("__main__" in str(frame["file"]) for frame in b)]
+    return next(iter(training or blocks), [])
+
+
+def _block(text: str) -> list[Frame]:
+    found = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
+    return [{"file": f, "line": int(n), "function": name} for f, n, name in reversed(found)]
+
+
+def now() -> float:
+    return time.time()

@@ -1,0 +1,195 @@
+"""Who started this process: its rank, its job, the end of its time.
+
+The only place that reads a launcher's environment: torchrun's names, srun's own, ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.error import ConfigError
+
+EXIT_DIR = "HOLDFAST_EXIT_DIR"
+_FIRST_PORT, _NUM_PORTS = 20_000, 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where this process stands: its rank, the world, its node's share of it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The job that this process is part of.
+
+    Attributes:
+        job: names the job over all its restarts; None when the launcher gives it no name.
+        order: grows with each restart by the scheduler, then by the supervisor.
+        step: tells launches of one ``order`` apart; equal after torchrun's own restarts.
+        end_time: seconds since the epoch at which the scheduler ends the job, if it does.
+        has_agent: a launcher watches over this process; without it, it must not go on.
+    """
+
+    job: str | None
+    order: tuple[int, int]
+    step: str
+    end_time: float | None
+    has_agent: bool
+
+    def supersedes(self, job: str | None, order: tuple[int, int], step: str) -> bool:
+        """Whether the launcher itself put this launch in the place of that one."""
+        if self.job is None or self.job != job:
+            return False
+        return self.order > order or (self.order == order and self.step == step)
+
+
+def place_from(environment: Mapping[str, str]) -> Place:
+    """Read torchrun's variables, or srun's; without them this is the only process.
+
+    Raises:
+        ConfigError: some of the variables are there and others are not, or are no numbers.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, world, local, local_world = _numbers(environment, names)
+    elif "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
+        rank, world, local, node = _numbers(environment, names)
+        local_world = _tasks_per_node(environment)[node]
+    else:
+        return Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    return Place(rank=rank, world_size=world, local_rank=local, local_world_size=local_world)
+
+
+def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
+    try:
+        return [int(environment[name]) for name in names]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"the launcher's environment is incomplete ({error}): {', '.join(names)} must all "
+            "be whole numbers; start with torchrun or srun, or without any of them for one process"
+        ) from None
+
+
+def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
+    """SLURM_STEP_TASKS_PER_NODE, such as ``2(x3),1``, a number a node."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: cannot be read; start with srun")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def meeting_point(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where srun's tasks meet; None when the environment names it, or there is one process.
+
+    The first node of the step and a port from the job's number, unless MASTER_ADDR and
+    MASTER_PORT say otherwise.
+    """
+    if "RANK" in environment or "SLURM_STEP_ID" not in environment:
+        return None
+    host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    number = int(environment.get("SLURM_JOB_ID", "0")) * 7 + int(environment["SLURM_STEP_ID"])
+    port = environment.get("MASTER_PORT") or str(_FIRST_PORT + number % _NUM_PORTS)
+    return host or "localhost", int(port)
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: ``gpu[03-05,9],login`` gives ``gpu03``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
+
+
+def launch_from(environment: Mapping[str, str]) -> Launch:
+    """What the launcher says about the job."""
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
+    job = environment.get("HOLDFAST_LAUNCH_ID") or (f"torchrun {run_id}" if run_id != "none" else "")
+    if slurm := environment.get("SLURM_JOB_ID"):
+        job = f"slurm {environment.get('SLURM_CLUSTER_NAME', '')} {slurm}"
+    end = environment.get("SLURM_JOB_END_TIME") or environment.get("HOLDFAST_END_TIME")
+    return Launch(
+        job=job or None,
+        order=(
+            _whole(environment.get("SLURM_RESTART_COUNT")),
+            _whole(environment.get("HOLDFAST_ATTEMPT")),
+        ),
+        step=f"{environment.get('SLURM_STEP_ID', '')} {run_id}",
+        end_time=float(end) if end and end.isdigit() and int(end) > 0 else None,
+        has_agent=run_id != "none" or "SLURM_STEP_ID" in environment or "RANK" in environment,
+    )
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def boot_id() -> str:
+    """Names this boot of this machine; process numbers mean nothing beyond it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def started_at(pid: int) -> str | None:
+    """When a process of this machine was started, in kernel ticks; None: there is none.
+
+    Together with the pid it names a process for good: numbers are used again.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def own_process() -> dict[str, str | int]:
+    """JSON that tells others which process this is: host, boot, pid, start."""
+    pid = os.getpid()
+    return {
+        "host": host_name(),
+        "boot": boot_id(),
+        "pid": pid,
+        "started": started_at(pid) or "",
+    }
+
+
+def is_alive(process: Mapping[str, str | int]) -> bool | None:
+    """Whether the process of :func:`own_process` lives; None when it is another machine's."""
+    if process["host"] != host_name() or process["boot"] != boot_id():
+        return None
+    return started_at(int(process["pid"])) == process["started"]
+
+
+def tell_exit(environment: Mapping[str, str], name: str, code: int) -> None:
+    """Write this process's exit code where the supervisor looks, if there is one."""
+    if EXIT_DIR not in environment:
+        return
+    path = Path(environment[EXIT_DIR]) / name
+    temporary = path.with_name(f".{name}.{os.getpid()}")
+    with contextlib.suppress(OSError):  # the supervisor is gone; nobody waits for it
+        temporary.write_text(f"{code}\n")
+        temporary.rename(path)

@@ -1,0 +1,70 @@
+"""The other ranks of this machine: which of them died, and of what.
+
+Only a parent is told how a process ended; but until the parent has asked, ``/proc`` shows it to
+everybody. torchrun asks ten times a second, so a thread waits for the deaths themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Neighbours:
+    """Watches processes by rank; ``deaths`` maps the dead to the signal that ended them."""
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self.deaths: dict[int, int] = {}
+        self._pids = dict(pids)
+        self._open: dict[int, int] = {}  # pidfd to rank
+        self._thread = threading.Thread(target=self._run, name="neighbours", daemon=True)
+
+    def start(self) -> None:
+        """Begin; processes that are gone already are left out."""
+        for rank, pid in self._pids.items():
+            try:
+                self._open[os.pidfd_open(pid)] = rank
+            except OSError:  # gone, or a kernel before 5.3
+                continue
+        if self._open:
+            self._thread.start()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for descriptor in self._open:
+            poll.register(descriptor, select.POLLIN)
+        left = len(self._open)
+        while left:
+            for descriptor, _ in poll.poll():
+                rank = self._open[descriptor]
+                number = exit_signal(self._pids[rank])
+                if number is not None:
+                    self.deaths[rank] = number
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                left -= 1
+
+
+def exit_signal(pid: int) -> int | None:
+    """The signal that ended a process which nobody has reaped yet.
+
+    None: it lives, has ended otherwise, or is gone.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    status = int(fields[-1])
+    return (status & 0x7F) or None if fields[0] in "ZX" else None
+
+
+def num_oom_kills() -> int:
+    """How often the kernel of this machine has killed for want of memory since it booted."""
+    try:
+        text = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in text.splitlines() if "oom_kill " in line), 0)

@@ -1,0 +1,176 @@
+"""One writer per run directory: incarnation numbers, taken at start, checked before each commit.
+
+    out/incarnation/000003.json    who took the run over the third time; made once, never changed
+    out/incarnation/000003.ended   it has ended by itself
+    out/incarnation/beat           a counter that the living one keeps moving
+
+The highest number owns ``out``. Reading the clock of another machine proves nothing, so an
+owner is alive while its counter moves. What makes an older incarnation harmless even between
+its last check and its next write: its open journal and metrics files are no longer the ones in
+``out`` (:class:`runner.observe.lines.LineFile` takes over by rename), and its unfinished
+checkpoints were moved away before the new incarnation read the ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runner.dist.launcher import Launch, is_alive, own_process
+from runner.error import ConfigError, Superseded
+from runner.files import sync_directory
+
+BEAT_SECONDS = 2.0
+
+
+class Fence:
+    """The incarnation that this process belongs to; ``number`` counts from 1."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.number = number
+        self._folder = folder
+        self._next = _claim_path(folder, number + 1)
+        self._beats = 0
+
+    def check(self) -> None:
+        """
+        Raises:
+            Superseded: a newer incarnation owns the run directory.
+        """
+        if self._next.exists():
+            raise Superseded(
+                f"{self._folder.parent}: incarnation {self.number + 1} has taken this run over "
+                f"({_describe(_read_claim(self._next))}); incarnation {self.number} stops"
+            )
+
+    def beat(self) -> None:
+        """Show that the incarnation lives. For rank 0, every :data:`BEAT_SECONDS`."""
+        self._beats += 1
+        temporary = self._folder / f"beat.{self.number}"
+        temporary.write_text(f"{self.number} {self._beats}\n")
+        self.check()
+        temporary.rename(self._folder / "beat")
+
+    def release(self) -> None:
+        """Say that this incarnation is over: the next one need not wait. Rank 0 only."""
+        with contextlib.suppress(OSError):  # the next one finds out by itself
+            _claim_path(self._folder, self.number).with_suffix(".ended").touch()
+
+
+def take(
+    folder: Path,
+    launch: Launch,
+    *,
+    stale_seconds: float,
+    take_over: bool,
+    say: Callable[[str], None],
+) -> Fence:
+    """Become the owner. On rank 0 only.
+
+    Raises:
+        ConfigError: another launch is alive in there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    while True:
+        newest = newest_number(folder)
+        if newest and not take_over:
+            _wait_for_its_end(folder, newest, launch, stale_seconds, say)
+        if _claim(folder, newest + 1, launch):
+            return Fence(folder, newest + 1)
+
+
+def newest_number(folder: Path) -> int:
+    """The number of the owner; 0 when there never was one."""
+    return max((int(path.stem) for path in folder.glob("[0-9]*.json")), default=0)
+
+
+def has_ended(folder: Path, number: int) -> bool:
+    """Whether an incarnation came to an end that it knew of."""
+    return _claim_path(folder, number).with_suffix(".ended").exists()
+
+
+def _claim_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.json"
+
+
+def _claim(folder: Path, number: int, launch: Launch) -> bool:
+    """Make the claim whole or not at all; False when somebody else was faster."""
+    claim = {
+        "job": launch.job,
+        "order": list(launch.order),
+        "step": launch.step,
+        "time": time.time(),
+        **own_process(),
+    }
+    temporary = folder / f"claim-{claim['host']}-{claim['pid']}"
+    with temporary.open("w") as file:
+        json.dump(claim, file)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        # A link fails when the name is taken, on NFS too, where O_EXCL has not always done so.
+        os.link(temporary, _claim_path(folder, number))
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    sync_directory(folder)
+    return True
+
+
+def _read_claim(path: Path) -> dict[str, Any]:
+    try:
+        claim = json.loads(path.read_text())
+        return claim if isinstance(claim, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _describe(claim: dict[str, Any]) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(claim.get("time", 0))))
+    job = f", job {claim['job']}" if claim.get("job") else ""
+    return f"host {claim.get('host')}, process {claim.get('pid')}{job}, since {when}"
+
+
+def _wait_for_its_end(
+    folder: Path, number: int, launch: Launch, stale_seconds: float, say: Callable[[str], None]
+) -> None:
+    """Return once incarnation ``number`` is known to be over, or ours is to replace it."""
+    claim = _read_claim(_claim_path(folder, number))
+    if not claim or has_ended(folder, number):
+        return
+    if launch.supersedes(claim["job"], (claim["order"][0], claim["order"][1]), claim["step"]):
+        return
+    alive = is_alive(claim)
+    if alive is None:
+        say(
+            f"out={folder.parent}: was last held by {_describe(claim)}; waiting up to "
+            f"{stale_seconds:g} s for a sign of life"
+        )
+        alive = _still_beats(folder, stale_seconds)
+    if alive:
+        raise ConfigError(
+            f"out={folder.parent}: is in use by a living run ({_describe(claim)}). End that one "
+            "first, or choose another out; resume.take_over=true makes it stop and goes on here"
+        )
+
+
+def _still_beats(folder: Path, seconds: float) -> bool:
+    first, limit = _beat(folder), time.monotonic() + seconds
+    while time.monotonic() < limit:
+        time.sleep(min(0.2, seconds / 10))
+        if _beat(folder) != first:
+            return True
+    return False
+
+
+def _beat(folder: Path) -> str:
+    try:
+        return (folder / "beat").read_text()
+    except OSError:
+        return ""

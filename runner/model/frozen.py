@@ -1,0 +1,45 @@
+"""Which parameters are not trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from runner.error import ConfigError
+
+
+def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
+    """The names in which one of the regular expressions is found (``re.search``).
+
+    Raises:
+        ConfigError: a pattern cannot be read or is found in no name, or nothing is left to train.
+    """
+    frozen: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {name for name in names if re.search(pattern, name)}
+        except re.error as error:
+            raise ConfigError(
+                f"model.frozen: {pattern!r} is no regular expression: {error}"
+            ) from None
+        if not found:
+            raise ConfigError(
+                f"model.frozen: {pattern!r} is found in no parameter's name. There are: "
+                + ", ".join(sorted(names))
+            )
+        frozen |= found
+    if frozen and len(frozen) == len(names):
+        raise ConfigError(
+            f"model.frozen={list(patterns)}: freezes all {len(names)} parameters; leave some to "
+            "train"
+        )
+    return frozen
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Switch off the gradient of what :func:`frozen_names` finds; raises as it does."""
+    parameters = dict(model.named_parameters())
+    for name in frozen_names(parameters, patterns):
+        parameters[name].requires_grad_(False)

@@ -1,0 +1,311 @@
+"""Sees to it that a run which cannot go on ends soon, on all ranks, and says why.
+
+One per rank. It watches the heartbeat, the other ranks' reports, the launcher, the fence and
+the stop request from a thread of its own, writes this rank's report when something is wrong,
+and lets one rank tell the cause. What counts as cause is decided in :mod:`runner.dist.blame`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NoReturn
+
+from runner.dist.blame import Blame, blame
+from runner.dist.evidence import (
+    Report,
+    collectives,
+    has_report,
+    is_lost_contact,
+    last_words,
+    now,
+    read_reports,
+    stack_of,
+    stacks,
+    write_report,
+)
+from runner.dist.group import leave
+from runner.dist.heartbeat import Heartbeat, Patience
+from runner.dist.launcher import Launch, Place, host_name, is_alive
+from runner.dist.meet import Facts, first_line
+from runner.dist.neighbours import Neighbours, num_oom_kills
+from runner.dist.watchdog import Watchdog
+from runner.error import EXIT_CRASH, Superseded
+from runner.fence import BEAT_SECONDS, Fence
+from runner.files import write_json
+from runner.rundir import RunDir
+from runner.stop import StopRequest
+
+_TICK_SECONDS = 0.5
+_JOURNAL_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchRules:
+    """``watchdog.*``; ``enabled`` False leaves the heartbeat unwatched."""
+
+    enabled: bool
+    patience: Patience
+    settle_seconds: float
+
+
+class Witness:
+    """See the module's docstring.
+
+    Args:
+        stop: its grace is watched too.
+        journal: set later, on rank 0: writes the cause down.
+    """
+
+    def __init__(
+        self, *, place: Place, launch: Launch, run_dir: RunDir, rules: WatchRules, stop: StopRequest
+    ) -> None:
+        self.heart = Heartbeat()
+        self.journal: Callable[[Blame, int], None] | None = None
+        self._place = place
+        self._launch = launch
+        self._dir = run_dir
+        self._rules = rules
+        self._stop = stop
+        self._parent = os.getppid()
+        self._oom_kills = num_oom_kills()
+        self._peers: Sequence[Facts] = ()
+        self._fence: Fence | None = None
+        self._watchdog: Watchdog | None = None
+        self._neighbours: Neighbours | None = None
+        self._fatal: tuple[Path, IO[str]] | None = None
+        self._telling = threading.Lock()
+        self._last_fence_look = 0.0
+
+    def begin(self, fence: Fence, peers: Sequence[Facts]) -> None:
+        """Watch from now on. ``peers``: what this node's ranks told at the roll call."""
+        self._fence, self._peers = fence, peers
+        others = {int(p["rank"]): int(p["process"]["pid"]) for p in peers}
+        others.pop(self._place.rank, None)
+        self._neighbours = Neighbours(others)
+        self._neighbours.start()
+        if self._place.world_size > 1:  # alone, the terminal is the better place
+            path = self._dir.fatal(fence.number, self._place.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fatal = (path, path.open("w"))
+            faulthandler.enable(self._fatal[1])
+        looks: list[Callable[[], None]] = [self._look_at_fence, self._look_at_launcher]
+        looks += [self._stop.look, self._look_at_others]
+        last_resort = None
+        if self._rules.enabled:
+            looks.append(self._look_at_heart)
+            if self._fatal is not None:
+                last_resort = (self._fatal[1], 2 * self._rules.patience.slow_seconds + 60)
+        self._watchdog = Watchdog(looks, tick_seconds=_TICK_SECONDS, last_resort=last_resort)
+        self._watchdog.start()
+
+    def end(self) -> None:
+        """The run has come to an end that all ranks know of."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self._fatal is not None:
+            faulthandler.disable()
+            self._fatal[1].close()
+            self._fatal[0].unlink(missing_ok=True)
+        if self._fence is not None and self._place.is_first:
+            self._fence.release()
+
+    def failed(self, error: Exception) -> None:
+        """The training thread ends with an error that the other ranks do not share.
+
+        Returns when the error is this rank's own. When it only says that others are gone, their
+        cause is told in its place and the process ends.
+        """
+        if self._fence is None:
+            return
+        self._telling.acquire()  # for good: the watchdog has nothing to add
+        if isinstance(error, Superseded):
+            self._give_way(error)
+        if not is_lost_contact(error):
+            report = self._report(
+                "exception", f"{type(error).__name__}: {first_line(error)}", error
+            )
+            write_report(self._folder(), report)
+            self._write_down(blame([report], self._place.world_size))
+            _tell_torchrun(error)
+            return
+        write_report(self._folder(), self._report("lost_contact", first_line(error), error))
+        self._conclude()
+
+    # -- looks of the watchdog ------------------------------------------------------------
+
+    def _look_at_heart(self) -> None:
+        heart, limit = self.heart, self.heart.limit(self._rules.patience)
+        if heart.seconds > limit and self._telling.acquire(blocking=False):
+            words = f"no progress for {heart.seconds:.1f} s (limit {limit:.1f} s)"
+            write_report(self._folder(), self._report("hang", words))
+            self._conclude()
+
+    def _look_at_others(self) -> None:
+        """Another rank has something to tell: add this rank's part, and end."""
+        folder = self._folder()
+        if not folder.is_dir() or not any(folder.glob("rank-*.json")):
+            return
+        if self._telling.acquire(blocking=False):
+            write_report(folder, self._report("called", "called by another rank's report"))
+            self._conclude()
+
+    def _look_at_launcher(self) -> None:
+        if self._launch.has_agent and os.getppid() != self._parent:
+            words = f"the launcher (process {self._parent}) is gone; nobody would stop this rank"
+            if self._telling.acquire(blocking=False):
+                write_report(self._folder(), self._report("exception", words))
+                _say(f"rank {self._place.rank}: {words}")
+                leave(EXIT_CRASH)
+
+    def _look_at_fence(self) -> None:
+        """One rank a node looks; rank 0 also shows that the run is alive."""
+        due = time.monotonic() > self._last_fence_look + BEAT_SECONDS
+        if self._fence is None or self._place.local_rank != 0 or not due:
+            return
+        self._last_fence_look = time.monotonic()
+        try:
+            self._fence.check()
+            if self._place.is_first:
+                self._fence.beat()
+        except Superseded as error:
+            self._give_way(error)
+
+    def _give_way(self, error: Superseded) -> NoReturn:
+        _say(f"rank {self._place.rank}: {error}")
+        leave(error.exit_code)
+
+    # -- telling --------------------------------------------------------------------------
+
+    def _folder(self) -> Path:
+        assert self._fence is not None
+        return self._dir.incident(self._fence.number)
+
+    def _report(self, kind: str, message: str, error: BaseException | None = None) -> Report:
+        heart = self.heart
+        return Report(
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            kind=kind,
+            step=heart.step,
+            phase=heart.phase,
+            seconds=round(heart.seconds, 3),
+            message=message,
+            traceback="".join(traceback.format_exception(error)) if error else "",
+            host=host_name(),
+            pid=os.getpid(),
+            time=now(),
+            stacks=[stack_of(error)] if error is not None else stacks(),
+            collectives=collectives(),
+        )
+
+    def _conclude(self) -> NoReturn:
+        """Wait for the others' reports, say the cause once, end this process."""
+        self._wait_for_reports()
+        reports = read_reports(self._folder())
+        survivors = [r.rank for r in reports if r.kind in ("lost_contact", "hang", "called")]
+        if self._place.rank == min(survivors, default=self._place.rank):
+            cause = blame(reports, self._place.world_size)
+            with contextlib.suppress(OSError):
+                write_json(self._folder() / "cause.json", to_json(cause))
+            _say(f"! step {cause.step} crash: {cause.reason}")
+            _say(f"evidence of each rank: {self._folder()}")
+        if self._place.is_first:
+            self._write_down(blame(reports, self._place.world_size))
+        self._end_silent_peers()
+        leave(EXIT_CRASH)
+
+    def _wait_for_reports(self) -> None:
+        limit = time.monotonic() + self._rules.settle_seconds
+        missing = set(range(self._place.world_size))
+        while missing and time.monotonic() < limit:
+            self._write_for_the_dead()
+            told = {report.rank for report in read_reports(self._folder())}
+            missing -= told
+            time.sleep(0.02 if missing else 0)
+
+    def _write_for_the_dead(self) -> None:
+        """A dead neighbour cannot write itself."""
+        assert self._neighbours is not None and self._fence is not None
+        for rank, number in list(self._neighbours.deaths.items()):
+            if has_report(self._folder(), rank):
+                continue
+            oom = num_oom_kills() > self._oom_kills and number == signal.SIGKILL
+            report = Report(
+                rank=rank,
+                world_size=self._place.world_size,
+                kind="signal",
+                step=self.heart.step,
+                phase=self.heart.phase,
+                message=f"killed by {_signal_name(number)}"
+                + (" by the kernel, out of memory" if oom else ""),
+                host=host_name(),
+                time=now(),
+            )
+            # Some signals leave a rank the time for its last words.
+            fatal = self._dir.fatal(self._fence.number, rank)
+            write_report(self._folder(), last_words(fatal, report) or report)
+
+    def _write_down(self, cause: Blame) -> None:
+        journal, fence = self.journal, self._fence
+        if journal is None or fence is None:
+            return
+
+        def write() -> None:
+            with contextlib.suppress(OSError, Superseded):
+                journal(cause, fence.number)
+
+        # The training thread may be stuck in the very file: the next start can write it too.
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(_JOURNAL_SECONDS)
+
+    def _end_silent_peers(self) -> None:
+        """A stopped neighbour would hold the launcher up for its own half minute."""
+        for peer in self._peers:
+            rank, process = int(peer["rank"]), peer["process"]
+            told = rank == self._place.rank or has_report(self._folder(), rank)
+            if not told and is_alive(process):
+                with contextlib.suppress(OSError):
+                    os.kill(int(process["pid"]), signal.SIGKILL)
+
+
+def to_json(cause: Blame) -> dict[str, object]:
+    """Without the report, which has a file of its own."""
+    return {
+        "kind": cause.kind,
+        "ranks": list(cause.ranks),
+        "step": cause.step,
+        "reason": cause.reason,
+        "signature": cause.signature,
+    }
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """So that its own table of failures shows the traceback."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)
+
+
+def _say(words: str) -> None:
+    sys.stderr.write(words + "\n")
+    sys.stderr.flush()

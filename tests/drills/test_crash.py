@@ -1,0 +1,158 @@
+"""A rank dies, freezes or strays: the group ends soon, says who it was, restarts, ends the same.
+
+Every ending at every point of a step on every rank with ``--full``; always a set in which each
+ending, each point and each rank comes up.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.fault.spec import ENDINGS, POINTS
+from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.drills.conftest import POISON
+from tests.run import Result, finish, left_behind, train
+
+# A tiny model's step takes 0.03 s; a start several seconds.
+QUICK = ("watchdog.floor_seconds=3", "watchdog.slow_seconds=20", "watchdog.settle_seconds=2")
+ALWAYS = {
+    ("kill", "fetch", 1),
+    ("kill", "save", 0),
+    ("abort", "backward", 0),
+    ("raise", "forward", 1),
+    ("raise", "rollback", 0),
+    ("stop", "agree", 1),
+    ("stop", "fetch", 0),
+    ("hang", "apply", 1),
+}
+MATRIX = [
+    pytest.param(e, p, r, marks=() if (e, p, r) in ALWAYS else pytest.mark.full)
+    for e in ENDINGS
+    for p in POINTS
+    for r in (0, 1)
+]
+SIGNAL_WORDS = {
+    "kill": ("SIGKILL",),
+    "abort": ("Aborted", "SIGABRT"),
+    "raise": ("DrillError",),
+    "stop": ("does not answer",),
+    "hang": ("never entered", "inject.py"),
+}
+
+
+@pytest.mark.parametrize(("ending", "point", "rank"), MATRIX)
+def test_a_rank_ends_badly(
+    tmp_path: Path, clean: Result, poisoned: Result, ending: str, point: str, rank: int
+) -> None:
+    out = tmp_path / "run"
+    fault = f"{ending}@step={_step(point)},rank={rank},at={point}"
+    overrides, expected = [f"faults=[{fault}]"], clean
+    if point == "rollback":
+        overrides = [POISON.replace("]", f",{fault}]"), "checkpoint.keep=9"]
+        expected = poisoned
+    began = time.monotonic()
+    run = finish(out, *QUICK, *overrides, restarts=1)
+    print(f"{fault}: {time.monotonic() - began:.1f} s in all")
+    if ending == "raise" and point == "save":
+        # A failed write of one rank is told to all: an incident, not a crash.
+        assert run.journal("save_failed") and not run.journal("crash"), run.tail
+    elif ending == "hang" and point == "save":
+        assert len(run.journal("start")) == 2, run.tail
+    else:
+        (crash,) = run.journal("crash")
+        assert crash["ranks"] == [rank], crash
+        assert any(word in crash["reason"] for word in SIGNAL_WORDS[ending]), crash
+        assert crash["detail"]["incarnation"] == 1 and crash["detail"]["signature"]
+        _cause_before_the_rest(run, crash["reason"])
+    if point == "rollback":
+        assert_same_end(run, expected)
+    else:
+        assert_same_run(run, expected)
+    assert_every_sample_once(run)
+    assert not left_behind(out), run.tail
+
+
+def _step(point: str) -> int:
+    """30 is saved at; the poison of ``poisoned`` is met at 22."""
+    return {"save": 30, "rollback": 22}.get(point, 27)
+
+
+def _cause_before_the_rest(run: Result, reason: str) -> None:
+    """What a person reads first is the cause, not an error of the other ranks."""
+    told = run.text.find("crash")
+    secondary = [run.text.find(w) for w in ("Connection closed by peer", "Connection reset")]
+    assert told >= 0 and reason.split(":")[0] in run.text, run.tail
+    assert all(place < 0 or place > told for place in secondary), run.tail
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        # gloo aborts the rank that comes to the next collective too early: its last line then.
+        ("skip_collective", ("rank 1 entered all_gather", "rank 1: Fatal Python error: Aborted")),
+        ("other_collective", ("rank 1 entered broadcast",)),
+    ],
+)
+def test_a_rank_that_strays_is_named(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
+    """Among three, so that there is a majority: rank, operation, sequence number, line."""
+    run = train(tmp_path / "run", *QUICK, f"faults=[{kind}@step=12,rank=1]", "steps=20", ranks=3)
+    assert run.code != 0
+    (crash,) = run.journal("crash")
+    assert crash["ranks"] == [1], crash
+    assert any(word in crash["reason"] for word in words), crash
+    assert "all_reduce #" in crash["reason"] and "step.py" in crash["reason"], crash
+    again = finish(tmp_path / "run", "steps=20", ranks=3)
+    assert again.summary["restarts"] == 1
+
+
+def test_another_shape_is_named_where_torch_looks(tmp_path: Path) -> None:
+    """gloo aborts a rank of its choice; ``debug=collectives`` names ranks and shapes."""
+    run = train(
+        tmp_path / "run", *QUICK, "debug=collectives", "steps=20",
+        "faults=[other_shape@step=12,rank=1]",
+    )  # fmt: skip
+    assert run.code != 0
+    (crash,) = run.journal("crash")
+    assert "Detected mismatch between collectives" in crash["reason"], crash
+    plain = train(tmp_path / "plain", *QUICK, "steps=20", "faults=[other_shape@step=12,rank=1]")
+    assert plain.code != 0
+    again = finish(tmp_path / "plain", "steps=20", "faults=[other_shape@step=12,rank=1]")
+    (crash,) = again.journal("crash")
+    assert "rank 1 handed over" in crash["reason"], crash
+    assert "all_reduce" in crash["reason"] and "step.py" in crash["reason"], crash
+
+
+def test_all_ranks_at_once(tmp_path: Path, clean: Result) -> None:
+    """Nobody is left to say anything: the next start does."""
+    run = finish(tmp_path / "run", "faults=[kill@step=27,at=agree]", restarts=1)
+    assert len(run.journal("crash")) == 1, run.tail
+    assert_same_run(run, clean)
+
+
+def test_a_copy_that_went_wrong_is_found(tmp_path: Path) -> None:
+    """One bit of one copy of three: named, and nothing that came after it is kept."""
+    ddp = ("parallel=ddp", "steps=40", "schedule.total=60", "batch.global_size=30")
+    check = "debug.replica_check_every=5"
+    healthy = finish(tmp_path / "healthy", *ddp, check, ranks=3)
+    assert not healthy.journal("replica_mismatch")
+    flipped = finish(
+        tmp_path / "run", *ddp, check, "faults=[flip_bit@step=24,rank=1]", ranks=3, restarts=1
+    )
+    (found,) = flipped.journal("replica_mismatch")
+    assert found["ranks"] == [1] and found["step"] == 25, found
+    assert flipped.digest == healthy.digest, flipped.tail
+
+
+def test_a_slow_rank_is_named_and_left_alone(tmp_path: Path) -> None:
+    run = finish(
+        tmp_path / "run",
+        "watchdog.straggler_every=5",
+        "watchdog.straggler_factor=3",
+        "faults=[slow@step=10-40,rank=1,seconds=0.2]",
+    )
+    slow = [line for line in run.journal("straggler") if "reading data" in line["reason"]]
+    assert [line["ranks"] for line in slow] == [[1]], run.tail
+    assert 20 <= slow[0]["step"] <= 30 and not run.journal("crash")

@@ -1,0 +1,97 @@
+"""P9: a run directory has one living incarnation, whatever is started, frozen or left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from tests.drills.compare import assert_same_run
+from tests.run import Result, Started, finish, left_behind, metrics_step, start, train
+
+SLOWED = "faults=[slow@step=10-60,seconds=0.1]"
+
+
+def running(out: Path, *overrides: str) -> Started:
+    started = start(out, *(overrides or (SLOWED,)))
+    started.until(lambda out: metrics_step(out) >= 12)
+    return started
+
+
+def test_a_second_launch_is_refused_in_words(tmp_path: Path, clean: Result) -> None:
+    out = tmp_path / "run"
+    first = running(out, "faults=[slow@step=10-40,seconds=1]")
+    second = train(out)
+    assert second.code != 0 and "is in use by a living run" in second.text, second.tail
+    assert "resume.take_over=true" in second.text, second.tail
+    ended = first.wait()
+    assert ended.code == 0, ended.tail
+    assert_same_run(ended, clean)
+    assert len(ended.journal("start")) == 1, "the second left no trace"
+
+
+def test_a_run_is_taken_over(tmp_path: Path, clean: Result) -> None:
+    out = tmp_path / "run"
+    first = running(out)
+    second = finish(out, "resume.take_over=true")
+    old = first.wait(timeout=30)
+    assert old.code != 0 and "has taken this run over" in old.text, old.tail
+    assert_same_run(second, clean)
+
+
+def test_a_frozen_incarnation_publishes_nothing_when_it_wakes(
+    tmp_path: Path, clean: Result
+) -> None:
+    """As after a cut network: it goes on where it was, while another one has gone ahead."""
+    out = tmp_path / "run"
+    # Many commits, marks and journal lines to come.
+    first = running(out, SLOWED, "checkpoint.every=5")
+    for pid in first.pids():
+        os.kill(pid, signal.SIGSTOP)
+    second = finish(out, "resume.take_over=true", "checkpoint.every=5")
+    before = contents(out)
+    for pid in first.pids():
+        os.kill(pid, signal.SIGCONT)
+    woken = time.monotonic()
+    old = first.wait(timeout=30)
+    print(f"the old incarnation was gone {time.monotonic() - woken:.1f} s after it woke")
+    assert old.code != 0 and "has taken this run over" in old.text, old.tail
+    assert contents(out) == before, "nothing that counts was touched"
+    assert second.digest == clean.digest
+    assert not left_behind(out)
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    """All that a run publishes."""
+    files = ("journal.jsonl", "metrics.jsonl", "summary.json", "config.yaml")
+    found = {name: (out / name).read_bytes() for name in files}
+    for path in sorted((out / "ring").rglob("*")):
+        if path.is_file() and "writing-" not in str(path):
+            found[str(path.relative_to(out))] = path.read_bytes()
+    return found
+
+
+def test_workers_of_a_killed_launcher_stop_by_themselves(tmp_path: Path, clean: Result) -> None:
+    out = tmp_path / "run"
+    started = running(out, "faults=[slow@step=10-60,seconds=0.5]")
+    os.kill(started.process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    while left_behind(out) and time.monotonic() < began + 30:
+        time.sleep(0.05)
+    seconds = time.monotonic() - began
+    print(f"gone after {seconds:.1f} s")
+    assert not left_behind(out) and seconds < 10
+    again = finish(out)
+    (crash,) = again.journal("crash")
+    assert "launcher" in crash["reason"], crash
+    assert_same_run(again, clean)
+
+
+def test_the_owner_is_written_down(tmp_path: Path) -> None:
+    run = finish(tmp_path / "run", "steps=10", ranks=0)
+    claim = json.loads((run.out / "incarnation" / "000001.json").read_text())
+    assert {"host", "pid", "boot", "started", "job", "time"} <= claim.keys()
+    assert run.summary["incarnation"] == 1
+    assert finish(run.out, "steps=12", "schedule.total=10").summary["incarnation"] == 2

@@ -1,0 +1,124 @@
+"""Asked to stop: saved within the grace, exit 75, and the same end when started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_same_run
+from tests.run import Result, Started, finish, left_behind, metrics_step, start
+
+SLOWED = "faults=[slow@step=15-60,seconds=0.05]"
+
+
+def stopped(
+    out: Path, *overrides: str, number: int = signal.SIGUSR1, rank: int = 1, times: int = 1
+) -> Result:
+    """Signal one rank in the middle of the run, the launcher not at all."""
+    started = start(out, SLOWED, *overrides)
+    started.until(lambda out: metrics_step(out) >= 20)
+    pid = started.ranks()[rank]
+    for _ in range(times):
+        os.kill(pid, number)
+        time.sleep(2.2 if times > 1 else 0)
+    return started.wait()
+
+
+@pytest.mark.parametrize(
+    ("number", "rank"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGINT, 1)]
+)
+def test_one_rank_is_asked(tmp_path: Path, clean: Result, number: int, rank: int) -> None:
+    out = tmp_path / "run"
+    asked = stopped(out, number=number, rank=rank)
+    assert asked.summary["status"] == "preempted" and asked.summary["exit_code"] == 75, asked.tail
+    name = signal.Signals(number).name
+    assert f"rank {rank}: {name}" in asked.summary["reason"], asked.summary["reason"]
+    saved = asked.summary["steps"]
+    assert f"saved at step {saved}" in asked.summary["reason"]
+    again = finish(out)
+    assert again.journal("start")[-1]["step"] == saved, again.tail
+    assert not again.journal("crash"), again.tail
+    assert_same_run(again, clean)
+
+
+def test_a_scheduler_asks_every_process(tmp_path: Path, clean: Result) -> None:
+    """The loading processes too, and the launcher last, as scancel does it."""
+    out = tmp_path / "run"
+    started = start(out, SLOWED, "data.workers=1")
+    started.until(lambda out: metrics_step(out) >= 20)
+    for pid in [*started.workers(), started.process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    asked = started.wait()
+    assert asked.summary["exit_code"] == 75 and "saved at step" in asked.summary["reason"]
+    assert not left_behind(out), "loading processes too"
+    assert_same_run(finish(out), clean)
+
+
+def test_a_save_that_takes_too_long_is_given_up(tmp_path: Path, clean: Result) -> None:
+    """The writer of one rank hangs: the newest committed checkpoint has to do."""
+    out = tmp_path / "run"
+    started = start(
+        out, "preempt.grace_seconds=2", "checkpoint.every=20",
+        "faults=[hang@step=40,rank=1,at=save,slow@step=41-60,seconds=0.05]",
+    )  # fmt: skip
+    started.until(lambda out: metrics_step(out) >= 45)
+    began = time.monotonic()
+    os.kill(started.ranks()[0], signal.SIGTERM)
+    ended = started.wait()
+    assert time.monotonic() - began < 8, "preempt.grace_seconds=2"
+    assert ended.summary["exit_code"] == 75, ended.tail
+    assert "newest checkpoint is of step 20" in ended.summary["reason"], ended.tail
+    again = finish(out, "checkpoint.every=20")
+    assert again.journal("start")[-1]["step"] == 20, again.tail
+    assert again.digest == clean.digest and again.counted() == clean.counted()
+
+
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """Also while the training thread waits for a rank that will never come."""
+    started = start(tmp_path / "run", "faults=[hang@step=25,rank=1]")
+    started.until(lambda out: metrics_step(out) >= 24)
+    time.sleep(1)
+    pid = started.ranks()[0]
+    os.kill(pid, signal.SIGTERM)
+    time.sleep(3)
+    assert started.process.poll() is None, "the first one waits for the step to end"
+    began = time.monotonic()
+    os.kill(pid, signal.SIGTERM)
+    _until_gone(started, 0)
+    assert time.monotonic() - began < 3
+    started.kill()
+    assert "SIGTERM for the second time" in started.wait().text
+
+
+def _until_gone(started: Started, rank: int) -> None:
+    limit = time.monotonic() + 20
+    while rank in started.ranks() and time.monotonic() < limit:
+        time.sleep(0.05)
+
+
+def test_the_grace_ends_a_step_that_does_not_end(tmp_path: Path) -> None:
+    started = start(tmp_path / "run", "faults=[hang@step=25,rank=1]", "preempt.grace_seconds=2")
+    started.until(lambda out: metrics_step(out) >= 24)
+    os.kill(started.ranks()[0], signal.SIGTERM)
+    began = time.monotonic()
+    _until_gone(started, 0)
+    assert time.monotonic() - began < 10
+    started.kill()
+    assert "preempt.grace_seconds=2" in started.wait().text
+
+
+def test_the_schedulers_limit_is_kept(tmp_path: Path, clean: Result) -> None:
+    """Known from the environment, as a batch script sets it."""
+    out = tmp_path / "run"
+    end = str(int(time.time()) + 15)
+    run = start(
+        out, "faults=[slow@step=10-60,seconds=2]", "preempt.margin_seconds=5",
+        env={"HOLDFAST_END_TIME": end},
+    ).wait()  # fmt: skip
+    assert time.time() < int(end), "in time"
+    assert run.summary["exit_code"] == 75 and "time limit" in run.summary["reason"], run.tail
+    assert_same_run(finish(out), clean)

@@ -1,0 +1,211 @@
+"""From what ranks wrote to who was at fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.dist.blame import blame
+from runner.dist.evidence import Report, last_words, own_line, read_reports, write_report
+from runner.dist.flight import first_divergence
+from runner.dist.heartbeat import Heartbeat, Patience
+
+
+def entry(
+    seq: int, op: str = "all_reduce", size: int = 4, *, finished: bool = True
+) -> dict[str, Any]:
+    return {
+        "group": "0",
+        "seq": seq,
+        "op": op,
+        "sizes": [[size]],
+        "dtypes": ["Float"],
+        "finished": finished,
+        "line": f"train.py:{seq} step",
+    }
+
+
+def report(rank: int, kind: str, **changes: Any) -> Report:
+    told: dict[str, Any] = {
+        "rank": rank, "world_size": 3, "kind": kind, "step": 7, "phase": "agree", "message": "m",
+    }  # fmt: skip
+    return Report(**(told | changes))
+
+
+PAST = [entry(seq) for seq in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "kind", "ranks", "words"),
+    [
+        # Rank 2 has not come to the collective that the others wait in.
+        (
+            [[*PAST, entry(5, finished=False)], [*PAST, entry(5, finished=False)], PAST],
+            "absent", (2,), "all_reduce #5",
+        ),
+        # One entered another operation.
+        (
+            [
+                [*PAST, entry(5, finished=False)],
+                [*PAST, entry(5, "broadcast", finished=False)],
+                [*PAST, entry(5, finished=False)],
+            ],
+            "operation", (1,), "rank 1 entered broadcast #5",
+        ),
+        # One left an all-reduce out, and is at the gather that comes after it.
+        (
+            [
+                [*PAST, entry(5, "all_gather", finished=False)],
+                [*PAST, entry(5, finished=False)],
+                [*PAST, entry(5, finished=False)],
+            ],
+            "operation", (0,), "rank 0 entered all_gather #5 (float[4]) at train.py:5",
+        ),
+        # Another number of elements.
+        (
+            [
+                [*PAST, entry(5, finished=False)],
+                [*PAST, entry(5, finished=False)],
+                [*PAST, entry(5, size=5, finished=False)],
+            ],
+            "shape", (2,), "float[5]",
+        ),
+    ],
+)  # fmt: skip
+def test_the_first_divergence(
+    recorded: list[list[dict[str, Any]]], kind: str, ranks: tuple[int, ...], words: str
+) -> None:
+    found = first_divergence(dict(enumerate(recorded)))
+    assert found is not None and (found.kind, found.ranks, found.seq) == (kind, ranks, 5)
+    assert words in found.words
+
+
+def test_two_ranks_have_no_majority() -> None:
+    found = first_divergence({0: [*PAST, entry(5)], 1: [*PAST, entry(5, "broadcast")]})
+    assert found is not None and found.ranks == (0, 1)
+
+
+def test_what_the_recorder_has_forgotten_is_not_compared() -> None:
+    long = [entry(seq) for seq in range(100)]
+    assert first_divergence({0: long[90:], 1: long[40:]}) is None
+    assert first_divergence({0: long[90:], 1: long[40:99]}) is None, "finished, not waiting"
+    assert first_divergence({}) is None and first_divergence({0: long}) is None
+
+
+def test_groups_are_compared_each_for_itself() -> None:
+    other = [entry(seq) | {"group": "7"} for seq in range(3)]
+    waits = entry(3, finished=False) | {"group": "7"}
+    found = first_divergence({0: [*PAST, *other, waits], 1: [*PAST, *other], 2: PAST})
+    assert found is not None and (found.group, found.ranks) == ("7", (1,))
+
+
+def test_an_exception_comes_before_those_who_lost_contact() -> None:
+    cause = blame(
+        [
+            report(0, "lost_contact", time=1.0),
+            report(1, "exception", time=2.0, message="ValueError: 3 is odd"),
+            report(2, "signal", message="killed by SIGTERM"),
+        ],
+        3,
+    )
+    assert cause.ranks == (1,) and "ValueError: 3 is odd" in cause.reason
+    again = blame([report(1, "exception", message="ValueError: 5 is odd", step=7)], 3)
+    assert again.signature == cause.signature, "numbers do not make it another failure"
+    other = blame([report(1, "exception", message="KeyError: 'a'", step=7)], 3)
+    assert other.signature != cause.signature
+
+
+def test_all_ranks_that_fail_alike_are_named() -> None:
+    reports = [report(r, "exception", message=f"OSError: rank {r}", time=r) for r in range(3)]
+    assert blame(reports, 3).ranks == (0, 1, 2)
+
+
+def test_who_changed_the_shape_when_gloo_aborted_the_other() -> None:
+    same_line = [entry(seq) | {"line": "step.py:9 f"} for seq in range(3)]
+    odd = entry(3, size=5, finished=False) | {"line": "step.py:9 f"}
+    reports = [
+        report(0, "fatal", message="Fatal Python error: Aborted"),
+        report(1, "lost_contact", collectives=[*same_line, odd]),
+    ]
+    cause = blame(reports, 2)
+    assert "rank 1 handed over [[5]] in all_reduce #3 at step.py:9 f" in cause.reason
+    assert "where it was [[4]] before" in cause.reason
+
+
+def test_silence() -> None:
+    gone = blame([report(0, "lost_contact"), report(2, "lost_contact")], 3)
+    assert gone.ranks == (1,) and "SIGKILL" in gone.reason
+    frozen = blame([report(0, "hang", collectives=[*PAST, entry(5, finished=False)])], 2)
+    assert frozen.ranks == (1,) and "does not answer" in frozen.reason
+    assert "all_reduce #5 at train.py:5" in frozen.reason
+    assert "without a word" in blame([], 3).reason
+
+
+def test_a_rank_that_is_busy_while_the_others_wait() -> None:
+    stack = {"thread": "MainThread", "frames": [{"file": "d.py", "line": 9, "function": "load"}]}
+    waiting = [*PAST, entry(5, finished=False)]
+    cause = blame(
+        [
+            report(0, "hang", collectives=waiting),
+            report(1, "called", collectives=PAST, stacks=[stack], phase="fetch"),
+        ],
+        2,
+    )
+    assert cause.ranks == (1,) and cause.kind == "absent"
+    assert "rank 1 is in fetch at d.py:9 load" in cause.reason
+
+
+def test_reports_survive_the_disk_and_torn_ones_are_left_out(tmp_path: Path) -> None:
+    whole = report(0, "hang", collectives=PAST)
+    write_report(tmp_path, whole)
+    (tmp_path / "rank-00001.json").write_text(json.dumps(whole.to_json())[:50])
+    (tmp_path / "rank-00002.json").write_text("[]")
+    assert read_reports(tmp_path) == [whole]
+
+
+def test_last_words(tmp_path: Path) -> None:
+    """As faulthandler writes them, the dying thread not being the training thread."""
+    path = tmp_path / "fatal.txt"
+    seen = report(1, "signal")
+    assert last_words(path, seen) is None
+    path.touch()
+    assert last_words(path, seen) is None
+    path.write_text(
+        "Fatal Python error: Aborted\n\n"
+        "Current thread 0x00007f (most recent call first):\n  <no Python frame>\n\n"
+        "Thread 0x00007e (most recent call first):\n"
+        '  File "/x/runner/step.py", line 196 in _all_reduce\n'
+        '  File "/x/runner/__main__.py", line 90 in _run\n'
+    )
+    found = last_words(path, seen)
+    assert found is not None and found.kind == "fatal" and "Aborted" in found.message
+    assert found.where == "/x/runner/step.py:196 _all_reduce"
+
+
+def test_own_lines_come_before_library_lines() -> None:
+    frames = [
+        {"file": "/home/me/train.py", "line": 3, "function": "main"},
+        {"file": "/v/site-packages/torch/x.py", "line": 9, "function": "all_reduce"},
+    ]
+    assert own_line(frames) == "/home/me/train.py:3 main"
+    assert own_line(frames[1:]).startswith("/v/site-packages") and own_line([]) == ""
+
+
+def test_the_patience_with_a_phase() -> None:
+    now = [0.0]
+    heart = Heartbeat(lambda: now[0])
+    patience = Patience(floor_seconds=2.0, factor=10.0, slow_seconds=60.0)
+    assert heart.limit(patience) == 60.0, "starting"
+    for step in (1, 2, 3):
+        now[0] += 0.5
+        heart.begin_step(step)
+    assert heart.limit(patience) == 5.0
+    now[0] += 3.0
+    assert heart.seconds == 3.0 and (heart.step, heart.phase) == (3, "fetch")
+    heart.enter("save")
+    assert heart.seconds == 0.0 and heart.limit(patience) == 60.0
+    fast = Patience(floor_seconds=30.0, factor=10.0, slow_seconds=10.0)
+    assert heart.limit(fast) == 30.0

@@ -1,0 +1,208 @@
+"""One writer: who owns a run directory, and what an older owner can still do to it (nothing)."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.store import RingStore
+from runner.dist.launcher import Launch, own_process
+from runner.error import ConfigError, Superseded
+from runner.fence import Fence, has_ended, newest_number, take
+from runner.observe.lines import LineFile, read_lines
+
+ALONE = Launch(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
+
+
+def job(name: str, restart: int = 0) -> Launch:
+    return Launch(job=name, order=(restart, 0), step="0", end_time=None, has_agent=True)
+
+
+def taken(folder: Path, launch: Launch = ALONE, *, take_over: bool = False) -> Fence:
+    return take(folder, launch, stale_seconds=0.5, take_over=take_over, say=said.append)
+
+
+said: list[str] = []
+
+
+def claimed_by(folder: Path, number: int, **changes: object) -> None:
+    """Rewrite a claim as if another process had made it."""
+    path = folder / f"{number:06d}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def ended_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_numbers_count_up_after_orderly_ends(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        fence = taken(tmp_path)
+        assert fence.number == number
+        fence.check()
+        fence.release()
+        assert has_ended(tmp_path, number)
+    assert newest_number(tmp_path) == 3
+
+
+def test_a_living_owner_is_left_alone(tmp_path: Path) -> None:
+    fence = taken(tmp_path)
+    with pytest.raises(ConfigError, match=r"in use by a living run .*resume\.take_over=true"):
+        taken(tmp_path)
+    with pytest.raises(ConfigError, match="in use"):
+        taken(tmp_path, job("a"))
+    fence.check()
+    assert newest_number(tmp_path) == 1
+
+
+def test_a_dead_owner_of_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
+    taken(tmp_path)
+    claimed_by(tmp_path, 1, pid=ended_process())
+    said.clear()
+    assert taken(tmp_path).number == 2 and not said
+
+
+def test_the_launcher_may_replace_its_own(tmp_path: Path) -> None:
+    old = taken(tmp_path, job("slurm 7"))
+    new = taken(tmp_path, job("slurm 7", restart=1))
+    assert new.number == 2
+    with pytest.raises(Superseded, match=r"incarnation 2 has taken this run over .*slurm 7"):
+        old.check()
+    new.check()
+    with pytest.raises(ConfigError, match="in use"):
+        taken(tmp_path, job("slurm 7"))
+
+
+def test_taking_over_by_force(tmp_path: Path) -> None:
+    old = taken(tmp_path)
+    assert taken(tmp_path, take_over=True).number == 2
+    with pytest.raises(Superseded):
+        old.check()
+    with pytest.raises(Superseded):
+        old.beat()
+
+
+def test_elsewhere_only_the_heartbeat_counts(tmp_path: Path) -> None:
+    """Not its age, by any clock: whether it moves."""
+    fence = taken(tmp_path)
+    claimed_by(tmp_path, 1, host="elsewhere")
+    fence.beat()
+    said.clear()
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            fence.beat()
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    try:
+        with pytest.raises(ConfigError, match="host elsewhere"):
+            taken(tmp_path)
+    finally:
+        over.set()
+        beating.join()
+    assert any("waiting up to 0.5 s" in words for words in said)
+    assert taken(tmp_path).number == 2, "it beats no more"
+
+
+def claim_together(folder: Path, number: int, at_once: object, results: object) -> None:
+    at_once.wait()  # type: ignore[attr-defined]
+    launch = Launch(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
+    try:
+        fence = take(folder, launch, stale_seconds=0.2, take_over=True, say=lambda _: None)
+        results.put(fence.number)  # type: ignore[attr-defined]
+    except ConfigError:
+        results.put(0)  # type: ignore[attr-defined]
+
+
+def test_nobody_gets_the_number_of_another(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    at_once, results = context.Barrier(8), context.Queue()
+    processes = [
+        context.Process(target=claim_together, args=(tmp_path, n, at_once, results))
+        for n in range(8)
+    ]
+    for process in processes:
+        process.start()
+    numbers = sorted(results.get(timeout=30) for _ in processes)
+    for process in processes:
+        process.join()
+    assert numbers == list(range(1, 9))
+    assert not list(tmp_path.glob("claim-*"))
+
+
+def test_a_claim_names_its_process(tmp_path: Path) -> None:
+    taken(tmp_path, job("slurm 9"))
+    claim = json.loads((tmp_path / "000001.json").read_text())
+    assert claim["job"] == "slurm 9"
+    assert {key: claim[key] for key in own_process()} == own_process()
+
+
+def test_what_an_old_owner_writes_to_its_open_journal_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    old = LineFile(path, length=0)
+    old.append({"by": "old"}, durably=True)
+    _, length = read_lines(path)
+    new = LineFile(path, length=length)
+    old.append({"by": "old, too late"}, durably=True)
+    new.append({"by": "new"}, durably=True)
+    old.append({"by": "old, too late"}, durably=True)
+    assert [line["by"] for line in read_lines(path)[0]] == ["old", "new"]
+
+
+def manifest(serial: int, step: int) -> Manifest:
+    return Manifest(
+        serial=serial,
+        step=step,
+        cursor=step,
+        world_size=1,
+        config_digest="",
+        data_fingerprint="",
+        metrics_bytes=0,
+        journal_lines=0,
+        train_state={},
+        update_counts={},
+        shapes={},
+        pieces={},
+        files={},
+    )
+
+
+def test_an_old_owner_cannot_commit(tmp_path: Path) -> None:
+    """Whether it stalls before its check, or between the check and the rename."""
+    ring, claims = tmp_path / "ring", tmp_path / "incarnation"
+    old = taken(claims, job("a"))
+    checked = RingStore(ring, owner=1, check=old.check)
+    unchecked = RingStore(ring, owner=1)  # its last check lies before the new claim
+    for serial, store in ((1, checked), (2, unchecked)):
+        store.writing_folder(serial).mkdir(parents=True)
+    new = taken(claims, job("a", restart=1))
+    with pytest.raises(Superseded):
+        checked.commit(manifest(1, 10))
+    fresh = RingStore(ring, owner=2, check=new.check)
+    assert fresh.sweep() == ["writing-000001-000001", "writing-000002-000001"]
+    with pytest.raises(OSError, match="No such file"):
+        unchecked.commit(manifest(2, 10))
+    assert fresh.entries() == ([], [])
+    fresh.writing_folder(1).mkdir()
+    fresh.commit(manifest(1, 10))
+    assert [entry.record.serial for entry in fresh.entries()[0]] == [1]
+    record = fresh.entries()[0][0].record
+    with pytest.raises(Superseded):
+        checked.remove(record)
+    assert fresh.entries()[0]
+
+
+def test_unfinished_checkpoints_of_two_owners_do_not_mix(tmp_path: Path) -> None:
+    first, second = RingStore(tmp_path, owner=1), RingStore(tmp_path, owner=2)
+    assert first.writing_folder(5) != second.writing_folder(5)
