@@ -7,4 +7,4 @@ ruff format --check .
 ruff check .
 mypy
 lint-imports
-bash -n scripts/*.sh .ci/run
+bash -n scripts/*.sh launch/*.sh launch/slurm.sbatch .ci/run

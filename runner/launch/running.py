@@ -25,6 +25,8 @@ _ASK_SECONDS, _INSIST_SECONDS, _DEAD_SECONDS = 3.0, 4.5, 9.0
 _SRUN_SECONDS = 3.0
 # A final exit code is the whole group's; the others get this long to end by themselves.
 _LEAVE_SECONDS = 5.0
+# From the end of ranks that were told to stop to that of a torchrun which has seen it.
+_TORCHRUN_SECONDS = 1.0
 # One request may arrive twice, from a scheduler and through a shell.
 _SAME_REQUEST_SECONDS = 1.0
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -152,6 +154,7 @@ class _Watch:
         self._exits = exits
         self._stop = stop
         self._told: set[int] | None = None
+        self._alive = time.monotonic()
         self._patience = _Patience(exits, job.expected)
 
     def wait(self) -> bool:
@@ -160,7 +163,7 @@ class _Watch:
             requests = self._patience.requests(time.monotonic())
             if requests is None:
                 return False
-            if self._stop.is_repeated or self._patience.is_final:
+            if self._stop.is_repeated or self._patience.is_final or self._is_over():
                 return True
             for _ in range(requests):
                 process.send(self._child.pid, signal.SIGUSR1)
@@ -171,6 +174,14 @@ class _Watch:
                 self._tell(self._stop.number)
             time.sleep(_POLL_SECONDS)
         return True
+
+    def _is_over(self) -> bool:
+        """The ranks that were told to stop have: torchrun with restarts left would go on."""
+        if self._job.forward is Forward.srun or not self._told or self._child.pid in self._told:
+            return False
+        if any(process.parent(pid) is not None for pid in self._told):
+            self._alive = time.monotonic()
+        return time.monotonic() - self._alive > _TORCHRUN_SECONDS
 
     def _is_told_by_file(self) -> bool:
         if self._stop.is_set or self._job.part_of is None:
@@ -194,9 +205,9 @@ class _Watch:
     def _whom(self, number: int) -> Sequence[int]:
         if self._job.forward is Forward.srun:
             return [self._child.pid] if number == signal.SIGUSR1 else []
-        if self._job.forward is Forward.step or process.ranks(self._mark):
-            return self._listening(number)
-        return [self._child.pid]
+        if not self._told and not self._job.shielded and not process.ranks(self._mark):
+            return [self._child.pid]  # it has no ranks, and may be one itself
+        return self._listening(number)
 
     def _listening(self, number: int) -> list[int]:
         """Ranks that handle the signal by now; one that is still starting would die of it."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from runner.error import ConfigError
 
 DEFAULT_PORT = 29400
+_TORCHRUN, _ELASTIC = "torch.distributed.run", "runner.launch.agent"
 # Without a GPU: as many as the smallest machine has cores.
 _RANKS_WITHOUT_GPU = 2
 # A worker that fails is replaced by the supervisor, which knows when that helps. With a varying
@@ -86,7 +87,7 @@ def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
     """
     return [
         # As -m: the torchrun script may belong to another Python.
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, "-m", _ELASTIC if agent.nodes.is_elastic else _TORCHRUN),
         f"--nproc-per-node={agent.num_ranks}",
         f"--max-restarts={_torchrun_restarts(agent)}",
         # Not SIGTERM and SIGUSR1: torchrun would kill its workers 30 s after, in the midst of

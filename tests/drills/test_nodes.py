@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -106,7 +107,8 @@ def job(network: Network, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     for one in made:
         for agents in one.agents.values():
             for agent in agents:
-                agent.wait(20)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    agent.wait(20)
     left = {node: network.processes(node) for node in network.nodes}
     assert not any(left.values()), left
 
@@ -156,6 +158,23 @@ def test_a_cut_link_is_noticed_within_the_configured_seconds(
     print(f"link cut, training again after {seconds:.1f} s")
     network.crash("nodeB")  # for good: it has no other link
     run = elastic.wait("nodeA")
+    assert_follows(run, clean)
+
+
+@pytest.mark.full
+def test_a_link_that_heals_brings_the_node_back(
+    network: Network, job: Callable[..., Job], clean: Result
+) -> None:
+    elastic = job("faults=[slow@step=1-60,seconds=0.6]", f"parallel.timeout_seconds={TIMEOUT}")
+    elastic.start("nodeA", "nodeB")
+    elastic.until_step(10)
+    network.cut("nodeB")
+    elastic.until_world(2, 1, timeout=TIMEOUT + RECOVERY)
+    network.heal("nodeB")
+    seconds = elastic.until_world(2, 1, 2)
+    print(f"link healed, taken back after {seconds:.1f} s")
+    run = elastic.wait("nodeA")
+    assert elastic.wait("nodeB").code == 0
     assert_follows(run, clean)
 
 
