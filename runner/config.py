@@ -217,7 +217,7 @@ class GuardConfig:
     )
     window: int = key(64, "clean steps the statistics look back on", trajectory=True, ge=4)
     min_history: int = key(
-        50, "clean steps before spikes are judged; non-finite always is", trajectory=True, ge=4
+        20, "clean steps before spikes are judged; non-finite always is", trajectory=True, ge=4
     )
     loss_sigmas: float = key(
         6.0, "spike: loss above median by this many robust sigmas", trajectory=True, gt=0

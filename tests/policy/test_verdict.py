@@ -64,7 +64,12 @@ def test_non_finite_comes_first_and_needs_no_history(history: int, numbers: Any)
     [
         (3.0, 1.0, Kind.clean, "within limits"),
         (3.39, 7.0, Kind.clean, "within limits"),
-        (3.5, 1.0, Kind.spike, "loss 3.500 > limit 3.400 (median 3.000)"),
+        (
+            3.5,
+            1.0,
+            Kind.spike,
+            "loss 3.500 > limit 3.400 (median 3.000, of the last 5 steps 3.000)",
+        ),
         (3.0, 20.0, Kind.spike, "grad norm 20 > limit 7.39 (median 1)"),
         (9.0, 20.0, Kind.spike, "grad norm 20"),
         (0.1, 1e-9, Kind.clean, "within limits"),  # better than ever is no trouble
@@ -86,10 +91,11 @@ def test_a_spike_names_only_what_stood_out() -> None:
 
 def test_the_limit_is_sigmas_or_the_floor_whichever_is_more() -> None:
     wild = Baseline(judge_rules(**TIGHT, loss_floor=0.1, norm_floor=0.1))
-    for step in range(1, 31):
-        spread = 0.5 * (-1) ** step
+    for step in range(1, 41):
+        # Any five in a row have the median zero, so both levels are 3.
+        spread = [0.0, 0.5, -0.5, 0.25, -0.25][step % 5]
         wild.accept(attempted(step, 3.0 + spread, math.exp(spread)))
-    sigma = 1.4826 * 0.5
+    sigma = 1.4826 * 0.25
     assert wild.limits.loss == pytest.approx(3.0 + 6.0 * sigma)
     assert wild.limits.grad_norm == pytest.approx(math.exp(6.0 * sigma))
     calm = steady(30, loss_floor=0.7, norm_floor=3.0)
@@ -137,12 +143,54 @@ def test_limits_lag_one_applied_step(loss: float, norm: float) -> None:
 
 def test_the_lag_is_no_more_than_one_step() -> None:
     # A window of four that has forgotten everything else shows the shift exactly one step on.
-    baseline = Baseline(judge_rules(window=4, min_history=4, loss_floor=0.4, loss_sigmas=1.0))
+    baseline = Baseline(judge_rules(window=4, min_history=4, norm_floor=0.4, norm_sigmas=1.0))
     for step in range(1, 9):
-        baseline.accept(attempted(step, 3.0 if step <= 4 else 2.0))
-    assert baseline.limits.loss == pytest.approx(2.4)  # [3, 2, 2, 2], of step 7
-    baseline.accept(attempted(9, 2.0))
-    assert baseline.limits.loss == pytest.approx(2.4)
+        baseline.accept(attempted(step, 3.0, math.exp(3.0 if step <= 4 else 2.0)))
+    assert math.log(baseline.limits.grad_norm) == pytest.approx(2.4)  # [3, 2, 2, 2], of step 7
+    usual = math.log(baseline.limits.grad_norm)
+    baseline.accept(attempted(9, 3.0, math.exp(8.0)))
+    assert math.log(baseline.limits.grad_norm) == pytest.approx(usual)
+    baseline.accept(attempted(10, 3.0, math.exp(8.0)))
+    baseline.accept(attempted(11, 3.0, math.exp(8.0)))
+    assert math.log(baseline.limits.grad_norm) > 5.0, "[2, 2, 8, 8], of step 10"
+
+
+STEEP = [3.0 + 8.0 * math.exp(-at / 120) for at in range(700)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("begin", [60, 80, 120, 200, 400, 600])
+def test_a_jump_is_found_by_its_second_step_on_a_steep_curve_too(begin: int, seed: int) -> None:
+    noise = random.Random(seed)
+    losses = [loss + noise.gauss(0, 0.045) for loss in STEEP]
+    # The curve falls by up to 0.07 a step: the window's median lies two nats above it.
+    hit = losses[:begin] + [loss + 0.5 for loss in losses[begin:]]
+    assert watch(Baseline(judge_rules()), losses) is None
+    verdict = watch(Baseline(judge_rules()), hit)
+    assert verdict is not None
+    assert verdict.kind is Kind.spike
+    assert verdict.onset_step in (begin + 1, begin + 2)
+
+
+def test_a_fall_that_ends_at_once_is_clean() -> None:
+    for slope in (0.02, 0.1, 0.5):
+        losses = [max(3.0, 3.0 + slope * (50 - at)) for at in range(150)]
+        assert watch(Baseline(judge_rules()), losses) is None, slope
+
+
+def test_a_sudden_fall_is_clean_and_its_level_is_kept() -> None:
+    losses = [5.0] * 60 + [3.0] * 60
+    baseline = Baseline(judge_rules())
+    assert watch(baseline, losses) is None
+    assert baseline.judge(attempted(121, 3.5)).kind is Kind.spike
+
+
+def test_a_creeping_rise_does_not_take_the_short_level_along() -> None:
+    """Every step lies close to the five before it, and still it is too high."""
+    losses = [3.0] * 80 + [3.0 + 0.06 * at for at in range(40)]
+    verdict = watch(Baseline(judge_rules()), losses)
+    assert verdict is not None
+    assert verdict.onset_step < 80 + 12
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -166,14 +214,23 @@ def test_a_healthy_falling_curve_is_clean_throughout(seed: int, sigma: float) ->
     assert watch(Baseline(judge_rules()), losses) is None
 
 
-def test_one_excess_beyond_all_patience_begins_where_it_is() -> None:
+def test_no_single_step_is_a_drift_and_the_onset_is_where_the_rise_began() -> None:
     baseline = Baseline(
         judge_rules(window=4, min_history=4, loss_floor=10.0, drift_slack=0.1, drift_nats=2.0)
     )
-    assert watch(baseline, [1.0, 1.0, 1.0, 1.0, 1.5, 0.5]) is None  # a rise that healed
-    verdict = baseline.judge(attempted(7, 4.5))
+    assert watch(baseline, [1.0, 1.0, 1.0, 1.0, 1.0, 1.5, 0.5, 0.5]) is None, "a rise that healed"
+    assert watch(baseline, [9.0, 0.5, 0.5], first=9) is None, "one hard batch"
+    verdict = watch(baseline, [2.0] * 30, first=12)
+    assert verdict is not None
     assert verdict.kind is Kind.drift
-    assert (verdict.onset_step, verdict.onset) == (7, 6 * BATCH), "not the rise that healed"
+    assert (verdict.onset_step, verdict.onset) == (12, 11 * BATCH), "not the ones that healed"
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.3, 1.0, 3.0])
+def test_noise_of_any_size_is_no_drift(sigma: float) -> None:
+    noise = random.Random(7)
+    baseline = Baseline(judge_rules(loss_sigmas=50.0))
+    assert watch(baseline, (9.0 + noise.gauss(0, sigma) for _ in range(3000))) is None
 
 
 def test_restart_at_takes_a_new_level_as_normal() -> None:
@@ -188,13 +245,13 @@ def test_restart_at_takes_a_new_level_as_normal() -> None:
 def test_restart_at_forgets_the_drift_so_far() -> None:
     drift = {"loss_floor": 1.0, "drift_slack": 0.1, "drift_nats": 2.0}
     baseline = steady(30, **drift)
-    assert watch(baseline, [3.5] * 4, first=31) is None  # 1.6 of 2.0 nats
-    baseline.restart_at([3.5] * 12, [1.0] * 12)
-    assert watch(baseline, [4.2] * 3, first=35) is None  # 1.8 above the new level
-    verdict = watch(baseline, [4.2] * 3, first=38)
+    assert watch(baseline, [3.3] * 9, first=31) is None  # 9 of at least 10 steps
+    baseline.restart_at([3.3] * 12, [1.0] * 12)
+    assert watch(baseline, [3.7] * 9, first=40) is None
+    verdict = watch(baseline, [3.7] * 3, first=49)
     assert verdict is not None
     assert verdict.kind is Kind.drift
-    assert verdict.onset_step == 35
+    assert verdict.onset_step == 40
 
 
 def test_restart_with_few_values_is_not_armed_at_once() -> None:
