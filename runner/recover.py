@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import BatchPlan
 from runner.observe.journal import Journal
+from runner.policy.episode import Finding
 from runner.policy.history import Incident, discard_detail
 from runner.policy.remedy import Discard, Halt, Rebaseline, Rollback
 from runner.policy.signals import StepSignals
@@ -134,6 +135,20 @@ class Recovery:
         self._ring.abandon_after(manifest.serial)
         state.load_json(manifest.train_state)
         self._reporter.incident(incident)
+
+    def conclude(self, scene: Scene, finding: Finding) -> None:
+        """Say what the trouble was that ended with this step. Nothing follows from it."""
+        episode = finding.episode
+        incident = Incident(
+            kind="episode",
+            step=scene.signals.step,
+            decision=finding.shape,
+            reason=finding.words,
+            samples=(episode.start, episode.stop),
+            detail={"shape": finding.shape, "cause": finding.cause, "episode": episode.to_json()},
+        )
+        if self._journal.add_once(incident):
+            self._reporter.incident(incident)
 
     def halt(self, scene: Scene, verdict: Verdict, action: Halt) -> None:
         """Write down why a person must look."""
