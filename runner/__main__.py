@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from runner.command.arguments import Parser
 from runner.error import EXIT_CRASH, RunnerError
 
-COMMANDS = ("ring", "import")
+COMMANDS = ("ring", "import", "backtest")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from runner.command.import_ import import_command
 
             return import_command(given[1:])
+        if given and given[0] == "backtest":
+            from runner.command.backtest import backtest_command
+
+            return backtest_command(given[1:])
         if given and given[0] in COMMANDS:
             from runner.command.ring import ring_command
 

@@ -143,7 +143,7 @@ class Recovery:
             kind="episode",
             step=scene.signals.step,
             decision=finding.shape,
-            reason=finding.words,
+            reason=finding.words(),
             samples=(episode.start, episode.stop),
             detail={"shape": finding.shape, "cause": finding.cause, "episode": episode.to_json()},
         )

@@ -95,8 +95,17 @@ class Finding:
 
     episode: Episode
     shape: str
+    course: str
     cause: str
-    words: str
+    why: str
+
+    def words(self, onset_step: int | None = None) -> str:
+        """One sentence; a replay gives the step as it was recorded."""
+        step = self.episode.onset_step if onset_step is None else onset_step
+        return (
+            f"{self.shape} from step {step}: {self.course}; "
+            f"suspected cause: {self.cause} ({self.why})"
+        )
 
 
 def transient(episode: Episode) -> Finding:
@@ -123,12 +132,7 @@ def stopped(episode: Episode, *, drifted: bool, how: str) -> Finding:
 
 def _finding(episode: Episode, shape: str, course: str) -> Finding:
     cause, why = _suspect(episode)
-    return Finding(
-        episode=episode,
-        shape=shape,
-        cause=cause,
-        words=f"{shape} from step {episode.onset_step}: {course}; suspected cause: {cause} ({why})",
-    )
+    return Finding(episode=episode, shape=shape, course=course, cause=cause, why=why)
 
 
 def _suspect(episode: Episode) -> tuple[str, str]:

@@ -29,7 +29,7 @@ from runner.policy.remedy import (
 )
 from runner.policy.ring import Record, State, due_for_proof, retire, with_state
 from runner.policy.signals import Limits, StepSignals
-from runner.policy.verdict import Baseline, JudgeRules, Verdict
+from runner.policy.verdict import Baseline, JudgeRules, Kind, Verdict
 
 # States kept to go on from where a recorded restart did.
 _STATES_KEPT = 1000
@@ -195,7 +195,7 @@ class Replay:
         self.decisions.append(
             Decision(
                 row=row,
-                verdict=verdict.kind.value,
+                verdict=_verdict_word(verdict, action),
                 action=_ACTIONS[type(action)],
                 reason=action.reason,
                 onset=ruling.onset,
@@ -317,3 +317,8 @@ class Replay:
         for record in due:
             self._records[:] = with_state(self._records, record.serial, State.clean)
         self._unproven = any(r.state is State.committed for r in self._records)
+
+
+def _verdict_word(verdict: Verdict, action: Action) -> str:
+    kind = Kind.level_shift if isinstance(action, Rebaseline) else verdict.kind
+    return kind.value

@@ -165,14 +165,22 @@ class Baseline:
     def _norm_creep(self, usual: float) -> float:
         """How far the newest log norms lie above the usual one; 0 where noise would explain it.
 
-        Two of the newest eight (one alone may be a hard batch), or the very last one by far.
+        The very last one by far; two of the newest eight (one alone may be a hard batch); or
+        a rise over the whole window, which takes its median and its spread along: a straight
+        one ends two such spreads above where it began, noise less than half a spread.
         """
         sigma = self._log_norm.sigma()
         newest = self._log_norm.newest(_BEFORE_STEPS)
         last, second = newest[0] - usual, sorted(newest)[-2:][0] - usual
-        if last > max(4 * sigma, math.log(2.0)):
-            return last
-        return second if second > max(3 * sigma, math.log(1.5)) else 0.0
+        values = self._log_norm.values()
+        quarter = max(1, len(values) // 4)
+        rise = statistics.median(values[-quarter:]) - statistics.median(values[:quarter])
+        signs = [
+            (last, max(4 * sigma, math.log(2.0))),
+            (second, max(3 * sigma, math.log(1.5))),
+            (rise, max(1.2 * sigma, math.log(1.25))),
+        ]
+        return max((sign for sign, least in signs if sign > least), default=0.0)
 
     def judge(self, signals: StepSignals) -> Verdict:
         """The verdict on one attempted step. Pure: nothing is admitted here."""
