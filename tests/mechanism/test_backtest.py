@@ -91,7 +91,7 @@ def test_told_columns_and_what_is_said_when_they_are_not_there(tmp_path: Path) -
     recording = read_curve(str(path), Names(loss="b - loss", step="when"))
     assert list(recording.curve.losses) == [4.0, 4.1]
     assert list(recording.curve.steps) == [1, 2]
-    with pytest.raises(ConfigError, match="--grad-norm gn: not in .*'when', 'a - loss'"):
+    with pytest.raises(ConfigError, match=r"--grad-norm gn: not in .*'when', 'a - loss'"):
         read_curve(str(path), Names(loss="b - loss", grad_norm="gn"))
     other = write_csv(tmp_path / "b.csv", ["x", "y"], [[1, 2]])
     with pytest.raises(ConfigError, match="no loss among 'x', 'y'; name it: --loss NAME"):
