@@ -183,7 +183,7 @@ class Replay:
     def _act(self, row: int, signals: StepSignals, ruling: Ruling) -> int:
         """What the loop would do; returns the row to read next."""
         action, verdict = ruling.action, ruling.verdict
-        self._baseline.refuse()
+        self._baseline.refuse(signals)
         undone, following = 0, row + 1
         if isinstance(action, Discard):
             self._discard(signals, verdict)

@@ -45,6 +45,8 @@ class JudgeRules:
     min_history: int
     loss_sigmas: float
     loss_floor: float
+    pair_sigmas: float
+    pair_floor: float
     norm_sigmas: float
     norm_floor: float
     drift_slack: float
@@ -66,7 +68,7 @@ _DRIFT_STEPS = 10
 _DRIFT_SIGMAS = 16.0
 # The best level held is forgotten by one slack in so many steps: what rises slower than that
 # is the data or the schedule.
-_DRIFT_MEMORY = 2000
+_DRIFT_MEMORY = 1000
 # What counts as normal norm before trouble: these many newest clean steps.
 _BEFORE_STEPS = 8
 
@@ -80,21 +82,27 @@ class Baseline:
     jump. How far a healthy loss lies from the second (the surprise: its bias where the loss
     falls, its spread) is measured on the window too, so no slope has to be assumed.
 
+    One high loss may be a hard batch, two in a row are less likely so: after a step above the
+    pair limit that limit holds. So a small lasting jump is found by its second step in noise in
+    which a single step of its height is nothing.
+
     The limits in force lag one applied step behind the statistics. On CUDA the host reads
     the numbers one step late; with the lag, reading late and reading at once give the same
-    limits and so the same run, bit for bit.
+    limits and so the same run, bit for bit. Which of the two holds does not lag; an engine that
+    reads late must keep that one bit on the device: whether the loss before was above its own
+    pair limit.
     """
 
     def __init__(self, rules: JudgeRules) -> None:
         self._rules = rules
         self._clear([], [], [])
-        self._next_limits = Limits()
+        self._limits = self._next_limits = (Limits(), Limits())
+        self._after_high = False
         self._level: float | None = None
         self._next_level: float | None = None
         self._best_level = math.inf
         self._drift = 0.0
         self._drift_onset = (0, 0)
-        self.limits = Limits()
         self.first_loss = math.nan
         self.clean_streak = 0
 
@@ -113,9 +121,15 @@ class Baseline:
         self._slack = max(self._rules.drift_slack, sigma)
         self._alarm = max(self._rules.drift_nats, _DRIFT_SIGMAS * sigma)
 
+    @property
+    def limits(self) -> Limits:
+        """The gate's bounds for the next step."""
+        return self._limits[self._after_high]
+
     def accept(self, signals: StepSignals) -> None:
         """Admit an applied, clean step."""
         self.clean_streak += 1
+        self._after_high = self._is_high(signals)
         if not self._rules.enabled:
             return  # what was not judged may be anything, NaN included
         if math.isnan(self.first_loss):
@@ -128,11 +142,16 @@ class Baseline:
         self._take_spread(self._loss.sigma())
         level = median_of_sorted(sorted(self._loss.newest(_LEVEL_STEPS)))
         self._level, self._next_level = self._next_level, level
-        self.limits, self._next_limits = self._next_limits, self._compute_limits(level)
+        self._limits, self._next_limits = self._next_limits, self._compute_limits(level)
 
-    def refuse(self) -> None:
+    def refuse(self, signals: StepSignals) -> None:
         """Note a step that was not clean: probations of checkpoints begin anew."""
         self.clean_streak = 0
+        self._after_high = self._is_high(signals)
+
+    def _is_high(self, signals: StepSignals) -> bool:
+        # NaN is high: what compares False with everything must not pass for low.
+        return not signals.loss <= self._limits[True].loss
 
     def restart_at(self, losses: list[float], grad_norms: list[float]) -> None:
         """Take a new level as normal: forget the old statistics, begin with these values."""
@@ -142,8 +161,8 @@ class Baseline:
         self._level = self._next_level = center
         self._best_level = math.inf
         self._drift = 0.0
-        self._next_limits = self._compute_limits(center)
-        self.limits = self._next_limits
+        self._limits = self._next_limits = self._compute_limits(center)
+        self._after_high = False
 
     def recent(self, count: int) -> list[tuple[float, float]]:
         """(loss, grad norm) of the newest clean steps, in order."""
@@ -214,8 +233,9 @@ class Baseline:
     def _explain_spike(self, signals: StepSignals) -> str:
         parts = []
         if signals.loss > self.limits.loss:
+            when = " after a high one" if self._after_high else ""
             parts.append(
-                f"loss {signals.loss:.3f} > limit {self.limits.loss:.3f} "
+                f"loss {signals.loss:.3f} > limit {self.limits.loss:.3f}{when} "
                 f"(median {self._loss.median():.3f}, of the last {_LEVEL_STEPS} steps "
                 f"{self._next_level:.3f})"
             )
@@ -226,26 +246,34 @@ class Baseline:
             )
         return ", ".join(parts)
 
-    def _compute_limits(self, level: float) -> Limits:
+    def _compute_limits(self, level: float) -> tuple[Limits, Limits]:
+        """The limits after a usual step and after a high one."""
         rules = self._rules
         if not rules.enabled or len(self._loss) < rules.min_history:
-            return Limits()
+            return _NO_LIMITS
         median = self._loss.median()
         # The best level is held by as many steps as the window has, not by a lucky few.
         self._best_level = min(self._best_level + rules.drift_slack / _DRIFT_MEMORY, median)
-        window_limit = median + max(rules.loss_sigmas * self._sigma, rules.loss_floor)
         newest = median_of_sorted(sorted(self._surprise.newest(_BIAS_STEPS)))
         bias = min(0.0, max(self._surprise.median(), newest, -_MOST_BIAS * rules.loss_floor))
-        margin = max(rules.loss_sigmas * self._surprise.sigma(), rules.loss_floor)
-        level_limit = level + bias + margin
+        short, sigma, spread = level + bias, self._sigma, self._surprise.sigma()
+        alone = min(
+            median + max(rules.loss_sigmas * sigma, rules.loss_floor),
+            short + max(rules.loss_sigmas * spread, rules.loss_floor),
+        )
+        again = min(
+            median + max(rules.pair_sigmas * sigma, rules.pair_floor),
+            short + max(rules.pair_sigmas * spread, rules.pair_floor),
+        )
         log_norm = self._log_norm.median() + max(
             rules.norm_sigmas * self._log_norm.sigma(), rules.norm_floor
         )
-        return Limits(loss=min(window_limit, level_limit), grad_norm=math.exp(min(log_norm, 700.0)))
+        norm = math.exp(min(log_norm, 700.0))
+        return Limits(loss=alone, grad_norm=norm), Limits(loss=again, grad_norm=norm)
 
     def _excess(self, loss: float) -> float:
         """Page's test (CUSUM, 1954) against the best level held; slack grows with the noise."""
-        if self.limits.loss == math.inf:
+        if self._limits[False].loss == math.inf:
             return 0.0  # armed no earlier than the gate, or one unjudged spike would be a drift
         return min(loss - self._best_level - self._slack, self._alarm / _DRIFT_STEPS)
 
@@ -262,8 +290,9 @@ class Baseline:
             "log_norm": self._log_norm.values(),
             "level": self._level,
             "next_level": self._next_level,
-            "limits": _limits_to_json(self.limits),
-            "next_limits": _limits_to_json(self._next_limits),
+            "limits": [_limits_to_json(limits) for limits in self._limits],
+            "next_limits": [_limits_to_json(limits) for limits in self._next_limits],
+            "after_high": self._after_high,
             "best_level": _finite(self._best_level),
             "drift": self._drift,
             "drift_onset": list(self._drift_onset),
@@ -275,8 +304,9 @@ class Baseline:
         """Inverse of :meth:`to_json`."""
         self._clear(state["loss"], state["surprise"], state["log_norm"])
         self._level, self._next_level = state["level"], state["next_level"]
-        self.limits = _limits_from_json(state["limits"])
+        self._limits = _limits_from_json(state["limits"])
         self._next_limits = _limits_from_json(state["next_limits"])
+        self._after_high = state["after_high"]
         self._best_level = math.inf if state["best_level"] is None else state["best_level"]
         self._drift = state["drift"]
         self._drift_onset = (state["drift_onset"][0], state["drift_onset"][1])
@@ -297,6 +327,15 @@ def _limits_to_json(limits: Limits) -> list[float | None]:
     return [_finite(limits.loss), _finite(limits.grad_norm)]
 
 
-def _limits_from_json(values: list[float | None]) -> Limits:
-    loss, norm = (math.inf if value is None else value for value in values)
-    return Limits(loss=loss, grad_norm=norm)
+def _limits_from_json(pair: list[list[float | None]]) -> tuple[Limits, Limits]:
+    usual, again = (
+        Limits(loss=_or_infinite(loss), grad_norm=_or_infinite(norm)) for loss, norm in pair
+    )
+    return usual, again
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+_NO_LIMITS = (Limits(), Limits())

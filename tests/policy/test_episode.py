@@ -129,7 +129,7 @@ def test_a_slow_rise_is_a_divergence(norms: list[float], cause: str) -> None:
 
 def test_a_jump_on_top_of_a_rise_is_a_divergence_too() -> None:
     guarded = run()
-    guarded.go_on([(3.0 + 0.02 * at, 0.3) for at in range(20)])
+    guarded.go_on([(3.0 + 0.006 * at, 0.3) for at in range(41)])
     [finding] = guarded.go_on([(5.0, 2.0)] * 3)
     assert finding.shape == "divergence"
 

@@ -113,8 +113,10 @@ def test_not_armed_before_min_history() -> None:
 def test_refused_steps_change_no_limit() -> None:
     clean, hit = steady(30), steady(30)
     for loss, norm in [(1e6, 1e6), (math.nan, math.inf), (3.9, 1.0)] * 20:
-        assert hit.judge(attempted(31, loss, norm)).kind is not Kind.clean
-        hit.refuse()
+        signals = attempted(31, loss, norm)
+        assert hit.judge(signals).kind is not Kind.clean
+        hit.refuse(signals)
+    hit.refuse(attempted(31, 3.0, 1e6))  # not high: the usual limit holds again
     assert hit.limits == clean.limits
     for step in (31, 32, 33):
         for baseline in (clean, hit):
@@ -126,7 +128,7 @@ def test_refused_steps_change_no_limit() -> None:
 def test_the_streak_counts_clean_steps_since_the_last_refusal() -> None:
     baseline = steady(12)
     assert baseline.clean_streak == 12
-    baseline.refuse()
+    baseline.refuse(attempted(13, 9.0))
     assert baseline.clean_streak == 0
     baseline.accept(attempted(13))
     assert baseline.clean_streak == 1
@@ -215,9 +217,8 @@ def test_a_healthy_falling_curve_is_clean_throughout(seed: int, sigma: float) ->
 
 
 def test_no_single_step_is_a_drift_and_the_onset_is_where_the_rise_began() -> None:
-    baseline = Baseline(
-        judge_rules(window=4, min_history=4, loss_floor=10.0, drift_slack=0.1, drift_nats=2.0)
-    )
+    lax = {"loss_floor": 10.0, "pair_floor": 10.0, "drift_slack": 0.1, "drift_nats": 2.0}
+    baseline = Baseline(judge_rules(window=4, min_history=4, **lax))
     assert watch(baseline, [1.0, 1.0, 1.0, 1.0, 1.0, 1.5, 0.5, 0.5]) is None, "a rise that healed"
     assert watch(baseline, [9.0, 0.5, 0.5], first=9) is None, "one hard batch"
     verdict = watch(baseline, [2.0] * 30, first=12)
@@ -226,10 +227,38 @@ def test_no_single_step_is_a_drift_and_the_onset_is_where_the_rise_began() -> No
     assert (verdict.onset_step, verdict.onset) == (12, 11 * BATCH), "not the ones that healed"
 
 
+@pytest.mark.parametrize(
+    ("losses", "found"),
+    [
+        ([3.3, 3.0, 3.3, 3.0, 3.3], None),  # hard batches, never two in a row
+        ([3.3, 3.3], 2),  # too little for one, enough for two
+        ([3.2, 3.2, 3.2], None),  # below the pair limit
+        ([3.3, 3.2, 3.3], None),  # one of them is
+        ([3.5], 1),
+    ],
+)
+def test_two_high_losses_in_a_row(losses: list[float], found: int | None) -> None:
+    baseline = steady(30, loss_floor=0.4, pair_floor=0.25)
+    verdict = watch(baseline, losses, first=31)
+    assert (None if verdict is None else verdict.onset_step - 30) == found
+    if found == 2:
+        assert verdict is not None
+        assert "limit 3.250 after a high one" in verdict.reason
+
+
+def test_what_was_refused_or_not_finite_is_high_too() -> None:
+    baseline = steady(30, loss_floor=0.4, pair_floor=0.25)
+    for bad in (attempted(31, 9.0), attempted(31, math.nan)):
+        baseline.refuse(bad)
+        assert baseline.limits.loss == pytest.approx(3.25)
+    baseline.accept(attempted(31, 3.0))
+    assert baseline.limits.loss == pytest.approx(3.4)
+
+
 @pytest.mark.parametrize("sigma", [0.05, 0.3, 1.0, 3.0])
 def test_noise_of_any_size_is_no_drift(sigma: float) -> None:
     noise = random.Random(7)
-    baseline = Baseline(judge_rules(loss_sigmas=50.0))
+    baseline = Baseline(judge_rules(loss_sigmas=50.0, pair_sigmas=50.0))
     assert watch(baseline, (9.0 + noise.gauss(0, sigma) for _ in range(3000))) is None
 
 
@@ -243,7 +272,7 @@ def test_restart_at_takes_a_new_level_as_normal() -> None:
 
 
 def test_restart_at_forgets_the_drift_so_far() -> None:
-    drift = {"loss_floor": 1.0, "drift_slack": 0.1, "drift_nats": 2.0}
+    drift = {"loss_floor": 1.0, "pair_floor": 1.0, "drift_slack": 0.1, "drift_nats": 2.0}
     baseline = steady(30, **drift)
     assert watch(baseline, [3.3] * 9, first=31) is None  # 9 of at least 10 steps
     baseline.restart_at([3.3] * 12, [1.0] * 12)
@@ -286,7 +315,7 @@ def test_json_round_trip_is_exact_and_judges_on_alike(history: int, seed: int) -
     for step in range(1, history + 1):  # rising, so that limits move and a drift piles up
         one.accept(attempted(step, draw.gauss(2.0 + 0.02 * step, 0.1), 10 ** draw.gauss(0, 0.2)))
     if draw.random() < 0.3:
-        one.refuse()
+        one.refuse(attempted(history + 1, 9.0))
     text = json.dumps(one.to_json(), allow_nan=False)
     two = Baseline(judge_rules(**TIGHT))
     two.load_json(json.loads(text))
@@ -299,7 +328,7 @@ def test_json_round_trip_is_exact_and_judges_on_alike(history: int, seed: int) -
             if verdict.kind is Kind.clean:
                 baseline.accept(signals)
             else:
-                baseline.refuse()
+                baseline.refuse(signals)
         assert one.limits == two.limits
         assert (one.clean_streak, held_level(one)) == (two.clean_streak, held_level(two))
     assert one.to_json() == two.to_json()
