@@ -136,7 +136,7 @@ class Loop:
         if isinstance(action, Apply):
             self._advance(scene, verdict)
             return
-        self._state.baseline.refuse()
+        self._state.baseline.refuse(signals)
         if isinstance(action, Discard):
             self._recovery.discard(self._state, scene, verdict, action)
         elif isinstance(action, Rebaseline):
