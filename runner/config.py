@@ -275,6 +275,11 @@ class GuardConfig:
         3, "bad steps among the last persist_window that force a rollback", trajectory=True, ge=1
     )
     persist_window: int = key(10, "see persist, in attempted steps", trajectory=True, ge=1)
+    skip: bool = key(
+        True,
+        "false: after a rollback the same samples are read again (for comparison only)",
+        trajectory=True,
+    )
     margin: int = key(
         1, "steps' worth of samples skipped before the onset as well", trajectory=True, ge=0
     )

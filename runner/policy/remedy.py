@@ -34,6 +34,7 @@ class RemedyRules:
     batch: int
     persist: int
     persist_window: int
+    skip: bool
     margin: int
     ahead: int
     back: int
@@ -73,11 +74,15 @@ class Rebaseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """Go back to the first usable of ``targets`` (best first) and never read ``skip``."""
+    """Go back to the first usable of ``targets`` (best first) and never read ``skip``.
+
+    ``read_again``: do read it, as a plain restart would (``guard.skip=false``).
+    """
 
     reason: str
     targets: tuple[Record, ...]
     skip: tuple[int, int]
+    read_again: bool
     onset_step: int
     repeat: int
     cut_factor: float
@@ -321,6 +326,7 @@ def _go_back(case: Case) -> Rollback | Halt:
         reason=_explain(case, cool),
         targets=tuple(targets[older_first_choice:]),
         skip=skip,
+        read_again=not rules.skip,
         onset_step=onset_step,
         repeat=repeat,
         cut_factor=rules.cooldown if cool else 1.0,

@@ -246,6 +246,8 @@ class Replay:
                     "cursor": target.cursor,
                     "serial": target.serial,
                     "next_serial": self._next_serial,
+                    # Read again, a recorded row would be the same trouble for ever.
+                    "read_again": False,
                     "repeat": action.repeat,
                     "metrics_bytes": 0,
                     "cut_factor": action.cut_factor,

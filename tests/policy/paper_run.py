@@ -167,6 +167,7 @@ class PaperRun:
                     "cursor": target.cursor,
                     "serial": target.serial,
                     "next_serial": self._next_serial,
+                    "read_again": action.read_again,
                     "repeat": action.repeat,
                     "metrics_bytes": 0,
                     "cut_factor": action.cut_factor,

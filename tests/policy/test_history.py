@@ -53,6 +53,7 @@ def rollback(to: int, next_serial: int, skip: tuple[int, int], **detail: Any) ->
         "cursor": 80 * to,
         "serial": to,
         "next_serial": next_serial,
+        "read_again": False,
         "repeat": 0,
         "metrics_bytes": 0,
         "cut_factor": 1.0,
@@ -105,6 +106,12 @@ def test_the_ledger_holds_what_was_told_discarded_and_rolled_back_over() -> None
     assert list(history.ledger) == [(0, 8), (50, 60), (100, 132), (200, 208)]
     assert history.num_discarded == 2
     assert len(history.incidents) == 5
+
+
+def test_what_is_to_be_read_again_is_not_in_the_ledger() -> None:
+    history = folded(START, rollback(2, 4, (100, 132), read_again=True))
+    assert list(history.ledger) == []
+    assert len(history.rollbacks) == 1
 
 
 def test_starts_are_counted() -> None:

@@ -315,6 +315,16 @@ def test_drift_goes_back_at_once_from_where_it_began() -> None:
     assert "bad steps" not in action.reason
 
 
+def test_without_skipping_the_same_samples_are_read_again() -> None:
+    run = run_to(38, skip=False, persist=1)
+    action = run.attempt(Kind.spike)
+    assert isinstance(action, Rollback)
+    assert action.read_again
+    assert list(run.history.ledger) == []
+    run.healthy(8)
+    assert run.cursor == 38 * BATCH, "where the trouble was"
+
+
 def palm_rules() -> RemedyRules:
     """The shipped preset over the defaults."""
     names = {spec.name for spec in dataclasses.fields(RemedyRules)}
