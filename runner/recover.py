@@ -109,7 +109,8 @@ class Recovery:
         incident = Incident(
             kind="rollback",
             step=scene.signals.step,
-            decision=f"back to step {manifest.step}, skip samples "
+            decision=f"back to step {manifest.step}, "
+            f"{'read again' if action.read_again else 'skip'} samples "
             f"{action.skip[0]}-{action.skip[1] - 1}",
             reason=action.reason,
             ranks=ranks,
@@ -125,6 +126,7 @@ class Recovery:
                 "cursor": manifest.cursor,
                 "serial": manifest.serial,
                 "next_serial": self._ring.next_serial,
+                "read_again": action.read_again,
                 "repeat": action.repeat,
                 "metrics_bytes": metrics_bytes,
                 "cut_factor": action.cut_factor,
