@@ -248,7 +248,7 @@ class GuardConfig:
         ge=0,
     )
     norm_sigmas: float = key(
-        8.0,
+        10.0,
         "spike: log grad norm above its median by this many robust sigmas",
         trajectory=True,
         gt=0,

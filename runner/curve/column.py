@@ -18,6 +18,12 @@ train_batch_loss train_total_loss loss_metrics_global_avg_loss ce_loss cross_ent
 _NORMS = """grad_norm train_grad_norm gradient_norm train_gradient_norm global_grad_norm gradnorm
 grad_norm_training total_grad_norm optim_total_grad_norm train_global_grad_norm
 l2_norm_grad_global train_gnorm gnorm norm train_norm"""
+# Else the only column that looks like it, held-out losses aside.
+_LOOKS = {
+    STEP: re.compile(r"(^|_)(step|iteration|iter|update)s?$"),
+    LOSS: re.compile(r"^(?!.*(val|eval|test|held|aux|balanc|z_loss|min|max)).*loss"),
+    GRAD_NORM: re.compile(r"^(?!.*(param|weight|clip)).*grad.*norm"),
+}
 _COMMON = {STEP: _STEPS.split(), LOSS: _LOSSES.split(), GRAD_NORM: _NORMS.split()}
 
 
@@ -44,7 +50,10 @@ def find(option: str, names: Sequence[str], told: str | None, source: str) -> st
         fitting = [name for name in names if plain(name) == common]
         if fitting:
             return _only(fitting, option, source)
-    return None
+    fitting = [name for name in names if _LOOKS[option].search(plain(name))]
+    if len(fitting) > 1 and option == LOSS:
+        return _only(fitting, option, source)
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def _only(fitting: Sequence[str], option: str, source: str) -> str:

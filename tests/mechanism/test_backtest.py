@@ -60,6 +60,8 @@ def backtest(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[dict[str,
         ("iteration", "lm loss", "grad-norm"),
         ("_step", "train/loss", "train/grad_norm"),
         ("Step", "run-7 - train/loss", "run-7 - train/grad_norm"),
+        ("tokens/iteration", "lm-loss-training/lm loss", "grad-norm/grad-norm"),
+        ("optimizer_step", "pretrain_loss_mean", "gradients/global norm"),
     ],
 )
 def test_columns_are_found_by_common_names(tmp_path: Path, head: tuple[str, ...]) -> None:
@@ -69,6 +71,17 @@ def test_columns_are_found_by_common_names(tmp_path: Path, head: tuple[str, ...]
     assert list(recording.curve.losses) == [row[1] for row in rows]
     assert list(recording.curve.grad_norms) == [0.5] * 5
     assert recording.notes == ()
+
+
+def test_a_held_out_loss_is_not_taken_for_the_loss(tmp_path: Path) -> None:
+    head = ["step", "val/loss", "my_loss", "eval_loss", "param_grad_norm"]
+    path = write_csv(tmp_path / "a.csv", head, [[1, 9.0, 3.0, 8.0, 0.1], [2, 9.0, 3.1, 8.0, 0.1]])
+    recording = read_curve(str(path))
+    assert list(recording.curve.losses) == [3.0, 3.1]
+    assert recording.notes == ("no grad norm: judged on the loss alone",)
+    two = write_csv(tmp_path / "b.csv", ["step", "a_loss", "b_loss"], [[1, 2, 3]])
+    with pytest.raises(ConfigError, match="'a_loss', 'b_loss' could all be --loss"):
+        read_curve(str(two))
 
 
 def test_a_wandb_export_with_ranges_and_empty_cells(tmp_path: Path) -> None:
