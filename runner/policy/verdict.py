@@ -262,6 +262,7 @@ class Baseline:
             short + max(rules.loss_sigmas * spread, rules.loss_floor),
         )
         again = min(
+            alone,  # the second is never allowed more than the first
             median + max(rules.pair_sigmas * sigma, rules.pair_floor),
             short + max(rules.pair_sigmas * spread, rules.pair_floor),
         )

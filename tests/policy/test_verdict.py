@@ -253,6 +253,13 @@ def test_two_high_losses_in_a_row(losses: list[float], found: int | None) -> Non
         assert "limit 3.250 after a high one" in verdict.reason
 
 
+def test_a_second_high_loss_is_never_allowed_more_than_a_first() -> None:
+    baseline = steady(30, loss_floor=0.2, loss_sigmas=1.0, pair_floor=0.9, pair_sigmas=9.0)
+    usual = baseline.limits.loss
+    baseline.refuse(attempted(31, 9.0))
+    assert baseline.limits.loss == usual == pytest.approx(3.2)
+
+
 def test_what_was_refused_or_not_finite_is_high_too() -> None:
     baseline = steady(30, loss_floor=0.4, pair_floor=0.25)
     for bad in (attempted(31, 9.0), attempted(31, math.nan)):
