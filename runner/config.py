@@ -236,7 +236,7 @@ class GuardConfig:
         ge=0,
     )
     pair_sigmas: float = key(
-        3.5,
+        3.0,
         "spike: the second of two losses in a row that lie this many robust sigmas above the level",
         trajectory=True,
         gt=0,

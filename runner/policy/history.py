@@ -104,7 +104,7 @@ class History:
 
     def _add_rollback(self, incident: Incident, skip: tuple[int, int], seq: int) -> None:
         detail = incident.detail
-        if not detail["read_again"]:
+        if not detail.get("read_again", False):
             self.ledger.add(*skip)
         self.rollbacks.append(
             RollbackRecord(
