@@ -19,6 +19,7 @@ from runner.error import EXIT_CRASH, RunnerError, StartError
 COMMANDS = {
     "ring": "runner.command.ring:ring_command",
     "import": "runner.command.import_:import_command",
+    "backtest": "runner.command.backtest:backtest_command",
     "launch": "runner.command.launch:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
     "slurm": "runner.command.slurm:slurm_command",

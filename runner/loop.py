@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runner.checkpoint.protocol import Moment
 from runner.checkpoint.ring import Ring
@@ -16,18 +16,15 @@ from runner.dist.heartbeat import Heartbeat
 from runner.error import Halted, Preempted, SaveError
 from runner.observe.journal import Journal
 from runner.policy.history import Incident, discarded_signals
-from runner.policy.remedy import Action, Apply, Discard, Halt, Rebaseline, RemedyRules, decide
+from runner.policy.pilot import rule
+from runner.policy.remedy import Apply, Discard, Halt, Rebaseline, RemedyRules
 from runner.policy.schedule import Schedule, cut_factor
-from runner.policy.signals import StepSignals
 from runner.policy.verdict import Kind, Verdict
 from runner.recover import Recovery, Scene
 from runner.report import Reporter
 from runner.state import TrainState
 from runner.step import Stepper
 from runner.stop import StopRequest
-
-# A level above what an untrained model reaches, by more than noise, is no data mix.
-_UNTRAINED_MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +126,17 @@ class Loop:
 
     def _judge_and_act(self, scene: Scene) -> None:
         signals = scene.signals
-        verdict = self._state.baseline.judge(signals)
-        if signals.withheld is not None:  # nothing was applied, whatever the judge makes of it
-            verdict = replace(verdict, kind=Kind.non_finite, reason=signals.withheld)
-        action = self._decide(verdict, signals)
+        ruling = rule(
+            signals,
+            baseline=self._state.baseline,
+            trouble=self._state.trouble,
+            history=self._journal.history,
+            ring=self._ring.records,
+            rules=self._rules,
+        )
+        verdict, action = ruling.verdict, ruling.action
+        if ruling.finding is not None:
+            self._recovery.conclude(scene, ruling.finding)
         if scene.known is not None and isinstance(action, Apply):
             # Settings were changed on purpose since; what was discarded stays discarded.
             action = Discard(reason=scene.known.reason)
@@ -140,7 +144,7 @@ class Loop:
         if isinstance(action, Apply):
             self._advance(scene, verdict)
             return
-        self._state.baseline.refuse()
+        self._state.baseline.refuse(signals)
         if isinstance(action, Discard):
             self._recovery.discard(self._state, scene, verdict, action)
         elif isinstance(action, Rebaseline):
@@ -154,20 +158,6 @@ class Loop:
             self._known_discards.clear()
             self._heart.enter("roll back")
             self._recovery.roll_back(self._state, scene, verdict, action)
-
-    def _decide(self, verdict: Verdict, signals: StepSignals) -> Action:
-        trouble = self._state.trouble
-        trouble.note(signals, is_bad=verdict.kind in (Kind.non_finite, Kind.spike))
-        return decide(
-            verdict,
-            signals,
-            trouble,
-            self._journal.history,
-            self._ring.records,
-            self._rules,
-            untrained_loss=self._state.baseline.first_loss * _UNTRAINED_MARGIN,
-            recent=self._state.baseline.recent(self._rules.level_steps),
-        )
 
     def _advance(self, scene: Scene, verdict: Verdict) -> None:
         """The update was applied: move on, evaluate, prove and save checkpoints."""

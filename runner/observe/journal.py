@@ -74,9 +74,11 @@ class Journal:
                 self._file.append(head | incident.to_json(), durably=True)
             self.history.add(incident)
 
-    def add_once(self, incident: Incident) -> None:
+    def add_once(self, incident: Incident) -> bool:
         """:meth:`add`, unless a restart repeats an incident that is there already."""
         known = (incident.kind, incident.step, incident.samples, incident.reason)
         past = self.history.incidents
-        if all((i.kind, i.step, i.samples, i.reason) != known for i in past):
+        is_new = all((i.kind, i.step, i.samples, i.reason) != known for i in past)
+        if is_new:
             self.add(incident)
+        return is_new
