@@ -113,13 +113,14 @@ class Baseline:
         self._loss = Window(size, losses)
         self._surprise = Window(size, surprises)
         self._log_norm = Window(size, log_norms)
-        self._take_spread(self._loss.sigma() if len(self._loss) else 0.0)
+        self._measure_loss()
 
-    def _take_spread(self, sigma: float) -> None:
-        """What follows from the noise of the loss."""
-        self._sigma = sigma
-        self._slack = max(self._rules.drift_slack, sigma)
-        self._alarm = max(self._rules.drift_nats, _DRIFT_SIGMAS * sigma)
+    def _measure_loss(self) -> None:
+        """Level and noise of the window's losses, and what the drift test takes from them."""
+        measured = self._loss.center_and_sigma() if len(self._loss) else (0.0, 0.0)
+        self._median, self._sigma = measured
+        self._slack = max(self._rules.drift_slack, self._sigma)
+        self._alarm = max(self._rules.drift_nats, _DRIFT_SIGMAS * self._sigma)
 
     @property
     def limits(self) -> Limits:
@@ -139,7 +140,7 @@ class Baseline:
             self._surprise.push(signals.loss - self._level)
         self._loss.push(signals.loss)
         self._log_norm.push(_log(signals.grad_norm))
-        self._take_spread(self._loss.sigma())
+        self._measure_loss()
         level = median_of_sorted(sorted(self._loss.newest(_LEVEL_STEPS)))
         self._level, self._next_level = self._next_level, level
         self._limits, self._next_limits = self._next_limits, self._compute_limits(level)
@@ -251,12 +252,12 @@ class Baseline:
         rules = self._rules
         if not rules.enabled or len(self._loss) < rules.min_history:
             return _NO_LIMITS
-        median = self._loss.median()
         # The best level is held by as many steps as the window has, not by a lucky few.
+        median, sigma = self._median, self._sigma
         self._best_level = min(self._best_level + rules.drift_slack / _DRIFT_MEMORY, median)
+        surprise, spread = self._surprise.center_and_sigma()
         newest = median_of_sorted(sorted(self._surprise.newest(_BIAS_STEPS)))
-        bias = min(0.0, max(self._surprise.median(), newest, -_MOST_BIAS * rules.loss_floor))
-        short, sigma, spread = level + bias, self._sigma, self._surprise.sigma()
+        short = level + min(0.0, max(surprise, newest, -_MOST_BIAS * rules.loss_floor))
         alone = min(
             median + max(rules.loss_sigmas * sigma, rules.loss_floor),
             short + max(rules.loss_sigmas * spread, rules.loss_floor),
@@ -266,9 +267,8 @@ class Baseline:
             median + max(rules.pair_sigmas * sigma, rules.pair_floor),
             short + max(rules.pair_sigmas * spread, rules.pair_floor),
         )
-        log_norm = self._log_norm.median() + max(
-            rules.norm_sigmas * self._log_norm.sigma(), rules.norm_floor
-        )
+        usual, sigma = self._log_norm.center_and_sigma()
+        log_norm = usual + max(rules.norm_sigmas * sigma, rules.norm_floor)
         norm = math.exp(min(log_norm, 700.0))
         return Limits(loss=alone, grad_norm=norm), Limits(loss=again, grad_norm=norm)
 

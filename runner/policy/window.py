@@ -53,7 +53,12 @@ class Window:
 
     def sigma(self) -> float:
         """Robust standard deviation: 1.4826 times the median absolute deviation."""
-        return MAD_TO_SIGMA * self._median_deviation(median_of_sorted(self._sorted))
+        return self.center_and_sigma()[1]
+
+    def center_and_sigma(self) -> tuple[float, float]:
+        """Both at the price of one."""
+        center = median_of_sorted(self._sorted)
+        return center, MAD_TO_SIGMA * self._median_deviation(center)
 
     def _median_deviation(self, center: float) -> float:
         """The middle one of ``|value - center|``.
