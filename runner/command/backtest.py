@@ -40,7 +40,7 @@ def backtest_command(given: Sequence[str]) -> int:
     Raises:
         ConfigError: a file, a column or an override that cannot be used.
     """
-    options = _parser().parse_args(given)
+    options = _parser().parse_intermixed_args(given)
     files = [text for text in options.what if not _is_override(text)]
     overrides = [text for text in options.what if _is_override(text)]
     if options.help or not files:

@@ -219,7 +219,8 @@ def test_one_line_per_file_and_overrides_as_in_training(tmp_path: Path, backtest
     assert second == {"file": str(good), "rows": 300, "decisions": []}
     [lax] = backtest(bad, "guard.loss_floor=20")
     assert lax["decisions"] == []
-    [strict] = backtest(bad, "guard.persist=1", "checkpoint.every=20")
+    # Options and overrides in any order.
+    [strict] = backtest(bad, "guard.persist=1", "--loss", "loss", "checkpoint.every=20")
     assert [d["action"] for d in strict["decisions"]] == ["rollback"]
 
 
