@@ -108,11 +108,15 @@ def _drill(folder: Path, ending: str, point: str, rank: int, extra: str, expecte
     struck = [path.stat().st_mtime for path in (out / "faults").glob(f"{ending}-*")]
     crashes = [line for line in journal if line["kind"] == "crash"]
     starts = [line["time"] for line in journal if line["kind"] == "start"]
+    # The first rank writes the journal: of its own death the next start tells, from the cause
+    # that its neighbours wrote down.
+    causes = [path.stat().st_mtime for path in (out / "incidents").glob("*/cause.json")]
+    told = causes + [line["time"] for line in crashes]
     return Row(
         ending=ending,
         point=point,
         rank=rank,
-        noticed=crashes[0]["time"] - struck[0] if crashes and struck else None,
+        noticed=min(told) - struck[0] if told and struck else None,
         again=starts[1] - struck[0] if len(starts) > 1 and struck else None,
         named=crashes[0]["ranks"] if crashes else None,
         is_same=_digest(out) == expected,
