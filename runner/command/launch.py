@@ -49,7 +49,14 @@ def launch_command(arguments: Sequence[str]) -> int:
         sys.stdout.write(shlex.join(command) + "\n")
         return 0
     environment = torchrun.environment(os.environ, agent)
-    return run_supervised(options, command, out=out, environment=environment, shielded=True)
+    return run_supervised(
+        options,
+        command,
+        out=out,
+        environment=environment,
+        shielded=True,
+        rendezvous=agent.name if nodes.most > 1 else None,
+    )
 
 
 def _parser() -> Parser:

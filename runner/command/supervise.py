@@ -87,8 +87,13 @@ def run_supervised(
     out: Path,
     environment: Mapping[str, str],
     shielded: bool = False,
+    rendezvous: str | None = None,
 ) -> int:
-    """Supervise a command that may or may not start the runner; returns the exit code."""
+    """Supervise a command that may or may not start the runner; returns the exit code.
+
+    Args:
+        rendezvous: where this is one of several nodes, each with a supervisor: its name.
+    """
     diagnose = False
     if "runner" in command:
         overrides = given.overrides_of(command)
@@ -105,7 +110,8 @@ def run_supervised(
         return _run_as_a_part(make_job(1, False))
     supervisor = Supervisor(
         out=out,
-        launch_id=new_launch_id(environment),
+        launch_id=rendezvous or new_launch_id(environment),
+        node=os.uname().nodename if rendezvous else None,
         rules=rules,
         make_job=make_job,
         say=say,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.error import EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT, EXIT_PREEMPTED
-from runner.launch.supervisor import LAUNCH_ID
 from runner.launch.torchrun import DEFAULT_PORT
 
 # Kubeflow asks for this name of the replicated job and of its container.
@@ -162,7 +161,6 @@ def _pod(pods: Pods, overrides: Sequence[str]) -> Manifest:
         "name": _CONTAINER,
         "image": pods.image,
         "command": _command(pods, overrides),
-        "env": _environment(pods),
         "volumeMounts": mounts,
         **({"resources": _resources(pods)} if _resources(pods) else {}),
     }
@@ -173,15 +171,6 @@ def _pod(pods: Pods, overrides: Sequence[str]) -> Manifest:
         "containers": [container],
         "volumes": volumes,
     }
-
-
-def _environment(pods: Pods) -> list[Manifest]:
-    """Names the launch, so that a pod that is started again knows its earlier attempts."""
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    return [
-        {"name": "POD_INDEX", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-        {"name": LAUNCH_ID, "value": f"{pods.name}-$(POD_INDEX)"},
-    ]
 
 
 def _resources(pods: Pods) -> Manifest:

@@ -20,7 +20,7 @@ from runner.launch.nodes import BadNodes, choose
 from runner.launch.running import Ended, Forward, Job, Stop
 from runner.launch.step import announce
 from runner.launch.supervisor import Supervisor
-from runner.policy.restart import RestartRules
+from runner.policy.restart import RestartRules, without_progress
 
 END_TIME = "HOLDFAST_END_TIME"
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
@@ -86,9 +86,13 @@ class SlurmJob:
             self._say(str(error))
             return self._requeue()
         self._say(end.reason)
-        if self._goes_on(end.code, supervisor.stop):
-            return self._requeue()
-        return end.code
+        if not self._goes_on(end.code, supervisor.stop):
+            return end.code
+        vain = without_progress(supervisor.attempts)
+        if vain > self._rules.restarts:
+            self._say(f"{vain} attempts without a new clean checkpoint: not put back in the queue")
+            return end.code
+        return self._requeue()
 
     def _goes_on(self, code: int, stop: Stop) -> bool:
         """Whether the job is to be put back in the queue.

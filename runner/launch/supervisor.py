@@ -24,6 +24,8 @@ class Supervisor:
     Args:
         out: the run's directory.
         launch_id: names this launch in every process of it, over all attempts.
+        node: where each node has a supervisor of its own: this one's name. Its attempts are its
+            own then, and are not told to the ranks: those of one group must hear the same.
         make_job: the command of an attempt (number, diagnose), made anew for each.
         ended: told after every attempt, with its number.
         say: one line for a person.
@@ -34,24 +36,27 @@ class Supervisor:
         *,
         out: Path,
         launch_id: str,
+        node: str | None = None,
         rules: RestartRules,
         make_job: Callable[[int, bool], Job],
         say: Callable[[str], None],
         ended: Callable[[int, Ended], None] = lambda number, ended: None,
     ) -> None:
         self._out = out
-        self._id = launch_id
+        self._told = {LAUNCH_ID: launch_id}
+        self._tells_number = node is None
         self._rules = rules
         self._make_job = make_job
         self._say = say
         self._ended = ended
-        self._log = AttemptLog(out, launch_id)
+        self._log = AttemptLog(out, launch_id if node is None else f"{launch_id}@{node}")
         self.stop = Stop()
+        self.attempts: list[Attempt] = []
 
     def run(self) -> End:
         """To the end; the signals of this process are its own from here on."""
         self.stop.listen()
-        attempts = self._log.read()
+        attempts = self.attempts = self._log.read()
         diagnose = False
         while True:
             attempts.append(self._attempt(len(attempts) + 1, diagnose))
@@ -67,7 +72,7 @@ class Supervisor:
         began = time.time()
         lines, clean_before = journal_lines(self._out), newest_clean(self._out)
         job = self._make_job(number, diagnose)
-        told = {LAUNCH_ID: self._id, ATTEMPT: str(number)}
+        told = self._told | ({ATTEMPT: str(number)} if self._tells_number else {})
         ended = run_once(replace(job, environment=dict(job.environment) | told), self.stop)
         self._ended(number, ended)
         found = evidence(self._out, since=lines)

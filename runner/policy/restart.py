@@ -109,7 +109,7 @@ def what_failed(attempt: Attempt) -> str:
 
 def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | End:
     last = attempts[-1]
-    failed = _without_progress(attempts)
+    failed = without_progress(attempts)
     if failed > rules.restarts:
         return End(
             reason=f"{failed} attempts without a new clean checkpoint, the budget is "
@@ -126,7 +126,7 @@ def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | 
     )
 
 
-def _without_progress(attempts: Sequence[Attempt]) -> int:
+def without_progress(attempts: Sequence[Attempt]) -> int:
     """Attempts at the end that did not bring the newest clean checkpoint further than ever."""
     best = attempts[0].clean_before
     count = 0

@@ -68,6 +68,8 @@ class Submitted:
         return self.log.read_text() if self.log.exists() else ""
 
 
+# The run knows its limit and would stop by itself.
+WARNED_ONLY = "preempt.margin_seconds=1"
 Submit = Callable[..., Submitted]
 
 
@@ -137,7 +139,7 @@ def test_the_time_limit_is_met_with_a_checkpoint(
     cluster: Cluster, submit: Submit, clean: Result
 ) -> None:
     """A minute is the shortest limit there is; Slurm looks at limits every 30 s."""
-    job = submit("faults=[slow@step=1-24,seconds=1]", "--time=1", "--warning=30")
+    job = submit(WARNED_ONLY, "faults=[slow@step=1-24,seconds=1]", "--time=1", "--warning=30")
     warned = lambda: journalled(job.out, "preempted")  # noqa: E731
     cluster.until(warned, f"the warning\n{job.text}")
     cluster.run("scontrol", "update", f"JobId={job.ids[0]}", "TimeLimit=10")
@@ -148,6 +150,15 @@ def test_the_time_limit_is_met_with_a_checkpoint(
     saved = run.journal("preempted")[0]["step"]
     assert run.journal("start")[1]["step"] == saved > 0, "it lost no step"
     assert_same_run(run, clean)
+
+
+@pytest.mark.full
+def test_a_limit_too_short_for_any_step_is_no_endless_loop(submit: Submit) -> None:
+    """Two minutes before its end it stops; it has one."""
+    job = submit("checkpoint.clean_after=20", "--time=1")
+    run = job.wait("FAILED", timeout=240)
+    assert run.code == 75 and "not put back in the queue" in run.text, run.tail
+    assert int(job.job["Restarts"]) == 6
 
 
 @pytest.mark.full

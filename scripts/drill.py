@@ -1,0 +1,161 @@
+"""A table of drills: how soon a fault was noticed, who was named, when training went on.
+
+Each row is a real run of two ranks under ``runner launch``, broken once, and held against the
+same run left in peace: both must end with the same state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from runner.fault.spec import ENDINGS, POINTS
+from runner.observe.lines import read_lines
+
+RANKS = 2
+# A tiny model's step takes 0.03 s; a start several seconds.
+SETTINGS = """
+model=tiny data=synthetic data.workers=0 eval.every=0 steps=60 schedule.warmup=5
+checkpoint.every=10 checkpoint.clean_after=5 checkpoint.keep=9 guard.min_history=10
+track.every=1000 watchdog.floor_seconds=3 watchdog.slow_seconds=20 watchdog.settle_seconds=2
+"""
+# Three steps' worth of positions and a bit: enough bad steps to force a rollback.
+POISON = "poison@samples=700-790"
+# 30 is saved at; the poison is met at 22.
+STEPS = {"save": 30, "rollback": 22}
+TITLES = ("fault", "at", "rank", "noticed", "training again", "named", "same end")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds are from the fault on; None: it did not come to that."""
+
+    ending: str
+    point: str
+    rank: int
+    noticed: float | None
+    again: float | None
+    named: list[int] | None
+    is_same: bool
+    is_healed: bool
+
+    def cells(self) -> list[str]:
+        named = "-" if self.named is None else ",".join(map(str, self.named))
+        end = "yes" if self.is_same else "NO"
+        return [
+            *(self.ending, self.point, str(self.rank)),
+            *(_seconds(self.noticed), _seconds(self.again), named),
+            end if self.is_healed else "DID NOT END",
+        ]
+
+
+def main() -> int:
+    """Run the drills; 1 when one of them did not heal."""
+    options = _options()
+    console = Console(soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="holdfast-drill-") as own:
+        folder = Path(options.keep or own)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = []
+        peace: dict[str, str] = {}
+        for ending, point, rank in _drills(full=options.full):
+            extra = POISON if point == "rollback" else ""
+            if extra not in peace:
+                peace[extra] = _in_peace(folder / ("poisoned" if extra else "clean"), extra)
+            rows.append(_drill(folder, ending, point, rank, extra, peace[extra]))
+            console.print("  ".join(rows[-1].cells()), style="dim")
+    table = Table()
+    for title in TITLES:
+        table.add_column(title)
+    for row in rows:
+        table.add_row(*row.cells())
+    console.print(table)
+    return 0 if all(row.is_same and row.is_healed for row in rows) else 1
+
+
+def _in_peace(out: Path, extra: str) -> str:
+    if not _run(out, [extra] if extra else []):
+        sys.exit(f"the run without a fault did not end well: {out}.log")
+    digest = _digest(out)
+    assert digest is not None
+    return digest
+
+
+def _drills(*, full: bool) -> Iterator[tuple[str, str, int]]:
+    for ending in ENDINGS:
+        for number, point in enumerate(POINTS):
+            for rank in range(RANKS):
+                if full or point == "fetch" or (ending == "kill" and rank == number % RANKS):
+                    yield ending, point, rank
+
+
+def _drill(folder: Path, ending: str, point: str, rank: int, extra: str, expected: str) -> Row:
+    fault = f"{ending}@step={STEPS.get(point, 27)},rank={rank},at={point}"
+    out = folder / f"{ending}-{point}-{rank}"
+    is_done = _run(out, [fault, *([extra] if extra else [])])
+    journal, _ = read_lines(out / "journal.jsonl")
+    struck = [path.stat().st_mtime for path in (out / "faults").glob(f"{ending}-*")]
+    crashes = [line for line in journal if line["kind"] == "crash"]
+    starts = [line["time"] for line in journal if line["kind"] == "start"]
+    # The first rank writes the journal: of its own death the next start tells, from the cause
+    # that its neighbours wrote down.
+    causes = [path.stat().st_mtime for path in (out / "incidents").glob("*/cause.json")]
+    told = causes + [line["time"] for line in crashes]
+    return Row(
+        ending=ending,
+        point=point,
+        rank=rank,
+        noticed=min(told) - struck[0] if told and struck else None,
+        again=starts[1] - struck[0] if len(starts) > 1 and struck else None,
+        named=crashes[0]["ranks"] if crashes else None,
+        is_same=_digest(out) == expected,
+        is_healed=bool(struck) and is_done,
+    )
+
+
+def _run(out: Path, faults: list[str]) -> bool:
+    """Whether the run ended well; what it said lies beside ``out``."""
+    words = ["launch", "--nproc", str(RANKS), "--restarts", "3", "--pause", "0.1"]
+    told = [f"out={out}", *SETTINGS.split(), f"faults=[{','.join(faults)}]"]
+    with out.with_suffix(".log").open("wb") as log:
+        done = subprocess.run(
+            [sys.executable, "-m", "runner", *words, *told],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+    return done.returncode == 0
+
+
+def _digest(out: Path) -> str | None:
+    if not (out / "summary.json").exists():
+        return None
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return str(summary["state_digest"])
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--full", action="store_true", help="every fault at every point")
+    parser.add_argument("--keep", metavar="DIR", help="leave runs and logs there")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Breaks small runs on purpose and prints how soon each was noticed, named and healed:
+# bash scripts/drill.sh [--full] [--keep DIR]     (about 15 s a row; --full takes an hour)
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+exec "$VENV/bin/python" scripts/drill.py "$@"
