@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.command.plan import measured
 from runner.observe.goodput import KINDS, account
 from tests.run import finish, read_lines, train
 
@@ -47,3 +48,9 @@ def test_the_time_of_a_rollback_and_a_restart_is_accounted(tmp_path: Path) -> No
         assert again[kind] == pytest.approx(kinds[kind], abs=0.002), kind
     assert again["checkpoint"] <= kinds["checkpoint"] + 0.002
     assert "where the time went" in run.text and "goodput" in run.text
+    # What plan --run takes from it.
+    found = {name: value.number for name, value in measured(out).items()}
+    assert found["nodes"] == 1 and found["mtbf_node_hours"] > 0
+    assert 0 < found["stall_seconds"] < wall and 0 < found["save_seconds"] < 30
+    assert found["restart_seconds"] > 2.0 and found["state_gb"] > 0
+    assert found["step_seconds"] == pytest.approx(kinds["productive"] / 60, rel=2)
