@@ -25,6 +25,7 @@ COMMANDS = {
     "slurm": "runner.command.slurm:slurm_command",
     "slurm-job": "runner.command.slurm_job:slurm_job_command",
     "k8s": "runner.command.k8s:k8s_command",
+    "plan": "runner.command.plan:plan_command",
 }
 
 

@@ -36,6 +36,7 @@ from runner.model.frozen import freeze
 from runner.model.initial import initial_range, initial_rule
 from runner.model.loss import sequence_losses
 from runner.observe.console import Console
+from runner.observe.goodput import Past
 from runner.observe.journal import Journal
 from runner.observe.metrics import Metrics
 from runner.observe.throughput import Throughput, peak_tflops
@@ -330,6 +331,7 @@ def reporter(
     journal: Journal,
     made: Ring,
     resumed: Resumed,
+    past: Past,
 ) -> Reporter:
     """Metrics, trackers and the live line; files on rank 0 only."""
     peak = config.track.peak_tflops
@@ -349,4 +351,6 @@ def reporter(
         history=journal.history,
         ring=made,
         total_steps=config.steps,
+        past=past,
+        began=journal.began,
     )

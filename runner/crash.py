@@ -9,7 +9,7 @@ from typing import Any
 from runner.dist.blame import Blame, blame
 from runner.dist.evidence import Report, last_words, read_reports
 from runner.fence import has_ended
-from runner.observe.lines import read_lines
+from runner.observe.lines import iter_lines
 from runner.policy.history import Incident
 from runner.rundir import RunDir
 
@@ -72,8 +72,10 @@ def _last_words(run_dir: RunDir, number: int, world_size: int) -> Iterable[Repor
 
 
 def _last_step(run_dir: RunDir) -> int:
-    lines, _ = read_lines(run_dir.metrics)
-    return int(lines[-1].get("step", 0)) if lines else 0
+    step = 0
+    for line in iter_lines(run_dir.metrics):
+        step = int(line.get("step", 0))
+    return step
 
 
 def _at_step(cause: Blame, step: int) -> Blame:

@@ -100,8 +100,9 @@ class Loop:
     def begin(self) -> None:
         """Commit the initial state: the first checkpoint there is to go back to."""
         if not self._ring.records:
-            self._save()
-            self._ring.drain()
+            with self._reporter.stall("checkpoint"):
+                self._save()
+                self._ring.drain()
 
     def step(self) -> None:
         """Attempt the next global batch and act on what it told. Raises as :meth:`run`."""
@@ -174,7 +175,8 @@ class Loop:
         self._ring.after_step(state.updates, state.baseline.clean_streak)
         self._inspect(state.updates)
         if self._is_due(self._intervals.checkpoint):
-            self._save()
+            with self._reporter.stall("checkpoint"):
+                self._save()
 
     def _repeat_known_discard(self, *, before: int) -> bool:
         """Judge a step again that was discarded before a restart; nothing is computed.
@@ -201,7 +203,8 @@ class Loop:
 
     def _evaluated(self) -> float | None:
         self._heart.enter("evaluate")
-        return self._evaluate()
+        with self._reporter.stall("evaluation"):
+            return self._evaluate()
 
     def _save(self) -> None:
         self._heart.enter("save")
@@ -218,6 +221,10 @@ class Loop:
     def _save_last(self, is_late: Callable[[], bool] = lambda: False) -> bool:
         """Commit the present state unless it is; False when it became too late to wait."""
         self._heart.enter("save")
+        with self._reporter.stall("checkpoint"):
+            return self._save_and_wait(is_late)
+
+    def _save_and_wait(self, is_late: Callable[[], bool]) -> bool:
         if not self._ring.drain(is_late):
             return False
         if self._newest_step() == self._state.updates:

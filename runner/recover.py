@@ -112,9 +112,10 @@ class Recovery:
         self._reporter.step(scene, verdict, "rollback", learning_rate=0.0, state=state)
         metrics_bytes = self._reporter.metrics_bytes()
         lost = state.updates
-        self._ring.drain()
-        self._faults.at("rollback", scene.signals.step)
-        manifest = self._ring.restore(action.targets)
+        with self._reporter.stall("rollback"):
+            self._ring.drain()
+            self._faults.at("rollback", scene.signals.step)
+            manifest = self._ring.restore(action.targets)
         incident = Incident(
             kind="rollback",
             step=scene.signals.step,
@@ -143,6 +144,7 @@ class Recovery:
             },
         )
         self._journal.add(incident)
+        self._reporter.undo(manifest.step)
         self._ring.abandon_after(manifest.serial)
         state.load_json(manifest.train_state)
         self._reporter.incident(incident)

@@ -17,7 +17,7 @@ from typing import Any
 from runner.observe.lines import read_lines as read_whole_lines
 
 # What differs between two runs of the same trajectory.
-TIMINGS = ("seconds", "tokens_per_second", "data_wait_seconds")
+TIMINGS = ("seconds", "tokens_per_second", "data_wait_seconds", "time", "stalls")
 
 # A model and a language that learn in seconds; the guard is armed early.
 TINY = (

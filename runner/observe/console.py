@@ -18,6 +18,7 @@ from runner.policy.history import Incident
 class Progress:
     """The live line's numbers. Losses are nats per token.
 
+    ``goodput`` is the share of wall time, down time included, that counts in the result.
     ``eval_loss`` is the newest held-out loss, ``is_evaluated`` whether it is of this step.
     """
 
@@ -32,6 +33,7 @@ class Progress:
     num_clean: int
     num_discarded: int
     num_rollbacks: int
+    goodput: float
     eval_loss: float | None
     is_evaluated: bool
 
@@ -47,6 +49,7 @@ class Progress:
             f"clean {self.num_clean}",
             f"discarded {self.num_discarded}",
             f"rollbacks {self.num_rollbacks}",
+            f"goodput {self.goodput:.0%}",
             *([f"held-out {self.eval_loss:.4f}"] if self.eval_loss is not None else []),
         ]
         return "  ".join(parts)

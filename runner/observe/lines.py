@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,26 +14,43 @@ _BLOCK_BYTES = 1 << 20
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of a file and their length in bytes.
+    """The whole lines of a file and their length in bytes; see :func:`iter_lines`."""
+    found: list[dict[str, Any]] = []
+    length = 0
+    for line, end in _whole_lines(path, 0):
+        found.append(line)
+        length = end
+    return found, length
+
+
+def iter_lines(path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """The whole lines between two positions in bytes, each the begin of a line, one at a time.
 
     Reading ends at the first line that is torn or no JSON object: a crash can only tear the
     end, and what comes after a torn line was never acknowledged.
     """
+    for line, end in _whole_lines(path, start):
+        if stop is not None and end > stop:
+            return
+        yield line
+
+
+def _whole_lines(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each line with the position in bytes at which it ends."""
     if not path.exists():
-        return [], 0
-    found: list[dict[str, Any]] = []
-    length = 0
+        return
+    end = start
     with path.open("rb") as file:
+        file.seek(start)
         for raw in file:
             try:
                 line = json.loads(raw) if raw.endswith(b"\n") else None
             except (ValueError, RecursionError):
                 line = None
             if not isinstance(line, dict):
-                break
-            found.append(line)
-            length += len(raw)
-    return found, length
+                return
+            end += len(raw)
+            yield line, end
 
 
 class LineFile:
