@@ -9,7 +9,7 @@ from typing import Any
 from runner.dist.blame import Blame, blame
 from runner.dist.evidence import Report, last_words, read_reports
 from runner.fence import has_ended
-from runner.observe.lines import read_lines
+from runner.observe.lines import read_lines, step_of
 from runner.policy.history import Incident
 from runner.rundir import RunDir
 
@@ -65,8 +65,10 @@ def _world_size(start: Mapping[str, Any] | None) -> int:
 
 def _last_words(run_dir: RunDir, number: int, world_size: int) -> Iterable[Report]:
     for path in sorted(run_dir.debug.glob(f"fatal-{number:06d}-rank-*.txt")):
-        rank = int(path.stem.rpartition("-")[2])
-        seen = Report(rank=rank, world_size=world_size, kind="fatal", step=0, phase="a phase")
+        rank = path.stem.rpartition("-")[2]
+        if not (rank.isascii() and rank.isdecimal()) or int(rank) >= world_size:
+            continue
+        seen = Report(rank=int(rank), world_size=world_size, kind="fatal", step=0, phase="a phase")
         report = last_words(path, seen)
         if report is not None:
             yield report
@@ -82,7 +84,7 @@ def _one_a_rank(reports: list[Report]) -> list[Report]:
 
 def _last_step(run_dir: RunDir) -> int:
     lines, _ = read_lines(run_dir.metrics)
-    return int(lines[-1].get("step", 0)) if lines else 0
+    return step_of(lines[-1]) if lines else 0
 
 
 def _at_step(cause: Blame, step: int) -> Blame:
