@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from runner.files import read_bounded, write_json
+from runner.redact import redacted
 
 # Words in errors of gloo, NCCL and TCP that mean: the fault is at the other end.
 _CONTACT_WORDS = (
@@ -147,7 +148,7 @@ def own_line(frames: list[Frame]) -> str:
 def write_report(folder: Path, report: Report) -> None:
     """Make a report durable under ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(_path(folder, report.rank), report.to_json())
+    write_json(_path(folder, report.rank), redacted(report.to_json()))
 
 
 def has_report(folder: Path, rank: int) -> bool:

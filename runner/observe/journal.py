@@ -15,8 +15,10 @@ from typing import Any
 from runner.error import ConfigError
 from runner.observe.lines import LineFile, lines_after, read_lines
 from runner.policy.history import History, Incident, discarded_signals
+from runner.redact import redacted
 
 _LIMIT = 1 << 63
+_LAST_SAMPLE = 1 << 60  # as data.skip has it
 # Numbers in ``detail`` that a restart computes with, and what none of them can be in earnest.
 _MOST = {
     "incarnation": 10**7,
@@ -25,7 +27,7 @@ _MOST = {
     "next_serial": 10**12,
     "onset_step": _LIMIT,
     "to_step": _LIMIT,
-    "cursor": _LIMIT,
+    "cursor": _LAST_SAMPLE,
     "repeat": 10**6,
     "metrics_bytes": _LIMIT,
     "cut_steps": _LIMIT,
@@ -69,7 +71,7 @@ def _check(line: dict[str, Any], folded: History) -> None:
     for rank in incident.ranks:
         _bound("rank", rank, _MOST["world_size"])
     for position in incident.samples or ():
-        _bound("sample", position, _LIMIT)
+        _bound("sample", position, _LAST_SAMPLE + 1)
     if not (math.isfinite(incident.cost_seconds) and 0 <= float(line.get("time", 0)) < 1e11):
         raise ValueError("time or cost_seconds is no number of seconds")
     for name, most in _MOST.items():
@@ -130,7 +132,7 @@ class Journal:
             if self._file is not None:
                 starts = self.attempt + int(incident.kind == "start")
                 head = {"seq": self.num_lines, "time": self._clock(), "attempt": starts}
-                self._file.append(head | incident.to_json(), durably=True)
+                self._file.append(head | redacted(incident.to_json()), durably=True)
             self.history.add(incident)
 
     def add_once(self, incident: Incident) -> None:
