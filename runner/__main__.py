@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from runner.command.arguments import Parser
 from runner.error import EXIT_CRASH, RunnerError, StartError
+from runner.redact import redacted
 
 # Command, and the function that takes its arguments. Imported when asked for: most want no torch.
 COMMANDS = {
@@ -38,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _train_command(given)
     except RunnerError as error:
         if isinstance(error, StartError) and error.is_local and not _is_first():
-            sys.stderr.write(f"error: {error}\n")
-        _say_once(f"error: {error}")
+            sys.stderr.write(redacted(f"error: {error}\n"))
+        _say_once(redacted(f"error: {error}"))
         return error.exit_code
 
 
@@ -111,7 +112,7 @@ def _run() -> None:
     except Exception:
         # This rank alone is ill. Leaving at once, the others see the connection close, where
         # an orderly shutdown would wait for collectives that will never come.
-        traceback.print_exc()
+        sys.stderr.write(redacted(traceback.format_exc()))
         code = EXIT_CRASH
     if not is_rank:
         sys.exit(code)

@@ -9,7 +9,7 @@ from typing import Any
 from runner.dist.blame import Blame, blame
 from runner.dist.evidence import Report, last_words, read_reports
 from runner.fence import has_ended
-from runner.observe.lines import iter_lines
+from runner.observe.lines import iter_lines, step_of
 from runner.policy.history import Incident
 from runner.rundir import RunDir
 
@@ -64,8 +64,10 @@ def _world_size(start: Mapping[str, Any] | None) -> int:
 
 def _last_words(run_dir: RunDir, number: int, world_size: int) -> Iterable[Report]:
     for path in sorted(run_dir.debug.glob(f"fatal-{number:06d}-rank-*.txt")):
-        rank = int(path.stem.rpartition("-")[2])
-        seen = Report(rank=rank, world_size=world_size, kind="fatal", step=0, phase="a phase")
+        rank = path.stem.rpartition("-")[2]
+        if not (rank.isascii() and rank.isdecimal()) or int(rank) >= world_size:
+            continue
+        seen = Report(rank=int(rank), world_size=world_size, kind="fatal", step=0, phase="a phase")
         report = last_words(path, seen)
         if report is not None:
             yield report
@@ -74,7 +76,7 @@ def _last_words(run_dir: RunDir, number: int, world_size: int) -> Iterable[Repor
 def _last_step(run_dir: RunDir) -> int:
     step = 0
     for line in iter_lines(run_dir.metrics):
-        step = int(line.get("step", 0))
+        step = step_of(line)
     return step
 
 

@@ -51,7 +51,7 @@ from runner.policy.straggler import Stragglers
 from runner.recover import Recovery
 from runner.report import Reporter
 from runner.resume import Found, Resumed, find, take_out, take_up
-from runner.rundir import RunDir
+from runner.rundir import RunDir, keep_for_owner
 from runner.state import TrainState
 from runner.step import Stepper
 from runner.stop import StopRequest
@@ -66,6 +66,7 @@ def train(config: RunConfig, place: Place) -> int:
     Raises:
         RunnerError: the run could not begin. It is raised on every rank alike.
     """
+    keep_for_owner()
     check(config, world_size=place.world_size)
     parse_faults(config.faults)  # a typing mistake is told before any process waits for another
     device = choose_device(config.parallel.device, place)
@@ -166,6 +167,11 @@ class Session:
         self._agree_on_settings()
         self._fence = take_out(self._dir, config, self._launch, ranks, self._console.say)
         self._witness.begin(self._fence, self._peers)
+        if self._place.is_first and self._dir.is_open_to_all:
+            self._console.say(
+                f"warning: anybody may write in {self._dir.out}, and so decide what a restart "
+                "loads; chmod o-w it"
+            )
         dataset = ranks.all_or_none("opening the data", lambda: assemble.open_dataset(config))
         self._agree_on_data(dataset)
         stream = ranks.all_or_none(

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.policy.history import Incident
+from runner.redact import redacted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class Console:
     def say(self, text: str) -> None:
         """One line that stays."""
         if not self._silent:
-            self._rich.print(Text(text))
+            self._rich.print(Text(redacted(text)))
 
     def incident(self, incident: Incident) -> None:
         """An incident in one line that stays."""

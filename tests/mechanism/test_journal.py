@@ -35,7 +35,7 @@ DISCARD = Incident(
     sample_ids=("a.py bytes 0-9", "b"),
     cost_steps=1,
     cost_seconds=0.25,
-    detail={"loss": "nan", "tokens": 992},
+    detail={"loss": "nan", "grad_norm": 1.5, "tokens": 992, "nonfinite_ranks": 1},
 )
 ROLLBACK = Incident(
     kind="rollback",
