@@ -7,6 +7,7 @@ import html
 import io
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def _figure(recording: Recording, replay: Replay) -> Any:
     loss_limits = [replay.limits[row].loss for row in sorted(replay.limits)]
     norm_limits = [replay.limits[row].grad_norm for row in sorted(replay.limits)]
     limit_steps = [curve.steps[row] for row in sorted(replay.limits)]
-    _line(upper, curve.steps, curve.losses, "loss")
+    _line(upper, curve.steps, curve.losses, color="tab:blue", label="loss")
     _band(upper, limit_steps, loss_limits)
-    _line(lower, curve.steps, curve.grad_norms, "grad norm")
+    _line(lower, curve.steps, curve.grad_norms, color="tab:blue", label="grad norm")
     _band(lower, limit_steps, norm_limits)
     for axes, values in ((upper, curve.losses), (lower, curve.grad_norms)):
         _marks(axes, recording, replay.decisions, values)
@@ -75,19 +76,21 @@ def _figure(recording: Recording, replay: Replay) -> Any:
     return figure
 
 
-def _line(axes: Any, steps: Sequence[int], values: Sequence[float], label: str) -> None:
-    shown = _thinned(steps, values)
-    axes.plot(*shown, color="tab:blue", lw=0.7, label=label)
+def _line(axes: Any, steps: Sequence[int], values: Sequence[float], **style: Any) -> None:
+    """One line, lifted off the paper where a restart goes back to an earlier step."""
+    where, shown = _thinned(steps, values)
+    begins = [0, *(at for at in range(1, len(where)) if where[at] < where[at - 1]), len(where)]
+    for begin, end in pairwise(begins):
+        axes.plot(where[begin:end], shown[begin:end], lw=0.7, **style)
+        style.pop("label", None)
 
 
 def _band(axes: Any, steps: Sequence[int], limits: Sequence[float]) -> None:
-    """From the limit upwards: what the gate does not let pass."""
+    """The limit; what lies above is not applied."""
     finite = [(step, limit) for step, limit in zip(steps, limits, strict=True) if limit < math.inf]
-    if not finite:
-        return
-    where, values = _thinned([s for s, _ in finite], [v for _, v in finite])
-    axes.plot(where, values, color="tab:green", lw=0.7, label="limit: above is not applied")
-    axes.fill_between(where, values, [1e30] * len(values), color="tab:green", alpha=0.06, lw=0)
+    if finite:
+        where, values = [step for step, _ in finite], [limit for _, limit in finite]
+        _line(axes, where, values, color="tab:green", label="limit: above is not applied")
 
 
 def _thinned(

@@ -106,6 +106,7 @@ class Replay:
         self.findings: dict[int, tuple[int, Finding]] = {}
         self.skipped = Ledger()
         self.limits: dict[int, Limits] | None = {} if keep_limits else None
+        self._end = len(curve.steps)
         self._begin_anew(0)
 
     def run(self) -> None:
@@ -116,6 +117,7 @@ class Replay:
             if begin in self._curve.fresh:
                 self._begin_anew(begin)
             row = self._recorded_restart(begin) if begin in self._curve.restarts else begin
+            self._end = end
             while row < end:
                 row = self._read(row, end)
 
@@ -232,14 +234,16 @@ class Replay:
 
     def _roll_back(self, signals: StepSignals, action: Rollback) -> int:
         target = action.targets[0]
-        self.skipped.add(*action.skip)
+        # What was recorded after a restart or a gap is no continuation of these rows.
+        skip = action.skip[0], min(action.skip[1], self._end)
+        self.skipped.add(*skip)
         self._history.add(
             Incident(
                 kind="rollback",
                 step=signals.step,
                 decision=f"back to step {target.step}",
                 reason=action.reason,
-                samples=action.skip,
+                samples=skip,
                 detail={
                     "onset_step": action.onset_step,
                     "to_step": target.step,
@@ -255,7 +259,7 @@ class Replay:
                 },
             )
         )
-        self._known_until = max(self._known_until, action.skip[1])
+        self._known_until = max(self._known_until, skip[1])
         self._load(target.serial)
         return target.cursor
 

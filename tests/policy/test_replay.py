@@ -115,6 +115,17 @@ def test_a_restart_after_trouble_forgets_what_was_left_behind() -> None:
     ]
 
 
+def test_a_skip_ends_where_the_recorded_run_went_back_itself() -> None:
+    """A repeat skips rows ahead; those after the restart are other steps, and are judged."""
+    good = healthy(400)
+    hit = [*good[:200], *[9.0] * 3, *good[180:205], *[9.0] * 3, *good[185:]]
+    steps = [*range(203), *range(180, 208), *range(185, 400)]
+    hit[203 + 28 + 100] = 9.0
+    replay = replayed(hit, steps=steps, restarts=[203, 231])
+    assert [row for row, _ in told(replay)] == [200, 201, 202, 228, 229, 230, 331]
+    assert list(replay.skipped) == [(199, 203), (227, 231)]
+
+
 def test_nothing_is_known_after_a_gap() -> None:
     losses = healthy(100, level=7.0) + healthy(60, level=8.0)
     steps = [*range(100), *range(5000, 5060)]
