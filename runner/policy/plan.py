@@ -227,9 +227,9 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     stays = 1 - fails * share * (1 - memory_lost)
     spent, falls = spent / stays, to_disk / stays
     lag = math.exp(-(1 - share) * costs.save_seconds / mtbf)
+    if falls <= 0:  # the disk is never read: any interval is as good
+        return steps * costs.step_seconds / spent
     work = per_disk * steps * costs.step_seconds
-    if falls <= 0:
-        return work / (per_disk * spent)
     power = -per_disk * math.log1p(-falls)
     if power > _TOO_LARGE:
         return 0.0
