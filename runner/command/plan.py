@@ -338,10 +338,10 @@ def _print(values: Values, costs: Costs, plans: Sequence[Plan]) -> None:
 
 
 def _plans_table(costs: Costs, plans: Sequence[Plan]) -> Table:
-    table = Table(title="At the best interval", title_justify="left")
+    table = Table(title="At the best interval; memory is of each host", title_justify="left")
     for name in ("checkpoints", "every", "on disk every", "goodput", "stalled"):
         table.add_column(name)
-    for name in ("lost a failure", "down a failure", "host memory a node"):
+    for name in ("lost a failure", "down a failure", "memory"):
         table.add_column(name)
     for column in table.columns[1:]:
         column.justify = "right"

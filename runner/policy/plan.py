@@ -35,7 +35,7 @@ class Cause:
     takes_node: bool
 
 
-# Llama 3 2024, table 5: unexpected interruptions of the 405B pre-training on 16,384 H100 (2,048
+# Llama 3 2024: unexpected interruptions of the 405B pre-training on 16,384 H100 (2,048
 # nodes) in 54 days. Which rows cost a node its memory is our reading, not the paper's: hardware
 # that is swapped does, software and the network between nodes do not.
 LLAMA3_FAILURES: Mapping[str, Cause] = MappingProxyType(
@@ -86,7 +86,7 @@ def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
 
 
 def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Work between saves in seconds, to higher order (Daly 2006, equation 37).
+    """Work between saves in seconds, to higher order (Daly 2006).
 
     sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d < 2M, else M.
     """
@@ -227,9 +227,9 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     stays = 1 - fails * share * (1 - memory_lost)
     spent, falls = spent / stays, to_disk / stays
     lag = math.exp(-(1 - share) * costs.save_seconds / mtbf)
+    if falls <= 0:  # the disk is never read: any interval is as good
+        return steps * costs.step_seconds / spent
     work = per_disk * steps * costs.step_seconds
-    if falls <= 0:
-        return work / (per_disk * spent)
     power = -per_disk * math.log1p(-falls)
     if power > _TOO_LARGE:
         return 0.0

@@ -77,6 +77,19 @@ def test_a_ring_without_memory_is_asynchronous_saving() -> None:
         assert ring_goodput(none, steps=steps, per_disk=1) == pytest.approx(alone, rel=1e-9)
 
 
+@pytest.mark.parametrize("mtbf", [150.0, 1_000.0, 50_000.0])
+def test_a_memory_that_survives_everything_is_the_only_tier(mtbf: float) -> None:
+    safe = replace(COSTS, memory_share=1.0, mtbf_seconds=mtbf)
+    from_memory = replace(safe, restart_seconds=safe.memory_restart_seconds)
+    alone = one_tier_goodput(from_memory, steps=8, stall_seconds=1.0, lag_seconds=0.0)
+    for per_disk in (1, 10, 1000):
+        assert ring_goodput(safe, steps=8, per_disk=per_disk) == pytest.approx(alone, rel=1e-9)
+    # Of equally good ones, the disk is written as often as it can be.
+    found = plan(safe, Strategy.ring)
+    period = found.steps * 6.0 + 1.0
+    assert found.disk_steps == found.steps * max(1, math.ceil(30.0 / period))
+
+
 def test_a_job_that_fails_faster_than_it_starts_gets_nowhere() -> None:
     hopeless = replace(COSTS, mtbf_seconds=0.5)
     assert down_time(hopeless, 300.0) == math.inf
