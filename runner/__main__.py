@@ -14,16 +14,19 @@ from collections.abc import Callable, Sequence
 
 from runner.command.arguments import Parser
 from runner.error import EXIT_CRASH, RunnerError, StartError
+from runner.redact import redacted
 
 # Command, and the function that takes its arguments. Imported when asked for: most want no torch.
 COMMANDS = {
     "ring": "runner.command.ring:ring_command",
     "import": "runner.command.import_:import_command",
+    "backtest": "runner.command.backtest:backtest_command",
     "launch": "runner.command.launch:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
     "slurm": "runner.command.slurm:slurm_command",
     "slurm-job": "runner.command.slurm_job:slurm_job_command",
     "k8s": "runner.command.k8s:k8s_command",
+    "plan": "runner.command.plan:plan_command",
 }
 
 
@@ -36,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _train_command(given)
     except RunnerError as error:
         if isinstance(error, StartError) and error.is_local and not _is_first():
-            sys.stderr.write(f"error: {error}\n")
-        _say_once(f"error: {error}")
+            sys.stderr.write(redacted(f"error: {error}\n"))
+        _say_once(redacted(f"error: {error}"))
         return error.exit_code
 
 
@@ -109,7 +112,7 @@ def _run() -> None:
     except Exception:
         # This rank alone is ill. Leaving at once, the others see the connection close, where
         # an orderly shutdown would wait for collectives that will never come.
-        traceback.print_exc()
+        sys.stderr.write(redacted(traceback.format_exc()))
         code = EXIT_CRASH
     if not is_rank:
         sys.exit(code)

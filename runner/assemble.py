@@ -5,11 +5,9 @@ Knows everything; nothing knows it but the command line.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,17 +36,19 @@ from runner.model.frozen import freeze
 from runner.model.initial import initial_range, initial_rule
 from runner.model.loss import sequence_losses
 from runner.observe.console import Console
+from runner.observe.goodput import Past
 from runner.observe.journal import Journal
 from runner.observe.metrics import Metrics
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker, Tracker
 from runner.policy.elastic import deal
 from runner.policy.history import Incident
-from runner.policy.remedy import RemedyRules
 from runner.policy.schedule import Schedule
-from runner.policy.verdict import JudgeRules
 from runner.report import Reporter
 from runner.resume import Resumed
+from runner.rules import judge_rules as judge_rules
+from runner.rules import named
+from runner.rules import remedy_rules as remedy_rules
 from runner.rundir import RunDir
 from runner.stop import StopRequest
 from runner.witness import WatchRules, Witness
@@ -78,29 +78,9 @@ def witness(
         rules=WatchRules(
             enabled=watchdog.enabled,
             settle_seconds=watchdog.settle_seconds,
-            patience=Patience(**_named(Patience, watchdog)),
+            patience=Patience(**named(Patience, watchdog)),
         ),
     )
-
-
-def judge_rules(config: RunConfig) -> JudgeRules:
-    """The judge's part of ``guard.*``."""
-    return JudgeRules(**_named(JudgeRules, config.guard))
-
-
-def remedy_rules(config: RunConfig) -> RemedyRules:
-    """The ladder's part of ``guard.*``."""
-    rules = RemedyRules(batch=config.batch.global_size, **_named(RemedyRules, config.guard))
-    if not config.guard.enabled:
-        # Nothing is rolled back then; what an engine itself skips is discarded.
-        rules = dataclasses.replace(rules, persist=rules.persist_window + 1)
-    return rules
-
-
-def _named(kind: type, source: Any) -> dict[str, Any]:
-    """Values of the fields that a rules class shares with its config group."""
-    names = {spec.name for spec in dataclasses.fields(kind)}
-    return {s.name: getattr(source, s.name) for s in dataclasses.fields(source) if s.name in names}
 
 
 def schedule(config: RunConfig) -> Schedule:
@@ -351,6 +331,7 @@ def reporter(
     journal: Journal,
     made: Ring,
     resumed: Resumed,
+    past: Past,
 ) -> Reporter:
     """Metrics, trackers and the live line; files on rank 0 only."""
     peak = config.track.peak_tflops
@@ -370,4 +351,6 @@ def reporter(
         history=journal.history,
         ring=made,
         total_steps=config.steps,
+        past=past,
+        began=journal.began,
     )

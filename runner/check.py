@@ -13,6 +13,8 @@ from runner.compose import fields
 from runner.config import ParallelKind, Precision, RunConfig
 from runner.error import ConfigError
 
+_LAST_SAMPLE = 1 << 60  # positions are computed with in 64 bits
+
 _HOLDS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
     "ge": ("at least", lambda value, bound: value >= bound),
     "gt": ("greater than", lambda value, bound: value > bound),
@@ -59,7 +61,7 @@ def _lists(config: RunConfig) -> list[str]:
         if not _is_range(pair):
             problems.append(
                 f"data.skip={config.data.skip}: {pair} is no half-open range of sample "
-                "positions; write data.skip=[[400,432]] with 0 <= start < end"
+                "positions; write data.skip=[[400,432]] with 0 <= start < end <= 2^60"
             )
     return problems
 
@@ -68,7 +70,7 @@ def _is_range(pair: Any) -> bool:
     if not isinstance(pair, list) or len(pair) != 2:
         return False
     whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in pair)
-    return whole and 0 <= pair[0] < pair[1]
+    return whole and 0 <= pair[0] < pair[1] <= _LAST_SAMPLE
 
 
 def _combinations(config: RunConfig, world_size: int) -> list[str]:

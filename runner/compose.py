@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,6 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config import RunConfig
 from runner.error import ConfigError
+from runner.redact import redacted
+
+# Of a stored config: ours have some kilobytes and three levels.
+_YAML_BYTES = 4 << 20
+_YAML_DEPTH = 32
 
 # One element of an unquoted faults=[...]: Hydra's grammar has no "=" inside a list, so the
 # elements are quoted for the user. A comma separates faults only where "name@" follows it.
@@ -173,10 +179,9 @@ def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
 
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
-    """Nested dict of JSON values."""
-    return {
-        key: value for key, value in dataclasses.asdict(config, dict_factory=_plain_dict).items()
-    }
+    """Nested dict of JSON values, without secrets."""
+    made: dict[str, Any] = redacted(dataclasses.asdict(config, dict_factory=_plain_dict))
+    return made
 
 
 def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -184,10 +189,14 @@ def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def flat(config: RunConfig) -> dict[str, Any]:
-    """Dotted key to JSON value, every leaf."""
-    return {
-        name: value.value if isinstance(value, Enum) else value for name, _, value in fields(config)
-    }
+    """Dotted key to JSON value, every leaf, without secrets."""
+    made: dict[str, Any] = redacted(
+        {
+            name: value.value if isinstance(value, Enum) else value
+            for name, _, value in fields(config)
+        }
+    )
+    return made
 
 
 def value_of(config: RunConfig, key: str) -> str:
@@ -233,12 +242,28 @@ def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
         ConfigError: the file is not such a mapping.
     """
     try:
+        _refuse_bombs(text)
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception as error:
-        raise ConfigError(f"{source}: not a settings file ({error})") from None
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{source}: not a settings file ({words})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: not a settings file")
     return dict(_flatten(tree))
+
+
+def _refuse_bombs(text: str) -> None:
+    """An alias is copied where it stands, so a few lines of them unfold to any size."""
+    if len(text) > _YAML_BYTES:
+        raise ValueError(f"{len(text)} characters, at most {_YAML_BYTES} are read")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("holds a YAML alias")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _YAML_DEPTH:
+            raise ValueError(f"more than {_YAML_DEPTH} levels deep")
 
 
 def _flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -223,28 +223,69 @@ class GuardConfig:
     )
     window: int = key(64, "clean steps the statistics look back on", trajectory=True, ge=4)
     min_history: int = key(
-        50, "clean steps before spikes are judged; non-finite always is", trajectory=True, ge=4
+        20,
+        "clean steps before spikes and drifts are judged; non-finite always is",
+        trajectory=True,
+        ge=4,
     )
     loss_sigmas: float = key(
-        6.0, "spike: loss above median by this many robust sigmas", trajectory=True, gt=0
+        10.0,
+        "spike: one loss this many robust sigmas above the level (of the window, and of the last "
+        "5 steps); lower discards hard batches: at 6 about 500 per million noisy steps",
+        trajectory=True,
+        gt=0,
     )
-    loss_floor: float = key(0.4, "and by at least this many nats per token", trajectory=True, ge=0)
+    loss_floor: float = key(
+        0.4,
+        "and at least this many nats per token; hard batches of a healthy GPT-2 reach 0.36",
+        trajectory=True,
+        ge=0,
+    )
+    pair_sigmas: float = key(
+        3.0,
+        "spike: the second of two losses in a row that lie this many robust sigmas above the level",
+        trajectory=True,
+        gt=0,
+    )
+    pair_floor: float = key(
+        0.25,
+        "and at least this many nats each; finds small jumps that last, by their second step",
+        trajectory=True,
+        ge=0,
+    )
     norm_sigmas: float = key(
-        8.0, "spike: log grad norm above median by this many robust sigmas", trajectory=True, gt=0
+        10.0,
+        "spike: log grad norm above its median by this many robust sigmas",
+        trajectory=True,
+        gt=0,
     )
     norm_floor: float = key(
-        2.3, "and by at least this much (2.3: 10 times the median)", trajectory=True, ge=0
+        2.3,
+        "and by at least this much; 2.3 is 10 times the median, healthy norms reach 8 times",
+        trajectory=True,
+        ge=0,
     )
     drift_slack: float = key(
-        0.15, "drift: nats above the best held level that are forgiven", trajectory=True, ge=0
+        0.12,
+        "drift: nats above the best level of late that are forgiven (at least one robust sigma)",
+        trajectory=True,
+        ge=0,
     )
     drift_nats: float = key(
-        5.0, "drift: summed excess, in nats x steps, that raises the alarm", trajectory=True, gt=0
+        4.0,
+        "drift: summed excess, in nats x steps, that raises the alarm; healthy runs reach 0.7",
+        trajectory=True,
+        gt=0,
     )
     persist: int = key(
         3, "bad steps among the last persist_window that force a rollback", trajectory=True, ge=1
     )
     persist_window: int = key(10, "see persist, in attempted steps", trajectory=True, ge=1)
+    skip: bool = key(
+        True,
+        "false: after a rollback the same samples are read again (for comparison only)",
+        trajectory=True,
+    )
     margin: int = key(
         1, "steps' worth of samples skipped before the onset as well", trajectory=True, ge=0
     )

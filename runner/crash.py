@@ -9,7 +9,7 @@ from typing import Any
 from runner.dist.blame import Blame, blame
 from runner.dist.evidence import Report, last_words, read_reports
 from runner.fence import has_ended
-from runner.observe.lines import read_lines
+from runner.observe.lines import iter_lines, step_of
 from runner.policy.history import Incident
 from runner.rundir import RunDir
 
@@ -42,11 +42,10 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
         if earlier in told or has_ended(run_dir.incarnation, earlier):
             continue
         world_size = _world_size(starts.get(earlier))
-        reports = [
-            *read_reports(run_dir.incident(earlier)),
-            *_last_words(run_dir, earlier, world_size),
-        ]
-        cause = blame(_one_a_rank(reports), world_size)
+        reports = read_reports(run_dir.incident(earlier))
+        told = {report.rank for report in reports}
+        fatal = _last_words(run_dir, earlier, world_size)
+        cause = blame([*reports, *(r for r in fatal if r.rank not in told)], world_size)
         step = cause.step or _last_step(run_dir)
         found.append(crash_incident(_at_step(cause, step), earlier))
     return found
@@ -65,24 +64,20 @@ def _world_size(start: Mapping[str, Any] | None) -> int:
 
 def _last_words(run_dir: RunDir, number: int, world_size: int) -> Iterable[Report]:
     for path in sorted(run_dir.debug.glob(f"fatal-{number:06d}-rank-*.txt")):
-        rank = int(path.stem.rpartition("-")[2])
-        seen = Report(rank=rank, world_size=world_size, kind="fatal", step=0, phase="a phase")
+        rank = path.stem.rpartition("-")[2]
+        if not (rank.isascii() and rank.isdecimal()) or int(rank) >= world_size:
+            continue
+        seen = Report(rank=int(rank), world_size=world_size, kind="fatal", step=0, phase="a phase")
         report = last_words(path, seen)
         if report is not None:
             yield report
 
 
-def _one_a_rank(reports: list[Report]) -> list[Report]:
-    """A rank's own report before what was found lying about."""
-    known: dict[int, Report] = {}
-    for report in reports:
-        known.setdefault(report.rank, report)
-    return list(known.values())
-
-
 def _last_step(run_dir: RunDir) -> int:
-    lines, _ = read_lines(run_dir.metrics)
-    return int(lines[-1].get("step", 0)) if lines else 0
+    step = 0
+    for line in iter_lines(run_dir.metrics):
+        step = step_of(line)
+    return step
 
 
 def _at_step(cause: Blame, step: int) -> Blame:

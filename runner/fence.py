@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,12 @@ from typing import Any
 
 from runner.dist.launcher import Launch, is_alive, own_process
 from runner.error import ConfigError, Superseded
-from runner.files import sync_directory
+from runner.files import read_bounded, sync_directory
 
 BEAT_SECONDS = 2.0
+_CLAIM_NAME = re.compile(r"[0-9]{6,7}")
+_LAST_NUMBER = 9_999_999
+_CLAIM_BYTES = 1 << 16
 
 
 class Fence:
@@ -78,6 +82,11 @@ def take(
     folder.mkdir(parents=True, exist_ok=True)
     while True:
         newest = newest_number(folder)
+        if newest >= _LAST_NUMBER:
+            raise ConfigError(
+                f"{_claim_path(folder, newest)}: no run is started so often; remove the file, or "
+                "choose another out"
+            )
         if newest and not take_over:
             _wait_for_its_end(folder, newest, launch, stale_seconds, say)
         if _claim(folder, newest + 1, launch):
@@ -86,7 +95,8 @@ def take(
 
 def newest_number(folder: Path) -> int:
     """The number of the owner; 0 when there never was one."""
-    return max((int(path.stem) for path in folder.glob("[0-9]*.json")), default=0)
+    names = [path.stem for path in folder.glob("[0-9]*.json")]
+    return max((int(name) for name in names if _CLAIM_NAME.fullmatch(name)), default=0)
 
 
 def has_ended(folder: Path, number: int) -> bool:
@@ -124,14 +134,33 @@ def _claim(folder: Path, number: int, launch: Launch) -> bool:
 
 
 def _read_claim(path: Path) -> dict[str, Any]:
+    """What the file says; empty when it is no claim of ours."""
     try:
-        claim = json.loads(path.read_text())
-        return claim if isinstance(claim, dict) else {}
-    except (OSError, ValueError):
+        claim = json.loads(read_bounded(path, _CLAIM_BYTES))
+        return claim if _is_claim(claim) else {}
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
+def _is_claim(claim: Any) -> bool:
+    if not isinstance(claim, dict):
+        return False
+    order, when = claim.get("order"), claim.get("time")
+    words = [claim.get(name) for name in ("host", "boot", "started", "step")]
+    job, pid = claim.get("job"), claim.get("pid")
+    return (
+        all(isinstance(word, str) for word in [*words, job or ""])
+        and type(pid) is int
+        and isinstance(order, list)
+        and [type(number) for number in order] == [int, int]
+        and isinstance(when, int | float)
+        and 0 <= when < 1e11
+    )
+
+
 def _describe(claim: dict[str, Any]) -> str:
+    if not claim:
+        return "a damaged claim"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(claim.get("time", 0))))
     job = f", job {claim['job']}" if claim.get("job") else ""
     return f"host {claim.get('host')}, process {claim.get('pid')}{job}, since {when}"
@@ -142,11 +171,12 @@ def _wait_for_its_end(
 ) -> None:
     """Return once incarnation ``number`` is known to be over, or ours is to replace it."""
     claim = _read_claim(_claim_path(folder, number))
-    if not claim or has_ended(folder, number):
+    if has_ended(folder, number):
         return
-    if launch.supersedes(claim["job"], (claim["order"][0], claim["order"][1]), claim["step"]):
+    # Claims are made whole: one that cannot be read was damaged, and its owner may well live.
+    if claim and launch.supersedes(claim["job"], tuple(claim["order"]), claim["step"]):
         return
-    alive = is_alive(claim)
+    alive = is_alive(claim) if claim else None
     if alive is None:
         say(
             f"out={folder.parent}: was last held by {_describe(claim)}; waiting up to "
@@ -171,6 +201,6 @@ def _still_beats(folder: Path, seconds: float) -> bool:
 
 def _beat(folder: Path) -> str:
     try:
-        return (folder / "beat").read_text()
+        return read_bounded(folder / "beat", _CLAIM_BYTES).decode(errors="replace")
     except OSError:
         return ""

@@ -6,13 +6,15 @@ directory is fsynced after, or a power cut may show the name without the data.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _BLOCK_BYTES = 1 << 22
 
@@ -43,20 +45,56 @@ def write_json(path: Path, value: Any) -> None:
     write_durably(path, text.encode() + b"\n")
 
 
-def blocks(path: Path) -> Iterator[bytes]:
-    """The file's bytes, some MiB at a time, past the page cache where the kernel allows it."""
-    with path.open("rb") as file:
-        # A digest of cached pages would prove nothing about the disk.
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open for reading what is a plain file: no pipe that would block, no device.
+
+    Args:
+        follow: whether ``path`` itself may be a symbolic link.
+
+    Raises:
+        OSError: it is something else, or cannot be read.
+    """
+    no_follow = 0 if follow else os.O_NOFOLLOW
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | no_follow)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no plain file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bounded(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """A plain file of at most ``limit`` bytes, from the disk rather than the page cache.
+
+    Raises:
+        OSError: it is larger, something else, or cannot be read.
+    """
+    with open_regular(path, follow=follow) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while block := file.read(_BLOCK_BYTES):
-            yield block
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"has more than {limit} bytes", str(path))
+    return data
+
+
+def blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The file's bytes, some MiB at a time, past the page cache where the kernel allows it."""
+    # A digest of cached pages would prove nothing about the disk.
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    while block := file.read(_BLOCK_BYTES):
+        yield block
 
 
 def file_digest(path: Path) -> str:
     """SHA-256 (hex) of a file."""
     digest = hashlib.sha256()
-    for block in blocks(path):
-        digest.update(block)
+    with open_regular(path) as file:
+        for block in blocks(file):
+            digest.update(block)
     return digest.hexdigest()
 
 

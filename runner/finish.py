@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runner.checkpoint.digest import state_digest
@@ -10,8 +10,8 @@ from runner.engine.protocol import Engine
 from runner.files import write_json
 from runner.observe.console import Console, duration
 from runner.observe.journal import Journal
-from runner.observe.lines import read_lines
-from runner.observe.summary import Summary, goodput
+from runner.observe.lines import iter_lines
+from runner.observe.summary import Summary
 from runner.rundir import RunDir
 from runner.state import TrainState
 
@@ -46,6 +46,7 @@ def sum_up(
     digest: str | None,
     state: TrainState,
     journal: Journal,
+    where_time_went: dict[str, float],
     batch: int,
     world_size: int,
     incarnation: int,
@@ -55,11 +56,13 @@ def sum_up(
     """Write the summary and show it; on rank 0 only.
 
     Args:
+        where_time_went: seconds by kind, see :mod:`runner.observe.goodput`.
         batch: samples per step.
     """
-    lines, _ = read_lines(run_dir.metrics)
-    wall = time.time() - journal.began
-    evaluated = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
+    wall = sum(where_time_went.values())
+    eval_loss = None
+    for line in iter_lines(run_dir.metrics):
+        eval_loss = eval_loss if line.get("eval_loss") is None else line["eval_loss"]
     history = journal.history
     summary = Summary(
         status=end.status,
@@ -68,14 +71,15 @@ def sum_up(
         steps=state.updates,
         cursor=state.cursor,
         final_loss=state.last_loss,
-        eval_loss=evaluated[-1] if evaluated else None,
+        eval_loss=eval_loss,
         state_digest=digest,
         discarded_steps=history.num_discarded,
         rollbacks=len(history.rollbacks),
         skipped=tuple(history.ledger),
         restarts=journal.attempt - 1,
         samples_used=state.updates * batch,
-        goodput=goodput(lines, wall),
+        goodput=round(where_time_went["productive"] / max(wall, 1e-9), 4),
+        time=where_time_went,
         world_size=world_size,
         incarnation=incarnation,
     )
@@ -95,9 +99,19 @@ def _rows(summary: Summary, wall_seconds: float, run_dir: RunDir) -> list[tuple[
         ("samples skipped", skipped or "none"),
         ("restarts", str(summary.restarts)),
         ("wall time", f"{duration(wall_seconds)}, goodput {summary.goodput:.0%}"),
+        ("where the time went", _shares(summary.time, wall_seconds)),
         ("state digest", (summary.state_digest or "-")[:16]),
         ("summary", str(run_dir.summary)),
         ("metrics", str(run_dir.metrics)),
         ("journal", str(run_dir.journal)),
         ("checkpoints", str(run_dir.ring)),
     ]
+
+
+def _shares(spent: Mapping[str, float], wall_seconds: float) -> str:
+    """The largest first; what is less than half a percent is left out."""
+    shares = {kind: seconds / max(wall_seconds, 1e-9) for kind, seconds in spent.items()}
+    ordered = sorted(shares.items(), key=lambda pair: -pair[1])
+    return ", ".join(
+        f"{kind.replace('_', ' ')} {share:.0%}" for kind, share in ordered if share >= 0.005
+    )

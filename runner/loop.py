@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runner.checkpoint.protocol import Moment
 from runner.checkpoint.ring import Ring
@@ -16,18 +16,15 @@ from runner.dist.heartbeat import Heartbeat
 from runner.error import Halted, Preempted, SaveError
 from runner.observe.journal import Journal
 from runner.policy.history import Incident, discarded_signals
-from runner.policy.remedy import Action, Apply, Discard, Halt, Rebaseline, RemedyRules, decide
+from runner.policy.pilot import rule
+from runner.policy.remedy import Apply, Discard, Halt, Rebaseline, RemedyRules
 from runner.policy.schedule import Schedule, cut_factor
-from runner.policy.signals import StepSignals
 from runner.policy.verdict import Kind, Verdict
 from runner.recover import Recovery, Scene
 from runner.report import Reporter
 from runner.state import TrainState
 from runner.step import Stepper
 from runner.stop import StopRequest
-
-# A level above what an untrained model reaches, by more than noise, is no data mix.
-_UNTRAINED_MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +100,9 @@ class Loop:
     def begin(self) -> None:
         """Commit the initial state: the first checkpoint there is to go back to."""
         if not self._ring.records:
-            self._save()
-            self._ring.drain()
+            with self._reporter.stall("checkpoint"):
+                self._save()
+                self._ring.drain()
 
     def step(self) -> None:
         """Attempt the next global batch and act on what it told. Raises as :meth:`run`."""
@@ -129,10 +127,17 @@ class Loop:
 
     def _judge_and_act(self, scene: Scene) -> None:
         signals = scene.signals
-        verdict = self._state.baseline.judge(signals)
-        if signals.withheld is not None:  # nothing was applied, whatever the judge makes of it
-            verdict = replace(verdict, kind=Kind.non_finite, reason=signals.withheld)
-        action = self._decide(verdict, signals)
+        ruling = rule(
+            signals,
+            baseline=self._state.baseline,
+            trouble=self._state.trouble,
+            history=self._journal.history,
+            ring=self._ring.records,
+            rules=self._rules,
+        )
+        verdict, action = ruling.verdict, ruling.action
+        if ruling.finding is not None:
+            self._recovery.conclude(scene, ruling.finding)
         if scene.known is not None and isinstance(action, Apply):
             # Settings were changed on purpose since; what was discarded stays discarded.
             action = Discard(reason=scene.known.reason)
@@ -140,7 +145,7 @@ class Loop:
         if isinstance(action, Apply):
             self._advance(scene, verdict)
             return
-        self._state.baseline.refuse()
+        self._state.baseline.refuse(signals)
         if isinstance(action, Discard):
             self._recovery.discard(self._state, scene, verdict, action)
         elif isinstance(action, Rebaseline):
@@ -154,20 +159,6 @@ class Loop:
             self._known_discards.clear()
             self._heart.enter("roll back")
             self._recovery.roll_back(self._state, scene, verdict, action)
-
-    def _decide(self, verdict: Verdict, signals: StepSignals) -> Action:
-        trouble = self._state.trouble
-        trouble.note(signals, is_bad=verdict.kind in (Kind.non_finite, Kind.spike))
-        return decide(
-            verdict,
-            signals,
-            trouble,
-            self._journal.history,
-            self._ring.records,
-            self._rules,
-            untrained_loss=self._state.baseline.first_loss * _UNTRAINED_MARGIN,
-            recent=self._state.baseline.recent(self._rules.level_steps),
-        )
 
     def _advance(self, scene: Scene, verdict: Verdict) -> None:
         """The update was applied: move on, evaluate, prove and save checkpoints."""
@@ -184,7 +175,8 @@ class Loop:
         self._ring.after_step(state.updates, state.baseline.clean_streak)
         self._inspect(state.updates)
         if self._is_due(self._intervals.checkpoint):
-            self._save()
+            with self._reporter.stall("checkpoint"):
+                self._save()
 
     def _repeat_known_discard(self, *, before: int) -> bool:
         """Judge a step again that was discarded before a restart; nothing is computed.
@@ -211,7 +203,8 @@ class Loop:
 
     def _evaluated(self) -> float | None:
         self._heart.enter("evaluate")
-        return self._evaluate()
+        with self._reporter.stall("evaluation"):
+            return self._evaluate()
 
     def _save(self) -> None:
         self._heart.enter("save")
@@ -228,6 +221,10 @@ class Loop:
     def _save_last(self, is_late: Callable[[], bool] = lambda: False) -> bool:
         """Commit the present state unless it is; False when it became too late to wait."""
         self._heart.enter("save")
+        with self._reporter.stall("checkpoint"):
+            return self._save_and_wait(is_late)
+
+    def _save_and_wait(self, is_late: Callable[[], bool]) -> bool:
         if not self._ring.drain(is_late):
             return False
         if self._newest_step() == self._state.updates:

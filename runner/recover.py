@@ -13,6 +13,7 @@ from runner.checkpoint.ring import Ring
 from runner.data.cursor import BatchPlan
 from runner.fault.inject import FaultInjector
 from runner.observe.journal import Journal
+from runner.policy.episode import Finding
 from runner.policy.history import Incident, discard_detail
 from runner.policy.remedy import Discard, Halt, Rebaseline, Rollback
 from runner.policy.signals import StepSignals
@@ -111,13 +112,15 @@ class Recovery:
         self._reporter.step(scene, verdict, "rollback", learning_rate=0.0, state=state)
         metrics_bytes = self._reporter.metrics_bytes()
         lost = state.updates
-        self._ring.drain()
-        self._faults.at("rollback", scene.signals.step)
-        manifest = self._ring.restore(action.targets)
+        with self._reporter.stall("rollback"):
+            self._ring.drain()
+            self._faults.at("rollback", scene.signals.step)
+            manifest = self._ring.restore(action.targets)
         incident = Incident(
             kind="rollback",
             step=scene.signals.step,
-            decision=f"back to step {manifest.step}, skip samples "
+            decision=f"back to step {manifest.step}, "
+            f"{'read again' if action.read_again else 'skip'} samples "
             f"{action.skip[0]}-{action.skip[1] - 1}",
             reason=action.reason,
             ranks=ranks,
@@ -133,6 +136,7 @@ class Recovery:
                 "cursor": manifest.cursor,
                 "serial": manifest.serial,
                 "next_serial": self._ring.next_serial,
+                "read_again": action.read_again,
                 "repeat": action.repeat,
                 "metrics_bytes": metrics_bytes,
                 "cut_factor": action.cut_factor,
@@ -140,9 +144,24 @@ class Recovery:
             },
         )
         self._journal.add(incident)
+        self._reporter.undo(manifest.step)
         self._ring.abandon_after(manifest.serial)
         state.load_json(manifest.train_state)
         self._reporter.incident(incident)
+
+    def conclude(self, scene: Scene, finding: Finding) -> None:
+        """Say what the trouble was that ended with this step. Nothing follows from it."""
+        episode = finding.episode
+        incident = Incident(
+            kind="episode",
+            step=scene.signals.step,
+            decision=finding.shape,
+            reason=finding.words(),
+            samples=(episode.start, episode.stop),
+            detail={"shape": finding.shape, "cause": finding.cause, "episode": episode.to_json()},
+        )
+        if self._journal.add_once(incident):
+            self._reporter.incident(incident)
 
     def halt(self, scene: Scene, verdict: Verdict, action: Halt) -> None:
         """Write down why a person must look."""

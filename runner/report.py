@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Protocol
 
 from runner.observe.console import Console, Progress
+from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics, MetricsLine, finite_or_none
 from runner.observe.throughput import Throughput
 from runner.observe.tracker import Tracker
@@ -32,7 +36,13 @@ class Records(Protocol):
 
 
 class Reporter:
-    """Fans out to the parts of :mod:`runner.observe`. Decides nothing."""
+    """Fans out to the parts of :mod:`runner.observe`. Decides nothing.
+
+    Args:
+        past: where the time went before this start.
+        began: seconds since the epoch at which the run was first started.
+        clock: seconds since the epoch; only the first rank's is looked at.
+    """
 
     def __init__(
         self,
@@ -44,6 +54,9 @@ class Reporter:
         history: History,
         ring: Records,
         total_steps: int,
+        past: Past,
+        began: float,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._metrics = metrics
         self._trackers = trackers
@@ -53,6 +66,11 @@ class Reporter:
         self._ring = ring
         self._total_steps = total_steps
         self._eval_loss: float | None = None
+        self._account = past.account
+        self._last_life = past.last_life
+        self._began = began
+        self._clock = clock
+        self._stalls: dict[str, float] = {}
 
     def step(
         self,
@@ -67,6 +85,9 @@ class Reporter:
         """One attempted step. ``state`` is as it is after the action."""
         signals, outcome = happened.signals, happened.outcome
         seconds = outcome.seconds if outcome else 0.0
+        now = self._clock()
+        self._end_restart(now - seconds)
+        stalls, self._stalls = self._stalls, {}
         line = MetricsLine(
             step=signals.step,
             cursor=signals.stop,
@@ -81,12 +102,47 @@ class Reporter:
             verdict=verdict.kind.value,
             action=action,
             eval_loss=eval_loss,
+            time=round(now, 3),
+            stalls={kind: round(amount, 6) for kind, amount in stalls.items()},
         )
         self._metrics.write(line)
+        self._account.add(asdict(line))
         for tracker in self._trackers:
             tracker.write(line)
         if state is not None and action == "apply":
             self._console.progress(self._progress(line, signals, state))
+
+    @contextmanager
+    def stall(self, kind: str) -> Iterator[None]:
+        """Count what is done inside as ``kind``, one of :data:`runner.observe.goodput.STALLS`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._stalls[kind] = self._stalls.get(kind, 0.0) + time.monotonic() - began
+
+    def undo(self, to_step: int) -> None:
+        """A rollback: the steps after ``to_step`` count no more."""
+        self._account.undo(to_step)
+
+    def take_stalls(self) -> dict[str, float]:
+        """Seconds by kind that no metrics line has told, in the account from now on."""
+        self._end_restart(self._clock())
+        taken = {kind: round(amount, 6) for kind, amount in self._stalls.items()}
+        self._stalls = {}
+        self._account.stalled(taken)
+        return taken
+
+    def where_time_went(self) -> dict[str, float]:
+        """Seconds since the first start by kind; see :meth:`TimeAccount.breakdown`."""
+        self.take_stalls()
+        return self._account.breakdown(self._clock() - self._began)
+
+    def _end_restart(self, first_step_began: float) -> None:
+        if self._last_life is not None:
+            inside = sum(self._stalls.values())
+            self._stalls["restart"] = max(0.0, first_step_began - inside - self._last_life)
+            self._last_life = None
 
     def _progress(self, line: MetricsLine, signals: StepSignals, state: TrainState) -> Progress:
         pace = self._throughput.note(line.seconds, line.tokens)
@@ -104,6 +160,7 @@ class Reporter:
             num_clean=sum(record.state is State.clean for record in self._ring.records),
             num_discarded=self._history.num_discarded,
             num_rollbacks=len(self._history.rollbacks),
+            goodput=self._account.goodput(self._clock() - self._began),
             eval_loss=self._eval_loss,
             is_evaluated=line.eval_loss is not None,
         )

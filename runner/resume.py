@@ -19,7 +19,7 @@ from runner.dist.launcher import Launch
 from runner.error import CheckpointError, ConfigError
 from runner.fence import Fence, take
 from runner.observe.journal import Journal, read_journal
-from runner.observe.lines import read_lines
+from runner.observe.lines import iter_lines, step_of
 from runner.policy.history import Incident
 from runner.policy.ring import Record, State, resume_order
 from runner.rundir import RunDir
@@ -109,7 +109,7 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) ->
         if entries:
             _refuse_other_data(config, entries[-1].manifest.data_fingerprint, fingerprint)
     lines, length = read_journal(run_dir.journal)
-    metrics, _ = read_lines(run_dir.metrics)
+    metrics = iter_lines(run_dir.metrics)
     serials = [0, *(entry.record.serial for entry in entries), *map(_serial_in, lines)]
     return {
         "journal": lines,
@@ -119,7 +119,7 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) ->
         ],
         "damaged": damaged,
         "torn": torn,
-        "last_metrics_step": max((int(m.get("step", 0)) for m in metrics), default=0),
+        "last_metrics_step": max(map(step_of, metrics), default=0),
         "next_serial": max(serials) + 1 + len(damaged),
         "crashes": [i.to_json() for i in unexplained(run_dir, lines, fence.number)],
     }

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from runner.compose import digest, flat, from_yaml, to_yaml, trajectory
 from runner.config import RunConfig
 from runner.error import ConfigError
-from runner.files import write_durably
+from runner.files import read_bounded, write_durably
+
+_CONFIG_BYTES = 4 << 20
+_NOT_FOR_OTHERS = 0o022
 
 
 class RunDir:
@@ -50,11 +55,17 @@ class RunDir:
         except OSError as error:
             raise ConfigError(f"out={self.out}: cannot be written ({error})") from None
 
+    @property
+    def is_open_to_all(self) -> bool:
+        """Whether anybody may write in there, and so decide what the next start loads."""
+        mode = self.out.stat().st_mode
+        return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
     def settings_changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Keys that decide the trajectory and differ from the stored ones: (was, is)."""
         if not self.config.exists():
             return {}
-        stored = from_yaml(self.config.read_text(), source=self.config)
+        stored = from_yaml(_text(self.config), source=self.config)
         stored["schedule.total"] = _stored_total(stored)
         return {
             name: (stored.get(name), value)
@@ -69,7 +80,8 @@ class RunDir:
         """
         if changed:
             words = "\n".join(
-                f"  {key}: was {was}, now {now}" for key, (was, now) in changed.items()
+                f"  {key}: was {_shown(was)}, now {_shown(now)}"
+                for key, (was, now) in changed.items()
             )
             raise ConfigError(
                 f"out={self.out} holds a run with other settings:\n{words}\n"
@@ -81,6 +93,28 @@ class RunDir:
         """Write the resolved settings, with their digest on top."""
         text = f"# settings sha256 {digest(flat(config))}\n{to_yaml(config)}"
         write_durably(self.config, text.encode())
+
+
+def keep_for_owner() -> None:
+    """From now on this process makes nothing that others can write.
+
+    Who may write in a run directory decides what the next start loads. Who may read there is
+    left to the user's umask: people look at each other's runs.
+    """
+    os.umask(os.umask(_NOT_FOR_OTHERS) | _NOT_FOR_OTHERS)
+
+
+def _shown(value: object) -> str:
+    """A stored value on a terminal: not without end, and without control characters."""
+    text = str(value)[:200]
+    return text if text.isprintable() else repr(text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bounded(path, _CONFIG_BYTES, follow=True).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a settings file ({error})") from None
 
 
 def _stored_total(stored: dict[str, Any]) -> Any:

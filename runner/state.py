@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runner.error import CheckpointError
 from runner.policy.remedy import RemedyRules, Trouble
 from runner.policy.verdict import Baseline, JudgeRules
 
@@ -30,9 +31,25 @@ class TrainState:
         }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`to_json`."""
-        self.updates = state["updates"]
-        self.cursor = state["cursor"]
-        self.last_loss = state["last_loss"]
-        self.baseline.load_json(state["baseline"])
-        self.trouble.load_json(state["trouble"])
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            CheckpointError: it is not what :meth:`to_json` gives.
+        """
+        try:
+            self.updates = _whole(state["updates"])
+            self.cursor = _whole(state["cursor"])
+            self.last_loss = None if state["last_loss"] is None else float(state["last_loss"])
+            self.baseline.load_json(state["baseline"])
+            self.trouble.load_json(state["trouble"])
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            words = f"{type(error).__name__}: {error}"[:300]
+            raise CheckpointError(
+                f"the checkpoint's train_state cannot be used ({words})"
+            ) from None
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 60:
+        raise ValueError(f"{str(value)[:40]!r} is no whole number of 0 or more")
+    return value

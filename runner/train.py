@@ -43,14 +43,15 @@ from runner.inspection import PaceInspector, ReplicaInspector
 from runner.loop import Intervals, Loop
 from runner.model.decoder import DecoderShape, num_parameters
 from runner.observe.console import Console
+from runner.observe.goodput import Past, past
 from runner.observe.journal import Journal
-from runner.observe.lines import LineFile
+from runner.observe.lines import LineFile, iter_lines
 from runner.policy.history import Incident
 from runner.policy.straggler import Stragglers
 from runner.recover import Recovery
 from runner.report import Reporter
 from runner.resume import Found, Resumed, find, take_out, take_up
-from runner.rundir import RunDir
+from runner.rundir import RunDir, keep_for_owner
 from runner.state import TrainState
 from runner.step import Stepper
 from runner.stop import StopRequest
@@ -65,6 +66,7 @@ def train(config: RunConfig, place: Place) -> int:
     Raises:
         RunnerError: the run could not begin. It is raised on every rank alike.
     """
+    keep_for_owner()
     check(config, world_size=place.world_size)
     parse_faults(config.faults)  # a typing mistake is told before any process waits for another
     device = choose_device(config.parallel.device, place)
@@ -146,6 +148,7 @@ class Session:
                 digest=state_hash,
                 state=run.state,
                 journal=run.journal,
+                where_time_went=run.reporter.where_time_went(),
                 batch=self._config.batch.global_size,
                 world_size=self._place.world_size,
                 incarnation=self._fence.number,
@@ -164,6 +167,11 @@ class Session:
         self._agree_on_settings()
         self._fence = take_out(self._dir, config, self._launch, ranks, self._console.say)
         self._witness.begin(self._fence, self._peers)
+        if self._place.is_first and self._dir.is_open_to_all:
+            self._console.say(
+                f"warning: anybody may write in {self._dir.out}, and so decide what a restart "
+                "loads; chmod o-w it"
+            )
         dataset = ranks.all_or_none("opening the data", lambda: assemble.open_dataset(config))
         self._agree_on_data(dataset)
         stream = ranks.all_or_none(
@@ -190,7 +198,7 @@ class Session:
         state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
         resumed = take_up(found, self._dir, ring, journal, state)
         hosts = ranks.gather(host_name())
-        journal.add(self._start_incident(resumed, dataset, hosts))
+        past = self._past(found, resumed)
         self._greet(dataset, shape, resumed)
         feed = assemble.feed(config, dataset, stream, self._place, self._device)
         reporter = assemble.reporter(
@@ -203,7 +211,11 @@ class Session:
             journal,
             ring,
             resumed,
+            past,
         )
+        # After the reporter has cut the metrics: what is journalled as lost is lost once.
+        lost = ranks.from_first(past.lost)
+        journal.add(self._start_incident(resumed, dataset, hosts, lost))
         stepper = self._stepper(dataset, engine, feed, faults)
         held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
         if config.eval.every and not len(held_out):
@@ -338,7 +350,16 @@ class Session:
 
         return look
 
-    def _start_incident(self, resumed: Resumed, dataset: Dataset, hosts: list[str]) -> Incident:
+    def _past(self, found: Found, resumed: Resumed) -> Past:
+        """Where the time went before this start; the first rank's is the one that counts."""
+        if not self._place.is_first:
+            return past([], [], [])
+        path, length = self._dir.metrics, resumed.metrics_bytes
+        return past(iter_lines(path, stop=length), iter_lines(path, start=length), found.journal)
+
+    def _start_incident(
+        self, resumed: Resumed, dataset: Dataset, hosts: list[str], lost: dict[str, float]
+    ) -> Incident:
         return Incident(
             kind="start",
             step=resumed.step,
@@ -354,6 +375,7 @@ class Session:
                 "settings": self._settings_digest,
                 "data": dataset.fingerprint(),
                 "debug": self._debug,
+                "lost": lost,
             },
         )
 
@@ -396,7 +418,13 @@ def _run_to_an_end(run: Run) -> End:
             run.ring.drain()  # what is being written is still worth having
         else:  # a halt has its own line already
             run.journal.add(
-                Incident(kind=status, step=run.state.updates, decision="end", reason=str(error))
+                Incident(
+                    kind=status,
+                    step=run.state.updates,
+                    decision="end",
+                    reason=str(error),
+                    detail={"stalls": run.reporter.take_stalls()},
+                )
             )
         in_time = not isinstance(error, Preempted) or error.in_time
         return End(status=status, exit_code=error.exit_code, reason=str(error), in_time=in_time)

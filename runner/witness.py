@@ -24,11 +24,11 @@ from runner.dist.blame import Blame, blame
 from runner.dist.evidence import (
     Report,
     collectives,
-    has_report,
     is_lost_contact,
     last_words,
     now,
     read_reports,
+    reported,
     stack_of,
     stacks,
     write_report,
@@ -46,7 +46,9 @@ from runner.rundir import RunDir
 from runner.stop import StopRequest
 
 _TICK_SECONDS = 0.5
+_CAUSE = "cause.json"
 _JOURNAL_SECONDS = 5.0
+_SHARED_SECONDS = 1.0  # between looks at a folder that all ranks look at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,7 @@ class Witness:
         self._neighbours: Neighbours | None = None
         self._fatal: tuple[Path, IO[str]] | None = None
         self._telling = threading.Lock()
-        self._last_fence_look = 0.0
+        self._looked: dict[str, float] = {}
 
     def begin(self, fence: Fence, peers: Sequence[Facts]) -> None:
         """Watch from now on. ``peers``: what this node's ranks told at the roll call."""
@@ -131,14 +133,15 @@ class Witness:
         if isinstance(error, Superseded):
             self._give_way(error)
         if not is_lost_contact(error):
-            report = self._report(
-                "exception", f"{type(error).__name__}: {first_line(error)}", error
-            )
-            write_report(self._folder(), report)
-            self._write_down(blame([report], self._place.world_size))
+            words = f"{type(error).__name__}: {first_line(error)}"
+            report = self._report("exception", words, error)
+            cause = blame([report], self._place.world_size)
+            self._say_cause(cause)  # first: the others say it when they see a report without
+            self._write(report)
+            self._write_down(cause)
             _tell_torchrun(error)
             return
-        write_report(self._folder(), self._report("lost_contact", first_line(error), error))
+        self._write(self._report("lost_contact", first_line(error), error))
         self._conclude()
 
     # -- looks of the watchdog ------------------------------------------------------------
@@ -147,38 +150,45 @@ class Witness:
         heart, limit = self.heart, self.heart.limit(self._rules.patience)
         if heart.seconds > limit and self._telling.acquire(blocking=False):
             words = f"no progress for {heart.seconds:.1f} s (limit {limit:.1f} s)"
-            write_report(self._folder(), self._report("hang", words))
+            self._write(self._report("hang", words))
             self._conclude()
 
     def _look_at_others(self) -> None:
         """Another rank has something to tell: add this rank's part, and end."""
-        folder = self._folder()
-        if not folder.is_dir() or not any(folder.glob("rank-*.json")):
+        if not self._is_due("others", _SHARED_SECONDS) or not reported(self._folder()):
             return
         if self._telling.acquire(blocking=False):
-            write_report(folder, self._report("called", "called by another rank's report"))
+            self._write(self._report("called", "called by another rank's report"))
             self._conclude()
 
     def _look_at_launcher(self) -> None:
         if self._launch.has_agent and os.getppid() != self._parent:
             words = f"the launcher (process {self._parent}) is gone; nobody would stop this rank"
             if self._telling.acquire(blocking=False):
-                write_report(self._folder(), self._report("exception", words))
+                self._write(self._report("exception", words))
                 _say(f"rank {self._place.rank}: {words}")
                 leave(EXIT_CRASH)
 
     def _look_at_fence(self) -> None:
         """One rank a node looks; rank 0 also shows that the run is alive."""
-        due = time.monotonic() > self._last_fence_look + BEAT_SECONDS
-        if self._fence is None or self._place.local_rank != 0 or not due:
+        if self._fence is None or self._place.local_rank != 0:
             return
-        self._last_fence_look = time.monotonic()
+        if not self._is_due("fence", BEAT_SECONDS):
+            return
         try:
             self._fence.check()
             if self._place.is_first:
                 self._fence.beat()
         except Superseded as error:
             self._give_way(error)
+
+    def _is_due(self, what: str, seconds: float) -> bool:
+        """At most once in so many seconds: the file system is shared by all ranks."""
+        now = time.monotonic()
+        if now < self._looked.get(what, 0.0) + seconds:
+            return False
+        self._looked[what] = now
+        return True
 
     def _give_way(self, error: Superseded) -> NoReturn:
         _say(f"rank {self._place.rank}: {error}")
@@ -208,36 +218,54 @@ class Witness:
             collectives=collectives(),
         )
 
+    def _write(self, report: Report, *, for_other: bool = False) -> None:
+        """Evidence is worth having, but ending in time is worth more: a full disk is no reason
+
+        to stay.
+        """
+        with contextlib.suppress(OSError):
+            write_report(self._folder(), report, for_other=for_other)
+
     def _conclude(self) -> NoReturn:
         """Wait for the others' reports, say the cause once, end this process."""
-        self._wait_for_reports()
-        reports = read_reports(self._folder())
-        survivors = [r.rank for r in reports if r.kind in ("lost_contact", "hang", "called")]
-        if self._place.rank == min(survivors, default=self._place.rank):
-            cause = blame(reports, self._place.world_size)
-            with contextlib.suppress(OSError):
-                write_json(self._folder() / "cause.json", to_json(cause))
-            _say(f"! step {cause.step} crash: {cause.reason}")
-            _say(f"evidence of each rank: {self._folder()}")
-        if self._place.is_first:
-            self._write_down(blame(reports, self._place.world_size))
+        told = self._wait_for_reports()
+        own = self._place.rank
+        is_teller = own == min((rank for rank, is_own in told.items() if is_own), default=own)
+        # A rank with an exception of its own has told it already.
+        is_teller = is_teller and not (self._folder() / _CAUSE).exists()
+        if is_teller or self._place.is_first:
+            cause = blame(read_reports(self._folder()), self._place.world_size)
+            if is_teller:
+                self._say_cause(cause)
+            self._write_down(cause)
         self._end_silent_peers()
         leave(EXIT_CRASH)
 
-    def _wait_for_reports(self) -> None:
+    def _say_cause(self, cause: Blame) -> None:
+        """To the person watching."""
+        folder = self._folder()
+        _say(f"! step {cause.step} crash: {cause.reason}")
+        _say(f"evidence of each rank: {folder}")
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / _CAUSE, to_json(cause))
+
+    def _wait_for_reports(self) -> dict[int, bool]:
+        """Ranks that have told, or that somebody has told of; and whether they did it."""
         limit = time.monotonic() + self._rules.settle_seconds
-        missing = set(range(self._place.world_size))
-        while missing and time.monotonic() < limit:
+        while True:
             self._write_for_the_dead()
-            told = {report.rank for report in read_reports(self._folder())}
-            missing -= told
-            time.sleep(0.02 if missing else 0)
+            told = reported(self._folder())
+            if len(told) == self._place.world_size or time.monotonic() > limit:
+                return told
+            time.sleep(0.02 + 1e-4 * self._place.world_size)
 
     def _write_for_the_dead(self) -> None:
         """A dead neighbour cannot write itself."""
         assert self._neighbours is not None and self._fence is not None
+        told = reported(self._folder())
         for rank, number in list(self._neighbours.deaths.items()):
-            if has_report(self._folder(), rank):
+            if rank in told:
                 continue
             oom = num_oom_kills() > self._oom_kills and number == signal.SIGKILL
             report = Report(
@@ -253,7 +281,7 @@ class Witness:
             )
             # Some signals leave a rank the time for its last words.
             fatal = self._dir.fatal(self._fence.number, rank)
-            write_report(self._folder(), last_words(fatal, report) or report)
+            self._write(last_words(fatal, report) or report, for_other=True)
 
     def _write_down(self, cause: Blame) -> None:
         journal, fence = self.journal, self._fence
@@ -271,10 +299,10 @@ class Witness:
 
     def _end_silent_peers(self) -> None:
         """A stopped neighbour would hold the launcher up for its own half minute."""
+        told = reported(self._folder())
         for peer in self._peers:
             rank, process = int(peer["rank"]), peer["process"]
-            told = rank == self._place.rank or has_report(self._folder(), rank)
-            if not told and is_alive(process):
+            if rank != self._place.rank and rank not in told and is_alive(process):
                 with contextlib.suppress(OSError):
                     os.kill(int(process["pid"]), signal.SIGKILL)
 

@@ -17,7 +17,7 @@ from typing import Any
 from runner.observe.lines import read_lines as read_whole_lines
 
 # What differs between two runs of the same trajectory.
-TIMINGS = ("seconds", "tokens_per_second", "data_wait_seconds")
+TIMINGS = ("seconds", "tokens_per_second", "data_wait_seconds", "time", "stalls")
 
 # A model and a language that learn in seconds; the guard is armed early.
 TINY = (
@@ -122,12 +122,7 @@ class Started:
 
     def pids(self) -> list[int]:
         """torchrun and its workers: they have sessions of their own, but all name ``out``."""
-        mark = f"out={self.out}".encode()
-        return [
-            int(folder.name)
-            for folder in Path("/proc").iterdir()
-            if folder.name.isdigit() and mark in _arguments(folder)
-        ]
+        return _naming(self.out)
 
     def workers(self) -> list[int]:
         """The ranks' processes."""
@@ -185,6 +180,13 @@ def _arguments(folder: Path) -> list[bytes]:
         return []
 
 
+def _naming(out: Path) -> list[int]:
+    """Processes whose command line has ``out=...``."""
+    mark = f"out={out}".encode()
+    folders = (folder for folder in Path("/proc").iterdir() if folder.name.isdigit())
+    return [int(folder.name) for folder in folders if mark in _arguments(folder)]
+
+
 def _environment(pid: int) -> dict[str, str]:
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
@@ -234,14 +236,7 @@ def skip_override(ranges: Sequence[Sequence[int]]) -> str:
 
 def left_behind(out: Path) -> list[int]:
     """Processes that still name ``out``; a moment is given to those that are ending."""
-    mark = f"out={out}".encode()
     limit = time.monotonic() + 2
-    while True:
-        pids = [
-            int(folder.name)
-            for folder in Path("/proc").iterdir()
-            if folder.name.isdigit() and mark in _arguments(folder)
-        ]
-        if not pids or time.monotonic() > limit:
-            return pids
+    while (pids := _naming(out)) and time.monotonic() < limit:
         time.sleep(0.05)
+    return pids

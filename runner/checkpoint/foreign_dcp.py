@@ -43,8 +43,8 @@ def open_dcp(folder: Path) -> Source:
     metadata = read_dcp_metadata(path)
     try:
         tensors = _tensors(folder, path, metadata)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from None
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ConfigError(f"{path}: {type(error).__name__}: {str(error)[:300]}") from None
     weights = {name: found for name, found in tensors.items() if not name.startswith(_OPTIMIZER)}
     model = {name: found for name, found in weights.items() if name.startswith(_MODEL)}
     if model and len(weights) < len(tensors):
@@ -101,6 +101,8 @@ def _check_chunks(what: str, shape: tuple[int, ...], parts: list[_Chunk]) -> Non
         ends = [start + size for start, size in zip(part.offsets, part.sizes, strict=True)]
         if any(end > limit for end, limit in zip(ends, shape, strict=True)):
             raise ConfigError(f"{what}: a chunk reaches beyond the tensor")
+        if math.prod(part.sizes) > part.length:
+            raise ConfigError(f"{what}: a chunk of {list(part.sizes)} in {part.length} bytes")
         size = part.path.stat().st_size
         if part.start < 0 or part.length < 1 or part.start + part.length > size:
             raise ConfigError(

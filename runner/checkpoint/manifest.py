@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from runner.error import CorruptCheckpoint
 FORMAT = "holdfast-ring"
 VERSION = 1
 ITEM_BYTES = 4  # FP32, little endian
-_FILE_NAME = re.compile(r"rank-\d{5}\.bin")
+MOST_BYTES = 1 << 30  # of a manifest; 1,000 tensors on 1,000 ranks need a fifth of it
+_FILE_NAME = re.compile(r"rank-[0-9]{5,7}\.bin")
+_MOST_DIMENSIONS = 64
+_LIMIT = 1 << 63
+_WORDS = 500  # of an error that quotes what it found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +90,34 @@ class Manifest:
         }
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Parse and check a manifest.
+def parse_manifest(data: bytes, path: Path) -> Manifest:
+    """Parse and check a manifest; ``path`` is for the message.
 
     Raises:
         CorruptCheckpoint: not JSON, another format, or it does not add up.
     """
     try:
-        tree = json.loads(path.read_bytes())
-        made = _from_json(tree)
+        made = _from_json(json.loads(data, parse_constant=_no_number))
         _check(made)
     except Exception as error:  # damage may take any form; json and int() raise many kinds
-        raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from None
+        words = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(f"{path}: {words[:_WORDS]}") from None
     return made
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def whole(value: Any, what: str) -> int:
+    """``value``, which must be a whole number of 0 or more that fits 63 bits.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if type(value) is not int or not 0 <= value < _LIMIT:
+        raise ValueError(f"{what} is {str(value)[:40]!r}, no whole number of 0 or more")
+    return value
 
 
 def _from_json(tree: Any) -> Manifest:
@@ -105,20 +125,20 @@ def _from_json(tree: Any) -> Manifest:
         raise ValueError(f"format {tree['format']} version {tree['version']}; need {FORMAT} 1")
     tensors = tree["tensors"]
     return Manifest(
-        serial=int(tree["serial"]),
-        step=int(tree["step"]),
-        cursor=int(tree["cursor"]),
-        world_size=int(tree["world_size"]),
+        serial=whole(tree["serial"], "serial"),
+        step=whole(tree["step"], "step"),
+        cursor=whole(tree["cursor"], "cursor"),
+        world_size=whole(tree["world_size"], "world_size"),
         config_digest=str(tree["config_digest"]),
         data_fingerprint=str(tree["data_fingerprint"]),
-        metrics_bytes=int(tree["metrics_bytes"]),
-        journal_lines=int(tree["journal_lines"]),
+        metrics_bytes=whole(tree["metrics_bytes"], "metrics_bytes"),
+        journal_lines=whole(tree["journal_lines"], "journal_lines"),
         train_state=dict(tree["train_state"]),
-        update_counts={str(k): int(v) for k, v in tree["update_counts"].items()},
-        shapes={str(n): tuple(int(s) for s in t["shape"]) for n, t in tensors.items()},
-        pieces={str(n): tuple(_piece(p) for p in t["pieces"]) for n, t in tensors.items()},
+        update_counts={k: whole(v, "update count") for k, v in tree["update_counts"].items()},
+        shapes={n: tuple(whole(s, "shape") for s in t["shape"]) for n, t in tensors.items()},
+        pieces={n: tuple(_piece(p) for p in t["pieces"]) for n, t in tensors.items()},
         files={
-            str(name): FileFacts(num_bytes=int(facts["bytes"]), sha256=str(facts["sha256"]))
+            name: FileFacts(num_bytes=whole(facts["bytes"], "bytes"), sha256=str(facts["sha256"]))
             for name, facts in tree["files"].items()
         },
     )
@@ -126,23 +146,26 @@ def _from_json(tree: Any) -> Manifest:
 
 def _piece(values: Any) -> Piece:
     start, count, file, offset = values
-    return Piece(start=int(start), count=int(count), file=str(file), offset=int(offset))
+    return Piece(
+        start=whole(start, "start"),
+        count=whole(count, "count"),
+        file=str(file),
+        offset=whole(offset, "offset"),
+    )
 
 
 def _check(manifest: Manifest) -> None:
-    for name in manifest.files:
+    for name, facts in manifest.files.items():
         # The name is joined to a path: nothing but our own pattern may pass.
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"file name {name!r}")
+        if facts.num_bytes % ITEM_BYTES:
+            raise ValueError(f"{name}: {facts.num_bytes} bytes are no whole number of elements")
     for name, pieces in manifest.pieces.items():
-        shape = manifest.shapes[name]
-        if min(shape, default=0) < 0:
-            raise ValueError(f"{name}: negative shape {list(shape)}")
-        _check_coverage(name, math.prod(shape), pieces)
-        for piece in pieces:
-            end = piece.offset + piece.count * ITEM_BYTES
-            if piece.offset < 0 or end > manifest.files[piece.file].num_bytes:
-                raise ValueError(f"{name}: piece outside {piece.file}")
+        if len(manifest.shapes[name]) > _MOST_DIMENSIONS:
+            raise ValueError(f"{name}: {len(manifest.shapes[name])} dimensions")
+        _check_coverage(name, math.prod(manifest.shapes[name]), pieces)
+    _check_files(manifest)
 
 
 def _check_coverage(name: str, numel: int, pieces: tuple[Piece, ...]) -> None:
@@ -153,3 +176,18 @@ def _check_coverage(name: str, numel: int, pieces: tuple[Piece, ...]) -> None:
         at += piece.count
     if at != numel:
         raise ValueError(f"{name}: {at} of {numel} elements")
+
+
+def _check_files(manifest: Manifest) -> None:
+    """No byte belongs to two pieces: what is read is never more than what is stored."""
+    used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
+    for name, pieces in manifest.pieces.items():
+        for piece in pieces:
+            end = piece.offset + piece.count * ITEM_BYTES
+            if end > manifest.files[piece.file].num_bytes:
+                raise ValueError(f"{name}: piece outside {piece.file}")
+            used[piece.file].append((piece.offset, end))
+    for file, spans in used.items():
+        for (_, end), (start, _) in pairwise(sorted(spans)):
+            if start < end:
+                raise ValueError(f"{file}: two pieces share the bytes from {start} on")

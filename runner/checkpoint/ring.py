@@ -16,8 +16,11 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.protocol import Holder, Identity, Moment, Ranks, RingRules
 from runner.checkpoint.shards import (
     Snapshot,
+    Stamp,
     collect_pieces,
+    files_needed,
     read_range,
+    stamps,
     verify_files,
     write_rank_file,
 )
@@ -216,13 +219,12 @@ class Ring:
         )
 
     def _check_bytes(self, record: Record) -> None:
-        self._verify_share(record, finite=True)
-
-    def _verify_share(self, record: Record, *, finite: bool) -> Entry:
         entry = self._store.read(self._store.folder_of(record))
-        names = sorted(entry.manifest.files)[self._ranks.rank :: self._ranks.world_size]
-        verify_files(entry, names, finite=finite)
-        return entry
+        verify_files(entry, self._share_of(entry), finite=True)
+
+    def _share_of(self, entry: Entry) -> list[str]:
+        """The files that this rank verifies for all."""
+        return sorted(entry.manifest.files)[self._ranks.rank :: self._ranks.world_size]
 
     def _verified(self, record: Record, failures: list[str]) -> None:
         if failures:
@@ -310,13 +312,25 @@ class Ring:
         )
 
     def _load(self, record: Record) -> Manifest:
-        entry: Entry = self._ranks.all_or_none(
-            "verifying a checkpoint", lambda: self._verify_share(record, finite=False)
+        # All ranks look at the files first: whoever changes one after another rank has found it
+        # sound is noticed by the rank that reads it.
+        looked: tuple[Entry, dict[str, Stamp]] = self._ranks.all_or_none(
+            "opening a checkpoint", lambda: self._look_at(record)
         )
-        self._ranks.all_or_none("loading a checkpoint", lambda: self._copy_in(entry))
+        entry, seen = looked
+        self._ranks.all_or_none(
+            "verifying a checkpoint",
+            lambda: verify_files(entry, self._share_of(entry), finite=False, seen=seen),
+        )
+        self._ranks.all_or_none("loading a checkpoint", lambda: self._copy_in(entry, seen))
         return entry.manifest
 
-    def _copy_in(self, entry: Entry) -> None:
+    def _look_at(self, record: Record) -> tuple[Entry, dict[str, Stamp]]:
+        entry = self._store.read(self._store.folder_of(record))
+        wanted = [(shard.name, shard.start, len(shard.local)) for shard in self._holder.shards()]
+        return entry, stamps(entry, {*files_needed(entry, wanted), *self._share_of(entry)})
+
+    def _copy_in(self, entry: Entry, seen: Mapping[str, Stamp]) -> None:
         shards = self._holder.shards()
         wanted = {shard.name: tuple(shard.shape) for shard in shards}
         if wanted != dict(entry.manifest.shapes):
@@ -325,9 +339,12 @@ class Ring:
                 f"{entry.folder}: is of another model; first difference: {differing[0]}"
             )
         for shard in shards:
-            values = read_range(entry, shard.name, shard.start, len(shard.local))
+            values = read_range(entry, shard.name, shard.start, len(shard.local), seen=seen)
             shard.local.copy_(values)
-        self._holder.finish_load(entry.manifest.update_counts)
+        try:
+            self._holder.finish_load(entry.manifest.update_counts)
+        except KeyError as error:
+            raise CheckpointError(f"{entry.folder}: has no update count of {error}") from None
 
     def _found_damaged(self, record: Record, faults: list[str], decision: str) -> None:
         self._being_proven.discard(record.serial)

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece
+from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece, whole
 from runner.checkpoint.store import Entry, read_rank_facts
 from runner.error import CorruptCheckpoint
-from runner.files import blocks, write_json
+from runner.files import blocks, open_regular, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,27 +70,95 @@ def collect_pieces(
     """Merge the notes of all ranks and remove them.
 
     Raises:
-        CorruptCheckpoint: a note is missing.
+        CorruptCheckpoint: a note is missing or says what no rank writes.
     """
     pieces: dict[str, list[Piece]] = {}
     files: dict[str, FileFacts] = {}
     for rank in range(world_size):
-        note = read_rank_facts(folder / f"rank-{rank:05d}.json")
-        name = file_name(rank)
-        files[name] = FileFacts(num_bytes=int(note["bytes"]), sha256=str(note["sha256"]))  # type: ignore[call-overload]
-        for tensor, start, count, offset in note["pieces"]:  # type: ignore[attr-defined]
-            piece = Piece(start=start, count=count, file=name, offset=offset)
+        path, name = folder / f"rank-{rank:05d}.json", file_name(rank)
+        try:
+            files[name], told = _note(read_rank_facts(path), name)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from None
+        for tensor, piece in told:
             pieces.setdefault(tensor, []).append(piece)
     for rank in range(world_size):
         (folder / f"rank-{rank:05d}.json").unlink()
     return {name: tuple(found) for name, found in pieces.items()}, files
 
 
-def verify_files(entry: Entry, names: Iterable[str], *, finite: bool) -> None:
+def _note(note: Mapping[str, Any], file: str) -> tuple[FileFacts, list[tuple[str, Piece]]]:
+    facts = FileFacts(num_bytes=whole(note["bytes"], "bytes"), sha256=str(note["sha256"]))
+    pieces = [
+        (
+            str(tensor),
+            Piece(
+                start=whole(start, "start"),
+                count=whole(count, "count"),
+                file=file,
+                offset=whole(offset, "offset"),
+            ),
+        )
+        for tensor, start, count, offset in note["pieces"]
+    ]
+    return facts, pieces
+
+
+# Size and times of last change. Nobody without the clock in hand can set back the last of them;
+# the inode is left out, as some network file systems number anew.
+Stamp = tuple[int, int, int]
+
+
+def stamps(entry: Entry, names: Iterable[str]) -> dict[str, Stamp]:
+    """What tells whether a file changes while it is verified and read.
+
+    To be taken before any rank begins to verify; the digest then holds for what is read later,
+    without reading everything twice.
+
+    Raises:
+        CorruptCheckpoint: a file is missing, or is a link.
+    """
+    found = {}
+    for name in names:
+        with _open(entry, name) as file:
+            found[name] = _stamp(file)
+    return found
+
+
+def files_needed(entry: Entry, wanted: Iterable[tuple[str, int, int]]) -> set[str]:
+    """Names of the files that hold any of these (tensor, start, count)."""
+    return {
+        piece.file
+        for name, start, count in wanted
+        for piece in entry.manifest.pieces.get(name, ())
+        if max(start, piece.start) < min(start + count, piece.start + piece.count)
+    }
+
+
+def _stamp(file: BinaryIO) -> Stamp:
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _open(entry: Entry, name: str) -> BinaryIO:
+    try:
+        return open_regular(entry.folder / name)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{entry.folder / name}: {error}") from None
+
+
+def verify_files(
+    entry: Entry,
+    names: Iterable[str],
+    *,
+    finite: bool,
+    seen: Mapping[str, Stamp] | None = None,
+) -> None:
     """Read every byte of these files of a checkpoint and compare digests.
 
     Args:
         finite: also refuse NaN and Inf.
+        seen: see :func:`stamps`.
 
     Raises:
         CorruptCheckpoint: naming file and fault.
@@ -97,37 +166,75 @@ def verify_files(entry: Entry, names: Iterable[str], *, finite: bool) -> None:
     for name in names:
         path, facts = entry.folder / name, entry.manifest.files[name]
         digest = hashlib.sha256()
-        try:
-            size = path.stat().st_size
-            if size != facts.num_bytes:
-                raise CorruptCheckpoint(f"{path}: {size} bytes, {facts.num_bytes} were written")
-            for block in blocks(path):
-                digest.update(block)
-                if finite and not np.isfinite(np.frombuffer(block, dtype="<f4")).all():
-                    raise CorruptCheckpoint(f"{path}: holds NaN or Inf")
-        except OSError as error:
-            raise CorruptCheckpoint(f"{path}: {error}") from None
-        if digest.hexdigest() != facts.sha256:
-            raise CorruptCheckpoint(f"{path}: digest differs from the manifest's: damaged on disk")
+        with _open(entry, name) as file:
+            try:
+                _check_size(file, path, facts)
+                for block in blocks(file):
+                    digest.update(block)
+                    if finite and not np.isfinite(np.frombuffer(block, dtype="<f4")).all():
+                        raise CorruptCheckpoint(f"{path}: holds NaN or Inf")
+            except OSError as error:
+                raise CorruptCheckpoint(f"{path}: {error}") from None
+            if digest.hexdigest() != facts.sha256:
+                raise CorruptCheckpoint(
+                    f"{path}: digest differs from the manifest's: damaged on disk"
+                )
+            _check_unchanged(file, path, (seen or {}).get(name))
 
 
-def read_range(entry: Entry, name: str, start: int, count: int) -> torch.Tensor:
+def _check_size(file: BinaryIO, path: Path, facts: FileFacts) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if size != facts.num_bytes:
+        raise CorruptCheckpoint(f"{path}: {size} bytes, {facts.num_bytes} were written")
+
+
+def _check_unchanged(file: BinaryIO, path: Path, stamp: Stamp | None) -> None:
+    if stamp is not None and _stamp(file) != stamp:
+        raise CorruptCheckpoint(f"{path}: was changed while it was verified and read")
+
+
+def read_range(
+    entry: Entry,
+    name: str,
+    start: int,
+    count: int,
+    *,
+    seen: Mapping[str, Stamp] | None = None,
+) -> torch.Tensor:
     """Elements ``[start, start + count)`` of a flattened tensor, FP32 1-D on the CPU.
+
+    Args:
+        seen: see :func:`stamps`; a file that has changed since is refused.
 
     Raises:
         CorruptCheckpoint: the tensor is not there or a file is too short.
     """
+    stored = entry.manifest.pieces.get(name, ())
+    if start < 0 or start + count > sum(piece.count for piece in stored):
+        raise CorruptCheckpoint(
+            f"{entry.folder}: has no elements {start}-{start + count} of {name!r}"
+        )
     found = torch.empty(count, dtype=torch.float32)
-    for piece in entry.manifest.pieces.get(name, ()):
+    for piece in stored:
         first, stop = max(start, piece.start), min(start + count, piece.start + piece.count)
         if first < stop:
-            found[first - start : stop - start] = _read_piece(entry, piece, first, stop)
+            stamp = (seen or {}).get(piece.file)
+            found[first - start : stop - start] = _read_piece(entry, piece, first, stop, stamp)
     return found
 
 
-def _read_piece(entry: Entry, piece: Piece, first: int, stop: int) -> torch.Tensor:
+def _read_piece(
+    entry: Entry, piece: Piece, first: int, stop: int, stamp: Stamp | None
+) -> torch.Tensor:
+    path = entry.folder / piece.file
     offset = piece.offset + (first - piece.start) * ITEM_BYTES
-    array = np.fromfile(entry.folder / piece.file, dtype="<f4", count=stop - first, offset=offset)
-    if len(array) != stop - first:
-        raise CorruptCheckpoint(f"{entry.folder / piece.file}: truncated")
+    with _open(entry, piece.file) as file:
+        try:
+            array = np.fromfile(file, dtype="<f4", count=stop - first, offset=offset)
+        except OSError as error:
+            raise CorruptCheckpoint(f"{path}: {error}") from None
+        if len(array) != stop - first:
+            raise CorruptCheckpoint(f"{path}: truncated")
+        # After the read: what came before it is told as well.
+        _check_unchanged(file, path, stamp)
     return torch.from_numpy(array.astype(np.float32, copy=False))

@@ -9,16 +9,18 @@ holds the manifest's digest, so that a damaged manifest is noticed too.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.checkpoint.manifest import Manifest, read_manifest
+from runner.checkpoint.manifest import MOST_BYTES, Manifest, parse_manifest
 from runner.error import CorruptCheckpoint
 from runner.files import (
     file_digest,
+    read_bounded,
     remove_folder,
     sync_directory,
     write_durably,
@@ -30,7 +32,8 @@ MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 _MARKS = {State.clean: "CLEAN", State.tainted: "TAINTED"}
 _SWEPT = "swept-"
-_NAME = re.compile(r"(\d{6,})-step-(\d{8,})")
+_NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{8,18})")
+_MARKER_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,9 @@ class RingStore:
         ]
         for folder in torn:
             # In one step, so that nobody commits a folder that is half gone.
+            if folder.is_symlink():  # only the link is ours to remove
+                folder.unlink()
+                continue
             swept = self.folder / f"{_SWEPT}{self._owner:06d}-{folder.name.removeprefix(_SWEPT)}"
             folder.rename(swept)
             remove_folder(swept)
@@ -123,15 +129,18 @@ class RingStore:
 
     def entries(self) -> tuple[list[Entry], list[str]]:
         """Committed checkpoints by serial, and a sentence for each that cannot be read."""
-        found: list[Entry] = []
+        found: dict[int, Entry] = {}
         damaged: list[str] = []
         for folder in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
             if _NAME.fullmatch(folder.name) and (folder / COMMITTED).exists():
                 try:
-                    found.append(self.read(folder))
+                    entry = self.read(folder)
+                    if entry.record.serial in found:
+                        raise CorruptCheckpoint(f"{folder}: its number is there twice")
+                    found[entry.record.serial] = entry
                 except CorruptCheckpoint as error:
                     damaged.append(str(error))
-        return sorted(found, key=lambda entry: entry.record.serial), damaged
+        return [found[serial] for serial in sorted(found)], damaged
 
     def read(self, folder: Path) -> Entry:
         """One committed checkpoint.
@@ -139,18 +148,22 @@ class RingStore:
         Raises:
             CorruptCheckpoint: the manifest is damaged, or is another's.
         """
-        manifest = read_manifest(folder / MANIFEST)
+        path = folder / MANIFEST
+        if folder.is_symlink():
+            raise CorruptCheckpoint(f"{folder}: is a symbolic link; a checkpoint lies in the ring")
         try:
-            promised = (folder / COMMITTED).read_text().strip()
-            actual = file_digest(folder / MANIFEST)
-        except (OSError, UnicodeDecodeError) as error:
+            promised = read_bounded(folder / COMMITTED, _MARKER_BYTES).strip()
+            data = read_bounded(path, MOST_BYTES)
+        except OSError as error:
             raise CorruptCheckpoint(f"{folder}: {error}") from None
-        if promised != actual:
-            raise CorruptCheckpoint(f"{folder / MANIFEST}: digest differs from {COMMITTED}")
-        name = _NAME.fullmatch(folder.name)
-        if name is None or (int(name[1]), int(name[2])) != (manifest.serial, manifest.step):
+        # Digest and parse the same bytes: what is read twice may be two things.
+        if promised != hashlib.sha256(data).hexdigest().encode():
+            raise CorruptCheckpoint(f"{path}: digest differs from {COMMITTED}")
+        manifest = parse_manifest(data, path)
+        record = _record(folder, manifest)
+        if folder.name != self.folder_of(record).name:
             raise CorruptCheckpoint(f"{folder}: holds serial {manifest.serial}: moved or renamed")
-        return Entry(record=_record(folder, manifest), folder=folder, manifest=manifest)
+        return Entry(record=record, folder=folder, manifest=manifest)
 
 
 def _record(folder: Path, manifest: Manifest) -> Record:
@@ -168,8 +181,9 @@ def read_rank_facts(path: Path) -> dict[str, object]:
         CorruptCheckpoint: it is not there or not JSON.
     """
     try:
-        facts = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        facts = json.loads(read_bounded(path, MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: {error}") from None
-    assert isinstance(facts, dict)
+    if not isinstance(facts, dict):
+        raise CorruptCheckpoint(f"{path}: holds {type(facts).__name__}, no object")
     return facts

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import pickletools
 import re
 import zipfile
 from collections import OrderedDict
@@ -20,6 +21,9 @@ from typing import Any
 import torch
 
 from runner.error import ConfigError
+from runner.files import read_bounded
+
+_METADATA_BYTES = 1 << 30
 
 
 class Shell:
@@ -126,15 +130,24 @@ def read_dcp_metadata(path: Path) -> Shell:
     Raises:
         ConfigError: damaged, or it names a global that such a file has no need of.
     """
-    with _refusing(path), path.open("rb") as file:
-        made = _MetadataUnpickler(file).load()
+    with _refusing(path):
+        data = read_bounded(path, _METADATA_BYTES, follow=True)
+        _check_memo(data)
+        made = _MetadataUnpickler(io.BytesIO(data)).load()
         if not isinstance(made, Shell):
             raise ValueError(f"holds {type(made).__name__}, not DCP's Metadata")
         return made
 
 
+def _check_memo(data: bytes) -> None:
+    """The unpickler's memo is an array: one far index in five bytes would take gigabytes."""
+    for code, argument, _ in pickletools.genops(data):
+        if "PUT" in code.name and argument is not None and argument > len(data):
+            raise ValueError(f"memo index {argument} in a file of {len(data)} bytes")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BufferedReader) -> None:
+    def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         # Of this reading only: a file can set attributes of the classes it is given.
         self._shells = {place: _shell() for place in _DCP_SHELLS}

@@ -20,6 +20,10 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   python -m runner ring DIR [--verify] [--export DIR]              list, verify, export checkpoints
   python -m runner import SOURCE [--moments] [--rename 'REGEX=REPLACEMENT'] out=DIR key=value ...
                      begin out=DIR from a DeepSpeed, DCP, torch or safetensors checkpoint
+  python -m runner backtest FILE... [guard.key=value ...] [--json] [--plot FILE]
+                     what the guard would have done to recorded runs (CSV, JSONL, TensorBoard)
+  python -m runner plan --nodes N --mtbf-node-hours H [--run DIR] [--preset llama3] ...
+                     goodput and the best checkpoint intervals of a large run
 
   --cfg job          print the resolved settings and stop
   --get KEY          check the settings, print one of them and stop (for scripts)

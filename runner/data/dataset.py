@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.error import DataError
+from runner.files import open_regular
 
 Tokens = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32]
@@ -304,7 +305,7 @@ def file_size(path: Path) -> int:
         DataError: it is missing, not a file, or not readable.
     """
     try:
-        with path.open("rb") as handle:
+        with open_regular(path, follow=True) as handle:
             return handle.seek(0, 2)
     except OSError as error:
         raise unreadable(path, error) from error

@@ -293,7 +293,7 @@ def _load(place: Path) -> _Index | None:
         if tokens.path.stat().st_size != tokens.num_bytes:
             return None
         return index if _sha256(tokens.path) == index.tokens_sha256 else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

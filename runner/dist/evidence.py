@@ -1,6 +1,7 @@
 """What one rank writes when something is wrong, so that the cause can be told from disk alone.
 
-    out/incidents/000003/rank-00001.json    incarnation 3, rank 1
+    out/incidents/000003/rank-00001.json         incarnation 3, rank 1
+    out/incidents/000003/rank-00000.seen.json    rank 0 is dead; a neighbour wrote it
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.files import write_json
+from runner.files import read_bounded, write_json
+from runner.redact import redacted
 
 # Words in errors of gloo, NCCL and TCP that mean: the fault is at the other end.
 _CONTACT_WORDS = (
@@ -39,6 +41,10 @@ _CONTACT_WORDS = (
 
 
 _MOST_ENTRIES = 400  # of the flight recorder, the newest
+_REPORT_BYTES = 1 << 26
+_FATAL_BYTES = 1 << 24
+_MOST_RANKS = 1 << 20
+_LIMIT = 1 << 63
 
 Frame = dict[str, Any]  # {"file", "line", "function"}
 
@@ -80,19 +86,22 @@ class Report:
             TypeError, ValueError, KeyError: it is no report.
         """
         return cls(
-            rank=int(value["rank"]),
-            world_size=int(value["world_size"]),
+            rank=_whole(value["rank"], _MOST_RANKS),
+            world_size=_whole(value["world_size"], _MOST_RANKS),
             kind=str(value["kind"]),
-            step=int(value["step"]),
+            step=_whole(value["step"], _LIMIT),
             phase=str(value["phase"]),
             seconds=float(value["seconds"]),
             message=str(value["message"]),
             traceback=str(value["traceback"]),
             host=str(value["host"]),
-            pid=int(value["pid"]),
+            pid=_whole(value["pid"], _LIMIT),
             time=float(value["time"]),
-            stacks=[dict(stack) for stack in value["stacks"]],
-            collectives=[dict(entry) for entry in value["collectives"]],
+            stacks=[
+                {"thread": str(stack["thread"]), "frames": [_frame(f) for f in stack["frames"]]}
+                for stack in value["stacks"]
+            ],
+            collectives=[_told_entry(entry) for entry in value["collectives"]],
         )
 
     @property
@@ -104,6 +113,30 @@ class Report:
         return ""
 
 
+def _whole(value: Any, most: int) -> int:
+    if type(value) is not int or not 0 <= value < most:
+        raise ValueError(f"{str(value)[:40]!r} is no whole number from 0 to {most - 1}")
+    return value
+
+
+def _frame(frame: Any) -> Frame:
+    line = _whole(frame["line"] or 0, _LIMIT)
+    return {"file": str(frame["file"]), "line": line, "function": str(frame["function"])}
+
+
+def _told_entry(entry: Any) -> dict[str, Any]:
+    """One of :func:`collectives`, as a file has it."""
+    return {
+        "group": str(entry["group"]),
+        "seq": _whole(entry["seq"], _LIMIT),
+        "op": str(entry["op"]),
+        "sizes": [[_whole(length, _LIMIT) for length in size] for size in entry["sizes"]],
+        "dtypes": [str(dtype) for dtype in entry["dtypes"]],
+        "finished": bool(entry["finished"]),
+        "line": str(entry["line"]),
+    }
+
+
 def own_line(frames: list[Frame]) -> str:
     """``file:line function`` of the innermost frame outside of installed packages."""
     own = [frame for frame in frames if "site-packages" not in frame["file"]]
@@ -113,29 +146,34 @@ def own_line(frames: list[Frame]) -> str:
     return f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}"
 
 
-def write_report(folder: Path, report: Report) -> None:
-    """Make a report durable under ``folder``."""
+def write_report(folder: Path, report: Report, *, for_other: bool = False) -> None:
+    """Make a report durable under ``folder``; ``for_other``: about a rank that is dead."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(_path(folder, report.rank), report.to_json())
+    ending = "seen.json" if for_other else "json"
+    write_json(folder / f"rank-{report.rank:05d}.{ending}", redacted(report.to_json()))
 
 
-def has_report(folder: Path, rank: int) -> bool:
-    return _path(folder, rank).exists()
-
-
-def _path(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.json"
+def reported(folder: Path) -> dict[int, bool]:
+    """Ranks that have a report, and whether it is their own. Reads names only."""
+    found: dict[int, bool] = {}
+    for path in folder.glob("rank-*.json"):
+        rank, _, ending = path.name.removeprefix("rank-").partition(".")
+        if rank.isdigit():
+            found[int(rank)] = found.get(int(rank), False) or ending == "json"
+    return found
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """The readable reports of an incident, by rank."""
-    found = []
-    for path in sorted(folder.glob("rank-*.json")):
+    """The readable reports of an incident, one a rank: its own before one about it."""
+    found: dict[int, Report] = {}
+    for path in sorted(folder.glob("rank-*.json"), key=lambda p: ("seen" in p.name, p.name)):
         try:
-            found.append(Report.from_json(json.loads(path.read_bytes())))
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            report = Report.from_json(json.loads(read_bounded(path, _REPORT_BYTES)))
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             continue  # torn: the rank died while it wrote
-    return found
+        if path.name.startswith(f"rank-{report.rank:05d}."):
+            found.setdefault(report.rank, report)
+    return [found[rank] for rank in sorted(found)]
 
 
 def stacks() -> list[dict[str, Any]]:
@@ -212,7 +250,7 @@ def is_lost_contact(error: BaseException) -> bool:
 def last_words(path: Path, seen: Report) -> Report | None:
     """What faulthandler wrote for a rank that died of a signal it could catch; None: nothing."""
     try:
-        text = path.read_text(errors="replace")
+        text = read_bounded(path, _FATAL_BYTES).decode(errors="replace")
     except OSError:
         return None
     if not text.strip():
@@ -245,7 +283,7 @@ def _frames(text: str) -> list[Frame]:
 
 
 def _block(text: str) -> list[Frame]:
-    found = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text)
+    found = re.findall(r'File "([^"]+)", line ([0-9]{1,9}) in (\S+)', text)
     return [{"file": f, "line": int(n), "function": name} for f, n, name in reversed(found)]
 
 

@@ -61,7 +61,8 @@ def _in_group(group: str, members: Mapping[int, Mapping[int, Entry]]) -> Diverge
     # The recorder is a ring: what one rank has forgotten cannot be compared.
     first = max((min(seqs) for seqs in members.values() if seqs), default=0)
     last = max((max(seqs) for seqs in members.values() if seqs), default=-1)
-    for seq in range(first, last + 1):
+    # Not a range: what a file says of its numbers may be anything.
+    for seq in sorted({seq for seqs in members.values() for seq in seqs if first <= seq <= last}):
         here = {rank: seqs[seq] for rank, seqs in members.items() if seq in seqs}
         absent = tuple(rank for rank in members if rank not in here)
         divergence = _at(group, seq, here, absent)

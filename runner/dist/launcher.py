@@ -17,6 +17,8 @@ from runner.error import ConfigError
 
 EXIT_DIR = "HOLDFAST_EXIT_DIR"
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
+_MOST_RANKS = 1 << 20
+_DIGITS = 18  # of any number that a launcher can mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +72,26 @@ def place_from(environment: Mapping[str, str]) -> Place:
     elif "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
         rank, world, local, node = _numbers(environment, names)
-        local_world = _tasks_per_node(environment)[node]
+        counts = _tasks_per_node(environment)
+        if node >= len(counts):
+            raise ConfigError(
+                f"SLURM_NODEID={node}: SLURM_STEP_TASKS_PER_NODE has {len(counts)} nodes; start "
+                "with srun"
+            )
+        local_world = counts[node]
     else:
         return Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    if not (rank < world <= _MOST_RANKS and local < local_world <= world):
+        raise ConfigError(
+            f"the launcher's environment makes no sense: rank {rank} of {world}, {local} of "
+            f"{local_world} on this node; start with torchrun or srun"
+        )
     return Place(rank=rank, world_size=world, local_rank=local, local_world_size=local_world)
 
 
 def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
     try:
-        return [int(environment[name]) for name in names]
+        return [_number(environment[name]) for name in names]
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"the launcher's environment is incomplete ({error}): {', '.join(names)} must all "
@@ -86,14 +99,27 @@ def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int
         ) from None
 
 
+def _number(text: str) -> int:
+    if not _is_number(text):
+        raise ValueError(f"{text[:40]!r} is no whole number")
+    return int(text)
+
+
+def _is_number(text: str | None) -> bool:
+    """Plain digits: isdigit() also takes those that int() refuses."""
+    return text is not None and text.isascii() and text.isdecimal() and len(text) <= _DIGITS
+
+
 def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
     """SLURM_STEP_TASKS_PER_NODE, such as ``2(x3),1``, a number a node."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text}: cannot be read; start with srun")
+        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
+        if match is None or len(counts) + int(match[2] or 1) > _MOST_RANKS:
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE={text[:200]}: cannot be read; start with srun"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -103,12 +129,18 @@ def meeting_point(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
     The first node of the step and a port from the job's number, unless MASTER_ADDR and
     MASTER_PORT say otherwise.
+
+    Raises:
+        ConfigError: one of the numbers is none, or no port.
     """
     if "RANK" in environment or "SLURM_STEP_ID" not in environment:
         return None
     host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
-    number = int(environment.get("SLURM_JOB_ID", "0")) * 7 + int(environment["SLURM_STEP_ID"])
-    port = environment.get("MASTER_PORT") or str(_FIRST_PORT + number % _NUM_PORTS)
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    job, step = _numbers({"SLURM_JOB_ID": "0"} | dict(environment), names)
+    port = environment.get("MASTER_PORT") or str(_FIRST_PORT + (job * 7 + step) % _NUM_PORTS)
+    if not _is_number(port) or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"MASTER_PORT={port[:40]}: must be a whole number from 1 to 65535")
     return host or "localhost", int(port)
 
 
@@ -132,13 +164,13 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
             _whole(environment.get("HOLDFAST_ATTEMPT")),
         ),
         step=f"{environment.get('SLURM_STEP_ID', '')} {run_id}",
-        end_time=float(end) if end and end.isdigit() and int(end) > 0 else None,
+        end_time=float(end) if end and _is_number(end) and int(end) > 0 else None,
         has_agent=run_id != "none" or "SLURM_STEP_ID" in environment or "RANK" in environment,
     )
 
 
 def _whole(text: str | None) -> int:
-    return int(text) if text and text.isdigit() else 0
+    return int(text) if text and _is_number(text) else 0
 
 
 def host_name() -> str:
@@ -159,7 +191,8 @@ def started_at(pid: int) -> str | None:
     Together with the pid it names a process for good: numbers are used again.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        # A process may have named itself in any bytes.
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     fields = stat.rpartition(")")[2].split()

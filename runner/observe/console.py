@@ -12,12 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.policy.history import Incident
+from runner.redact import redacted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """The live line's numbers. Losses are nats per token.
 
+    ``goodput`` is the share of wall time, down time included, that counts in the result.
     ``eval_loss`` is the newest held-out loss, ``is_evaluated`` whether it is of this step.
     """
 
@@ -32,6 +34,7 @@ class Progress:
     num_clean: int
     num_discarded: int
     num_rollbacks: int
+    goodput: float
     eval_loss: float | None
     is_evaluated: bool
 
@@ -47,6 +50,7 @@ class Progress:
             f"clean {self.num_clean}",
             f"discarded {self.num_discarded}",
             f"rollbacks {self.num_rollbacks}",
+            f"goodput {self.goodput:.0%}",
             *([f"held-out {self.eval_loss:.4f}"] if self.eval_loss is not None else []),
         ]
         return "  ".join(parts)
@@ -78,7 +82,7 @@ class Console:
     def say(self, text: str) -> None:
         """One line that stays."""
         if not self._silent:
-            self._rich.print(Text(text))
+            self._rich.print(Text(redacted(text)))
 
     def incident(self, incident: Incident) -> None:
         """An incident in one line that stays."""

@@ -5,33 +5,94 @@ Rank 0 writes; every rank folds the same incidents into the same :class:`History
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from runner.error import ConfigError
-from runner.observe.lines import LineFile, read_lines
-from runner.policy.history import History, Incident
+from runner.observe.lines import LineFile, lines_after, read_lines
+from runner.policy.history import History, Incident, discarded_signals
+from runner.redact import redacted
+
+_LIMIT = 1 << 63
+_LAST_SAMPLE = 1 << 60  # as data.skip has it
+# Numbers in ``detail`` that a restart computes with, and what none of them can be in earnest.
+_MOST = {
+    "incarnation": 10**7,
+    "world_size": 1 << 20,
+    "serial": 10**12,
+    "next_serial": 10**12,
+    "onset_step": _LIMIT,
+    "to_step": _LIMIT,
+    "cursor": _LAST_SAMPLE,
+    "repeat": 10**6,
+    "metrics_bytes": _LIMIT,
+    "cut_steps": _LIMIT,
+}
+_MOST_ABANDONED = 10**6  # checkpoints that one rollback can leave behind
 
 
 def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Lines of a journal and their length in bytes.
 
     Raises:
-        ConfigError: a line is not one of ours.
+        ConfigError: a line is not one of ours, or whole lines follow a damaged one: each of
+            them was acknowledged, and a crash tears only the last.
     """
     lines, length = read_lines(path)
+    folded = History()
     for number, line in enumerate(lines, start=1):
         try:
-            Incident.from_json(line)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+            _check(line, folded)
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            words = f"{type(error).__name__}: {error}"[:300]
             raise ConfigError(
-                f"{path} line {number}: no journal line ({type(error).__name__}: {error}); "
-                "mend it or choose another out"
+                f"{path} line {number}: no journal line ({words}); mend it or choose another out"
             ) from None
+    if lost := lines_after(path, length):
+        raise ConfigError(
+            f"{path} line {len(lines) + 1}: is damaged, and {lost} whole lines follow it; put the "
+            "file back from a copy, or take the damaged line out if you know what it said"
+        )
     return lines, length
+
+
+def _check(line: dict[str, Any], folded: History) -> None:
+    """Fold one line in, as a restart will.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError: it cannot be, or makes no sense.
+    """
+    incident = Incident.from_json(line)
+    _bound("step", incident.step, _LIMIT)
+    for rank in incident.ranks:
+        _bound("rank", rank, _MOST["world_size"])
+    for position in incident.samples or ():
+        _bound("sample", position, _LAST_SAMPLE + 1)
+    if not (math.isfinite(incident.cost_seconds) and 0 <= float(line.get("time", 0)) < 1e11):
+        raise ValueError("time or cost_seconds is no number of seconds")
+    for name, most in _MOST.items():
+        if name in incident.detail:
+            _bound(name, incident.detail[name], most)
+    if incident.kind == "discard":
+        discarded_signals(incident)
+    if incident.kind == "rollback":
+        _check_rollback(incident.detail)
+    folded.add(incident)
+
+
+def _check_rollback(detail: Mapping[str, Any]) -> None:
+    _bound("next_serial - serial", detail["next_serial"] - detail["serial"], _MOST_ABANDONED)
+    if detail["cut_steps"] and not 0 < float(detail["cut_factor"]) <= 1:
+        raise ValueError(f"cut_factor is {detail['cut_factor']}")
+
+
+def _bound(name: str, value: Any, most: int) -> None:
+    if type(value) is not int or not 0 <= value < most:
+        raise ValueError(f"{name} is {str(value)[:40]!r}, no whole number from 0 to {most - 1}")
 
 
 class Journal:
@@ -71,12 +132,14 @@ class Journal:
             if self._file is not None:
                 starts = self.attempt + int(incident.kind == "start")
                 head = {"seq": self.num_lines, "time": self._clock(), "attempt": starts}
-                self._file.append(head | incident.to_json(), durably=True)
+                self._file.append(head | redacted(incident.to_json()), durably=True)
             self.history.add(incident)
 
-    def add_once(self, incident: Incident) -> None:
+    def add_once(self, incident: Incident) -> bool:
         """:meth:`add`, unless a restart repeats an incident that is there already."""
         known = (incident.kind, incident.step, incident.samples, incident.reason)
         past = self.history.incidents
-        if all((i.kind, i.step, i.samples, i.reason) != known for i in past):
+        is_new = all((i.kind, i.step, i.samples, i.reason) != known for i in past)
+        if is_new:
             self.add(incident)
+        return is_new

@@ -2,37 +2,100 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from runner.files import sync_directory
+from runner.error import ConfigError
+from runner.files import open_regular, sync_directory
 
 _BLOCK_BYTES = 1 << 20
+_LINE_BYTES = 1 << 24  # no line of ours comes near
+_NO_FILE = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ELOOP)
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of a file and their length in bytes.
+    """The whole lines of a file and their length in bytes; see :func:`iter_lines`."""
+    found: list[dict[str, Any]] = []
+    length = 0
+    for line, end in _whole_lines(path, 0):
+        found.append(line)
+        length = end
+    return found, length
+
+
+def iter_lines(path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """The whole lines between two positions in bytes, each the begin of a line, one at a time.
 
     Reading ends at the first line that is torn or no JSON object: a crash can only tear the
     end, and what comes after a torn line was never acknowledged.
+
+    Raises:
+        ConfigError: it is no plain file, or may not be read.
     """
+    for line, end in _whole_lines(path, start):
+        if stop is not None and end > stop:
+            return
+        yield line
+
+
+def _whole_lines(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each line with the position in bytes at which it ends."""
     if not path.exists():
-        return [], 0
-    found: list[dict[str, Any]] = []
-    length = 0
-    with path.open("rb") as file:
-        for raw in file:
-            try:
-                line = json.loads(raw) if raw.endswith(b"\n") else None
-            except (ValueError, RecursionError):
-                line = None
-            if not isinstance(line, dict):
-                break
-            found.append(line)
-            length += len(raw)
-    return found, length
+        return
+    end = start
+    with _open(path) as file:
+        file.seek(start)
+        while raw := file.readline(_LINE_BYTES):
+            line = _parsed(raw)
+            if line is None:
+                return
+            end += len(raw)
+            yield line, end
+
+
+def lines_after(path: Path, length: int) -> int:
+    """How many whole lines there are behind the first one from byte ``length`` on."""
+    if not path.exists():
+        return 0
+    with _open(path) as file:
+        file.seek(length)
+        file.readline()
+        return sum(
+            _parsed(raw) is not None for raw in iter(lambda: file.readline(_LINE_BYTES), b"")
+        )
+
+
+def step_of(line: dict[str, Any]) -> int:
+    """A metrics line's step; 0 where it has none."""
+    step = line.get("step")
+    return step if type(step) is int and 0 <= step < 1 << 63 else 0
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path, follow=True)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); move it away") from None
+        raise
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        line = json.loads(raw, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
 
 
 class LineFile:

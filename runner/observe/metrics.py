@@ -8,7 +8,8 @@ last line with action ``apply`` is the one that counts.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ class MetricsLine:
     """``cursor`` is the next sample position after the step, ``samples`` what it read.
 
     ``loss`` in nats per token and ``grad_norm`` (before clipping) are None when not finite.
+    ``time`` is the clock's at the line's writing, in seconds since the epoch. ``stalls`` tells
+    what else the training thread spent since the line before: seconds by kind, one of
+    :data:`runner.observe.goodput.STALLS`, kinds without any left out.
     """
 
     step: int
@@ -35,6 +39,8 @@ class MetricsLine:
     verdict: str
     action: str
     eval_loss: float | None = None
+    time: float = 0.0
+    stalls: Mapping[str, float] = field(default_factory=dict)
 
 
 def finite_or_none(value: float) -> float | None:

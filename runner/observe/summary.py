@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ class Summary:
     """How a run stands. ``status`` is done, halted, preempted or failed.
 
     ``goodput`` is the share of wall time since the first start, down time included, that went
-    into steps which count in the result.
+    into steps which count in the result; ``time`` says where all of it went, in seconds by the
+    kinds of :data:`runner.observe.goodput.KINDS`, which add up to the wall time.
     """
 
     status: str
@@ -28,14 +30,9 @@ class Summary:
     restarts: int
     samples_used: int
     goodput: float
+    time: Mapping[str, float]
     world_size: int
     incarnation: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def goodput(lines: list[dict[str, Any]], wall_seconds: float) -> float:
-    """Seconds of the steps that count (the last applied line of each) over wall seconds."""
-    seconds = {line["step"]: line["seconds"] for line in lines if line["action"] == "apply"}
-    return round(min(1.0, float(sum(seconds.values())) / max(wall_seconds, 1e-9)), 4)

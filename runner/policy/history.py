@@ -104,7 +104,8 @@ class History:
 
     def _add_rollback(self, incident: Incident, skip: tuple[int, int], seq: int) -> None:
         detail = incident.detail
-        self.ledger.add(*skip)
+        if not detail.get("read_again", False):
+            self.ledger.add(*skip)
         self.rollbacks.append(
             RollbackRecord(
                 onset_step=detail["onset_step"],

@@ -59,6 +59,18 @@ class Ledger:
             start = max(start, skip_stop)
         yield start, None
 
+    def before(self, stop: int, count: int) -> int:
+        """The position from which on ``count`` positions below ``stop`` may be read; at least 0."""
+        at = bisect_left(self._starts, stop) - 1
+        while at >= 0:
+            free = stop - self._stops[at]
+            if free >= count:
+                break
+            count -= max(0, free)
+            stop = self._starts[at]
+            at -= 1
+        return max(0, stop - count)
+
     def num_skipped(self, start: int, stop: int) -> int:
         """How many positions of ``[start, stop)`` are in the ledger."""
         overlaps = (min(stop, b) - max(start, a) for a, b in self)

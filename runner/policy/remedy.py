@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from runner.policy.episode import Before, Episode, Finding, scattered, transient
 from runner.policy.history import History
 from runner.policy.ring import Record, rollback_targets
 from runner.policy.signals import StepSignals
@@ -33,6 +34,7 @@ class RemedyRules:
     batch: int
     persist: int
     persist_window: int
+    skip: bool
     margin: int
     ahead: int
     back: int
@@ -72,11 +74,15 @@ class Rebaseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """Go back to the first usable of ``targets`` (best first) and never read ``skip``."""
+    """Go back to the first usable of ``targets`` (best first) and never read ``skip``.
+
+    ``read_again``: do read it, as a plain restart would (``guard.skip=false``).
+    """
 
     reason: str
     targets: tuple[Record, ...]
     skip: tuple[int, int]
+    read_again: bool
     onset_step: int
     repeat: int
     cut_factor: float
@@ -101,35 +107,70 @@ class BadStep:
     finite: bool
 
 
-class Trouble:
-    """The bad steps of the present episode. Rolled back with the weights.
+# An episode that neither ended nor came to a rollback is told after so many windows.
+_LONGEST_EPISODE = 10
 
-    An episode ends when ``persist_window`` attempted steps in a row were clean.
+
+class Trouble:
+    """The bad steps that may belong together. Rolled back with the weights.
+
+    ``bad``: those among the last ``persist_window`` attempted steps, and the whole unbroken
+    run up to now however long; a bad step long before is other trouble.
     """
 
     def __init__(self, rules: RemedyRules) -> None:
+        self._window = rules.persist_window
         self._recent: deque[bool] = deque(maxlen=rules.persist_window)
+        self._num_recent = 0
         self.bad: list[BadStep] = []
         self.in_a_row = 0
+        self.episode: Episode | None = None
 
-    def note(self, signals: StepSignals, *, is_bad: bool) -> None:
-        """Take one attempted step into account."""
-        self._recent.append(is_bad)
-        self.in_a_row = self.in_a_row + 1 if is_bad else 0
-        if is_bad:
+    def note(self, signals: StepSignals, before: Before | None = None) -> Finding | None:
+        """Take one attempted step into account; ``before`` is given where it is bad.
+
+        Returns what the episode was that ended with this step: ``persist_window`` clean ones.
+        """
+        is_bad = before is not None
+        recent = self._recent
+        if len(recent) == self._window:
+            self._num_recent -= recent[0]
+        recent.append(is_bad)
+        if before is not None:
+            self._num_recent += 1
+            self.in_a_row += 1
             self.bad.append(_bad_step(signals))
-        elif not any(self._recent):
-            self.bad.clear()
+            self.episode = self.episode or Episode.begin(signals.step, signals.start, before)
+        else:
+            self.in_a_row = 0
+        if self.bad:
+            del self.bad[: len(self.bad) - max(self.in_a_row, self._num_recent)]
+        if self.episode is None:
+            return None
+        self.episode = self.episode.with_step(signals, is_bad=is_bad)
+        return self._ended(self.episode)
+
+    def _ended(self, episode: Episode) -> Finding | None:
+        if not self._num_recent:
+            finding = transient(episode)
+        elif self._num_recent == 1 and episode.num_tried >= _LONGEST_EPISODE * self._window:
+            finding = scattered(episode)
+        else:
+            return None
+        self.episode = None
+        return finding
 
     def settle(self) -> None:
         """The episode is over by decision: its level is the new normal."""
         self._recent.clear()
+        self._num_recent = 0
         self.bad.clear()
         self.in_a_row = 0
+        self.episode = None
 
     def num_recent(self) -> int:
         """Bad steps among the last ``persist_window`` attempted ones."""
-        return sum(self._recent)
+        return self._num_recent
 
     def last_run(self) -> list[BadStep]:
         """The bad steps in a row up to now."""
@@ -137,15 +178,22 @@ class Trouble:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; bad steps that were not finite hold no numbers."""
-        bad = [asdict(step) | ({} if step.finite else _NO_NUMBERS) for step in self.bad]
-        return {"recent": list(self._recent), "bad": bad, "in_a_row": self.in_a_row}
+        return {
+            "recent": list(self._recent),
+            "bad": [asdict(step) | ({} if step.finite else _NO_NUMBERS) for step in self.bad],
+            "in_a_row": self.in_a_row,
+            "episode": self.episode.to_json() if self.episode else None,
+        }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`."""
         self._recent.clear()
         self._recent.extend(state["recent"])
+        self._num_recent = sum(self._recent)
         self.bad = [BadStep(**step) for step in state["bad"]]
         self.in_a_row = state["in_a_row"]
+        told = state["episode"]
+        self.episode = Episode.from_json(told) if told else None
 
 
 _NO_NUMBERS = {"loss": 0.0, "grad_norm": 0.0}
@@ -162,44 +210,58 @@ def _bad_step(signals: StepSignals) -> BadStep:
     )
 
 
-def decide(
-    verdict: Verdict,
-    signals: StepSignals,
-    trouble: Trouble,
-    history: History,
-    ring: Sequence[Record],
-    rules: RemedyRules,
-    *,
-    untrained_loss: float,
-    recent: Sequence[tuple[float, float]] = (),
-) -> Action:
-    """The action for this step. ``trouble`` has already noted it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """All that a decision rests on. ``trouble`` has already noted the step.
 
     ``untrained_loss`` (nats per token) bounds what may become a new baseline: a level worse
     than knowing nothing is no data mix. ``recent`` are (loss, grad norm) of the newest clean
     steps, in order.
     """
+
+    verdict: Verdict
+    signals: StepSignals
+    trouble: Trouble
+    history: History
+    ring: Sequence[Record]
+    rules: RemedyRules
+    untrained_loss: float
+    recent: Sequence[tuple[float, float]] = ()
+
+    @property
+    def repeat(self) -> int:
+        """How often in a row trouble came back soon after a rollback; 0 for the first time."""
+        if not self.history.rollbacks:
+            return 0
+        last = self.history.rollbacks[-1]
+        is_soon = self.verdict.onset_step - last.onset_step <= self.rules.repeat_window
+        return last.repeat + 1 if is_soon else 0
+
+    @property
+    def onset(self) -> tuple[int, int]:
+        """Step and sample position at which the trouble began."""
+        if self.verdict.kind is Kind.drift:
+            return self.verdict.onset_step, self.verdict.onset
+        first = self.trouble.bad[0]
+        return first.step, first.start
+
+
+def decide(case: Case) -> Action:
+    """The action for this step."""
+    verdict, trouble, rules = case.verdict, case.trouble, case.rules
     if verdict.kind is Kind.clean:
         return Apply(reason=verdict.reason)
-    repeat = _repeats(verdict.onset_step, history, rules)
     if verdict.kind is not Kind.drift:
         if trouble.in_a_row > rules.max_discards:
             return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
         if trouble.num_recent() < rules.persist:
             return Discard(reason=verdict.reason)
-        if repeat and _is_level(trouble.last_run(), rules, untrained_loss):
+        if case.repeat and _is_level(trouble.last_run(), rules, case.untrained_loss):
             return _settle_or_wait(trouble.last_run(), rules)
-    elif repeat and _has_settled(recent, rules):
-        return _accept(recent, "came back after a rollback and no longer rises", applied=True)
-    return _go_back(verdict, signals, trouble, history, ring, rules, repeat)
-
-
-def _repeats(onset_step: int, history: History, rules: RemedyRules) -> int:
-    """How often in a row trouble came back soon after a rollback; 0 for the first time."""
-    if not history.rollbacks:
-        return 0
-    last = history.rollbacks[-1]
-    return last.repeat + 1 if onset_step - last.onset_step <= rules.repeat_window else 0
+    elif case.repeat and _has_settled(case.recent, rules):
+        why = "came back after a rollback and no longer rises"
+        return _accept(case.recent, why, applied=True)
+    return _go_back(case)
 
 
 def _is_level(run: Sequence[BadStep], rules: RemedyRules, untrained_loss: float) -> bool:
@@ -241,35 +303,30 @@ def _accept(values: Sequence[tuple[float, float]], what: str, *, applied: bool) 
     )
 
 
-def _go_back(
-    verdict: Verdict,
-    signals: StepSignals,
-    trouble: Trouble,
-    history: History,
-    ring: Sequence[Record],
-    rules: RemedyRules,
-    repeat: int,
-) -> Rollback | Halt:
-    spent = [r for r in history.rollbacks if signals.step - r.onset_step < rules.budget_window]
-    if len(spent) >= rules.max_rollbacks:
+def _go_back(case: Case) -> Rollback | Halt:
+    rules, repeat, reason = case.rules, case.repeat, case.verdict.reason
+    rollbacks, step = case.history.rollbacks, case.signals.step
+    spent = sum(step - past.onset_step < rules.budget_window for past in rollbacks)
+    if spent >= rules.max_rollbacks:
         return Halt(
-            reason=f"{len(spent)} rollbacks within {rules.budget_window} steps "
-            f"(guard.max_rollbacks={rules.max_rollbacks}) and trouble again: {verdict.reason}"
+            reason=f"{spent} rollbacks within {rules.budget_window} steps "
+            f"(guard.max_rollbacks={rules.max_rollbacks}) and trouble again: {reason}"
         )
-    onset_step, onset = _onset(verdict, trouble)
-    skip = _skip_range(onset, signals.stop, repeat, rules)
-    targets = rollback_targets(ring, cursor=skip[0], step=max(0, onset_step - rules.back))
+    onset_step, _ = case.onset
+    skip = _skip_range(case)
+    targets = rollback_targets(case.ring, cursor=skip[0], step=max(0, onset_step - rules.back))
     if not targets:
         return Halt(
             reason=f"no clean checkpoint at or before sample position {skip[0]} to go back to: "
-            f"{verdict.reason}"
+            f"{reason}"
         )
     older_first_choice = min(repeat, len(targets) - 1)
     cool = rules.cooldown_steps if repeat >= 2 else 0
     return Rollback(
-        reason=_explain(verdict, trouble, repeat, cool, rules),
+        reason=_explain(case, cool),
         targets=tuple(targets[older_first_choice:]),
         skip=skip,
+        read_again=not rules.skip,
         onset_step=onset_step,
         repeat=repeat,
         cut_factor=rules.cooldown if cool else 1.0,
@@ -277,26 +334,24 @@ def _go_back(
     )
 
 
-def _onset(verdict: Verdict, trouble: Trouble) -> tuple[int, int]:
-    if verdict.kind is Kind.drift:
-        return verdict.onset_step, verdict.onset
-    first = trouble.bad[0]
-    return first.step, first.start
+def _skip_range(case: Case) -> tuple[int, int]:
+    """From the onset less a margin to the end of the trouble seen, wider at each repeat.
+
+    The margin is counted in samples that were read: what the ledger holds already is no margin.
+    """
+    rules, ahead = case.rules, case.rules.ahead
+    if case.repeat:
+        ahead = round(max(rules.ahead, rules.persist) * rules.widen**case.repeat)
+    start = case.history.ledger.before(case.onset[1], rules.margin * rules.batch)
+    return start, case.signals.stop + ahead * rules.batch
 
 
-def _skip_range(onset: int, stop: int, repeat: int, rules: RemedyRules) -> tuple[int, int]:
-    """From the onset less a margin to the end of the trouble seen, wider at each repeat."""
-    ahead = rules.ahead
-    if repeat:
-        ahead = round(max(rules.ahead, rules.persist) * rules.widen**repeat)
-    return max(0, onset - rules.margin * rules.batch), stop + ahead * rules.batch
-
-
-def _explain(verdict: Verdict, trouble: Trouble, repeat: int, cool: int, rules: RemedyRules) -> str:
-    words = [verdict.reason]
-    if verdict.kind is not Kind.drift:
+def _explain(case: Case, cool: int) -> str:
+    rules, repeat = case.rules, case.repeat
+    words = [case.verdict.reason]
+    if case.verdict.kind is not Kind.drift:
         words.append(
-            f"{trouble.num_recent()} bad steps among the last {rules.persist_window} attempted"
+            f"{case.trouble.num_recent()} bad steps among the last {rules.persist_window} attempted"
         )
     if repeat:
         words.append(f"repeat {repeat}: an older checkpoint and a wider range")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from runner.policy.episode import Before
 from runner.policy.signals import Limits, StepSignals
-from runner.policy.window import Window
+from runner.policy.window import Window, median_of_sorted
 
 
 class Kind(Enum):
@@ -43,63 +45,162 @@ class JudgeRules:
     min_history: int
     loss_sigmas: float
     loss_floor: float
+    pair_sigmas: float
+    pair_floor: float
     norm_sigmas: float
     norm_floor: float
     drift_slack: float
     drift_nats: float
 
 
+# The level that a falling loss is judged against: the median of so many newest losses. Five
+# follow the steepest hundred steps of a language model closely; two bad ones do not move it.
+_LEVEL_STEPS = 5
+# A slope is corrected for by the newest surprises where they are milder than the whole window's.
+_BIAS_STEPS = 16
+# And by no more than this share of loss_floor: a steep fall that ends at once is no trouble, and
+# a limit below the level would never let the level in.
+_MOST_BIAS = 0.5
+# No single step may bring more than this share of the alarm: a drift is many steps' agreement.
+_DRIFT_STEPS = 10
+# The alarm's least height in robust sigmas of the loss. With the slack of one sigma, chance
+# alone comes so high about once in exp(2 * 0.6 * 16) = 2e8 steps of normal noise.
+_DRIFT_SIGMAS = 16.0
+# The best level held is forgotten by one slack in so many steps: what rises slower than that
+# is the data or the schedule.
+_DRIFT_MEMORY = 1000
+# What counts as normal norm before trouble: these many newest clean steps.
+_BEFORE_STEPS = 8
+
+
 class Baseline:
     """What normal looks like: statistics of applied steps only. Rolled back with the weights.
 
+    A loss is held against two levels: the median of the window, and the median of the last
+    five steps. The first does not follow a rise, the second follows a fall: in the first
+    hundreds of steps the window's median lies whole nats above the curve and would hide any
+    jump. How far a healthy loss lies from the second (the surprise: its bias where the loss
+    falls, its spread) is measured on the window too, so no slope has to be assumed.
+
+    One high loss may be a hard batch, two in a row are less likely so: after a step above the
+    pair limit that limit holds. So a small lasting jump is found by its second step in noise in
+    which a single step of its height is nothing.
+
     The limits in force lag one applied step behind the statistics. On CUDA the host reads
     the numbers one step late; with the lag, reading late and reading at once give the same
-    limits and so the same run, bit for bit.
+    limits and so the same run, bit for bit. Which of the two holds does not lag; an engine that
+    reads late must keep that one bit on the device: whether the loss before was above its own
+    pair limit.
     """
 
     def __init__(self, rules: JudgeRules) -> None:
         self._rules = rules
-        self._loss = Window(rules.window)
-        self._log_norm = Window(rules.window)
-        self._next_limits = Limits()
+        self._clear([], [], [])
+        self._limits = self._next_limits = (Limits(), Limits())
+        self._after_high = False
+        self._level: float | None = None
+        self._next_level: float | None = None
         self._best_level = math.inf
         self._drift = 0.0
         self._drift_onset = (0, 0)
-        self.limits = Limits()
         self.first_loss = math.nan
         self.clean_streak = 0
+
+    def _clear(
+        self, losses: Iterable[float], surprises: Iterable[float], log_norms: Iterable[float]
+    ) -> None:
+        size = self._rules.window
+        self._loss = Window(size, losses)
+        self._surprise = Window(size, surprises)
+        self._log_norm = Window(size, log_norms)
+        self._measure_loss()
+
+    def _measure_loss(self) -> None:
+        """Level and noise of the window's losses, and what the drift test takes from them."""
+        measured = self._loss.center_and_sigma() if len(self._loss) else (0.0, 0.0)
+        self._median, self._sigma = measured
+        self._slack = max(self._rules.drift_slack, self._sigma)
+        self._alarm = max(self._rules.drift_nats, _DRIFT_SIGMAS * self._sigma)
+
+    @property
+    def limits(self) -> Limits:
+        """The gate's bounds for the next step."""
+        return self._limits[self._after_high]
 
     def accept(self, signals: StepSignals) -> None:
         """Admit an applied, clean step."""
         self.clean_streak += 1
+        self._after_high = self._is_high(signals)
         if not self._rules.enabled:
             return  # what was not judged may be anything, NaN included
         if math.isnan(self.first_loss):
             self.first_loss = signals.loss
         self._pile_up_drift(signals)
+        if self._level is not None:
+            self._surprise.push(signals.loss - self._level)
         self._loss.push(signals.loss)
         self._log_norm.push(_log(signals.grad_norm))
-        if self._is_armed():
-            self._best_level = min(self._best_level, self._loss.median())
-        self.limits, self._next_limits = self._next_limits, self._compute_limits()
+        self._measure_loss()
+        level = median_of_sorted(sorted(self._loss.newest(_LEVEL_STEPS)))
+        self._level, self._next_level = self._next_level, level
+        self._limits, self._next_limits = self._next_limits, self._compute_limits(level)
 
-    def refuse(self) -> None:
+    def refuse(self, signals: StepSignals) -> None:
         """Note a step that was not clean: probations of checkpoints begin anew."""
         self.clean_streak = 0
+        self._after_high = self._is_high(signals)
+
+    def _is_high(self, signals: StepSignals) -> bool:
+        # NaN is high: what compares False with everything must not pass for low.
+        return not signals.loss <= self._limits[True].loss
 
     def restart_at(self, losses: list[float], grad_norms: list[float]) -> None:
         """Take a new level as normal: forget the old statistics, begin with these values."""
-        self._loss = Window(self._rules.window, losses)
-        self._log_norm = Window(self._rules.window, [_log(norm) for norm in grad_norms])
-        self._best_level = self._loss.median() if self._is_armed() else math.inf
+        losses = losses[-self._rules.window :]
+        center = statistics.median(losses)
+        self._clear(losses, [loss - center for loss in losses], [_log(norm) for norm in grad_norms])
+        self._level = self._next_level = center
+        self._best_level = math.inf
         self._drift = 0.0
-        self._next_limits = self._compute_limits()
-        self.limits = self._next_limits
+        self._limits = self._next_limits = self._compute_limits(center)
+        self._after_high = False
 
     def recent(self, count: int) -> list[tuple[float, float]]:
         """(loss, grad norm) of the newest clean steps, in order."""
-        norms = [math.exp(value) for value in self._log_norm.values()[-count:]]
-        return list(zip(self._loss.values()[-count:], norms, strict=True))
+        norms = [math.exp(value) for value in reversed(self._log_norm.newest(count))]
+        return list(zip(reversed(self._loss.newest(count)), norms, strict=True))
+
+    def before(self) -> Before:
+        """What the clean steps up to now looked like, for the record of an episode."""
+        if not len(self._loss):
+            return Before(loss=0.0, grad_norm=0.0, creep=1.0, drift_share=0.0)
+        usual = self._log_norm.median()
+        return Before(
+            loss=self._loss.median(),
+            grad_norm=math.exp(usual),
+            creep=math.exp(self._norm_creep(usual)),
+            drift_share=self._drift / self._alarm,
+        )
+
+    def _norm_creep(self, usual: float) -> float:
+        """How far the newest log norms lie above the usual one; 0 where noise would explain it.
+
+        The very last one by far; two of the newest eight (one alone may be a hard batch); or
+        a rise over the whole window, which takes its median and its spread along: a straight
+        one ends two such spreads above where it began, noise less than half a spread.
+        """
+        sigma = self._log_norm.sigma()
+        newest = self._log_norm.newest(_BEFORE_STEPS)
+        last, second = newest[0] - usual, sorted(newest)[-2:][0] - usual
+        values = self._log_norm.values()
+        quarter = max(1, len(values) // 4)
+        rise = statistics.median(values[-quarter:]) - statistics.median(values[:quarter])
+        signs = [
+            (last, max(4 * sigma, math.log(2.0))),
+            (second, max(3 * sigma, math.log(1.5))),
+            (rise, max(1.2 * sigma, math.log(1.25))),
+        ]
+        return max((sign for sign, least in signs if sign > least), default=0.0)
 
     def judge(self, signals: StepSignals) -> Verdict:
         """The verdict on one attempted step. Pure: nothing is admitted here."""
@@ -121,21 +222,23 @@ class Baseline:
             )
         if self.limits.exceeded(signals):
             return Kind.spike, self._explain_spike(signals)
-        excess = self._excess(signals.loss)
-        if self._drift + excess > self._rules.drift_nats:
+        summed = self._drift + self._excess(signals.loss)
+        if summed > self._alarm:
             return Kind.drift, (
                 f"loss {signals.loss:.3f} and its recent run lie above the best held level "
-                f"{self._best_level:.3f}: summed excess {self._drift + excess:.2f} > "
-                f"guard.drift_nats={self._rules.drift_nats:g}"
+                f"{self._best_level:.3f}: summed excess {summed:.2f} > {self._alarm:.2f} "
+                f"(guard.drift_nats={self._rules.drift_nats:g})"
             )
         return Kind.clean, "within limits"
 
     def _explain_spike(self, signals: StepSignals) -> str:
         parts = []
         if signals.loss > self.limits.loss:
+            when = " after a high one" if self._after_high else ""
             parts.append(
-                f"loss {signals.loss:.3f} > limit {self.limits.loss:.3f} "
-                f"(median {self._loss.median():.3f})"
+                f"loss {signals.loss:.3f} > limit {self.limits.loss:.3f}{when} "
+                f"(median {self._loss.median():.3f}, of the last {_LEVEL_STEPS} steps "
+                f"{self._next_level:.3f})"
             )
         if signals.grad_norm > self.limits.grad_norm:
             parts.append(
@@ -144,24 +247,36 @@ class Baseline:
             )
         return ", ".join(parts)
 
-    def _is_armed(self) -> bool:
-        return self._rules.enabled and len(self._loss) >= self._rules.min_history
-
-    def _compute_limits(self) -> Limits:
-        if not self._is_armed():
-            return Limits()
+    def _compute_limits(self, level: float) -> tuple[Limits, Limits]:
+        """The limits after a usual step and after a high one."""
         rules = self._rules
-        loss = self._loss.median() + max(rules.loss_sigmas * self._loss.sigma(), rules.loss_floor)
-        log_norm = self._log_norm.median() + max(
-            rules.norm_sigmas * self._log_norm.sigma(), rules.norm_floor
+        if not rules.enabled or len(self._loss) < rules.min_history:
+            return _NO_LIMITS
+        # The best level is held by as many steps as the window has, not by a lucky few.
+        median, sigma = self._median, self._sigma
+        self._best_level = min(self._best_level + rules.drift_slack / _DRIFT_MEMORY, median)
+        surprise, spread = self._surprise.center_and_sigma()
+        newest = median_of_sorted(sorted(self._surprise.newest(_BIAS_STEPS)))
+        short = level + min(0.0, max(surprise, newest, -_MOST_BIAS * rules.loss_floor))
+        alone = min(
+            median + max(rules.loss_sigmas * sigma, rules.loss_floor),
+            short + max(rules.loss_sigmas * spread, rules.loss_floor),
         )
-        return Limits(loss=loss, grad_norm=math.exp(min(log_norm, 700.0)))
+        again = min(
+            alone,  # the second is never allowed more than the first
+            median + max(rules.pair_sigmas * sigma, rules.pair_floor),
+            short + max(rules.pair_sigmas * spread, rules.pair_floor),
+        )
+        usual, sigma = self._log_norm.center_and_sigma()
+        log_norm = usual + max(rules.norm_sigmas * sigma, rules.norm_floor)
+        norm = math.exp(min(log_norm, 700.0))
+        return Limits(loss=alone, grad_norm=norm), Limits(loss=again, grad_norm=norm)
 
     def _excess(self, loss: float) -> float:
         """Page's test (CUSUM, 1954) against the best level held; slack grows with the noise."""
-        if not math.isfinite(self.limits.loss):
+        if self._limits[False].loss == math.inf:
             return 0.0  # armed no earlier than the gate, or one unjudged spike would be a drift
-        return loss - self._best_level - max(self._rules.drift_slack, self._loss.sigma())
+        return min(loss - self._best_level - self._slack, self._alarm / _DRIFT_STEPS)
 
     def _pile_up_drift(self, signals: StepSignals) -> None:
         if self._drift == 0.0:
@@ -172,9 +287,13 @@ class Baseline:
         """Everything, exactly: floats survive JSON bit for bit (shortest repr)."""
         return {
             "loss": self._loss.values(),
+            "surprise": self._surprise.values(),
             "log_norm": self._log_norm.values(),
-            "limits": _limits_to_json(self.limits),
-            "next_limits": _limits_to_json(self._next_limits),
+            "level": self._level,
+            "next_level": self._next_level,
+            "limits": [_limits_to_json(limits) for limits in self._limits],
+            "next_limits": [_limits_to_json(limits) for limits in self._next_limits],
+            "after_high": self._after_high,
             "best_level": _finite(self._best_level),
             "drift": self._drift,
             "drift_onset": list(self._drift_onset),
@@ -184,10 +303,11 @@ class Baseline:
 
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`."""
-        self._loss = Window(self._rules.window, state["loss"])
-        self._log_norm = Window(self._rules.window, state["log_norm"])
-        self.limits = _limits_from_json(state["limits"])
+        self._clear(state["loss"], state["surprise"], state["log_norm"])
+        self._level, self._next_level = state["level"], state["next_level"]
+        self._limits = _limits_from_json(state["limits"])
         self._next_limits = _limits_from_json(state["next_limits"])
+        self._after_high = state["after_high"]
         self._best_level = math.inf if state["best_level"] is None else state["best_level"]
         self._drift = state["drift"]
         self._drift_onset = (state["drift_onset"][0], state["drift_onset"][1])
@@ -208,6 +328,15 @@ def _limits_to_json(limits: Limits) -> list[float | None]:
     return [_finite(limits.loss), _finite(limits.grad_norm)]
 
 
-def _limits_from_json(values: list[float | None]) -> Limits:
-    loss, norm = (math.inf if value is None else value for value in values)
-    return Limits(loss=loss, grad_norm=norm)
+def _limits_from_json(pair: list[list[float | None]]) -> tuple[Limits, Limits]:
+    usual, again = (
+        Limits(loss=_or_infinite(loss), grad_norm=_or_infinite(norm)) for loss, norm in pair
+    )
+    return usual, again
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+_NO_LIMITS = (Limits(), Limits())

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 
 # Makes the MAD of a normal distribution its standard deviation (Rousseeuw and Croux, 1993).
 MAD_TO_SIGMA = 1.4826
@@ -22,55 +23,71 @@ class Window:
         self._size = size
         self._arrived: deque[float] = deque()
         self._sorted: list[float] = []
+        self._run_start = 0
         for value in values:
             self.push(value)
 
     def __len__(self) -> int:
-        return len(self._arrived)
+        return len(self._sorted)
 
     def push(self, value: float) -> None:
         """Admit one finite value; the oldest leaves when the window is full."""
         assert math.isfinite(value), "only clean values enter statistics"
-        if len(self._arrived) == self._size:
-            oldest = self._arrived.popleft()
-            del self._sorted[bisect_left(self._sorted, oldest)]
-        self._arrived.append(value)
-        insort(self._sorted, value)
+        arrived, ordered = self._arrived, self._sorted
+        if len(ordered) == self._size:
+            del ordered[bisect_left(ordered, arrived.popleft())]
+        arrived.append(value)
+        insort(ordered, value)
 
     def values(self) -> list[float]:
         """In order of arrival."""
         return list(self._arrived)
 
+    def newest(self, count: int) -> list[float]:
+        """The last ``count`` values (fewer if there are fewer), newest first."""
+        return list(islice(reversed(self._arrived), count))
+
     def median(self) -> float:
         """Lower-upper mean for even lengths, as numpy's."""
-        middle = len(self._sorted) // 2
-        if len(self._sorted) % 2:
-            return self._sorted[middle]
-        return (self._sorted[middle - 1] + self._sorted[middle]) / 2
+        return median_of_sorted(self._sorted)
 
     def sigma(self) -> float:
         """Robust standard deviation: 1.4826 times the median absolute deviation."""
-        return MAD_TO_SIGMA * self._median_deviation(self.median())
+        return self.center_and_sigma()[1]
+
+    def center_and_sigma(self) -> tuple[float, float]:
+        """Both at the price of one."""
+        center = median_of_sorted(self._sorted)
+        return center, MAD_TO_SIGMA * self._median_deviation(center)
 
     def _median_deviation(self, center: float) -> float:
-        """The middle one of ``|value - center|``, in O(log n).
+        """The middle one of ``|value - center|``.
 
-        The k closest values to the center are one run of the sorted list; a binary search
-        finds where it begins.
+        The k closest values to the center are one run of the sorted list. One push moves the
+        beginning of that run by a place or two, so the walk from where it last began is short;
+        where it begins does not depend on where the walk did.
         """
         ordered, count = self._sorted, len(self._sorted)
         closest = count // 2 + 1
-        low, high = 0, count - closest
-        while low < high:
-            start = (low + high) // 2
-            if center - ordered[start] > ordered[start + closest] - center:
-                low = start + 1
-            else:
-                high = start
+        low = min(self._run_start, count - closest)
+        while low and center - ordered[low - 1] <= ordered[low - 1 + closest] - center:
+            low -= 1
+        last = count - closest
+        while low < last and center - ordered[low] > ordered[low + closest] - center:
+            low += 1
+        self._run_start = low
         left, right = center - ordered[low], ordered[low + closest - 1] - center
         if count % 2:
-            return max(left, right)
+            return left if left > right else right
         # Even count: mean of the two middle deviations, the farthest of the run being one.
         inner_left = center - ordered[low + 1] if left >= right else left
         inner_right = ordered[low + closest - 2] - center if right > left else right
         return (max(left, right) + max(inner_left, inner_right)) / 2
+
+
+def median_of_sorted(ordered: list[float]) -> float:
+    """The median of values in order of size."""
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2

@@ -56,9 +56,15 @@ def test_a_discarded_step_never_happened(
 
 
 def assert_discards_explain_themselves(run: Result) -> None:
-    """One line each, with samples, reason and cost; and nothing else was journalled."""
-    discards = run.journal("discard")
-    assert [line["kind"] for line in run.journal()] == ["start"] + ["discard"] * len(discards)
+    """One line each, with samples, reason and cost; a word when it was over; nothing else."""
+    discards, episodes = run.journal("discard"), run.journal("episode")
+    told = ["discard", "episode"] * len(discards)
+    assert [line["kind"] for line in run.journal()] == ["start", *told], run.tail
+    for discard, episode in zip(discards, episodes, strict=True):
+        assert episode["decision"] == "transient", episode
+        assert episode["samples"] == discard["samples"]
+        assert episode["detail"]["cause"] == "one sample or one layer"
+        assert "1 bad step, then clean again" in episode["reason"]
     assert [d["samples"] for d in discards] == run.summary["skipped"]
     for line in discards:
         assert "1 rank(s) with NaN or Inf" in line["reason"]

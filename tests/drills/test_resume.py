@@ -46,6 +46,14 @@ def test_killed_one_step_after_a_discard(tmp_path: Path, discarding: Result) -> 
     again = finish(tmp_path / "run", faults)
     assert len(again.journal("discard")) == 2, again.tail
     assert_same_run(again, discarding)
+    assert episodes(again) == episodes(discarding), "killed in the middle of each"
+    assert len(episodes(again)) == 2
+
+
+def episodes(run: Result) -> list[list[object]]:
+    """What was said of trouble that ended, without times."""
+    keys = ("step", "decision", "reason", "samples", "detail")
+    return [[line[key] for key in keys] for line in run.journal("episode")]
 
 
 def test_a_discard_that_is_older_than_the_checkpoint_before_it(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from runner.__main__ import main
 from tests.drills.compare import assert_every_sample_once, assert_same_end, in_order
 from tests.drills.conftest import POISON
-from tests.run import Result, finish, skip_override, train
+from tests.run import TINY, Result, finish, skip_override, train
 
 SPIKE = POISON.replace("poison", "spike").replace("]", ",scale=50]")
 
@@ -56,6 +58,19 @@ def test_a_rollback_goes_to_a_proven_checkpoint(poisoned: Result) -> None:
     # What was applied before the checkpoint stands; nothing it read is skipped now.
     applied = [m for m in poisoned.metrics() if m["step"] == detail["to_step"]]
     assert applied[0]["cursor"] <= line["samples"][0]
+
+
+def test_a_backtest_decides_what_the_run_decided(
+    poisoned: Result, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [text for text in TINY if text.startswith(("guard.", "checkpoint."))]
+    assert main(["backtest", str(poisoned.out), *settings, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    lived = [line for line in poisoned.metrics() if line["action"] != "apply"]
+    assert "rollback" in {line["action"] for line in lived}
+    assert [(d["step"], d["action"], d["verdict"]) for d in told["decisions"]] == [
+        (line["step"], line["action"], line["verdict"]) for line in lived
+    ]
 
 
 def test_a_finite_spike_is_skipped_likewise(tmp_path: Path, told: Result, clean: Result) -> None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from runner.error import ConfigError
 from runner.observe.journal import Journal, read_journal
-from runner.observe.lines import LineFile, read_lines
+from runner.observe.lines import LineFile, iter_lines, read_lines
 from runner.observe.metrics import Metrics, MetricsLine, finite_or_none
-from runner.observe.summary import Summary, goodput
+from runner.observe.summary import Summary
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker
 from runner.policy.history import Incident
@@ -35,7 +35,7 @@ DISCARD = Incident(
     sample_ids=("a.py bytes 0-9", "b"),
     cost_steps=1,
     cost_seconds=0.25,
-    detail={"loss": "nan", "tokens": 992},
+    detail={"loss": "nan", "grad_norm": 1.5, "tokens": 992, "nonfinite_ranks": 1},
 )
 ROLLBACK = Incident(
     kind="rollback",
@@ -286,6 +286,17 @@ def test_a_metrics_line_is_all_its_fields(tmp_path: Path) -> None:
     assert (found["loss"], found["grad_norm"]) == (None, 2.0)
 
 
+def test_lines_between_two_positions(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_bytes(b'{"a":1}\n{"a":22}\n{"a":3}\n{"a":')
+    assert [found["a"] for found in iter_lines(path)] == [1, 22, 3]
+    assert [found["a"] for found in iter_lines(path, start=8)] == [22, 3]
+    assert [found["a"] for found in iter_lines(path, stop=17)] == [1, 22]
+    assert [found["a"] for found in iter_lines(path, stop=16)] == [1]
+    assert list(iter_lines(path, stop=0)) == []
+    assert list(iter_lines(tmp_path / "none")) == []
+
+
 def test_other_ranks_write_no_metrics() -> None:
     metrics = Metrics(None, length=99)
     metrics.write(line(1))
@@ -314,23 +325,6 @@ def test_tensorboard_has_the_points(tmp_path: Path) -> None:
 # Summary and pace
 
 
-@pytest.mark.parametrize(
-    ("steps", "wall", "expected"),
-    [
-        ([], 10.0, 0.0),
-        ([(1, 2.0, "apply"), (2, 3.0, "apply")], 10.0, 0.5),
-        ([(1, 2.0, "apply"), (2, 3.0, "discard")], 10.0, 0.2),
-        ([(1, 2.0, "apply"), (1, 3.0, "apply")], 10.0, 0.3),  # rolled back, done again
-        ([(1, 2.0, "apply"), (1, 3.0, "discard")], 10.0, 0.2),
-        ([(1, 20.0, "apply")], 10.0, 1.0),
-        ([(1, 2.0, "apply")], 0.0, 1.0),
-    ],
-)
-def test_goodput(steps: list[tuple[int, float, str]], wall: float, expected: float) -> None:
-    lines = [{"step": s, "seconds": seconds, "action": act} for s, seconds, act in steps]
-    assert goodput(lines, wall) == expected
-
-
 def test_the_summary_is_json() -> None:
     summary = Summary(
         status="done",
@@ -347,6 +341,7 @@ def test_the_summary_is_json() -> None:
         restarts=0,
         samples_used=96,
         goodput=0.5,
+        time={"productive": 1.0, "other": 1.0},
         world_size=2,
         incarnation=1,
     )

@@ -35,7 +35,7 @@ SRUN = {
 def test_srun_tells_the_place() -> None:
     place = place_from(SRUN)
     assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)
-    uneven = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,1"}
+    uneven = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}
     assert place_from(uneven).local_world_size == 1
 
 

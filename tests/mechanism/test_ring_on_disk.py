@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from runner.checkpoint.digest import state_digest
-from runner.checkpoint.manifest import Manifest, read_manifest
+from runner.checkpoint.manifest import Manifest, parse_manifest
 from runner.checkpoint.shards import (
     Snapshot,
     collect_pieces,
@@ -284,6 +284,12 @@ def change_piece(place: int, value: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def share_bytes(tree: dict[str, Any]) -> None:
+    """The beginning of a small file that unfolds to more than it is."""
+    _, _, file, offset = tree["tensors"]["exp_avg/a"]["pieces"][0]
+    tree["tensors"]["param/c"]["pieces"][0][2:] = [file, offset]
+
+
 def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
     def change(tree: dict[str, Any]) -> None:
         tree["files"][name] = tree["files"].pop("rank-00000.bin")
@@ -321,12 +327,23 @@ LIES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
         "doubled",
     ),
     ("empty piece", change_piece(1, 0), "missing or doubled"),
-    ("negative piece", change_piece(1, -3), "missing or doubled"),
-    ("negative offset", change_piece(3, -4), "outside"),
+    ("negative piece", change_piece(1, -3), "count is '-3'"),
+    ("negative offset", change_piece(3, -4), "offset is '-4'"),
     ("offset past the end", change_piece(3, 10**12), "outside"),
     ("file that is not listed", change_piece(2, "rank-00009.bin"), "rank-00009.bin"),
     ("other shape", lambda tree: tree["tensors"]["param/a"].update(shape=[5, 4]), "15 of 20"),
-    ("negative shape", lambda tree: tree["tensors"]["param/a"].update(shape=[-5, -3]), "negative"),
+    ("negative shape", lambda tree: tree["tensors"]["param/a"].update(shape=[-5, -3]), "'-5'"),
+    ("a number as text", lambda tree: tree.update(cursor="3"), "cursor is '3'"),
+    ("a fraction", lambda tree: tree.update(cursor=3.5), "cursor is '3.5'"),
+    ("true for one", lambda tree: tree.update(world_size=True), "world_size is 'True'"),
+    ("too large for any file", change_piece(1, 2**63), "count is"),
+    ("half an element", lambda tree: tree["files"]["rank-00000.bin"].update(bytes=61), "61 bytes"),
+    ("two tensors in the same bytes", share_bytes, "share the bytes"),
+    (
+        "a product without end",
+        lambda tree: tree["tensors"]["param/a"].update(shape=[2**62] * 100_000),
+        "dimensions",
+    ),
     ("path above", rename_file("../rank-00000.bin"), "../rank-00000.bin"),
     ("absolute path", rename_file("/etc/passwd"), "/etc/passwd"),
     ("path with a newline", rename_file("rank-00000.bin\n"), "file name"),
@@ -355,9 +372,8 @@ def test_a_manifest_that_lies_is_refused(
     "text", [b"", b"[]", b"null", b'"x"', b'{"format":', b"[" * 100_000, b"\xff\xfe"]
 )
 def test_a_manifest_that_is_no_object_is_refused(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "manifest.json").write_bytes(text)
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
-        read_manifest(tmp_path / "manifest.json")
+        parse_manifest(text, tmp_path / "manifest.json")
 
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
@@ -365,9 +381,9 @@ def test_a_number_that_is_none_is_refused(ring: Path, number: str) -> None:
     write(ring, tensors())
     folder = only(ring).folder
     text = (folder / "manifest.json").read_text()
-    (folder / "manifest.json").write_text(text.replace('"step": 10', f'"step": {number}'))
+    changed = text.replace('"step": 10', f'"step": {number}')
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
-        read_manifest(folder / "manifest.json")
+        parse_manifest(changed.encode(), folder / "manifest.json")
 
 
 def test_swapped_folders_are_noticed(ring: Path) -> None:

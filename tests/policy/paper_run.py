@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+from runner.policy.episode import Before
 from runner.policy.history import History, Incident, discard_detail
 from runner.policy.remedy import (
     Action,
     Apply,
+    Case,
     Discard,
     Rebaseline,
     RemedyRules,
@@ -33,6 +35,7 @@ from runner.policy.signals import StepSignals
 from runner.policy.verdict import Kind, Verdict
 from tests.policy.steps import BATCH, attempted
 
+BEFORE = Before(loss=3.0, grad_norm=1.0, creep=1.0, drift_share=0.0)
 BAD_KINDS = (Kind.spike, Kind.non_finite)
 
 
@@ -91,16 +94,18 @@ class PaperRun:
         recent: Sequence[tuple[float, float]] = (),
     ) -> Action:
         """Decide on one step and do it."""
-        self.trouble.note(signals, is_bad=verdict.kind in BAD_KINDS)
+        self.trouble.note(signals, BEFORE if verdict.kind in BAD_KINDS else None)
         action = decide(
-            verdict,
-            signals,
-            self.trouble,
-            self.history,
-            self.records,
-            self.rules,
-            untrained_loss=self._untrained_loss,
-            recent=recent,
+            Case(
+                verdict=verdict,
+                signals=signals,
+                trouble=self.trouble,
+                history=self.history,
+                ring=self.records,
+                rules=self.rules,
+                untrained_loss=self._untrained_loss,
+                recent=recent,
+            )
         )
         if isinstance(action, Apply):
             self._advance(signals)
@@ -162,6 +167,7 @@ class PaperRun:
                     "cursor": target.cursor,
                     "serial": target.serial,
                     "next_serial": self._next_serial,
+                    "read_again": action.read_again,
                     "repeat": action.repeat,
                     "metrics_bytes": 0,
                     "cut_factor": action.cut_factor,

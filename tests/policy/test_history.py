@@ -14,20 +14,22 @@ from runner.policy.history import History, Incident, discard_detail, discarded_s
 from runner.policy.schedule import RateCut
 from tests.policy.steps import attempted
 
+# Not st.text(): building its table of all of Unicode takes longer than all the rest.
+WORDS = st.text(alphabet='ab "\\\n\0é☃𝄞', max_size=8)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 SPAN = st.tuples(st.integers(0, 1000), st.integers(1, 100)).map(lambda s: (s[0], s[0] + s[1]))
 INCIDENTS = st.builds(
     Incident,
     kind=st.sampled_from(["start", "discard", "rollback", "halt", "save_failed"]),
     step=st.integers(0, 10**6),
-    decision=st.text(max_size=10),
-    reason=st.text(max_size=10),
+    decision=WORDS,
+    reason=WORDS,
     ranks=st.lists(st.integers(0, 99), max_size=3).map(tuple),
     samples=st.none() | SPAN,
-    sample_ids=st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    sample_ids=st.lists(WORDS, max_size=3).map(tuple),
     cost_steps=st.integers(0, 100),
     cost_seconds=FLOATS,
-    detail=st.dictionaries(st.text(max_size=5), st.integers() | FLOATS | st.text(), max_size=3),
+    detail=st.dictionaries(WORDS, st.integers() | FLOATS | WORDS, max_size=3),
 )
 
 
@@ -51,6 +53,7 @@ def rollback(to: int, next_serial: int, skip: tuple[int, int], **detail: Any) ->
         "cursor": 80 * to,
         "serial": to,
         "next_serial": next_serial,
+        "read_again": False,
         "repeat": 0,
         "metrics_bytes": 0,
         "cut_factor": 1.0,
@@ -103,6 +106,12 @@ def test_the_ledger_holds_what_was_told_discarded_and_rolled_back_over() -> None
     assert list(history.ledger) == [(0, 8), (50, 60), (100, 132), (200, 208)]
     assert history.num_discarded == 2
     assert len(history.incidents) == 5
+
+
+def test_what_is_to_be_read_again_is_not_in_the_ledger() -> None:
+    history = folded(START, rollback(2, 4, (100, 132), read_again=True))
+    assert list(history.ledger) == []
+    assert len(history.rollbacks) == 1
 
 
 def test_starts_are_counted() -> None:

@@ -83,3 +83,22 @@ def test_a_bad_range_is_refused_and_changes_nothing(start: int, stop: int) -> No
     assert list(ledger) == [(1, 3)]
     with pytest.raises(ValueError, match="skip range"):
         Ledger([(start, stop)])
+
+
+@pytest.mark.parametrize(
+    ("stop", "count", "expected"),
+    [
+        (100, 0, 100),
+        (100, 10, 90),  # nothing skipped near
+        (60, 5, 45),  # [50, 60) holds nothing that is read
+        (62, 5, 47),  # two behind the range, three before it
+        (55, 5, 45),  # within a range
+        (30, 10, 10),  # across [20, 30)
+        (30, 25, 0),  # the stream begins at 0
+        (62, 32, 10),  # across both
+    ],
+)
+def test_so_many_positions_that_are_read_before(stop: int, count: int, expected: int) -> None:
+    ledger = Ledger([(20, 30), (50, 60)])
+    assert ledger.before(stop, count) == expected
+    assert stop - expected - ledger.num_skipped(expected, stop) <= count or stop == 100

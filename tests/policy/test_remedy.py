@@ -26,7 +26,7 @@ from runner.policy.remedy import (
 )
 from runner.policy.ring import Record, State
 from runner.policy.verdict import Kind
-from tests.policy.paper_run import PaperRun
+from tests.policy.paper_run import BEFORE, PaperRun
 from tests.policy.steps import BATCH, attempted, remedy_rules
 
 PALM = Path(__file__).parents[2] / "configs" / "guard" / "palm.yaml"
@@ -172,18 +172,19 @@ def test_a_repeat_goes_further_back_and_skips_more_then_cuts_the_rate() -> None:
     run.healthy(7)  # to the same place: step 38 now reads from 41 batches on
     second = rolled_back(run)
     assert (second.repeat, second.targets[0].step) == (1, 20)
-    assert second.skip == (40 * BATCH, (44 + 2 * 3) * BATCH), "twice persist ahead"
+    # The margin is a step that was read, not one that the first rollback skipped already.
+    assert second.skip == (36 * BATCH, (44 + 2 * 3) * BATCH), "twice persist ahead"
     assert (second.cut_factor, second.cut_steps) == (1.0, 0)
     assert "repeat 1" in second.reason
 
-    run.healthy(17)  # and again: step 38 reads from 50 batches on
+    run.healthy(16)  # and again: step 37 reads from 50 batches on
     third = rolled_back(run)
     assert (third.repeat, third.targets[0].step) == (2, 10)
-    assert third.skip == (49 * BATCH, (53 + 4 * 3) * BATCH), "four times persist ahead"
+    assert third.skip == (35 * BATCH, (53 + 4 * 3) * BATCH), "four times persist ahead"
     assert (third.cut_factor, third.cut_steps) == (0.5, 40)
     assert "learning rate times 0.5 for 40 updates from the onset" in third.reason
     [cut] = run.history.cuts
-    assert (cut.start, cut.stop, cut.factor) == (37, 37 + 40, 0.5)
+    assert (cut.start, cut.stop, cut.factor) == (36, 36 + 40, 0.5)
 
 
 def test_trouble_beyond_the_repeat_window_is_new() -> None:
@@ -314,6 +315,16 @@ def test_drift_goes_back_at_once_from_where_it_began() -> None:
     assert "bad steps" not in action.reason
 
 
+def test_without_skipping_the_same_samples_are_read_again() -> None:
+    run = run_to(38, skip=False, persist=1)
+    action = run.attempt(Kind.spike)
+    assert isinstance(action, Rollback)
+    assert action.read_again
+    assert list(run.history.ledger) == []
+    run.healthy(8)
+    assert run.cursor == 38 * BATCH, "where the trouble was"
+
+
 def palm_rules() -> RemedyRules:
     """The shipped preset over the defaults."""
     names = {spec.name for spec in dataclasses.fields(RemedyRules)}
@@ -404,12 +415,12 @@ def test_trouble_survives_json(pattern: list[bool]) -> None:
     one, two = Trouble(rules), Trouble(rules)
     for step, is_bad in enumerate(pattern, start=1):
         loss = math.nan if is_bad and step % 3 == 0 else 5.0
-        one.note(attempted(step, loss), is_bad=is_bad)
+        one.note(attempted(step, loss), BEFORE if is_bad else None)
     text = json.dumps(one.to_json(), allow_nan=False)
     two.load_json(json.loads(text))
     assert json.dumps(two.to_json()) == text
     for trouble in (one, two):
-        trouble.note(attempted(99, 5.0), is_bad=True)
+        trouble.note(attempted(99, 5.0), BEFORE)
     assert one.to_json() == two.to_json()
     assert (one.num_recent(), one.in_a_row) == (two.num_recent(), two.in_a_row)
     assert [step.step for step in one.last_run()] == [step.step for step in two.last_run()]

@@ -1,0 +1,173 @@
+"""``backtest FILE...``: what the guard would have done to runs of the past."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from runner.check import check
+from runner.command.arguments import Parser
+from runner.compose import compose
+from runner.curve.read import Recording, read_curve
+from runner.curve.table import Names
+from runner.error import ConfigError
+from runner.policy.replay import Decision, Replay
+from runner.rules import judge_rules, remedy_rules, save_rules
+
+_USAGE = """\
+python -m runner backtest FILE... [guard.key=value ...] [options]
+
+Replay the guard over recorded curves: CSV, JSONL, TensorBoard event files or W&B CSV exports; a
+folder with metrics.jsonl or event files counts as one curve. guard.* and checkpoint.* as in training.
+
+  --loss NAME, --grad-norm NAME, --step NAME   the columns, where common names do not find them
+  --json             one line per file: {"file", "rows", "decisions": [{"step", "verdict", "action", "reason"}]}
+  --plot FILE        write FILE (.png or .html); of several curves: FILE with -1, -2, ... in its name
+  --config-dir DIR   your own presets
+"""  # noqa: E501
+# A person reads the first few; --json has all.
+_EPISODES_SHOWN = 20
+
+
+def backtest_command(given: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
+
+    Raises:
+        ConfigError: a file, a column or an override that cannot be used.
+    """
+    options = _parser().parse_intermixed_args(given)
+    files = [text for text in options.what if not _is_override(text)]
+    overrides = [text for text in options.what if _is_override(text)]
+    if options.help or not files:
+        if not options.help:
+            raise ConfigError("backtest: no file given; see python -m runner backtest --help")
+        sys.stdout.write(_USAGE)
+        return 0
+    _refuse_other_keys(overrides)
+    config = compose(overrides, config_dir=options.config_dir)
+    check(config, world_size=1)
+    remedy = replace(remedy_rules(config), batch=1)
+    names = Names(step=options.step, loss=options.loss, grad_norm=options.grad_norm)
+    for number, file in enumerate(files, start=1):
+        began = time.monotonic()
+        recording = read_curve(file, names, memory=config.guard.window)
+        replay = Replay(
+            recording.curve,
+            judge=judge_rules(config),
+            remedy=remedy,
+            saves=save_rules(config),
+            keep_limits=options.plot is not None,
+        )
+        replay.run()
+        seconds = time.monotonic() - began
+        sys.stdout.write(
+            (_json_line(recording, replay) if options.json else _report(recording, replay, seconds))
+            + "\n"
+        )
+        if options.plot is not None:
+            _plot(recording, replay, options.plot, number if len(files) > 1 else None)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner backtest", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--loss")
+    parser.add_argument("--grad-norm")
+    parser.add_argument("--step")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot")
+    parser.add_argument("--config-dir")
+    parser.add_argument("what", nargs="*")
+    return parser
+
+
+def _is_override(text: str) -> bool:
+    return "=" in text and not Path(text).exists()
+
+
+def _refuse_other_keys(overrides: Sequence[str]) -> None:
+    """A key that changes nothing here would be obeyed in silence."""
+    for text in overrides:
+        if not text.lstrip("+~").startswith(("guard.", "guard=", "checkpoint.", "checkpoint=")):
+            raise ConfigError(f"{text}: a backtest knows guard.* and checkpoint.* only")
+
+
+def _plot(recording: Recording, replay: Replay, told: str, number: int | None) -> None:
+    from runner.curve.plot import plot
+
+    path = Path(told)
+    if number is not None:
+        path = path.with_stem(f"{path.stem}-{number}")
+    plot(recording, replay, path)
+    sys.stderr.write(f"wrote {path}\n")
+
+
+def _json_line(recording: Recording, replay: Replay) -> str:
+    steps = recording.curve.steps
+    decisions = [
+        {
+            "step": steps[decision.row],
+            "verdict": decision.verdict,
+            "action": decision.action,
+            "reason": decision.reason,
+        }
+        for decision in replay.decisions
+    ]
+    return json.dumps({"file": recording.path, "rows": len(steps), "decisions": decisions})
+
+
+def _report(recording: Recording, replay: Replay, seconds: float) -> str:
+    steps, decisions = recording.curve.steps, replay.decisions
+    counts = Counter(decision.action for decision in decisions)
+    num_skipped = replay.skipped.num_skipped(0, len(steps))
+    lines = [
+        f"{recording.path}: {len(steps):,} rows, steps {min(steps):,} to {max(steps):,} "
+        f"({len(steps) / max(seconds, 1e-9):,.0f} rows/s)",
+        *(f"  note: {note}" for note in recording.notes),
+        f"  {counts['discard']} discarded ({_share(counts['discard'], len(steps))} of the steps), "
+        f"{counts['rollback']} rollbacks ({sum(d.num_undone for d in decisions)} steps undone, "
+        f"{num_skipped} skipped), {counts['rebaseline']} new baselines, {counts['halt']} halts",
+    ]
+    groups = _episodes(decisions)
+    lines += [_episode_line(group, recording, replay) for group in groups[:_EPISODES_SHOWN]]
+    if len(groups) > _EPISODES_SHOWN:
+        lines.append(f"  and {len(groups) - _EPISODES_SHOWN} more: --json tells them all")
+    return "\n".join(lines)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.3g} %"
+
+
+def _episodes(decisions: Sequence[Decision]) -> list[list[Decision]]:
+    """Decisions that share an onset, up to the one that ended the matter."""
+    groups: list[list[Decision]] = []
+    for decision in decisions:
+        last = groups[-1][-1] if groups else None
+        if last is not None and last.action == "discard" and decision.onset == last.onset:
+            groups[-1].append(decision)
+        else:
+            groups.append([decision])
+    return groups
+
+
+def _episode_line(group: Sequence[Decision], recording: Recording, replay: Replay) -> str:
+    steps, first, last = recording.curve.steps, group[0], group[-1]
+    onset = min(decision.onset for decision in group)
+    counts = Counter(decision.action for decision in group)
+    actions = ", ".join(f"{name} x{count}" if count > 1 else name for name, count in counts.items())
+    after = first.row - onset
+    when = "at its first row" if not after else f"{after} rows after its onset"
+    text = (
+        f"  step {steps[onset]:,}: {first.verdict}, {when}: {actions}"
+        f"{f' up to step {steps[last.row]:,}' if last.row > first.row else ''}\n"
+        f"      {last.reason}"
+    )
+    told = replay.findings.get(onset)
+    return text if told is None else f"{text}\n      {told[1].words(steps[onset])}"

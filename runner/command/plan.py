@@ -1,0 +1,367 @@
+"""``python -m runner plan``: what failures and checkpoints will cost a large run.
+
+Compares checkpoints that training waits for, checkpoints written behind the training, and
+snapshots in memory with a disk ring under them, each at its best interval. What is not given
+comes from a run's own records (--run), then from a preset.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from runner.command.arguments import Parser
+from runner.error import ConfigError
+from runner.observe.console import duration
+from runner.observe.journal import read_journal
+from runner.observe.lines import iter_lines
+from runner.policy.plan import (
+    BYTES_PER_PARAMETER,
+    LLAMA3_DAYS,
+    LLAMA3_FAILURES,
+    LLAMA3_NODES,
+    LLAMA3_PARAMETERS,
+    Costs,
+    Plan,
+    Strategy,
+    availability_interval,
+    daly_interval,
+    node_mtbf_hours,
+    plan,
+    share_in_memory,
+    young_interval,
+)
+
+_TIERS = {"sync": Strategy.synchronous, "async": Strategy.asynchronous, "ring": Strategy.ring}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A number and where it is from."""
+
+    number: float
+    source: str
+
+
+Values = dict[str, Value]
+
+# Keys as the options spell them. The least that is allowed, and whether that itself is.
+_BOUNDS = {
+    "nodes": (1.0, True),
+    "mtbf_node_hours": (0.0, False),
+    "state_gb": (0.0, False),
+    "step_seconds": (0.0, False),
+    "save_seconds": (0.0, True),
+    "stall_seconds": (0.0, True),
+    "restart_seconds": (0.0, True),
+    "memory_restart_seconds": (0.0, True),
+    "detect_seconds": (0.0, True),
+    "memory_share": (0.0, True),
+    "slots": (1.0, True),
+}
+
+_DERIVED = ("memory_restart_seconds",)  # from another, where it is not given
+
+
+def plan_command(arguments: Sequence[str]) -> int:
+    """Parse, compute, print; returns the exit code.
+
+    Raises:
+        ConfigError: an option is missing or out of bounds.
+    """
+    options = _parser().parse_args(arguments)
+    values = _values(options)
+    costs = _costs(values, mirrored=options.mirror)
+    plans = [plan(costs, _TIERS[name]) for name in _tiers(options.tiers)]
+    if options.json:
+        sys.stdout.write(json.dumps(_json(values, costs, plans), indent=1, allow_nan=False) + "\n")
+    else:
+        _print(values, costs, plans)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner plan", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--mtbf-node-hours", type=float, help="between failures of one node")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--params", type=float, help="parameters; 12 bytes of state each")
+    size.add_argument("--state-gb", type=float, help="a whole checkpoint, in 10^9 bytes")
+    parser.add_argument("--step-seconds", type=float)
+    parser.add_argument("--save-seconds", type=float, help="writing a checkpoint to disk")
+    parser.add_argument("--stall-seconds", type=float, help="copying the state to host memory")
+    parser.add_argument("--restart-seconds", type=float, help="from detection to the next step")
+    parser.add_argument(
+        "--memory-restart-seconds", type=float, help="the same from memory; default: the same"
+    )
+    parser.add_argument("--detect-seconds", type=float, help="from a failure to its detection")
+    parser.add_argument(
+        "--memory-share", type=float, help="of failures that memory snapshots survive"
+    )
+    parser.add_argument("--slots", type=int, help="memory snapshots kept; default: 2")
+    parser.add_argument("--mirror", action="store_true", help="keep each on another node as well")
+    parser.add_argument("--tiers", default="sync,async,ring", help="default: sync,async,ring")
+    parser.add_argument("--run", metavar="OUT", help="take what it measured from a run")
+    parser.add_argument("--preset", choices=["llama3"], help="405B on 2,048 nodes")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def _tiers(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    wrong = [name for name in names if name not in _TIERS]
+    if wrong or not names:
+        raise ConfigError(f"--tiers {text}: choose from {', '.join(_TIERS)}, with commas between")
+    return names
+
+
+# -- where the numbers come from ------------------------------------------------------------
+
+
+def _values(options: Any) -> Values:
+    """Defaults, then the preset, then what a run measured, then what is given."""
+    share = share_in_memory(LLAMA3_FAILURES, mirrored=options.mirror)
+    values = {
+        "detect_seconds": Value(0.0, "default"),
+        "slots": Value(2.0, "default"),
+        "memory_share": Value(share, "default: Llama 3's failures"),
+    }
+    if options.preset:
+        values |= _llama3()
+    if options.run:
+        values |= measured(Path(options.run))
+    if options.params is not None:
+        size = options.params * BYTES_PER_PARAMETER / 1e9
+        values["state_gb"] = Value(size, f"{BYTES_PER_PARAMETER} bytes a parameter")
+    for name in _BOUNDS:
+        given = getattr(options, name)
+        if given is not None:
+            values[name] = Value(float(given), "given")
+    if "restart_seconds" in values:
+        values.setdefault(
+            "memory_restart_seconds",
+            Value(values["restart_seconds"].number, "default: restart_seconds"),
+        )
+    _check(values)
+    return values
+
+
+def _check(values: Values) -> None:
+    missing = [name for name in _BOUNDS if name not in values and name not in _DERIVED]
+    if missing:
+        words = ", ".join(map(_option, missing)).replace("--state-gb", "--params or --state-gb")
+        raise ConfigError(
+            f"{words}: not known; give them, or --run OUT of a run that has "
+            "measured them, or --preset llama3"
+        )
+    for name, (least, inclusive) in _BOUNDS.items():
+        number = values[name].number
+        if number < least or (number == least and not inclusive) or not number < float("inf"):
+            allowed = f"at least {least:g}" if inclusive else f"above {least:g}"
+            raise ConfigError(f"{_option(name)}={number:g}: must be {allowed} and finite")
+    if values["memory_share"].number > 1:
+        raise ConfigError(f"--memory-share={values['memory_share'].number:g}: must be at most 1")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _llama3() -> Values:
+    """Llama 3 405B (arXiv 2407.21783), what the paper does not tell marked as assumed."""
+    state = LLAMA3_PARAMETERS * BYTES_PER_PARAMETER
+    paper = "Llama 3 paper"
+    # 16M tokens a step, 400 TFLOP/s on each of 16,384 GPUs; 2 TB/s sustained by the storage.
+    step = 6 * LLAMA3_PARAMETERS * 16 * 2**20 / (16_384 * 400e12)
+    hours = node_mtbf_hours(LLAMA3_FAILURES, LLAMA3_DAYS, LLAMA3_NODES)
+    return {
+        "nodes": Value(LLAMA3_NODES, paper),
+        "mtbf_node_hours": Value(hours, f"{paper}: 419 in 54 days"),
+        "state_gb": Value(state / 1e9, f"{BYTES_PER_PARAMETER} bytes a parameter"),
+        "step_seconds": Value(step, f"{paper}: 16M tokens at 400 TFLOP/s"),
+        "save_seconds": Value(state / 2e12, f"{paper}: storage of 2 TB/s"),
+        "stall_seconds": Value(state / 16_384 / 10e9, "assumed: 10 GB/s to the host"),
+        "restart_seconds": Value(300.0, "assumed"),
+        "detect_seconds": Value(30.0, "assumed"),
+    }
+
+
+def measured(out: Path) -> Values:
+    """What a run's records tell; what they do not tell is left out.
+
+    Raises:
+        ConfigError: there is no run, or its journal is not one.
+    """
+    if not (out / "journal.jsonl").is_file():
+        raise ConfigError(f"--run {out}: no journal.jsonl in there, so no run to measure")
+    journal, _ = read_journal(out / "journal.jsonl")
+    source = f"measured: {out}"
+    steps, saves, restarts = array("d"), array("d"), array("d")
+    when: dict[int, float] = {}
+    last = 0.0
+    for line in iter_lines(out / "metrics.jsonl"):
+        stalls, last = line.get("stalls", {}), float(line.get("time", 0.0))
+        _append(saves, stalls.get("checkpoint"))
+        _append(restarts, stalls.get("restart"))
+        if line["action"] == "apply":
+            steps.append(line["seconds"])
+            when[line["step"]] = last
+    sizes, writes = _ring(out, when)
+    found = {
+        "step_seconds": _median(steps),
+        "stall_seconds": _median(saves),
+        "save_seconds": _median(writes),
+        "restart_seconds": _median(restarts),
+        "state_gb": sizes[-1] / 1e9 if sizes else None,
+    }
+    values = {name: Value(number, source) for name, number in found.items() if number is not None}
+    if restarts:
+        values["detect_seconds"] = Value(0.0, f"{source}, within restart_seconds")
+    return values | _failures(journal, last, source)
+
+
+def _append(to: array[float], seconds: float | None) -> None:
+    if seconds:
+        to.append(seconds)
+
+
+def _median(numbers: Iterable[float]) -> float | None:
+    known = list(numbers)
+    return statistics.median(known) if known else None
+
+
+def _ring(out: Path, when: dict[int, float]) -> tuple[list[int], list[float]]:
+    """Bytes of the checkpoints, and seconds from their step's end to their commit marker."""
+    from runner.checkpoint.store import RingStore
+
+    sizes, writes = [], []
+    entries, _ = RingStore(out / "ring").entries() if (out / "ring").is_dir() else ([], [])
+    for entry in entries:
+        sizes.append(entry.num_bytes)
+        marker = entry.folder / "COMMITTED"
+        if entry.record.step in when and marker.exists():
+            seconds = marker.stat().st_mtime - when[entry.record.step]
+            if seconds > 0:  # else that step was done again since
+                writes.append(seconds)
+    return sizes, writes
+
+
+def _failures(journal: Sequence[dict[str, Any]], last: float, source: str) -> Values:
+    """The nodes of the newest start and, where something crashed, the time between failures."""
+    starts = [line for line in journal if line["kind"] == "start"]
+    crashes = sum(line["kind"] == "crash" for line in journal)
+    if not starts:
+        return {}
+    nodes = max(1, len(starts[-1]["detail"].get("hosts", {})))
+    values = {"nodes": Value(nodes, source)}
+    end = max(chain([last], (float(line["time"]) for line in journal)))
+    hours = (end - float(journal[0]["time"])) / 3600
+    if crashes and hours > 0:
+        said = f"{source}, {crashes} crash{'es' if crashes > 1 else ''}"
+        values["mtbf_node_hours"] = Value(hours * nodes / crashes, said)
+    return values
+
+
+def _costs(values: Values, *, mirrored: bool) -> Costs:
+    number = {name: value.number for name, value in values.items()}
+    return Costs(
+        nodes=int(number["nodes"]),
+        mtbf_seconds=number["mtbf_node_hours"] * 3600 / number["nodes"],
+        step_seconds=number["step_seconds"],
+        save_seconds=number["save_seconds"],
+        stall_seconds=number["stall_seconds"],
+        restart_seconds=number["restart_seconds"],
+        memory_restart_seconds=number["memory_restart_seconds"],
+        detect_seconds=number["detect_seconds"],
+        state_bytes=number["state_gb"] * 1e9,
+        memory_share=number["memory_share"],
+        slots=int(number["slots"]),
+        mirrored=mirrored,
+    )
+
+
+# -- what is shown --------------------------------------------------------------------------
+
+
+def _formulas(costs: Costs) -> dict[str, float]:
+    """Closed forms for checkpoints that training waits for, in seconds."""
+    save, mtbf = costs.save_seconds, costs.mtbf_seconds
+    return {
+        "young": young_interval(save, mtbf),
+        "daly": daly_interval(save, mtbf),
+        "availability": availability_interval(
+            save, mtbf, costs.restart_seconds, costs.detect_seconds
+        ),
+    }
+
+
+def _json(values: Values, costs: Costs, plans: Sequence[Plan]) -> dict[str, Any]:
+    return {
+        "inputs": {
+            name: {"value": value.number, "from": value.source} for name, value in values.items()
+        },
+        "mtbf_seconds": costs.mtbf_seconds,
+        "interval_seconds": _formulas(costs),
+        "plans": [_finite(asdict(found)) | {"strategy": found.strategy.value} for found in plans],
+    }
+
+
+def _finite(numbers: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity; null says it."""
+    return {name: None if value == float("inf") else value for name, value in numbers.items()}
+
+
+def _print(values: Values, costs: Costs, plans: Sequence[Plan]) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    inputs = Table("input", "value", "from", title="Costs", title_justify="left")
+    inputs.columns[1].justify = "right"
+    for name in _BOUNDS:
+        inputs.add_row(name, f"{values[name].number:,.4g}", values[name].source)
+    console.print(inputs)
+    console.print(_plans_table(costs, plans))
+    formulas = _formulas(costs)
+    console.print(
+        f"a failure every {duration(costs.mtbf_seconds)}. Between checkpoints that training waits "
+        f"for: Young {duration(formulas['young'])}, Daly {duration(formulas['daly'])}, for "
+        f"availability {duration(formulas['availability'])}"
+    )
+
+
+def _plans_table(costs: Costs, plans: Sequence[Plan]) -> Table:
+    table = Table(title="At the best interval", title_justify="left")
+    for name in ("checkpoints", "every", "on disk every", "goodput", "stalled"):
+        table.add_column(name)
+    for name in ("lost a failure", "down a failure", "host memory a node"):
+        table.add_column(name)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for found in plans:
+        table.add_row(
+            found.strategy.value,
+            _every(found.steps, costs),
+            _every(found.disk_steps, costs),
+            f"{found.goodput:.2%}",
+            f"{found.stall_share:.2%}",
+            _seconds(found.lost_seconds),
+            _seconds(found.down_seconds),
+            f"{found.memory_bytes / 1e9:,.1f} GB",
+        )
+    return table
+
+
+def _every(steps: int, costs: Costs) -> str:
+    return f"{steps:,} step{'s' if steps > 1 else ''} ({duration(steps * costs.step_seconds)})"
+
+
+def _seconds(seconds: float) -> str:
+    return "for ever" if seconds == float("inf") else duration(seconds)

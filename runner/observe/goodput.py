@@ -1,0 +1,145 @@
+"""Where the wall time of a run went, across its restarts, from what is on disk.
+
+Each metrics line tells the seconds of its step and of what stalled the training thread since
+the line before. A restart cuts lines away; what they had cost is put into its journal line.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+# What a metrics line tells beside its step; ``restart`` runs from the last sign of life before a
+# crash or stop to the first new step, down time included.
+STALLS = ("checkpoint", "evaluation", "rollback", "restart")
+
+# productive: steps that count. recomputed: steps that a rollback or a restart undid, so that
+# their like had to be computed again. discarded: steps that were never applied. other: the
+# first start-up, inspections, what is between the steps.
+KINDS = ("productive", "recomputed", "discarded", *STALLS, "data_wait", "other")
+
+# Journalled by the next start, not in the life of the one before.
+_LATE = ("start", "crash", "checkpoint_damaged")
+
+
+class TimeAccount:
+    """A fold over metrics lines, in their order, with what the journal says of them.
+
+    It holds 16 bytes a step: a rollback must know what the steps it undoes have cost.
+    """
+
+    def __init__(self) -> None:
+        self._spent = dict.fromkeys(KINDS, 0.0)
+        self._steps = array("q")
+        self._seconds = array("d")
+        self.last_time = 0.0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Take one metrics line."""
+        wait = float(line["data_wait_seconds"])
+        seconds = float(line["seconds"]) - wait
+        self._spent["data_wait"] += wait
+        self.stalled(line.get("stalls", {}))
+        self.last_time = float(line.get("time", 0.0))
+        if line["action"] != "apply":
+            self._spent["discarded"] += seconds
+            return
+        step = int(line["step"])
+        self.undo(step - 1)
+        self._steps.append(step)
+        self._seconds.append(seconds)
+        self._spent["productive"] += seconds
+
+    def stalled(self, seconds: Mapping[str, float]) -> None:
+        """Take seconds by kind."""
+        for kind, amount in seconds.items():
+            self._spent[kind] += amount
+
+    def undo(self, to_step: int) -> None:
+        """The steps after ``to_step`` count no more."""
+        while self._steps and self._steps[-1] > to_step:
+            self._steps.pop()
+            seconds = self._seconds.pop()
+            self._spent["productive"] -= seconds
+            self._spent["recomputed"] += seconds
+
+    def spent(self) -> dict[str, float]:
+        """Seconds by kind; none under ``other``."""
+        return dict(self._spent)
+
+    def goodput(self, wall_seconds: float) -> float:
+        """The share of ``wall_seconds`` that was productive, 0 to 1."""
+        return self.breakdown(wall_seconds)["productive"] / max(wall_seconds, 1e-9)
+
+    def breakdown(self, wall_seconds: float) -> dict[str, float]:
+        """Seconds by kind that add up to ``wall_seconds``, in milliseconds' precision.
+
+        Where more was spent than the wall clock says (it was set back), all is cut in
+        proportion.
+        """
+        total = sum(self._spent.values())
+        share = min(1.0, max(wall_seconds, 0.0) / total) if total else 1.0
+        kinds = {kind: max(0.0, round(amount * share, 3)) for kind, amount in self._spent.items()}
+        kinds["other"] = 0.0
+        kinds["other"] = max(0.0, round(wall_seconds - sum(kinds.values()), 3))
+        return kinds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """What a start finds.
+
+    ``lost`` has the seconds by kind of the lines that this start cuts away; ``account`` knows
+    them already. ``last_life`` is the time of the last sign of life of an earlier start, None
+    without one.
+    """
+
+    account: TimeAccount
+    lost: dict[str, float]
+    last_life: float | None
+
+
+def account(
+    metrics: Iterable[Mapping[str, Any]], journal: Iterable[Mapping[str, Any]]
+) -> TimeAccount:
+    """Fold metrics lines, read one at a time, and journal lines."""
+    made = TimeAccount()
+    undone: list[tuple[float, int]] = []
+    for line in journal:
+        detail = line["detail"]
+        made.stalled(detail.get("lost", {}))
+        made.stalled(detail.get("stalls", {}))
+        if line["kind"] == "rollback":
+            undone.append((float(line["time"]), int(detail["to_step"])))
+    # By time, not by place in the file: a restart may have cut it and written it anew.
+    undone.sort(reverse=True)
+    for line in metrics:
+        while undone and undone[-1][0] <= float(line.get("time", 0.0)):
+            made.undo(undone.pop()[1])
+        made.add(line)
+    for _, step in reversed(undone):
+        made.undo(step)
+    return made
+
+
+def past(
+    kept: Iterable[Mapping[str, Any]],
+    cut: Iterable[Mapping[str, Any]],
+    journal: Iterable[Mapping[str, Any]],
+) -> Past:
+    """What went before this start: the metrics lines it keeps, those it cuts, the journal."""
+    known = list(journal)
+    before = account(kept, known)
+    away = account(cut, [])
+    away.undo(-1)
+    lost = {kind: round(amount, 6) for kind, amount in away.spent().items() if amount}
+    before.stalled(lost)
+    signs = [float(line["time"]) for line in known if line["kind"] not in _LATE]
+    times = [time for time in chain(signs, [before.last_time, away.last_time]) if time]
+    starts = [float(line["time"]) for line in known if line["kind"] == "start"]
+    # A start that never came to a step: the run has been down since it began.
+    last_life = max(times) if times else (starts[0] if starts else None)
+    return Past(account=before, lost=lost, last_life=last_life)

@@ -1,0 +1,131 @@
+"""``python -m runner plan``: where its numbers come from and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.__main__ import main
+from runner.command.plan import measured
+from runner.policy.history import Incident
+
+COMMAND = (
+    "plan --nodes 64 --mtbf-node-hours 2000 --params 8e9 --step-seconds 4 --save-seconds 60 "
+    "--stall-seconds 0.5 --restart-seconds 200"
+)
+GIVEN = COMMAND.split()
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_all_given(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, *GIVEN)
+    assert found["mtbf_seconds"] == pytest.approx(2000 * 3600 / 64)
+    assert found["inputs"]["state_gb"] == {"value": 96.0, "from": "12 bytes a parameter"}
+    assert found["inputs"]["memory_restart_seconds"]["value"] == 200
+    assert found["interval_seconds"]["young"] == pytest.approx((2 * 60 * 112_500) ** 0.5)
+    names = [plan["strategy"] for plan in found["plans"]]
+    assert names == ["synchronous", "asynchronous", "memory + disk ring"]
+    goodputs = [plan["goodput"] for plan in found["plans"]]
+    assert 0.9 < goodputs[0] < goodputs[1] < goodputs[2] < 1
+
+
+def test_the_preset_and_what_overrides_it(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "plan", "--preset", "llama3")
+    assert found["mtbf_seconds"] == pytest.approx(54 * 86_400 / 419)
+    # The paper reports more than 90 % effective training time.
+    assert all(plan["goodput"] > 0.9 for plan in found["plans"])
+    twice = told(capsys, "plan", "--preset", "llama3", "--nodes", "4096", "--tiers", "sync")
+    assert twice["mtbf_seconds"] == pytest.approx(54 * 86_400 / 419 / 2)
+    assert twice["inputs"]["nodes"] == {"value": 4096, "from": "given"}
+    (plan,) = twice["plans"]
+    assert plan["goodput"] < found["plans"][0]["goodput"]
+
+
+def test_a_mirror_makes_more_failures_cheap(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = told(capsys, *GIVEN)
+    mirrored = told(capsys, *GIVEN, "--mirror")
+    assert alone["inputs"]["memory_share"]["value"] == pytest.approx(98 / 419)
+    assert mirrored["inputs"]["memory_share"]["value"] == 1
+    assert mirrored["plans"][2]["goodput"] > alone["plans"][2]["goodput"]
+    assert mirrored["plans"][2]["memory_bytes"] == 2 * alone["plans"][2]["memory_bytes"]
+
+
+def test_for_a_person(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(GIVEN) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "synchronous",
+        "memory + disk ring",
+        "goodput",
+        "given",
+        "a failure every 31h15m",
+    ):
+        assert words in shown
+
+
+def test_a_job_that_gets_nowhere_is_still_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, *GIVEN, "--nodes", "100000000")
+    assert [plan["goodput"] for plan in found["plans"]] == [0, 0, 0]
+    assert found["plans"][0]["down_seconds"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan --nodes 4", "--mtbf-node-hours, --params or --state-gb, --step-seconds"),
+        ("plan --preset llama3 --nodes 0", "--nodes=0: must be at least 1"),
+        ("plan --preset llama3 --step-seconds 0", "--step-seconds=0: must be above 0"),
+        ("plan --preset llama3 --save-seconds nan", "--save-seconds=nan: must be at least 0"),
+        ("plan --preset llama3 --memory-share 1.5", "--memory-share=1.5: must be at most 1"),
+        ("plan --preset llama3 --tiers disk", "--tiers disk: choose from sync, async, ring"),
+        ("plan --run /nowhere", "--run /nowhere: no journal.jsonl"),
+        ("plan --preset llama4", "invalid choice"),
+    ],
+)
+def test_mistakes(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments.split()) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_a_run_measured(tmp_path: Path) -> None:
+    def metrics(step: int, seconds: float, **stalls: float) -> dict[str, Any]:
+        line = {"step": step, "seconds": seconds, "action": "apply", "time": 100.0 + step}
+        return line | {"stalls": stalls}
+
+    def entry(kind: str, at: float, **detail: Any) -> dict[str, Any]:
+        made = Incident(kind=kind, step=0, decision="", reason="", detail=detail)
+        return {"seq": 0, "time": at, "attempt": 1} | made.to_json()
+
+    lines = [
+        metrics(1, 2.0),
+        metrics(2, 2.5, checkpoint=0.5),
+        metrics(3, 9.0, checkpoint=0.7, restart=30.0),
+        metrics(4, 2.5, checkpoint=9.0),
+    ]
+    journal = [
+        entry("start", 0.0, hosts={"a": 8, "b": 8}),
+        entry("crash", 3600.0),
+        entry("start", 3600.0, hosts={"a": 8, "b": 8, "c": 8}),
+        entry("crash", 7200.0),
+    ]
+    for name, written in (("metrics", lines), ("journal", journal)):
+        text = "".join(json.dumps(line) + "\n" for line in written)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    found = {name: value.number for name, value in measured(tmp_path).items()}
+    assert found == {
+        "nodes": 3,
+        "mtbf_node_hours": 3.0,  # three nodes for two hours, two crashes
+        "step_seconds": 2.5,
+        "stall_seconds": 0.7,
+        "restart_seconds": 30.0,
+        "detect_seconds": 0.0,  # within the restart
+    }

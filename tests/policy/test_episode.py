@@ -1,0 +1,162 @@
+"""What trouble is called when it ends, and what is suspected, from the numbers before it."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from runner.policy.episode import Finding
+from runner.policy.history import History
+from runner.policy.pilot import rule
+from runner.policy.remedy import Discard, Rollback, Trouble
+from runner.policy.ring import Record, State
+from runner.policy.verdict import Baseline, Kind
+from tests.policy.steps import attempted, judge_rules, remedy_rules
+
+START = [Record(serial=1, step=0, cursor=0, state=State.clean)]
+Numbers = tuple[float, float]
+
+
+class Guarded:
+    """A run of given numbers: what is not applied happens to the guard's memory alone."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.baseline = Baseline(judge_rules())
+        self.trouble = Trouble(remedy_rules())
+        self.draw = random.Random(seed)
+        self.tried = 0
+
+    def attempt(self, numbers: Numbers) -> tuple[type, Finding | None]:
+        self.tried += 1
+        signals = attempted(self.tried, *numbers)
+        ruling = rule(
+            signals,
+            baseline=self.baseline,
+            trouble=self.trouble,
+            history=History(),
+            ring=START,
+            rules=remedy_rules(),
+        )
+        if ruling.verdict.kind is Kind.clean:
+            self.baseline.accept(signals)
+        return type(ruling.action), ruling.finding
+
+    def healthy(self, steps: int, loss: float = 3.0, norm: float = 0.3) -> list[Finding]:
+        told = [
+            self.attempt((loss + self.draw.gauss(0, 0.03), norm * self.draw.lognormvariate(0, 0.1)))
+            for _ in range(steps)
+        ]
+        return [finding for _, finding in told if finding]
+
+    def go_on(self, numbers: list[Numbers]) -> list[Finding]:
+        return [finding for _, finding in map(self.attempt, numbers) if finding]
+
+
+def run() -> Guarded:
+    guarded = Guarded()
+    assert guarded.healthy(100) == []
+    return guarded
+
+
+def test_one_hard_batch_is_transient_and_the_datas() -> None:
+    guarded = run()
+    assert guarded.attempt((5.0, 4.0)) == (Discard, None)
+    assert guarded.healthy(9) == []
+    [finding] = guarded.healthy(1)
+    assert (finding.shape, finding.cause) == ("transient", "data")
+    assert (finding.episode.num_bad, finding.episode.worst_loss) == (1, 5.0)
+    assert finding.episode.stop - finding.episode.start == 8, "the one batch"
+    assert finding.words().startswith("transient from step 101: 1 bad step, then clean again")
+    assert guarded.trouble.episode is None
+    assert guarded.healthy(30) == [], "told once"
+
+
+def test_a_lasting_jump_is_persistent_and_goes_back() -> None:
+    guarded = run()
+    [finding] = guarded.go_on([(5.0, 4.0), (5.1, 4.0), (5.0, 3.9)])
+    assert (finding.shape, finding.cause) == ("persistent", "data")
+    assert "3 bad steps among 3; the run goes back" in finding.words()
+    assert "grad norm flat at 0.297 before, 4 at the onset" in finding.why
+
+
+def test_a_norm_that_crept_up_points_at_the_rate() -> None:
+    """BLOOM-176B, steps 31214 to 31222: the norm speaks four steps before the loss."""
+    guarded = run()
+    spoke = [0.24, 0.947, 2.39, 15.9, 145.1]
+    actions = [
+        guarded.attempt((loss, norm))[0]
+        for loss, norm in zip([2.99, 3.02, 3.3, 3.04, 3.14], spoke, strict=True)
+    ]
+    assert actions.index(Discard) <= 3, "before the loss did anything"
+    findings = guarded.go_on([(5.9, 960.0), (4.3, 353.0), (4.0, 379.0)])
+    assert findings[0].cause == "learning rate or numerics"
+    assert "crept up" in findings[0].why
+
+
+def test_nan_out_of_a_calm_norm_is_one_sample_or_one_layer() -> None:
+    guarded = run()
+    guarded.attempt((math.nan, math.nan))
+    [finding] = guarded.healthy(10)
+    assert (finding.shape, finding.cause) == ("transient", "one sample or one layer")
+    assert finding.episode.worst_loss is None
+
+
+def test_nan_after_a_rising_norm_is_numerics() -> None:
+    guarded = run()
+    guarded.go_on([(3.0, 0.6), (3.0, 0.9), (3.0, 1.4), (math.nan, math.inf)])
+    [finding] = guarded.healthy(10)
+    assert finding.cause == "learning rate or numerics"
+
+
+@pytest.mark.parametrize(
+    ("norms", "cause"), [([0.3] * 400, "data"), ([0.3 * 1.02**at for at in range(400)], "rate")]
+)
+def test_a_slow_rise_is_a_divergence(norms: list[float], cause: str) -> None:
+    guarded = run()
+    for at, norm in enumerate(norms):
+        action, finding = guarded.attempt((3.0 + 0.0015 * at, norm))
+        if finding is not None:
+            break
+    assert action is Rollback
+    assert finding is not None
+    assert finding.shape == "divergence"
+    assert cause in finding.cause
+    assert finding.episode.onset_step <= 101 + 200
+
+
+def test_a_jump_on_top_of_a_rise_is_a_divergence_too() -> None:
+    guarded = run()
+    guarded.go_on([(3.0 + 0.006 * at, 0.3) for at in range(41)])
+    [finding] = guarded.go_on([(5.0, 2.0)] * 3)
+    assert finding.shape == "divergence"
+
+
+def test_scattered_bad_steps_end_an_episode_too_and_do_not_drag_its_onset_along() -> None:
+    guarded, findings = run(), []
+    for _ in range(30):  # one in eight, for ever: never ten clean ones in a row
+        assert guarded.attempt((5.0, 1.0))[0] is Discard
+        findings += guarded.healthy(7)
+    assert {finding.shape for finding in findings} == {"persistent"}
+    assert len(findings) == 2
+    assert "never enough at once" in findings[0].words()
+    assert len(guarded.trouble.bad) == 1, "what lies further back is other trouble"
+
+
+def test_an_episode_survives_json_at_any_moment() -> None:
+    rest: list[Numbers] = [(3.0, 0.3), (math.nan, math.nan), (5.0, 9.0)]
+    rest += [(3.0, 0.3)] * 12
+    guarded = run()
+    guarded.attempt((6.0, 2.0))
+    for at in range(len(rest)):
+        whole, again = Trouble(remedy_rules()), Trouble(remedy_rules())
+        state = json.loads(json.dumps(guarded.trouble.to_json(), allow_nan=False))
+        whole.load_json(state)
+        again.load_json(json.loads(json.dumps(whole.to_json(), allow_nan=False)))
+        assert again.to_json() == guarded.trouble.to_json()
+        before, kept = guarded.attempt(rest[at]), guarded.trouble
+        guarded.trouble, guarded.tried = again, guarded.tried - 1
+        assert guarded.attempt(rest[at]) == before, "a restart finds the same"
+        assert guarded.trouble.to_json() == kept.to_json()
