@@ -155,7 +155,7 @@ def test_the_time_limit_is_met_with_a_checkpoint(
 @pytest.mark.full
 def test_a_limit_too_short_for_any_step_is_no_endless_loop(submit: Submit) -> None:
     """Two minutes before its end it stops; it has one."""
-    job = submit("checkpoint.clean_after=20", "--time=1")
+    job = submit("checkpoint.every=20", "checkpoint.clean_after=20", "--time=1")
     run = job.wait("FAILED", timeout=240)
     assert run.code == 75 and "not put back in the queue" in run.text, run.tail
     assert int(job.job["Restarts"]) == 6
