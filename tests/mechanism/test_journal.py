@@ -219,7 +219,7 @@ def test_a_damaged_line_that_others_follow_is_no_torn_end(path: Path, place: int
 
 def test_numbers_that_would_take_the_memory_are_refused(path: Path) -> None:
     reopen(path).add(replace(ROLLBACK, detail={**ROLLBACK.detail, "next_serial": 10**11}))
-    with pytest.raises(ConfigError, match="line 1: .*next_serial - serial"):
+    with pytest.raises(ConfigError, match=r"line 1: .*next_serial - serial"):
         read_journal(path)
 
 
