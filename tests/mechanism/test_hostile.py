@@ -32,8 +32,11 @@ from runner.dist.launcher import (
     started_at,
 )
 from runner.error import CheckpointError, ConfigError, CorruptCheckpoint, DataError, Superseded
+from runner.fault.spec import parse_faults
 from runner.fence import Fence, newest_number, take
+from runner.observe.journal import read_journal
 from runner.observe.lines import read_lines, step_of
+from runner.policy.history import Incident
 from runner.rundir import RunDir
 from runner.state import TrainState
 
@@ -221,6 +224,43 @@ def test_last_words_under_a_name_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [None, "x", float("inf"), -1, 2**70, True, [1]])
 def test_a_metrics_line_without_a_step(step: Any) -> None:
     assert step_of({"step": step}) == 0
+
+
+DISCARDED = {"loss": "nan", "grad_norm": 1.0, "tokens": 9, "nonfinite_ranks": 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"detail": []},
+        {"samples": None},
+        {"step": float("inf")},
+        {"samples": [5, 2]},
+        {"detail": {"incarnation": [1]}},
+        {"detail": {"world_size": 10**12}},
+        {"time": "soon"},
+        {"ranks": [-1]},
+    ],
+)
+def test_a_journal_line_that_cannot_be(tmp_path: Path, change: dict[str, Any]) -> None:
+    line = Incident(kind="start", step=0, decision="begin", reason="new", samples=(0, 4)).to_json()
+    if "samples" in change:
+        line |= {"kind": "discard", "detail": DISCARDED}
+    path = tmp_path / "journal.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert len(read_journal(path)[0]) == 1
+    path.write_text(json.dumps(line | change) + "\n")
+    with pytest.raises(ConfigError, match=r"journal\.jsonl"):
+        read_journal(path)
+
+
+@pytest.mark.parametrize(
+    "text", ["kill@" + "[" * 50_000, "x" * 50_000, "kill@step=" + "1" * 50_000]
+)
+def test_an_endless_fault_is_refused_in_few_words(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_faults([text])
+    assert len(str(caught.value)) < 2000
 
 
 def test_lines_are_not_read_from_a_pipe(tmp_path: Path) -> None:
