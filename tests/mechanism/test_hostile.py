@@ -234,7 +234,7 @@ DISCARDED = {"loss": "nan", "grad_norm": 1.0, "tokens": 9, "nonfinite_ranks": 1}
     [
         {"detail": []},
         {"samples": None},
-        {"step": float("inf")},
+        {"step": -1},
         {"samples": [5, 2]},
         {"detail": {"incarnation": [1]}},
         {"detail": {"world_size": 10**12}},
