@@ -60,8 +60,8 @@ def _lists(config: RunConfig) -> list[str]:
     for pair in config.data.skip:
         if not _is_range(pair):
             problems.append(
-                f"data.skip={config.data.skip}: {pair} is no half-open range of sample "
-                "positions; write data.skip=[[400,432]] with 0 <= start < end <= 2^60"
+                f"data.skip={str(config.data.skip)[:200]}: {str(pair)[:100]} is no half-open range "
+                "of sample positions; write data.skip=[[400,432]] with 0 <= start < end <= 2^60"
             )
     return problems
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,7 @@ class TrainState:
             CheckpointError: it is not what :meth:`to_json` gives.
         """
         try:
+            _refuse_nonfinite(state)
             self.updates = _whole(state["updates"])
             self.cursor = _whole(state["cursor"])
             self.last_loss = None if state["last_loss"] is None else float(state["last_loss"])
@@ -47,6 +49,15 @@ class TrainState:
             raise CheckpointError(
                 f"the checkpoint's train_state cannot be used ({words})"
             ) from None
+
+
+def _refuse_nonfinite(value: Any) -> None:
+    """JSON has words for numbers that are none, and 1e999."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"holds {value}")
+    if isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _refuse_nonfinite(item)
 
 
 def _whole(value: Any) -> int:

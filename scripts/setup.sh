@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV="$PWD/.venv"
-wanted=$(cat pyproject.toml scripts/constraints.txt | sha256sum | cut -d' ' -f1)
+wanted=$(cat pyproject.toml scripts/requirements.lock | sha256sum | cut -d' ' -f1)
 if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$wanted" ]; then
   echo "setting up $VENV (once)"
   rm -f "$VENV/.installed"
@@ -14,6 +14,6 @@ if [ "$(cat "$VENV/.installed" 2>/dev/null)" != "$wanted" ]; then
   }
   [ -x "$VENV/bin/python" ] || "${PYTHON:-python3}" -m venv "$VENV"
   "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
-    --constraint scripts/constraints.txt --editable '.[dev]'
+    --constraint scripts/requirements.lock --editable '.[dev]'
   echo "$wanted" > "$VENV/.installed"
 fi

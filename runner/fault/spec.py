@@ -59,6 +59,7 @@ _OPTIONAL = {
 }
 _RANGE = re.compile(r"(\d{1,15})(?:-(\d{1,15}))?")
 _DEFAULT_SCALE = 50.0
+_SHOWN = 500  # characters of what is wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +125,7 @@ def _point(text: str, given: dict[str, str]) -> str:
 
 
 def _refusal(text: str, why: str) -> ConfigError:
-    return ConfigError(f"faults: {text!r}: {why}")
+    return ConfigError(f"faults: {text[:_SHOWN]!r}: {why[:_SHOWN]}")
 
 
 def _pair(text: str, part: str) -> tuple[str, str]:

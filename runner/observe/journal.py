@@ -66,6 +66,8 @@ def _check(line: dict[str, Any], folded: History) -> None:
     Raises:
         LookupError, TypeError, ValueError, ArithmeticError: it cannot be, or makes no sense.
     """
+    if not isinstance(line["detail"], dict):
+        raise TypeError(f"detail is {type(line['detail']).__name__}, no object")
     incident = Incident.from_json(line)
     _bound("step", incident.step, _LIMIT)
     for rank in incident.ranks:
@@ -77,6 +79,8 @@ def _check(line: dict[str, Any], folded: History) -> None:
     for name, most in _MOST.items():
         if name in incident.detail:
             _bound(name, incident.detail[name], most)
+    if incident.kind in ("discard", "rollback") and incident.samples is None:
+        raise ValueError(f"a {incident.kind} without samples")
     if incident.kind == "discard":
         discarded_signals(incident)
     if incident.kind == "rollback":

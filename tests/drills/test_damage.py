@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,29 @@ def test_two_of_three_damaged(tmp_path: Path, part: Result, clean_alone: Result)
     assert len(again.journal("checkpoint_damaged")) == 2, again.tail
     assert again.journal("start")[-1]["step"] == 20
     assert_same_run(again, clean_alone)
+
+
+def test_slots_mixed_up(tmp_path: Path, part: Result, clean_alone: Result) -> None:
+    """Shards swapped between two slots, a slot doubled, one elsewhere, and the clock set back."""
+    out = tmp_path / "run"
+    shutil.copytree(part.out, out)
+    first, second = newest(out), newest(out, 2)
+    shards = [folder / "rank-00000.bin" for folder in (first, second)]
+    contents = [shard.read_bytes() for shard in shards]
+    for shard, other in zip(shards, reversed(contents), strict=True):
+        shard.write_bytes(other)
+    third = newest(out, 3)
+    shutil.copytree(third, third.with_name("0" + third.name))
+    (out / "ring" / "000099-step-00000999").symlink_to(third)
+    for path in (out / "ring").rglob("*"):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    again = finish(out, ranks=0)
+    assert again.journal("start")[-1]["step"] == 20, again.tail
+    reasons = " ".join(line["reason"] for line in again.journal("checkpoint_damaged"))
+    assert reasons.count("digest differs") == 2
+    assert "moved or renamed" in reasons and "is a symbolic link" in reasons
+    assert_same_run(again, clean_alone)
+    assert_every_sample_once(again)
 
 
 @pytest.mark.parametrize("name", ["rank-00000.bin", "manifest.json"])

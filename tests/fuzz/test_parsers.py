@@ -48,16 +48,20 @@ from tests.fuzz.mutate import WORDS, as_json, changed, damaged, hostile
 from tests.mechanism.test_journal import DISCARD, ROLLBACK, START
 from tests.mechanism.test_ring_on_disk import tensors, write
 
+TRIED: list[int] = []  # by the running test
 MOST_GROWTH_KIB = 1 << 20  # of this process's memory over one test
 
-often = pytest.mark.parametrize("num", [200, pytest.param(5000, marks=pytest.mark.full)])
-slowly = pytest.mark.parametrize("num", [25, pytest.param(1500, marks=pytest.mark.full)])
+often = pytest.mark.parametrize("num", [200, pytest.param(3000, marks=pytest.mark.full)])
+slowly = pytest.mark.parametrize("num", [25, pytest.param(1000, marks=pytest.mark.full)])
 
 
 @pytest.fixture(autouse=True)
-def memory() -> Iterator[None]:
+def watched(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """No test may take the memory; how many inputs it tried is told at the end."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    TRIED.clear()
     yield
+    record_property("inputs", sum(TRIED))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_GROWTH_KIB
 
 
@@ -82,6 +86,7 @@ def try_all(num: int, inputs: st.SearchStrategy[Any], work: Callable[[Any], obje
 
     one()
     assert tried >= min(num, 20)
+    TRIED.append(tried)
 
 
 # The ring

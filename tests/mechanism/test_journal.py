@@ -204,6 +204,25 @@ def test_a_line_that_is_not_ours_is_named(path: Path, change: Any) -> None:
         read_journal(path)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_damaged_line_that_others_follow_is_no_torn_end(path: Path, place: int) -> None:
+    """Taking it for one would forget what was acknowledged behind it: the skipped samples."""
+    journal = reopen(path)
+    for incident in (START, DISCARD, ROLLBACK):
+        journal.add(incident)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[place] = lines[place].replace(b'"kind"', b'"kin\xff', 1)
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ConfigError, match=f"line {place + 1}: is damaged, and {2 - place} whole"):
+        read_journal(path)
+
+
+def test_numbers_that_would_take_the_memory_are_refused(path: Path) -> None:
+    reopen(path).add(replace(ROLLBACK, detail={**ROLLBACK.detail, "next_serial": 10**11}))
+    with pytest.raises(ConfigError, match=r"line 1: .*next_serial - serial"):
+        read_journal(path)
+
+
 def test_an_incident_that_cannot_be_written_has_not_happened(path: Path) -> None:
     journal = reopen(path)
     with pytest.raises(ValueError, match="JSON"):
