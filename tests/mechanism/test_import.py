@@ -339,7 +339,7 @@ def double_chunk(metadata: Any) -> None:
         (change_info(offset=1 << 40), "truncated"),
         (change_info(offset=-5), "truncated"),
         (change_info(length=1 << 50), "truncated"),
-        (change_info(length=100), "cannot be imported"),
+        (change_info(length=100), "in 100 bytes"),
         (change_info(transform_descriptors=["zstd"]), "compressed"),
         (grow_tensor, "missing or doubled"),
         (double_chunk, "the metadata says"),
