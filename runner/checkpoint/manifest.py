@@ -18,7 +18,7 @@ from typing import Any
 from runner.error import CorruptCheckpoint
 
 FORMAT = "holdfast-ring"
-VERSION = 1
+VERSION = 2  # 2: the guard's memory has a short level
 ITEM_BYTES = 4  # FP32, little endian
 MOST_BYTES = 1 << 30  # of a manifest; 1,000 tensors on 1,000 ranks need a fifth of it
 _FILE_NAME = re.compile(r"rank-[0-9]{5,7}\.bin")
@@ -122,7 +122,7 @@ def whole(value: Any, what: str) -> int:
 
 def _from_json(tree: Any) -> Manifest:
     if tree["format"] != FORMAT or tree["version"] != VERSION:
-        raise ValueError(f"format {tree['format']} version {tree['version']}; need {FORMAT} 1")
+        raise ValueError(f"format {tree['format']} version {tree['version']}; need {FORMAT} {VERSION}")
     tensors = tree["tensors"]
     return Manifest(
         serial=whole(tree["serial"], "serial"),
