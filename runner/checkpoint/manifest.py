@@ -122,7 +122,9 @@ def whole(value: Any, what: str) -> int:
 
 def _from_json(tree: Any) -> Manifest:
     if tree["format"] != FORMAT or tree["version"] != VERSION:
-        raise ValueError(f"format {tree['format']} version {tree['version']}; need {FORMAT} {VERSION}")
+        raise ValueError(
+            f"format {tree['format']} version {tree['version']}; need {FORMAT} {VERSION}"
+        )
     tensors = tree["tensors"]
     return Manifest(
         serial=whole(tree["serial"], "serial"),

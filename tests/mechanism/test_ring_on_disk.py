@@ -302,7 +302,8 @@ def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
 
 LIES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("other format", lambda tree: tree.update(format="zip"), "format zip"),
-    ("newer version", lambda tree: tree.update(version=2), "version 2"),
+    ("older version", lambda tree: tree.update(version=1), "version 1"),
+    ("newer version", lambda tree: tree.update(version=3), "version 3"),
     ("no step", lambda tree: tree.pop("step"), "step"),
     ("step without end", lambda tree: tree.update(step="1e999"), "1e999"),
     ("step is a word", lambda tree: tree.update(step="soon"), "soon"),
