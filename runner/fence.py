@@ -143,7 +143,7 @@ def _read_claim(path: Path) -> dict[str, Any]:
 
 
 def _is_claim(claim: Any) -> bool:
-    if not isinstance(claim, dict):
+    if not isinstance(claim, dict) or "job" not in claim:
         return False
     order, when = claim.get("order"), claim.get("time")
     words = [claim.get(name) for name in ("host", "boot", "started", "step")]

@@ -103,13 +103,25 @@ sys.stdin.read()
 LAUNCH = Launch(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
 
 
+NO_JOB = json.dumps({"order": [0, 0], "step": "", "time": 1.0, **own_process()}).encode()
+
+
 def taken(folder: Path, said: list[str]) -> Fence:
     return take(folder, LAUNCH, stale_seconds=0.05, take_over=False, say=said.append)
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[1]", b"[" * 100_000, b'{"job": "x"}', b"\xff", b'{"order": [], "pid": "1"}'],
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b"[" * 100_000,
+        b'{"job": "x"}',
+        b"\xff",
+        b'{"order": [], "pid": "1"}',
+        NO_JOB,
+    ],
 )
 def test_a_damaged_claim_is_waited_for_and_then_passed(tmp_path: Path, content: bytes) -> None:
     """It used to end the start, or to count as nobody at once."""

@@ -339,7 +339,8 @@ def double_chunk(metadata: Any) -> None:
         (change_info(offset=1 << 40), "truncated"),
         (change_info(offset=-5), "truncated"),
         (change_info(length=1 << 50), "truncated"),
-        (change_info(length=100), "in 100 bytes"),
+        (change_info(length=100), "a chunk of [64, 32] in 100 bytes"),
+        (change_info(length=5000), "cannot be imported"),
         (change_info(transform_descriptors=["zstd"]), "compressed"),
         (grow_tensor, "missing or doubled"),
         (double_chunk, "the metadata says"),
@@ -596,7 +597,7 @@ def spoil_distcp(place: Path, evil: object) -> Path:
         checkpoint_id=place / "dcp",
     )
     data = place / "dcp" / "__0_0.distcp"
-    torch.save(evil, data)
+    torch.save([evil, torch.zeros(4096)], data)  # of a size that can hold what is promised
     size = data.stat().st_size
     metadata = dcp.FileSystemReader(place / "dcp").read_metadata()
     for index, info in metadata.storage_data.items():
