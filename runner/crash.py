@@ -43,11 +43,12 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
             continue
         world_size = _world_size(starts.get(earlier))
         reports = read_reports(run_dir.incident(earlier))
-        told = {report.rank for report in reports}
-        fatal = _last_words(run_dir, earlier, world_size)
-        cause = blame([*reports, *(r for r in fatal if r.rank not in told)], world_size)
+        by_rank = {report.rank: report for report in reports}
+        for report in _last_words(run_dir, earlier, world_size):
+            by_rank.setdefault(report.rank, report)
+        cause = blame(list(by_rank.values()), world_size)
         step = cause.step or _last_step(run_dir)
-        found.append(crash_incident(_at_step(cause, step), earlier))
+        found.append(crash_incident(replace(cause, step=step), earlier))
     return found
 
 
@@ -78,7 +79,3 @@ def _last_step(run_dir: RunDir) -> int:
     for line in iter_lines(run_dir.metrics):
         step = step_of(line)
     return step
-
-
-def _at_step(cause: Blame, step: int) -> Blame:
-    return replace(cause, step=step)
