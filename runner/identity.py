@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ def versions() -> dict[str, str]:
     }
 
 
+@cache
 def code_digest() -> str:
     """SHA-256 (first 16 hex digits) over this package's source files."""
     digest = hashlib.sha256()

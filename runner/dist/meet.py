@@ -33,10 +33,9 @@ def meet(place: Place, *, seconds: float) -> Store:
     """
     if place.world_size == 1 and "RANK" not in os.environ:
         return HashStore()
-    for name, value in zip(
-        ("MASTER_ADDR", "MASTER_PORT"), meeting_point(os.environ) or (), strict=False
-    ):
-        os.environ[name] = str(value)
+    point = meeting_point(os.environ)
+    if point is not None:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = point[0], str(point[1])
     _reach(place, seconds)
     try:
         return TCPStore(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.store import RingStore
-from runner.observe.lines import read_lines
+from runner.observe.lines import iter_lines, read_lines, step_of
 from runner.policy.ring import State
 from runner.rundir import RunDir
 
@@ -52,12 +52,13 @@ def evidence(out: Path, *, since: int) -> Evidence:
             words=str(crash.get("reason", "")),
             ranks=tuple(int(rank) for rank in crash.get("ranks", [])),
         )
-    metrics, _ = read_lines(RunDir(out).metrics)
-    done = [int(line.get("step", 0)) for line in metrics if line.get("action") == "apply"]
-    begun = [int(line.get("step", 0)) for line in starts]
+    done = 0
+    for line in iter_lines(RunDir(out).metrics):
+        done = step_of(line) if line.get("action") == "apply" else done
+    begun = step_of(starts[-1]) if starts else 0
     return Evidence(
         took_up=bool(starts),
-        step=max([*done[-1:], *begun[-1:]], default=0) + 1,
+        step=max(done, begun) + 1,
         signature=None,
         words=None,
         ranks=(),
