@@ -38,12 +38,13 @@ def final_code(exits: Mapping[str, int]) -> int | None:
     return next((code for code in FINAL if code in exits.values()), None)
 
 
-def outcome(exits: Mapping[str, int], returncode: int) -> int:
+def outcome(exits: Mapping[str, int], returncode: int, *, was_killed: bool = False) -> int:
     """The job's exit code.
 
     Args:
         exits: as :func:`read_exits` gives them.
         returncode: that of the started command, negative for a signal.
+        was_killed: the signal was not ours; that its ranks then ended too is what followed.
     """
     told = set(exits.values())
     final = final_code(exits)
@@ -53,6 +54,6 @@ def outcome(exits: Mapping[str, int], returncode: int) -> int:
         return final
     if told == {EXIT_PREEMPTED}:
         return EXIT_PREEMPTED
-    if told:
+    if told and not was_killed:
         return EXIT_CRASH
     return 128 - returncode if returncode < 0 else returncode

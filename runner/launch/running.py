@@ -126,11 +126,12 @@ def run_once(job: Job, stop: Stop) -> Ended:
         try:
             if not _Watch(job, child, mark, exits, stop).wait():
                 missing = job.expected - read_exits(exits).keys()
+            was_killed = (child.poll() or 0) < 0
             _end_step(job, child)
         finally:
             left = process.end_all(mark)
             child.wait()
-        code = outcome(read_exits(exits), child.returncode)
+        code = outcome(read_exits(exits), child.returncode, was_killed=was_killed)
         return Ended(code=code, missing=missing, left_behind=left)
 
 

@@ -254,6 +254,12 @@ def test_how_a_job_ended(told: dict[str, int], returncode: int, code: int) -> No
     assert outcome(told, returncode) == code
 
 
+@pytest.mark.parametrize(("was_killed", "code"), [(True, 137), (False, 1)])
+def test_a_killed_torchrun_is_the_cause_of_its_ranks_ends(was_killed: bool, code: int) -> None:
+    assert outcome({"rank-0": 1, "rank-1": 1}, -9, was_killed=was_killed) == code
+    assert outcome({"rank-0": 3, "rank-1": 1}, -9, was_killed=was_killed) == 3
+
+
 def test_nothing_is_told_without_a_supervisor(tmp_path: Path) -> None:
     tell_exit({}, "rank-0", 3)
     tell_exit({"HOLDFAST_EXIT_DIR": str(tmp_path / "gone")}, "rank-0", 3)
