@@ -50,8 +50,8 @@ from runner.rules import judge_rules as judge_rules
 from runner.rules import named
 from runner.rules import remedy_rules as remedy_rules
 from runner.rundir import RunDir
-from runner.stop import StopRequest
-from runner.witness import WatchRules, Witness
+from runner.watch.stop import StopRequest
+from runner.watch.witness import WatchRules, Witness
 
 Report = Callable[[Incident], None]
 

@@ -24,7 +24,7 @@ from runner.recover import Recovery, Scene
 from runner.report import Reporter
 from runner.state import TrainState
 from runner.step import Stepper
-from runner.stop import StopRequest
+from runner.watch.stop import StopRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

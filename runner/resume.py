@@ -13,17 +13,17 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
 from runner.config import RunConfig
-from runner.crash import unexplained
 from runner.dist.agree import Ranks
 from runner.dist.launcher import Launch
 from runner.error import CheckpointError, ConfigError
-from runner.fence import Fence, take
 from runner.observe.journal import Journal, read_journal
 from runner.observe.lines import iter_lines, step_of
 from runner.policy.history import Incident
 from runner.policy.ring import Record, State, resume_order
 from runner.rundir import RunDir
 from runner.state import TrainState
+from runner.watch.crash import unexplained
+from runner.watch.fence import Fence, take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,14 +16,14 @@ from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
 from runner.compose import digest, flat
 from runner.config import DebugKind, RunConfig
-from runner.crash import crash_incident, forget_last_words
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed
 from runner.dist.agree import Ranks
 from runner.dist.debug import debug_settings, set_debug
 from runner.dist.group import choose_device, end_group, start_group
-from runner.dist.launcher import Launch, Place, host_name, launch_from, own_process
+from runner.dist.launcher import Launch, Place, launch_from
 from runner.dist.meet import Facts
+from runner.dist.proc import host_name, own_process
 from runner.engine.protocol import Engine
 from runner.error import (
     EXIT_DONE,
@@ -39,7 +39,6 @@ from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.finish import End, collect_digest, sum_up
 from runner.identity import code_digest, ranks_on, versions
-from runner.inspection import PaceInspector, ReplicaInspector
 from runner.loop import Intervals, Loop
 from runner.model.decoder import DecoderShape, num_parameters
 from runner.observe.console import Console
@@ -54,8 +53,10 @@ from runner.resume import Found, Resumed, find, take_out, take_up
 from runner.rundir import RunDir, keep_for_owner
 from runner.state import TrainState
 from runner.step import Stepper
-from runner.stop import StopRequest
-from runner.witness import Witness
+from runner.watch.crash import crash_incident, forget_last_words
+from runner.watch.inspection import PaceInspector, ReplicaInspector
+from runner.watch.stop import StopRequest
+from runner.watch.witness import Witness
 
 _STATUS = {EXIT_HALTED: "halted", EXIT_PREEMPTED: "preempted"}
 

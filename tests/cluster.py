@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from runner.dist.proc import parent
 from tests import namespaces
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue")
@@ -285,7 +286,7 @@ class Loopback:
 
     def crash(self, node: str) -> None:
         tasks = self._tasks(f"SLURMD_NODENAME={node}")
-        steps = {_parent(pid) for pid in tasks} - tasks.keys()
+        steps = {parent(pid) for pid in tasks} - tasks.keys()
         daemon = self._daemons.pop(node)
         daemon.kill()
         for pid in [*steps, *tasks]:
@@ -327,11 +328,6 @@ def _user() -> str:
     import pwd
 
     return pwd.getpwuid(os.geteuid()).pw_name
-
-
-def _parent(pid: int) -> int:
-    text = _read(f"/proc/{pid}/stat").decode(errors="replace")
-    return int(text.rpartition(")")[2].split()[1]) if text else 0
 
 
 def _read(path: str) -> bytes:

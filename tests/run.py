@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.dist.proc import parent
 from runner.observe.lines import read_lines as read_whole_lines
 
 # What differs between two runs of the same trajectory.
@@ -134,7 +135,7 @@ class Started:
         found = {}
         for pid in self.workers():
             rank = _environment(pid).get("RANK")
-            if rank is not None and _parent(pid) == self.process.pid:
+            if rank is not None and parent(pid) == self.process.pid:
                 found[int(rank)] = pid
         return found
 
@@ -193,13 +194,6 @@ def _environment(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return dict(part.split("=", 1) for part in raw.split("\0") if "=" in part)
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
 
 def _kill(pid: int) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from runner.error import ConfigError
 
+# Ours, from a supervisor to the ranks.
 EXIT_DIR = "HOLDFAST_EXIT_DIR"
+LAUNCH_ID = "HOLDFAST_LAUNCH_ID"
+ATTEMPT = "HOLDFAST_ATTEMPT"
+END_TIME = "HOLDFAST_END_TIME"
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 _MOST_RANKS = 1 << 20
 _DIGITS = 18  # of any number that a launcher can mean
@@ -153,15 +156,15 @@ def first_host(nodes: str) -> str:
 def launch_from(environment: Mapping[str, str]) -> Launch:
     """What the launcher says about the job."""
     run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
-    job = environment.get("HOLDFAST_LAUNCH_ID") or (f"torchrun {run_id}" if run_id != "none" else "")
+    job = environment.get(LAUNCH_ID) or (f"torchrun {run_id}" if run_id != "none" else "")
     if slurm := environment.get("SLURM_JOB_ID"):
         job = f"slurm {environment.get('SLURM_CLUSTER_NAME', '')} {slurm}"
-    end = environment.get("SLURM_JOB_END_TIME") or environment.get("HOLDFAST_END_TIME")
+    end = environment.get("SLURM_JOB_END_TIME") or environment.get(END_TIME)
     return Launch(
         job=job or None,
         order=(
             _whole(environment.get("SLURM_RESTART_COUNT")),
-            _whole(environment.get("HOLDFAST_ATTEMPT")),
+            _whole(environment.get(ATTEMPT)),
         ),
         step=f"{environment.get('SLURM_STEP_ID', '')} {run_id}",
         end_time=float(end) if end and _is_number(end) and int(end) > 0 else None,
@@ -171,50 +174,6 @@ def launch_from(environment: Mapping[str, str]) -> Launch:
 
 def _whole(text: str | None) -> int:
     return int(text) if text and _is_number(text) else 0
-
-
-def host_name() -> str:
-    return socket.gethostname()
-
-
-def boot_id() -> str:
-    """Names this boot of this machine; process numbers mean nothing beyond it."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def started_at(pid: int) -> str | None:
-    """When a process of this machine was started, in kernel ticks; None: there is none.
-
-    Together with the pid it names a process for good: numbers are used again.
-    """
-    try:
-        # A process may have named itself in any bytes.
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def own_process() -> dict[str, str | int]:
-    """JSON that tells others which process this is: host, boot, pid, start."""
-    pid = os.getpid()
-    return {
-        "host": host_name(),
-        "boot": boot_id(),
-        "pid": pid,
-        "started": started_at(pid) or "",
-    }
-
-
-def is_alive(process: Mapping[str, str | int]) -> bool | None:
-    """Whether the process of :func:`own_process` lives; None when it is another machine's."""
-    if process["host"] != host_name() or process["boot"] != boot_id():
-        return None
-    return started_at(int(process["pid"])) == process["started"]
 
 
 def tell_exit(environment: Mapping[str, str], name: str, code: int) -> None:

@@ -10,7 +10,8 @@ import os
 import select
 import threading
 from collections.abc import Mapping
-from pathlib import Path
+
+from runner.dist.proc import exit_signal
 
 
 class Neighbours:
@@ -46,25 +47,3 @@ class Neighbours:
                 poll.unregister(descriptor)
                 os.close(descriptor)
                 left -= 1
-
-
-def exit_signal(pid: int) -> int | None:
-    """The signal that ended a process which nobody has reaped yet.
-
-    None: it lives, has ended otherwise, or is gone.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    status = int(fields[-1])
-    return (status & 0x7F) or None if fields[0] in "ZX" else None
-
-
-def num_oom_kills() -> int:
-    """How often the kernel of this machine has killed for want of memory since it booted."""
-    try:
-        text = Path("/proc/vmstat").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in text.splitlines() if "oom_kill " in line), 0)

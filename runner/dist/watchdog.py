@@ -1,6 +1,6 @@
 """A thread that looks at things while the training thread may be stuck.
 
-It knows nothing of what it looks at; see :mod:`runner.witness` for the looks of a run.
+It knows nothing of what it looks at; see :mod:`runner.watch.witness` for the looks of a run.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from runner.dist.proc import parent
+
 MARK = "HOLDFAST_MARK"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -29,15 +31,6 @@ def ranks(mark: str) -> list[int]:
     """The marked processes that are ranks, without the processes that they started."""
     found = [pid for pid in marked(mark) if _has_rank(pid)]
     return [pid for pid in found if parent(pid) not in found]
-
-
-def parent(pid: int) -> int | None:
-    """The parent's process id, None when the process has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[1])
 
 
 def catches(pid: int, number: int) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from runner.dist.launcher import EXIT_DIR
+from runner.dist.proc import parent
 from runner.launch import process
 from runner.launch.exits import final_code, outcome, read_exits
 
@@ -180,7 +181,7 @@ class _Watch:
         """The ranks that were told to stop have: torchrun with restarts left would go on."""
         if self._job.forward is Forward.srun or not self._told or self._child.pid in self._told:
             return False
-        if any(process.parent(pid) is not None for pid in self._told):
+        if any(parent(pid) is not None for pid in self._told):
             self._alive = time.monotonic()
         return time.monotonic() - self._alive > _TORCHRUN_SECONDS
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from runner.dist.launcher import END_TIME
 from runner.error import EXIT_DONE, EXIT_PREEMPTED, RunnerError
 from runner.launch import given, slurm
 from runner.launch.exits import FINAL
@@ -22,7 +23,6 @@ from runner.launch.step import announce
 from runner.launch.supervisor import Supervisor
 from runner.policy.restart import RestartRules, without_progress
 
-END_TIME = "HOLDFAST_END_TIME"
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _NODES_FILE = ".nodes"
 _KILLED_SECONDS = 90.0

@@ -10,12 +10,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from runner.dist.launcher import ATTEMPT, LAUNCH_ID
 from runner.launch.evidence import evidence, journal_lines, newest_clean
 from runner.launch.running import Ended, Job, Stop, run_once
 from runner.policy.restart import Again, Attempt, End, RestartRules, after
-
-LAUNCH_ID = "HOLDFAST_LAUNCH_ID"
-ATTEMPT = "HOLDFAST_ATTEMPT"
 
 
 class Supervisor:

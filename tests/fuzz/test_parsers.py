@@ -29,21 +29,22 @@ from runner.checkpoint.shards import collect_pieces, read_range, stamps, verify_
 from runner.checkpoint.store import RingStore
 from runner.compose import compose, from_yaml, to_yaml
 from runner.config import RunConfig
-from runner.crash import unexplained
 from runner.data.cursor import SampleStream
 from runner.data.tokens import open_tokens
 from runner.dist.blame import blame
 from runner.dist.evidence import Report, last_words, read_reports
-from runner.dist.launcher import Launch, launch_from, meeting_point, own_process, place_from
+from runner.dist.launcher import Launch, launch_from, meeting_point, place_from
+from runner.dist.proc import own_process
 from runner.error import RunnerError
 from runner.fault.spec import parse_faults
-from runner.fence import Fence, newest_number, take
 from runner.observe.journal import Journal, read_journal
 from runner.observe.lines import read_lines, step_of
 from runner.policy.ledger import Ledger
 from runner.resume import _serial_in
 from runner.rundir import RunDir
 from runner.state import TrainState
+from runner.watch.crash import unexplained
+from runner.watch.fence import Fence, newest_number, take
 from tests.fuzz.mutate import WORDS, as_json, changed, damaged, hostile
 from tests.mechanism.test_journal import DISCARD, ROLLBACK, START
 from tests.mechanism.test_ring_on_disk import tensors, write

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runner.crash import unexplained
 from runner.dist.evidence import Report, write_report
 from runner.rundir import RunDir
+from runner.watch.crash import unexplained
 
 
 def start(number: int) -> dict[str, Any]:

@@ -13,10 +13,11 @@ import pytest
 
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.store import RingStore
-from runner.dist.launcher import Launch, own_process
+from runner.dist.launcher import Launch
+from runner.dist.proc import own_process
 from runner.error import ConfigError, Superseded
-from runner.fence import Fence, has_ended, newest_number, take
 from runner.observe.lines import LineFile, read_lines
+from runner.watch.fence import Fence, has_ended, newest_number, take
 
 ALONE = Launch(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
 

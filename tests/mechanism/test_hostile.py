@@ -19,7 +19,6 @@ from runner.check import check
 from runner.checkpoint.foreign import open_source
 from runner.checkpoint.shards import collect_pieces
 from runner.config import RunConfig
-from runner.crash import unexplained
 from runner.data.tokens import open_tokens
 from runner.dist.blame import blame
 from runner.dist.evidence import Report, last_words, read_reports
@@ -33,12 +32,13 @@ from runner.dist.launcher import (
 )
 from runner.error import CheckpointError, ConfigError, CorruptCheckpoint, DataError, Superseded
 from runner.fault.spec import parse_faults
-from runner.fence import Fence, newest_number, take
 from runner.observe.journal import read_journal
 from runner.observe.lines import read_lines, step_of
 from runner.policy.history import Incident
 from runner.rundir import RunDir
 from runner.state import TrainState
+from runner.watch.crash import unexplained
+from runner.watch.fence import Fence, newest_number, take
 
 SLURM = {
     "SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2",

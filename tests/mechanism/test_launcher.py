@@ -11,12 +11,11 @@ import pytest
 from runner.dist.launcher import (
     Launch,
     first_host,
-    is_alive,
     launch_from,
     meeting_point,
-    own_process,
     place_from,
 )
+from runner.dist.proc import is_alive, own_process
 from runner.error import ConfigError
 
 # As a real srun -N2 with two tasks a node sets them, on the second node.

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runner.dist.launcher import Launch, is_alive, own_process
+from runner.dist.launcher import Launch
+from runner.dist.proc import is_alive, own_process
 from runner.error import ConfigError, Superseded
 from runner.files import read_bounded, sync_directory
 

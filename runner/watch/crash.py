@@ -8,10 +8,10 @@ from typing import Any
 
 from runner.dist.blame import Blame, blame
 from runner.dist.evidence import Report, last_words, read_reports
-from runner.fence import has_ended
 from runner.observe.lines import iter_lines, step_of
 from runner.policy.history import Incident
 from runner.rundir import RunDir
+from runner.watch.fence import has_ended
 
 
 def crash_incident(cause: Blame, number: int) -> Incident:

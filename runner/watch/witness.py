@@ -35,15 +35,16 @@ from runner.dist.evidence import (
 )
 from runner.dist.group import leave
 from runner.dist.heartbeat import Heartbeat, Patience
-from runner.dist.launcher import Launch, Place, host_name, is_alive
+from runner.dist.launcher import Launch, Place
 from runner.dist.meet import Facts, first_line
-from runner.dist.neighbours import Neighbours, num_oom_kills
+from runner.dist.neighbours import Neighbours
+from runner.dist.proc import host_name, is_alive, num_oom_kills
 from runner.dist.watchdog import Watchdog
 from runner.error import EXIT_CRASH, Superseded
-from runner.fence import BEAT_SECONDS, Fence
 from runner.files import write_json
 from runner.rundir import RunDir
-from runner.stop import StopRequest
+from runner.watch.fence import BEAT_SECONDS, Fence
+from runner.watch.stop import StopRequest
 
 _TICK_SECONDS = 0.5
 _CAUSE = "cause.json"
