@@ -229,9 +229,9 @@ class GuardConfig:
         ge=4,
     )
     loss_sigmas: float = key(
-        10.0,
+        15.0,
         "spike: one loss this many robust sigmas above the level (of the window, and of the last "
-        "5 steps); lower discards hard batches: at 6 about 500 per million noisy steps",
+        "5 steps); lower discards hard batches: those of a healthy GPT-2 reach 9",
         trajectory=True,
         gt=0,
     )
@@ -249,12 +249,13 @@ class GuardConfig:
     )
     pair_floor: float = key(
         0.25,
-        "and at least this many nats each; finds small jumps that last, by their second step",
+        "and at least this many nats each (and out of the window's own tail); finds small jumps "
+        "that last, by their second step",
         trajectory=True,
         ge=0,
     )
     norm_sigmas: float = key(
-        10.0,
+        13.0,
         "spike: log grad norm above its median by this many robust sigmas",
         trajectory=True,
         gt=0,
@@ -276,6 +277,13 @@ class GuardConfig:
         "drift: summed excess, in nats x steps, that raises the alarm; healthy runs reach 0.7",
         trajectory=True,
         gt=0,
+    )
+    drift_rise: float = key(
+        0.2,
+        "and the median of the newest 16 losses must lie this many nats above the best level: "
+        "shallower waves, as epochs make them, are left alone",
+        trajectory=True,
+        ge=0,
     )
     persist: int = key(
         3, "bad steps among the last persist_window that force a rollback", trajectory=True, ge=1

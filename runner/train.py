@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -233,7 +234,7 @@ class Session:
             ),
             reporter=reporter,
             schedule=assemble.schedule(config),
-            rules=assemble.remedy_rules(config),
+            rules=assemble.remedy_rules(config, untrained_loss=math.log(shape.vocab_size)),
             intervals=Intervals(
                 steps=config.steps,
                 checkpoint=config.checkpoint.every,

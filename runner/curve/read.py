@@ -23,6 +23,10 @@ class Recording:
     notes: tuple[str, ...]
 
 
+# A first step beyond so many usual distances: the training began before the recording.
+_LATE_BEGINNING = 10
+
+
 def read_curve(path: str, names: Names | None = None, *, memory: int = 64) -> Recording:
     """Read one run.
 
@@ -111,12 +115,16 @@ def _breaks(
     ahead = [distance for _, distance in distances if distance > 0]
     usual = statistics.median(ahead) if ahead else 1
     restarts = frozenset(row for row, distance in distances if distance < 0)
-    fresh = frozenset(row for row, distance in distances if distance > memory * usual)
+    fresh = {row for row, distance in distances if distance > memory * usual}
+    if steps[0] > _LATE_BEGINNING * usual:
+        fresh.add(0)
+        notes.append(f"begins at step {steps[0]}: what an untrained model loses is not known")
     if usual > 1:
         notes.append(f"a row every {usual:g} steps: what lasted less is not in the file")
-    notes += _told("gap", "in the steps: the statistics begin anew after it", fresh, steps)
+    gaps = frozenset(fresh - {0})
+    notes += _told("gap", "in the steps: the statistics begin anew after it", gaps, steps)
     notes += _told("restart", "at an earlier step: judged on from there", restarts, steps)
-    return fresh, restarts
+    return frozenset(fresh), restarts
 
 
 def _told(noun: str, words: str, rows: frozenset[int], steps: list[int]) -> list[str]:

@@ -29,9 +29,12 @@ class RemedyRules:
     """Thresholds of the ladder; ``runner.config.GuardConfig`` documents each.
 
     ``batch`` is the global batch in samples: margins are configured in steps' worth of it.
+    ``untrained_loss`` (nats per token) is that of a uniform guess where it is known, 0 where only
+    the run's first loss tells, infinity where that one was no untrained model's either.
     """
 
     batch: int
+    untrained_loss: float
     persist: int
     persist_window: int
     skip: bool
