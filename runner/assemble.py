@@ -136,6 +136,11 @@ def token_cache(wanted: str | None) -> Path:
     return Path(base) / "holdfast"
 
 
+def reads_late(config: RunConfig, device: torch.device) -> bool:
+    """``guard.sync``, or what suits the device: on a CPU nothing is gained by reading late."""
+    return device.type == "cuda" if config.guard.sync is None else not config.guard.sync
+
+
 def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
     """The order of samples."""
     return SampleStream(

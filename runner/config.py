@@ -221,6 +221,11 @@ class GuardConfig:
     enabled: bool = key(
         True, "false: no gate, no judge, no rollback (for comparison only)", trajectory=True
     )
+    sync: bool | None = key(
+        None,
+        "true: read each step's numbers before the next is begun; false: one step later, so that "
+        "nothing waits for the device; null: true on CPU, false on CUDA. The run is the same",
+    )
     window: int = key(64, "clean steps the statistics look back on", trajectory=True, ge=4)
     min_history: int = key(
         20,

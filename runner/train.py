@@ -239,6 +239,7 @@ class Session:
                 steps=config.steps,
                 checkpoint=config.checkpoint.every,
                 evaluate=config.eval.every,
+                inspect=(config.watchdog.straggler_every, config.debug.replica_check_every),
             ),
             evaluate=evaluator.loss,
             stop=self._stop,
@@ -246,6 +247,7 @@ class Session:
             heart=self._witness.heart,
             inspect=self._inspector(stepper, engine, ring, report, resumed),
             known_discards=resumed.known_discards,
+            late=assemble.reads_late(config, self._device),
         )
         return Run(
             loop=loop,

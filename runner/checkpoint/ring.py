@@ -269,6 +269,11 @@ class Ring:
         """This rank's numbers for the step's packed agreement."""
         return self._work.tell()
 
+    @property
+    def num_settled(self) -> int:
+        """Sums of what was told before this grew speak of a job that is over."""
+        return self._work.num_settled
+
     def settle(self, num_done: float, num_failed: float) -> None:
         """Take the sums; records change here, on all ranks alike."""
         self._work.settle(num_done, num_failed, self._ranks.world_size)

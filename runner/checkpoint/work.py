@@ -33,6 +33,7 @@ class AgreedWork:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ring")
         self._jobs: deque[_Job] = deque()
         self._running: Future[None] | None = None
+        self.num_settled = 0  # on all ranks alike
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -61,6 +62,7 @@ class AgreedWork:
             return
         job, done = self._jobs.popleft(), self._running
         self._running = None
+        self.num_settled += 1
         failures: list[str] = []
         if num_failed:
             error = done.exception() if done else None

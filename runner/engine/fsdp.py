@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
 from runner.engine.forward import Forward, SequenceLosses
-from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Suspects, Work
+from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +133,12 @@ class FsdpEngine:
                 root.set_requires_gradient_sync(number == len(works))
             self._forward.training_loss(work).backward()  # type: ignore[no-untyped-call]
         square = self._gradient_norm().double().square() / self._layout.replicas
+        loss, nonfinite = self._forward.told()
         return LocalSums(
-            loss=self._forward.loss(), grad_square=square, nonfinite=self._forward.nonfinite()
+            loss=loss,
+            grad_square=square,
+            nonfinite=nonfinite,
+            sequences=self._forward.sequences(),
         )
 
     def _gradient_norm(self) -> torch.Tensor:
@@ -153,9 +157,6 @@ class FsdpEngine:
     def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
         return self._forward.evaluate(batches)
 
-    def suspects(self) -> Suspects:
-        return self._forward.suspects()
-
     def shards(self) -> list[Shard]:
         return [self._shard(name, tensor) for name, tensor in self._tensors().items()]
 
@@ -169,7 +170,8 @@ class FsdpEngine:
         return self._shard_rank(), copies
 
     def update_counts(self) -> dict[str, int]:
-        return {name: int(self._state(name)["step"].item()) for name in self._trained}
+        counts = torch.stack([self._state(name)["step"] for name in self._trained]).tolist()
+        return {name: int(count) for name, count in zip(self._trained, counts, strict=True)}
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         for name in self._trained:
