@@ -28,6 +28,14 @@ def sync_directory(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each name durable: what lies in it is no safer than it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)  # another process may be as fast
+        sync_directory(path.parent)
+
+
 def write_durably(path: Path, data: bytes) -> None:
     """Create or replace ``path`` whole: temporary name, fsync, rename, fsync of the folder."""
     temporary = path.with_name(path.name + ".tmp")
