@@ -8,7 +8,7 @@ a crash can be told exactly. Every promise is noted in the trace at the moment i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +22,7 @@ from runner.checkpoint.shards import verify_files
 from runner.checkpoint.store import RingStore
 from runner.dist.launcher import Launch
 from runner.engine.protocol import Shard
+from runner.files import naming
 from runner.observe.journal import Journal
 from runner.observe.lines import LineFile
 from runner.policy.history import Incident
@@ -31,6 +32,7 @@ from runner.rundir import RunDir
 
 BATCH = 4
 CLEAN_AFTER = 2
+Fact = Callable[[str, Any], None]
 ANY_CONFIG = cast(
     Any,
     SimpleNamespace(resume=SimpleNamespace(allow_change=True, stale_seconds=0.02, take_over=False)),
@@ -90,7 +92,7 @@ class Saved:
     step: int
     cursor: int
     values: list[float]
-    metrics: bytes
+    metrics: str
 
 
 @dataclass
@@ -120,19 +122,34 @@ class Promises:
             saved=dict(self.saved),
         )
 
-    def found(self, found: Found) -> None:
+    def take(self, kind: str, value: Any) -> None:
+        """One fact more; values are JSON's."""
+        if kind == "incarnation":
+            self.incarnation = max(self.incarnation, value)
+        elif kind == "line begun":
+            self.begun_lines.append(value)
+        elif kind == "line":
+            self.lines.append(value)
+        elif kind == "saved":
+            self.saved[value["serial"]] = Saved(**{k: value[k] for k in value if k != "serial"})
+        elif kind == "found":
+            self._found(value["lines"], dict(value["records"]))
+        else:
+            getattr(self, kind).update(value)
+
+    def _found(self, lines: list[Any], records: dict[int, str]) -> None:
         """A restart goes on from what it found, all of it durable by now."""
-        self.lines = list(found.journal)
-        self.begun_lines = list(found.journal)
-        self.committed = {r.serial for r in found.records}
-        self.clean = {r.serial for r in found.records if r.state is State.clean}
+        self.lines = list(lines)
+        self.begun_lines = list(lines)
+        self.committed = set(records)
+        self.clean = {serial for serial in records if records[serial] == State.clean.value}
         self.leaving.clear()
 
-    def after(self, facts: Sequence[Callable[[Promises], None]]) -> Promises:
+    def after(self, facts: Sequence[tuple[str, Any]]) -> Promises:
         """These promises and the ones of a trace."""
         made = self.copy()
-        for fact in facts:
-            fact(made)
+        for kind, value in facts:
+            made.take(kind, value)
         return made
 
 
@@ -143,12 +160,13 @@ class World:
         fact: takes each promise at the moment it is made.
     """
 
-    def __init__(self, out: Path, fact: Callable[[Callable[[Promises], None]], None]) -> None:
+    def __init__(self, out: Path, fact: Fact) -> None:
         self.out = out
         self._fact = fact
         self.dir = RunDir(out)
         self.holder = Holder()
         self.state = SimpleNamespace(load_json=self._load, step=0, cursor=0)
+        self.inline: Any = None  # does the ring's work at once, without a thread
         self.number = 0
         self.loaded: tuple[int, list[float]] = (0, [])  # serial and values; 0: begun anew
 
@@ -158,10 +176,11 @@ class World:
         launch = Launch(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
         fence = take_out(self.dir, ANY_CONFIG, launch, ranks, len)
         mine = self.number = fence.number
-        self._fact(lambda p: setattr(p, "incarnation", max(p.incarnation, mine)))
+        self._fact("incarnation", mine)
         found = find(self.dir, ANY_CONFIG, "d", ranks, fence)
         file = LineFile(self.dir.journal, length=found.journal_bytes)
-        self._fact(lambda p: p.found(found))
+        states = [[r.serial, r.state.value] for r in found.records]
+        self._fact("found", {"lines": found.journal, "records": states})
         self.journal = Journal(found.journal, told_to_skip=[], file=file, clock=lambda: 1.0)
         for line in found.crashes:
             self.add(Incident.from_json(line))
@@ -173,6 +192,8 @@ class World:
             identity=Identity(config_digest="c", data_fingerprint="d"),
             report=self.add,
         )
+        if self.inline is not None:
+            self.ring._work._thread = self.inline
         restore = self.ring.restore
 
         def noted(candidates: Sequence[Record]) -> Manifest:
@@ -215,13 +236,15 @@ class World:
     def save(self) -> None:
         serial = self.ring.next_serial
         length = self.metrics.sync()
+        with naming(self.dir.metrics):
+            data = self.dir.metrics.read_bytes()[:length]
         saved = Saved(
             step=self.state.step,
             cursor=self.state.cursor,
             values=self.holder.values.tolist(),
-            metrics=self.dir.metrics.read_bytes()[:length],
+            metrics=data.decode(),
         )
-        self._fact(lambda p: p.saved.__setitem__(serial, saved))
+        self._fact("saved", asdict(saved) | {"serial": serial})
         state = {"step": saved.step, "cursor": saved.cursor}
         self.ring.save(
             Moment(step=saved.step, cursor=saved.cursor, train_state=state,
@@ -231,9 +254,9 @@ class World:
 
     def add(self, incident: Incident) -> None:
         told = incident.to_json()
-        self._fact(lambda p: p.begun_lines.append(told))
+        self._fact("line begun", told)
         self.journal.add(incident)
-        self._fact(lambda p: p.lines.append(told))
+        self._fact("line", told)
 
     def discard(self) -> None:
         start, stop = self.state.cursor, self.state.cursor + BATCH
@@ -272,42 +295,48 @@ class World:
     def distrust(self, good_step: int) -> None:
         """As ``ReplicaInspector`` does it when copies differ; the run ends after it."""
         serials = {r.serial for r in self.ring.records if r.step > good_step}
-        self._fact(lambda p: p.distrusted.update(serials))
+        self._fact("distrusted", sorted(serials))
         self.add(
             Incident(kind="replica_mismatch", step=self.state.step, decision="", reason="",
                      detail={"good_step": good_step, "next_serial": self.ring.next_serial})
         )  # fmt: skip
-        self._fact(lambda p: p.tainted.update(serials))
+        self._fact("tainted", sorted(serials))
         self.ring.distrust_after(good_step)
 
 
 class _Store(RingStore):
     """Says what each call promised when it returned."""
 
-    def __init__(
-        self, folder: Path, fence: Any, fact: Callable[[Callable[[Promises], None]], None]
-    ) -> None:
+    def __init__(self, folder: Path, fence: Any, fact: Fact) -> None:
         super().__init__(folder, owner=fence.number, check=fence.check)
         self._fact = fact
 
     def commit(self, manifest: Any) -> None:
         super().commit(manifest)
-        self._fact(lambda p: p.committed.add(manifest.serial))
+        self._fact("committed", [manifest.serial])
 
     def mark(self, record: Any, state: State) -> None:
-        serial = record.serial
         super().mark(record, state)
         if state is State.clean:
-            self._fact(lambda p: p.clean.add(serial))
+            self._fact("clean", [record.serial])
 
     def remove(self, record: Any) -> None:
-        serial = record.serial
-        self._fact(lambda p: p.leaving.add(serial))
+        self._fact("leaving", [record.serial])
         super().remove(record)
 
 
-def check(world: World, found: Found, resumed: Resumed, made: Promises) -> None:
-    """What a restart found is what was promised, or newer. Raises AssertionError."""
+def check(
+    world: World, found: Found, resumed: Resumed, made: Promises, *, only_committed: bool = False
+) -> None:
+    """What a restart found is what was promised, or newer.
+
+    Args:
+        only_committed: the run ended by itself after an error: what it could not finish is not to
+            be used.
+
+    Raises:
+        AssertionError: it is not.
+    """
     assert world.number > made.incarnation, "a number of an incarnation was given twice"
     assert not found.damaged, f"a crash is no damage: {found.damaged}"
     told = [Incident.from_json(line).to_json() for line in found.journal]
@@ -315,7 +344,12 @@ def check(world: World, found: Found, resumed: Resumed, made: Promises) -> None:
     _check_lines(own, made)
     abandoned = _abandoned(own)  # not as the history has it: that is under test
     _check_checkpoints(world, found, made, abandoned)
-    metrics = made.saved[world.loaded[0]].metrics if world.loaded[0] else b""
+    if only_committed:
+        loaded = world.loaded[0]
+        assert loaded in made.committed | {0}, f"checkpoint {loaded} had failed, and was trusted"
+        clean = {r.serial for r in found.records if r.state is State.clean}
+        assert clean <= made.clean, f"{clean - made.clean} could not be marked, and are clean"
+    metrics = made.saved[world.loaded[0]].metrics.encode() if world.loaded[0] else b""
     lost = f"metrics of the loaded checkpoint are lost: {len(metrics)} bytes were durable"
     assert world.dir.metrics.read_bytes()[: len(metrics)] == metrics, lost
     assert resumed.metrics_bytes <= world.dir.metrics.stat().st_size, lost
@@ -346,7 +380,13 @@ def _abandoned(lines: Sequence[Mapping[str, Any]]) -> set[int]:
 
 def _check_checkpoints(world: World, found: Found, made: Promises, abandoned: set[int]) -> None:
     by_serial = {record.serial: record for record in found.records}
-    gone = abandoned | made.leaving | made.distrusted
+    # What its proof could not read is given up in words: not yet clean, an older one stands.
+    unproven = {
+        line["detail"]["serial"]
+        for line in found.journal
+        if line["kind"] == "checkpoint_damaged" and line["decision"] == "never to be used"
+    }
+    gone = abandoned | made.leaving | made.distrusted | (unproven - made.clean)
     standing = made.committed - gone
     loaded = _loaded(world, made)
     newest = max(standing, default=0)

@@ -116,10 +116,10 @@ class Trace:
         self._disk = {str(path.relative_to(root)): path for path in sorted(root.rglob("*"))}
         self.start = _Start(self)
 
-    def fact(self, what: Any) -> None:
+    def fact(self, kind: str, value: Any) -> None:
         """Note a promise."""
         with self._lock:
-            self.operations.append(Fact(what))
+            self.operations.append(Fact((kind, value)))
 
     def number(self, real: int) -> int:
         return self._numbers[real]
