@@ -147,7 +147,9 @@ def take_up(
     Raises:
         CheckpointError: there were checkpoints, and none can be used.
     """
-    left_behind = journal.history.abandoned_serials()
+    history = journal.history
+    left_behind = history.abandoned_serials()
+    left_behind |= {record.serial for record in found.records if history.distrusts(record)}
     usable = [record for record in found.records if record.serial not in left_behind]
     ring.adopt(usable, next_serial=found.next_serial)
     for sentence in found.damaged:

@@ -10,7 +10,7 @@ from typing import Any
 from runner.compose import digest, flat, from_yaml, to_yaml, trajectory
 from runner.config import RunConfig
 from runner.error import ConfigError
-from runner.files import read_bounded, write_durably
+from runner.files import make_folder, read_bounded, write_durably
 
 _CONFIG_BYTES = 4 << 20
 _NOT_FOR_OTHERS = 0o022
@@ -47,7 +47,7 @@ class RunDir:
             ConfigError: it cannot be made or written.
         """
         try:
-            self.ring.mkdir(parents=True, exist_ok=True)
+            make_folder(self.ring)
             self.debug.mkdir(exist_ok=True)
             probe = self.out / ".writable"
             probe.touch()

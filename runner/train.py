@@ -343,6 +343,7 @@ class Session:
             engine=engine,
             report=report,
             distrust=ring.distrust_after,
+            next_serial=lambda: ring.next_serial,
             good_step=resumed.step,
         )
 

@@ -26,7 +26,13 @@ from runner.checkpoint.shards import (
 )
 from runner.checkpoint.store import Entry, RingStore
 from runner.checkpoint.work import AgreedWork
-from runner.error import CheckpointError, CorruptCheckpoint
+from runner.error import (
+    CheckpointError,
+    CorruptCheckpoint,
+    ReadError,
+    RunnerError,
+    UnreadableCheckpoint,
+)
 from runner.policy.history import Incident
 from runner.policy.ring import (
     Record,
@@ -303,15 +309,22 @@ class Ring:
 
         Raises:
             CheckpointError: none of them can be used; each one's fault is named.
+            ReadError: the same, but the disk only refused one that may be sound.
         """
         faults: list[str] = []
+        kind: type[RunnerError] = CheckpointError
         for record in candidates:
             try:
                 return self._load(record)
+            except UnreadableCheckpoint as error:
+                # Never marked: what a disk refuses today may be the last clean one tomorrow.
+                faults.append(str(error))
+                kind = ReadError
+                self._found_damaged(record, [str(error)], "an older checkpoint is used", mark=False)
             except CorruptCheckpoint as error:
                 faults.append(str(error))
                 self._found_damaged(record, [str(error)], "an older checkpoint is used")
-        raise CheckpointError(
+        raise kind(
             f"no checkpoint in {self._store.folder} can be loaded: "
             + ("; ".join(faults) or "there is none")
         )
@@ -351,9 +364,12 @@ class Ring:
         except KeyError as error:
             raise CheckpointError(f"{entry.folder}: has no update count of {error}") from None
 
-    def _found_damaged(self, record: Record, faults: list[str], decision: str) -> None:
+    def _found_damaged(
+        self, record: Record, faults: list[str], decision: str, *, mark: bool = True
+    ) -> None:
         self._being_proven.discard(record.serial)
-        self._taint(record)
+        if mark:
+            self._taint(record)
         self._report(
             Incident(
                 kind="checkpoint_damaged",

@@ -5,9 +5,10 @@ Knows a shard as (name, shape, flat start, 1-D FP32 tensor); nothing of engines.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,9 +17,9 @@ import numpy as np
 import torch
 
 from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece, whole
-from runner.checkpoint.store import Entry, read_rank_facts
+from runner.checkpoint.store import Entry, read_rank_facts, unreadable
 from runner.error import CorruptCheckpoint
-from runner.files import blocks, open_regular, write_json
+from runner.files import blocks, naming, open_regular, write_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ def write_rank_file(folder: Path, rank: int, snapshots: Sequence[Snapshot]) -> N
     digest = hashlib.sha256()
     pieces: list[list[object]] = []
     offset = 0
-    with (folder / file_name(rank)).open("xb") as file:
+    path = folder / file_name(rank)
+    with naming(path), path.open("xb") as file:
         for snapshot in snapshots:
             data = _bytes(snapshot.values)
             file.write(data)
@@ -140,11 +142,14 @@ def _stamp(file: BinaryIO) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _open(entry: Entry, name: str) -> BinaryIO:
+@contextlib.contextmanager
+def _open(entry: Entry, name: str) -> Iterator[BinaryIO]:
+    """A file of a checkpoint; whatever the system refuses until it is closed is ours to name."""
     try:
-        return open_regular(entry.folder / name)
+        with open_regular(entry.folder / name) as file:
+            yield file
     except OSError as error:
-        raise CorruptCheckpoint(f"{entry.folder / name}: {error}") from None
+        raise unreadable(entry.folder / name, error) from None
 
 
 def verify_files(
@@ -167,14 +172,11 @@ def verify_files(
         path, facts = entry.folder / name, entry.manifest.files[name]
         digest = hashlib.sha256()
         with _open(entry, name) as file:
-            try:
-                _check_size(file, path, facts)
-                for block in blocks(file):
-                    digest.update(block)
-                    if finite and not np.isfinite(np.frombuffer(block, dtype="<f4")).all():
-                        raise CorruptCheckpoint(f"{path}: holds NaN or Inf")
-            except OSError as error:
-                raise CorruptCheckpoint(f"{path}: {error}") from None
+            _check_size(file, path, facts)
+            for block in blocks(file):
+                digest.update(block)
+                if finite and not np.isfinite(np.frombuffer(block, dtype="<f4")).all():
+                    raise CorruptCheckpoint(f"{path}: holds NaN or Inf")
             if digest.hexdigest() != facts.sha256:
                 raise CorruptCheckpoint(
                     f"{path}: digest differs from the manifest's: damaged on disk"
@@ -229,10 +231,7 @@ def _read_piece(
     path = entry.folder / piece.file
     offset = piece.offset + (first - piece.start) * ITEM_BYTES
     with _open(entry, piece.file) as file:
-        try:
-            array = np.fromfile(file, dtype="<f4", count=stop - first, offset=offset)
-        except OSError as error:
-            raise CorruptCheckpoint(f"{path}: {error}") from None
+        array = np.fromfile(file, dtype="<f4", count=stop - first, offset=offset)
         if len(array) != stop - first:
             raise CorruptCheckpoint(f"{path}: truncated")
         # After the read: what came before it is told as well.

@@ -9,6 +9,8 @@ holds the manifest's digest, so that a damaged manifest is noticed too.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import re
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.checkpoint.manifest import MOST_BYTES, Manifest, parse_manifest
-from runner.error import CorruptCheckpoint
+from runner.error import CorruptCheckpoint, UnreadableCheckpoint
 from runner.files import (
     file_digest,
     read_bounded,
@@ -90,13 +92,30 @@ class RingStore:
         # either this rename comes first, and it sees the checkpoint, or this one fails.
         self._check()
         writing.rename(final)
-        sync_directory(self.folder)
-        write_durably(final / COMMITTED, file_digest(final / MANIFEST).encode() + b"\n")
+        try:
+            sync_directory(self.folder)
+            write_durably(final / COMMITTED, file_digest(final / MANIFEST).encode() + b"\n")
+        except OSError:
+            # Whether the disk has it nobody knows: a restart must not find it complete.
+            _take_back(final / COMMITTED)
+            with contextlib.suppress(OSError):
+                remove_folder(final)
+            raise
 
     def mark(self, record: Record, state: State) -> None:
-        """Make a checkpoint's new state durable."""
+        """Make a checkpoint's new state durable.
+
+        Raises:
+            OSError: it is not clean then; tainted it is as far as the disk goes along.
+        """
         self._check()
-        write_durably(self.folder_of(record) / _MARKS[state], b"")
+        path = self.folder_of(record) / _MARKS[state]
+        try:
+            write_durably(path, b"")
+        except OSError:
+            if state is State.clean:
+                _take_back(path)
+            raise
 
     def remove(self, record: Record) -> None:
         """Delete a checkpoint, its marker first."""
@@ -155,7 +174,7 @@ class RingStore:
             promised = read_bounded(folder / COMMITTED, _MARKER_BYTES).strip()
             data = read_bounded(path, MOST_BYTES)
         except OSError as error:
-            raise CorruptCheckpoint(f"{folder}: {error}") from None
+            raise unreadable(folder, error) from None
         # Digest and parse the same bytes: what is read twice may be two things.
         if promised != hashlib.sha256(data).hexdigest().encode():
             raise CorruptCheckpoint(f"{path}: digest differs from {COMMITTED}")
@@ -164,6 +183,22 @@ class RingStore:
         if folder.name != self.folder_of(record).name:
             raise CorruptCheckpoint(f"{folder}: holds serial {manifest.serial}: moved or renamed")
         return Entry(record=record, folder=folder, manifest=manifest)
+
+
+# What a file that was lost, cut or replaced answers; anything else is the disk's or the network's.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
+
+
+def unreadable(path: Path, error: OSError) -> CorruptCheckpoint:
+    """The refusal for a file of a checkpoint that could not be read."""
+    kind = CorruptCheckpoint if error.errno in _DAMAGE else UnreadableCheckpoint
+    return kind(f"{path}: {error}")
+
+
+def _take_back(marker: Path) -> None:
+    with contextlib.suppress(OSError):
+        marker.unlink(missing_ok=True)
+        sync_directory(marker.parent)
 
 
 def _record(folder: Path, manifest: Manifest) -> Record:

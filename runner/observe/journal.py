@@ -26,6 +26,7 @@ _MOST = {
     "serial": 10**12,
     "next_serial": 10**12,
     "onset_step": _LIMIT,
+    "good_step": _LIMIT,
     "to_step": _LIMIT,
     "cursor": _LAST_SAMPLE,
     "repeat": 10**6,

@@ -25,7 +25,7 @@ from typing import Any
 from runner.dist.launcher import Launch
 from runner.dist.proc import is_alive, own_process
 from runner.error import ConfigError, Superseded
-from runner.files import read_bounded, sync_directory
+from runner.files import make_folder, naming, read_bounded, sync_directory
 
 BEAT_SECONDS = 2.0
 _CLAIM_NAME = re.compile(r"[0-9]{6,7}")
@@ -80,7 +80,7 @@ def take(
     Raises:
         ConfigError: another launch is alive in there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     while True:
         newest = newest_number(folder)
         if newest >= _LAST_NUMBER:
@@ -119,7 +119,7 @@ def _claim(folder: Path, number: int, launch: Launch) -> bool:
         **own_process(),
     }
     temporary = folder / f"claim-{claim['host']}-{claim['pid']}"
-    with temporary.open("w") as file:
+    with naming(temporary), temporary.open("w") as file:
         json.dump(claim, file)
         file.flush()
         os.fsync(file.fileno())
