@@ -1,0 +1,96 @@
+"""Peak memory of a whole job: every rank and loader of it, each side alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from scripts.bench.framework import OPPONENTS, environment_python
+from scripts.bench.ours import has_memory_tier
+from scripts.bench.plan import MeasureError, Plan, finish, folder, start, torchrun
+from scripts.bench.ratio import paired
+from scripts.bench.recovery import descendants
+from scripts.bench.report import Row
+
+_POLL_SECONDS = 0.1
+
+
+def measure(plan: Plan) -> list[Row]:
+    rounds = plan.rounds(2)
+    ours = {kind: [_peak(plan, kind, None) for _ in range(rounds)] for kind in ("fsdp", "ddp")}
+    rows = []
+    if has_memory_tier():
+        told = "checkpoint.memory_every=10"
+        kept = [_peak(plan, "fsdp", None, told) for _ in range(rounds)]
+        rows.append(_row(plan, "fsdp, with snapshots", "the runner without", kept, ours["fsdp"]))
+    for kind, words in (("fsdp", "bare FSDP2 loop"), ("ddp", "bare DistributedDataParallel loop")):
+        theirs = [_peak(plan, kind, f"bare-{kind}") for _ in range(rounds)]
+        rows.append(_row(plan, kind, words, ours[kind], theirs))
+    python = environment_python(plan)
+    for opponent, words, kind in OPPONENTS:
+        theirs = [_peak(plan, kind, opponent, python=python) for _ in range(rounds)]
+        rows.append(_row(plan, kind, words, ours[kind], theirs))
+    return rows
+
+
+def _row(plan: Plan, kind: str, words: str, ours: list[float], theirs: list[float]) -> Row:
+    row = Row(
+        what=f"peak memory of the job, {kind}",
+        against=words,
+        ratio=paired(list(zip(ours, theirs, strict=True))),
+        ours=statistics.median(ours),
+        theirs=statistics.median(theirs),
+        unit="MB",
+        detail={"of": "GPU 0" if plan.has_gpu else "all processes, PSS"},
+    )
+    plan.say(f"  {row.what} / {words}: {row.ours:.0f} / {row.theirs:.0f} MB")
+    return row
+
+
+def _peak(
+    plan: Plan, kind: str, opponent: str | None, *told: str, python: str = sys.executable
+) -> float:
+    """MB of one side alone: of the GPU where there is one, else of all processes."""
+    with folder() as own:
+        log = own / "log"
+        command = torchrun(
+            plan.ranks,
+            "scripts.bench.pair",
+            f"--folder={own}",
+            f"--against={opponent or f'bare-{kind}'}",
+            f"--alone={'theirs' if opponent else 'ours'}",
+            f"parallel={kind}",
+            *plan.size,
+            *plan.overrides,
+            *told,
+            python=python,
+        )
+        process = start(command, log)
+        most = _watch(process)
+        finish(process, log)
+        result = json.loads((own / "result.json").read_text())
+    return result["gpu_bytes"] / 1e6 or most
+
+
+def _watch(process: subprocess.Popen[bytes]) -> float:
+    """The largest sum of PSS in MB over all processes below torchrun, until it ends."""
+    most = 0.0
+    while process.poll() is None:
+        most = max(most, sum(pss_kib(pid) for pid in descendants(process.pid)))
+        time.sleep(_POLL_SECONDS)
+    if not most:
+        raise MeasureError("/proc/PID/smaps_rollup tells nothing here")
+    return most * 1024 / 1e6
+
+
+def pss_kib(pid: int) -> int:
+    """A process's share of memory; what it shares with others counts in parts. 0 if it is gone."""
+    try:
+        told = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in told.splitlines() if line[:4] == "Pss:"), 0)
