@@ -33,6 +33,7 @@ class Intervals:
 
     steps: int
     checkpoint: int
+    memory: int
     evaluate: int
 
 
@@ -99,7 +100,7 @@ class Loop:
 
     def begin(self) -> None:
         """Commit the initial state: the first checkpoint there is to go back to."""
-        if not self._ring.records:
+        if self._ring.saved_step < 0:
             with self._reporter.stall("checkpoint"):
                 self._save()
                 self._ring.drain()
@@ -174,9 +175,10 @@ class Loop:
         )
         self._ring.after_step(state.updates, state.baseline.clean_streak)
         self._inspect(state.updates)
-        if self._is_due(self._intervals.checkpoint):
+        to_disk = self._is_due(self._intervals.checkpoint)
+        if to_disk or self._is_due(self._intervals.memory):
             with self._reporter.stall("checkpoint"):
-                self._save()
+                self._save(disk=to_disk)
 
     def _repeat_known_discard(self, *, before: int) -> bool:
         """Judge a step again that was discarded before a restart; nothing is computed.
@@ -206,16 +208,17 @@ class Loop:
         with self._reporter.stall("evaluation"):
             return self._evaluate()
 
-    def _save(self) -> None:
+    def _save(self, *, disk: bool = True) -> None:
         self._heart.enter("save")
         self._ring.save(
             Moment(
                 step=self._state.updates,
                 cursor=self._state.cursor,
                 train_state=self._state.to_json(),
-                metrics_bytes=self._reporter.metrics_bytes(),
+                metrics_bytes=self._reporter.metrics_bytes(durably=disk),
                 journal_lines=self._journal.num_lines,
-            )
+            ),
+            disk=disk,
         )
 
     def _save_last(self, is_late: Callable[[], bool] = lambda: False) -> bool:
@@ -233,7 +236,7 @@ class Loop:
         return self._ring.drain(is_late)
 
     def _newest_step(self) -> int:
-        return self._ring.records[-1].step if self._ring.records else -1
+        return self._ring.saved_step
 
     def _save_and_leave(self) -> None:
         asked = "; ".join(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,7 @@ class Stepper:
         clip: bound of the global gradient norm; 0 switches clipping off.
         config_digest, code: digests of the settings and of this package; equal on all ranks.
         guarded: False lets every step be applied, whatever its numbers.
+        before_update: called before the weights may change.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Stepper:
         config_digest: str,
         code: str,
         heart: Heartbeat,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._feed = feed
@@ -93,6 +95,7 @@ class Stepper:
         self._config_digest = config_digest
         self._code = code
         self._heart = heart
+        self._before_update = before_update
         self._host_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
@@ -201,6 +204,7 @@ class Stepper:
             scale = tokens * ((norm + _CLIP_EPS) / self._clip).clamp(min=1.0)
         self._heart.enter("apply")
         self._faults.at("apply", self._heart.step)
+        self._before_update()
         withheld = self._engine.apply(
             skip=closed.float(), grad_scale=scale.float(), learning_rate=learning_rate
         )

@@ -169,7 +169,10 @@ class FsdpEngine:
         return self._shard_rank(), copies
 
     def update_counts(self) -> dict[str, int]:
-        return {name: int(self._state(name)["step"].item()) for name in self._trained}
+        steps = [self._state(name)["step"] for name in self._trained]
+        # In one copy: one by one each would wait for the device.
+        counts = torch.stack(steps).tolist() if steps else []
+        return {name: int(count) for name, count in zip(self._trained, counts, strict=True)}
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         for name in self._trained:

@@ -124,6 +124,10 @@ class LineFile:
         if durably:
             os.fsync(self._file.fileno())
 
+    def num_bytes(self) -> int:
+        """Length in bytes; a crash of the machine may leave less."""
+        return self._file.tell()
+
     def sync(self) -> int:
         """Make everything durable; returns the length in bytes."""
         os.fsync(self._file.fileno())
