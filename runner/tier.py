@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,12 +33,14 @@ def memory_every(config: CheckpointConfig) -> int:
 def node_folder(run_id: str, out: Path) -> NodeFolder:
     """Where this node keeps the run's snapshots: in shared memory, unless HOLDFAST_MEMORY_DIR
 
-    names another place.
+    names another place. Under a name that a copy of ``out`` does not share.
     """
+    where = out.resolve()
+    run = hashlib.sha256(f"{run_id} {where}".encode()).hexdigest()[:32]
     return NodeFolder(
         Path(os.environ.get(MEMORY_DIR) or "/dev/shm"),
-        run=run_id,
-        out=out.absolute(),
+        run=run,
+        out=where,
         process=own_process(),
         is_alive=is_alive,
     )

@@ -2,9 +2,9 @@
 
     /dev/shm/holdfast-UID/RUN/000003-rank-00001/    of incarnation 3; owner.json, slot-0.bin ...
 
-RUN is a random name that ``out`` holds. Each incarnation has folders of its own: one that still
-lives somewhere writes to files which the next has copied, verified and unlinked. Nobody but
-this user can write in there, and what is read is checked all the same.
+RUN is made of a random name that ``out`` holds and of its path. Each incarnation has folders of
+its own: one that still lives somewhere writes to files which the next has copied, verified and
+unlinked. Nobody but this user can write in there, and what is read is checked all the same.
 """
 
 from __future__ import annotations
