@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from runner.check import is_zero
+from runner.checkpoint.memory import Memory
 from runner.checkpoint.protocol import Identity, RingRules
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
@@ -308,6 +309,7 @@ def ring(
     identity: Identity,
     report: Report,
     faults: FaultInjector,
+    memory: Memory | None,
 ) -> Ring:
     """The checkpoints."""
     return Ring(
@@ -319,10 +321,12 @@ def ring(
             keep=config.checkpoint.keep,
             keep_every=config.checkpoint.keep_every,
             background=config.checkpoint.background,
+            write_bytes_per_second=config.checkpoint.write_mib_per_second * (1 << 20),
         ),
         identity=identity,
         report=report,
         before_write=lambda step: faults.at("save", step),
+        memory=memory,
     )
 
 

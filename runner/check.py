@@ -90,6 +90,16 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
             f"the next is due: use checkpoint.every>={ring.clean_after}",
         ),
         (
+            ring.memory_every == 0 and ring.memory_mirror,
+            "checkpoint.memory_mirror=true: there are no snapshots to mirror with "
+            "checkpoint.memory_every=0; use checkpoint.memory_every=10",
+        ),
+        (
+            ring.memory_every == 0 and ring.memory_slots is not None,
+            f"checkpoint.memory_slots={ring.memory_slots}: there are no snapshots to hold with "
+            "checkpoint.memory_every=0; use checkpoint.memory_every=10, or memory_slots=null",
+        ),
+        (
             guard.min_history > guard.window,
             f"guard.min_history={guard.min_history}: more than guard.window={guard.window} "
             "holds; the guard would never be armed",

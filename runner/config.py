@@ -341,6 +341,19 @@ class CheckpointConfig:
     keep: int = key(3, "clean checkpoints kept", ge=1)
     keep_every: int = key(0, "also keep every such step for good; 0: none", ge=0)
     background: bool = key(True, "write while training goes on")
+    write_mib_per_second: float = key(
+        0.0, "most that each rank writes to disk while training goes on; 0: no limit", ge=0
+    )
+    memory_every: int | None = key(
+        None, "steps between snapshots in memory; null: 10 where they fit, 0: none", ge=0
+    )
+    memory_slots: int | None = key(
+        None, "snapshots held in memory; null: as many as clean_after needs", ge=2
+    )
+    memory_limit_gib: float | None = key(
+        None, "memory of a node for snapshots; null: half of what is free", gt=0
+    )
+    memory_mirror: bool = key(False, "also keep each snapshot in the memory of another node")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -34,12 +34,13 @@ class Intervals:
 
     steps: int
     checkpoint: int
+    memory: int
     evaluate: int
     inspect: tuple[int, ...] = ()
 
     def is_boundary(self, updates: int) -> bool:
         """Whether something looks at the state of exactly so many updates."""
-        every = (self.checkpoint, self.evaluate, *self.inspect)
+        every = (self.checkpoint, self.memory, self.evaluate, *self.inspect)
         return updates >= self.steps or any(e > 0 and updates % e == 0 for e in every)
 
 
@@ -115,7 +116,7 @@ class Loop:
 
     def begin(self) -> None:
         """Commit the initial state: the first checkpoint there is to go back to."""
-        if not self._ring.records:
+        if self._ring.saved_step < 0:
             with self._reporter.stall("checkpoint"):
                 self._save()
                 self._ring.drain()
@@ -138,8 +139,7 @@ class Loop:
         outcome = self._stepper.read(pending)
         if outcome.signals.gated or outcome.stop_requested:
             outcome = self._without_ahead(outcome)
-        if pending.order.job == self._ring.num_settled:
-            self._ring.settle(outcome.num_done, outcome.num_failed)
+        self._ring.settle(outcome.num_done, outcome.num_failed, pending.order.told.jobs)
         self._judge_and_act(
             Scene(signals=outcome.signals, plan=pending.order.plan, outcome=outcome)
         )
@@ -155,8 +155,7 @@ class Loop:
             bounds=bounds,
             learning_rate=self._learning_rate(updates),
             stop=self._stop.is_set,
-            work_done=self._ring.tell(),
-            job=self._ring.num_settled,
+            told=self._ring.tell(),
             decisions=self._decisions(),
         )
         return self._stepper.launch(order, self._journal.history.ledger, after=after)
@@ -242,9 +241,10 @@ class Loop:
         )
         self._ring.after_step(state.updates, state.baseline.clean_streak)
         self._inspect(state.updates)
-        if self._is_due(self._intervals.checkpoint):
+        to_disk = self._is_due(self._intervals.checkpoint)
+        if to_disk or self._is_due(self._intervals.memory):
             with self._reporter.stall("checkpoint"):
-                self._save()
+                self._save(disk=to_disk)
 
     def _repeat_known_discard(self, *, before: int) -> bool:
         """Judge a step again that was discarded before a restart; nothing is computed.
@@ -273,16 +273,17 @@ class Loop:
         with self._reporter.stall("evaluation"):
             return self._evaluate()
 
-    def _save(self) -> None:
+    def _save(self, *, disk: bool = True) -> None:
         self._heart.enter("save")
         self._ring.save(
             Moment(
                 step=self._state.updates,
                 cursor=self._state.cursor,
                 train_state=self._state.to_json(),
-                metrics_bytes=self._reporter.metrics_bytes(),
+                metrics_bytes=self._reporter.metrics_bytes(durably=disk),
                 journal_lines=self._journal.num_lines,
-            )
+            ),
+            disk=disk,
         )
 
     def _save_last(self, is_late: Callable[[], bool] = lambda: False) -> bool:
@@ -300,7 +301,7 @@ class Loop:
         return self._ring.drain(is_late)
 
     def _newest_step(self) -> int:
-        return self._ring.records[-1].step if self._ring.records else -1
+        return self._ring.saved_step
 
     def _save_and_leave(self) -> None:
         asked = "; ".join(

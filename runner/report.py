@@ -157,7 +157,7 @@ class Reporter:
             tokens_per_second=pace.tokens_per_second,
             mfu=pace.mfu,
             eta_seconds=(self._total_steps - state.updates) * pace.seconds_per_step,
-            num_clean=sum(record.state is State.clean for record in self._ring.records),
+            num_clean=len({r.serial for r in self._ring.records if r.state is State.clean}),
             num_discarded=self._history.num_discarded,
             num_rollbacks=len(self._history.rollbacks),
             goodput=self._account.goodput(self._clock() - self._began),
@@ -169,9 +169,9 @@ class Reporter:
         """Say it in one line that stays."""
         self._console.incident(incident)
 
-    def metrics_bytes(self) -> int:
-        """Length of the metrics file, all of it durable."""
-        return self._metrics.sync()
+    def metrics_bytes(self, *, durably: bool = True) -> int:
+        """Length of the metrics file; ``durably``: all of it is on the disk."""
+        return self._metrics.sync() if durably else self._metrics.num_bytes()
 
     def close(self) -> None:
         self._metrics.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from runner.error import ConfigError
 from runner.files import make_folder, read_bounded, write_durably
 
 _CONFIG_BYTES = 4 << 20
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_ID_BYTES = 4096
 _NOT_FOR_OTHERS = 0o022
 
 
@@ -31,6 +35,7 @@ class RunDir:
         self.tensorboard = out / "tensorboard"
         self.incarnation = out / "incarnation"
         self.incidents = out / "incidents"
+        self.run_id = out / "run_id"
 
     def incident(self, number: int) -> Path:
         """Where the ranks of an incarnation say what went wrong."""
@@ -54,6 +59,17 @@ class RunDir:
             probe.unlink()
         except OSError as error:
             raise ConfigError(f"out={self.out}: cannot be written ({error})") from None
+
+    def identity(self) -> str:
+        """The run's random name, made at its first start: another run in ``out`` has another."""
+        try:
+            name = read_bounded(self.run_id, _ID_BYTES).decode(errors="replace").strip()
+        except FileNotFoundError:
+            name = ""
+        if not _RUN_ID.fullmatch(name):
+            name = secrets.token_hex(16)
+            write_durably(self.run_id, name.encode() + b"\n")
+        return name
 
     @property
     def is_open_to_all(self) -> bool:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from runner.checkpoint.work import Told
 from runner.data.cursor import BatchPlan
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed, Fetched
@@ -57,11 +58,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a step is to do, equal on all ranks but for ``stop`` and ``work_done``.
+    """What a step is to do, equal on all ranks but for ``stop`` and ``told``.
 
-    ``step`` is the number of the update it makes; ``job`` numbers the background work that
-    ``work_done`` speaks of; ``decisions`` tells in words what was decided so far, as far as the
-    host knows.
+    ``step`` is the number of the update it makes; ``told`` what the ring has to tell;
+    ``decisions`` tells in words what was decided so far, as far as the host knows.
     """
 
     plan: BatchPlan
@@ -69,8 +69,7 @@ class Order:
     bounds: Bounds
     learning_rate: float
     stop: bool
-    work_done: tuple[float, float]
-    job: int
+    told: Told
     decisions: str
 
 
@@ -131,6 +130,7 @@ class Stepper:
         clip: bound of the global gradient norm; 0 switches clipping off.
         config_digest, code: digests of the settings and of this package; equal on all ranks.
         guarded: False lets every step be applied, whatever its numbers.
+        before_update: called before the weights may change.
     """
 
     def __init__(
@@ -147,6 +147,7 @@ class Stepper:
         config_digest: str,
         code: str,
         heart: Heartbeat,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._feed = feed
@@ -159,6 +160,7 @@ class Stepper:
         self._config_digest = config_digest
         self._code = code
         self._heart = heart
+        self._before_update = before_update
         self._host_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._newest: Pending | None = None
@@ -188,7 +190,8 @@ class Stepper:
             float(sum(batch.num_counted for batch in fetched.micro_batches)),
             float(order.stop),
             float(fetched.failure is not None),
-            *order.work_done,
+            order.told.done,
+            order.told.failed,
             *_lane_numbers(identity),
         ]
         numbers, withheld = self._agree_and_apply(sums, told, order, after)
@@ -279,6 +282,7 @@ class Stepper:
             scale = tokens * ((norm + _CLIP_EPS) / self._clip).clamp(min=1.0)
         self._heart.enter("apply")
         self._faults.at("apply", order.step)
+        self._before_update()
         withheld = self._engine.apply(
             skip=closed.float(), grad_scale=scale.float(), learning_rate=order.learning_rate
         )

@@ -12,6 +12,7 @@ import torch
 
 from runner import assemble
 from runner.check import check
+from runner.checkpoint.memory import Memory
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
@@ -47,6 +48,7 @@ from runner.observe.goodput import Past, past
 from runner.observe.journal import Journal
 from runner.observe.lines import LineFile, iter_lines
 from runner.policy.history import Incident
+from runner.policy.ring import Tier
 from runner.policy.straggler import Stragglers
 from runner.recover import Recovery
 from runner.report import Reporter
@@ -54,6 +56,7 @@ from runner.resume import Found, Resumed, find, take_out, take_up
 from runner.rundir import RunDir, keep_for_owner
 from runner.state import TrainState
 from runner.step import Stepper
+from runner.tier import memory_every, node_folder, open_memory
 from runner.watch.crash import crash_incident, forget_last_words
 from runner.watch.inspection import PaceInspector, ReplicaInspector
 from runner.watch.stop import StopRequest
@@ -137,7 +140,7 @@ class Session:
         run = self.open()
         end = _run_to_an_end(run)
         self._witness.heart.enter("finish")
-        run.ring.close(wait=end.in_time)
+        run.ring.close(wait=end.in_time, forget=self._is_over(end, run))
         run.feed.close()
         run.reporter.close()
         state_hash = None
@@ -158,6 +161,11 @@ class Session:
                 console=self._console,
             )
         return end.exit_code
+
+    def _is_over(self, end: End, run: Run) -> bool:
+        """Whether what is on disk is all that anybody will come back to."""
+        saved = run.ring.saved_step == run.state.updates
+        return end.in_time and (end.status in ("done", "halted") or saved)
 
     def open(self) -> Run:
         """Build everything and take the run up where ``out`` has it.
@@ -195,8 +203,9 @@ class Session:
         faults = FaultInjector(
             parse_faults(config.faults), rank=self._place.rank, markers=self._dir.faults
         )
-        ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults)
-        faults.newest_checkpoint = ring.newest
+        memory = self._memory(engine, identity)
+        ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults, memory)
+        faults.newest_checkpoint, faults.snapshots = ring.newest, ring.snapshot_files
         state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
         resumed = take_up(found, self._dir, ring, journal, state)
         hosts = ranks.gather(host_name())
@@ -218,7 +227,9 @@ class Session:
         # After the reporter has cut the metrics: what is journalled as lost is lost once.
         lost = ranks.from_first(past.lost)
         journal.add(self._start_incident(resumed, dataset, hosts, lost))
-        stepper = self._stepper(dataset, engine, feed, faults)
+        # Until now an earlier incarnation's snapshots were the ones to come back to.
+        ring.begin_memory()
+        stepper = self._stepper(dataset, engine, feed, faults, ring)
         held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
         if config.eval.every and not len(held_out):
             self._console.say("no sample is held out (data.held_out): nothing to evaluate on")
@@ -238,6 +249,7 @@ class Session:
             intervals=Intervals(
                 steps=config.steps,
                 checkpoint=config.checkpoint.every,
+                memory=memory_every(config.checkpoint) if memory else 0,
                 evaluate=config.eval.every,
                 inspect=(config.watchdog.straggler_every, config.debug.replica_check_every),
             ),
@@ -291,6 +303,23 @@ class Session:
             forget_last_words(self._dir, self._fence.number)
             self._witness.journal = lambda cause, number: journal.add(crash_incident(cause, number))
 
+    def _memory(self, engine: Engine, identity: Identity) -> Memory | None:
+        """This rank's part of the tier in memory."""
+        ranks, is_first = self._ranks, self._place.is_first
+        name = ranks.all_or_none(
+            "naming the run", lambda: self._dir.identity() if is_first else None
+        )
+        return open_memory(
+            self._config.checkpoint,
+            node_folder(ranks.from_first(name), self._dir.out),
+            engine,
+            ranks,
+            self._place,
+            incarnation=self._fence.number,
+            identity=identity,
+            say=self._console.say,
+        )
+
     def _store(self) -> RingStore:
         return RingStore(self._dir.ring, owner=self._fence.number, check=self._fence.check)
 
@@ -302,7 +331,7 @@ class Session:
         return report
 
     def _stepper(
-        self, dataset: Dataset, engine: Engine, feed: Feed, faults: FaultInjector
+        self, dataset: Dataset, engine: Engine, feed: Feed, faults: FaultInjector, ring: Ring
     ) -> Stepper:
         config = self._config
         return Stepper(
@@ -317,6 +346,7 @@ class Session:
             config_digest=self._settings_digest,
             code=code_digest(),
             heart=self._witness.heart,
+            before_update=ring.before_update,
         )
 
     def _inspector(
@@ -381,6 +411,7 @@ class Session:
                 "data": dataset.fingerprint(),
                 "debug": self._debug,
                 "lost": lost,
+                "tier": resumed.tier.value if resumed.step else None,
             },
         )
 
@@ -398,7 +429,10 @@ class Session:
         if resumed.step >= config.steps:
             self._console.say(f"all {config.steps} steps are applied already")
         elif resumed.step:
-            self._console.say(f"resuming at step {resumed.step} of {config.steps}")
+            source = " from memory" if resumed.tier is Tier.memory else ""
+            self._console.say(f"resuming at step {resumed.step} of {config.steps}{source}")
+        for words in resumed.unused:
+            self._console.say(f"snapshots in memory of no use: {words}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,7 +170,9 @@ class FsdpEngine:
         return self._shard_rank(), copies
 
     def update_counts(self) -> dict[str, int]:
-        counts = torch.stack([self._state(name)["step"] for name in self._trained]).tolist()
+        steps = [self._state(name)["step"] for name in self._trained]
+        # In one copy: one by one each would wait for the device.
+        counts = torch.stack(steps).tolist() if steps else []
         return {name: int(count) for name, count in zip(self._trained, counts, strict=True)}
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:

@@ -63,6 +63,10 @@ class Metrics:
         """Length in bytes, all of it durable; 0 on other ranks."""
         return self._file.sync() if self._file is not None else 0
 
+    def num_bytes(self) -> int:
+        """Length in bytes, all of it there for other processes; 0 on other ranks."""
+        return self._file.num_bytes() if self._file is not None else 0
+
     def close(self) -> None:
         if self._file is not None:
             self._file.sync()
