@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _NICENESS = 10  # of 19
 
@@ -32,8 +33,7 @@ class _Job:
     then: Callable[[list[str]], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Told(NamedTuple):
     """This rank's numbers for the agreement, and which jobs they speak of.
 
     ``done`` and ``failed`` are to be summed over ranks; ``jobs`` are the same on all of them.

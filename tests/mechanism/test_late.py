@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.checkpoint.protocol import Moment
+from runner.checkpoint.work import Told
 from runner.data.cursor import BatchPlan, SampleStream
 from runner.data.feed import Fetched, MicroBatch
 from runner.dist.agree import Ranks
@@ -34,7 +35,14 @@ from runner.loop import Intervals, Loop
 from runner.observe.journal import Journal
 from runner.policy.history import Incident
 from runner.policy.ledger import Ledger
-from runner.policy.ring import Record, State, abandoned_by_rollback, due_for_proof, with_state
+from runner.policy.ring import (
+    Record,
+    State,
+    Tier,
+    abandoned_by_rollback,
+    due_for_proof,
+    with_state,
+)
 from runner.policy.schedule import Schedule
 from runner.recover import Recovery
 from runner.state import TrainState
@@ -143,6 +151,7 @@ class Saved:
     step: int
     cursor: int
     train_state: dict[str, Any]
+    tier: Tier = Tier.disk
     weight: torch.Tensor
     count: torch.Tensor
 
@@ -150,15 +159,17 @@ class Saved:
 class MemoryRing:
     """The ring's rules without a disk: a save is committed at once, and proven when it is due."""
 
-    num_settled = 0
-
     def __init__(self, engine: OneNumber) -> None:
         self.records: list[Record] = []
         self.next_serial = 1
         self._engine = engine
         self._saved: dict[int, Saved] = {}
 
-    def save(self, moment: Moment) -> None:
+    @property
+    def saved_step(self) -> int:
+        return self.records[-1].step if self.records else -1
+
+    def save(self, moment: Moment, *, disk: bool = True) -> None:
         serial, self.next_serial = self.next_serial, self.next_serial + 1
         self.records.append(
             Record(serial=serial, step=moment.step, cursor=moment.cursor, state=State.committed)
@@ -187,10 +198,10 @@ class MemoryRing:
         for record in abandoned_by_rollback(self.records, serial):
             self.records = with_state(self.records, record.serial, State.tainted)
 
-    def tell(self) -> tuple[float, float]:
-        return 0.0, 0.0
+    def tell(self) -> Told:
+        return Told(0.0, 0.0, ())
 
-    def settle(self, num_done: float, num_failed: float) -> None:
+    def settle(self, num_done: float, num_failed: float, jobs: Sequence[int]) -> None:
         pass
 
     def drain(self, is_late: Any = None) -> bool:
@@ -219,7 +230,7 @@ class Lines:
     def undo(self, to_step: int) -> None:
         self.lines.append(("undo", to_step))
 
-    def metrics_bytes(self) -> int:
+    def metrics_bytes(self, *, durably: bool = True) -> int:
         return len(self.lines)
 
 
@@ -316,6 +327,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         intervals=Intervals(
             steps=STEPS,
             checkpoint=story.checkpoint,
+            memory=0,
             evaluate=story.evaluate,
             inspect=(story.inspect,),
         ),
