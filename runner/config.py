@@ -328,6 +328,13 @@ class CheckpointConfig:
     keep: int = key(3, "clean checkpoints kept", ge=1)
     keep_every: int = key(0, "also keep every such step for good; 0: none", ge=0)
     background: bool = key(True, "write while training goes on")
+    remote: str | None = key(
+        None, "fsspec URL that clean checkpoints are copied to: s3://bucket/prefix; null: off"
+    )
+    remote_keep: int = key(3, "clean checkpoints kept at remote, beside keep_every's", ge=1)
+    remote_wait_seconds: float = key(
+        60.0, "how long a start waits for remote to answer, and an end for uploads to finish", gt=0
+    )
 
 
 @dataclass(slots=True, kw_only=True)

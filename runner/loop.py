@@ -120,7 +120,9 @@ class Loop:
             work_done=self._ring.tell(),
             decisions=self._decisions(),
         )
-        self._ring.settle(outcome.num_done, outcome.num_failed)
+        self._ring.settle(
+            outcome.num_done, outcome.num_failed, outcome.num_sent, outcome.num_unsent
+        )
         self._judge_and_act(Scene(signals=outcome.signals, plan=plan, outcome=outcome))
         if outcome.stop_requested:
             self._save_and_leave()

@@ -28,7 +28,8 @@ from runner.policy.signals import NUM_LANES, Limits, StepSignals, all_equal, lan
 
 # Places in the packed FP64 vector that is summed over ranks once a step.
 _LOSS, _GRAD_SQUARE, _NONFINITE, _TOKENS, _STOP, _UNREADABLE, _DONE, _FAILED = range(8)
-_LANES = 8
+_SENT, _UNSENT = 8, 9
+_LANES = 10
 _SQUARES = _LANES + NUM_LANES
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # told by one rank
@@ -44,6 +45,8 @@ class Outcome:
     stop_requested: bool
     num_done: float
     num_failed: float
+    num_sent: float
+    num_unsent: float
     seconds: float
     wait_seconds: float
 
@@ -105,7 +108,7 @@ class Stepper:
         limits: Limits,
         learning_rate: float,
         stop: bool,
-        work_done: tuple[float, float],
+        work_done: tuple[float, float, float, float],
         decisions: str,
     ) -> Outcome:
         """Compute one global batch and update the weights unless the gate closes.
@@ -141,6 +144,8 @@ class Stepper:
             stop_requested=numbers[_STOP] > 0,
             num_done=numbers[_DONE],
             num_failed=numbers[_FAILED],
+            num_sent=numbers[_SENT],
+            num_unsent=numbers[_UNSENT],
             seconds=time.monotonic() - began,
             wait_seconds=fetched.wait_seconds,
         )

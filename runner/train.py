@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from runner.check import check
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
+from runner.checkpoint.upload import Uploads
 from runner.compose import digest, flat
 from runner.config import DebugKind, RunConfig
 from runner.data.dataset import Dataset
@@ -29,8 +30,10 @@ from runner.error import (
     EXIT_DONE,
     EXIT_HALTED,
     EXIT_PREEMPTED,
+    CheckpointError,
     ConfigError,
     Preempted,
+    RankError,
     RunnerError,
     Superseded,
 )
@@ -48,6 +51,7 @@ from runner.observe.lines import LineFile, iter_lines
 from runner.policy.history import Incident
 from runner.policy.straggler import Stragglers
 from runner.recover import Recovery
+from runner.remote import RemoteRun, Restorer, open_remote, with_highest
 from runner.report import Reporter
 from runner.resume import Found, Resumed, find, take_out, take_up
 from runner.rundir import RunDir, keep_for_owner
@@ -136,6 +140,8 @@ class Session:
         run = self.open()
         end = _run_to_an_end(run)
         self._witness.heart.enter("finish")
+        if run.ring.uploads is not None and end.status in ("done", "halted"):
+            run.ring.uploads.finish(run.ring.records, self._config.checkpoint.remote_wait_seconds)
         run.ring.close(wait=end.in_time)
         run.feed.close()
         run.reporter.close()
@@ -166,7 +172,11 @@ class Session:
         """
         config, ranks = self._config, self._ranks
         self._agree_on_settings()
-        self._fence = take_out(self._dir, config, self._launch, ranks, self._console.say)
+        remote = open_remote(config, self._dir, ranks)
+        known = remote.seen.claim if remote else 0
+        self._fence = take_out(
+            self._dir, config, self._launch, ranks, self._console.say, after=known
+        )
         self._witness.begin(self._fence, self._peers)
         if self._place.is_first and self._dir.is_open_to_all:
             self._console.say(
@@ -179,7 +189,10 @@ class Session:
             "splitting the data", lambda: assemble.sample_stream(config, dataset)
         )
         shape = ranks.all_or_none("sizing the model", lambda: assemble.model_shape(config, dataset))
+        restorer = self._restorer(remote, dataset)
+        restored = restorer.restore_if_lost() if restorer else None
         found = find(self._dir, config, dataset.fingerprint(), ranks, self._fence)
+        found = replace(found, next_serial=with_highest(found.next_serial, remote))
         for name in found.torn:
             self._console.say(f"removed {name}: it was never committed")
         for sentence in found.damaged:
@@ -191,13 +204,15 @@ class Session:
             config_digest=self._settings_digest, data_fingerprint=dataset.fingerprint()
         )
         report = self._report_to(journal)
+        for incident in restored.incidents if restored else []:
+            report(incident)
         faults = FaultInjector(
             parse_faults(config.faults), rank=self._place.rank, markers=self._dir.faults
         )
         ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults)
         faults.newest_checkpoint = ring.newest
         state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
-        resumed = take_up(found, self._dir, ring, journal, state)
+        resumed = self._take_up(found, ring, journal, state, None if restored else restorer, report)
         hosts = ranks.gather(host_name())
         past = self._past(found, resumed)
         self._greet(dataset, shape, resumed)
@@ -217,6 +232,8 @@ class Session:
         # After the reporter has cut the metrics: what is journalled as lost is lost once.
         lost = ranks.from_first(past.lost)
         journal.add(self._start_incident(resumed, dataset, hosts, lost))
+        if remote is not None:
+            ring.uploads = self._uploads(remote, journal, report, resumed)
         stepper = self._stepper(dataset, engine, feed, faults)
         held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
         if config.eval.every and not len(held_out):
@@ -287,6 +304,57 @@ class Session:
         if self._place.is_first:
             forget_last_words(self._dir, self._fence.number)
             self._witness.journal = lambda cause, number: journal.add(crash_incident(cause, number))
+
+    def _restorer(self, remote: RemoteRun | None, dataset: Dataset) -> Restorer | None:
+        if remote is None:
+            return None
+        return Restorer(
+            remote, self._dir, self._store(), self._config, dataset.fingerprint(), self._ranks
+        )
+
+    def _take_up(
+        self,
+        found: Found,
+        ring: Ring,
+        journal: Journal,
+        state: TrainState,
+        restorer: Restorer | None,
+        report: assemble.Report,
+    ) -> Resumed:
+        """From the ring; where no byte of it is right, from the remote."""
+        try:
+            return take_up(found, self._dir, ring, journal, state)
+        except CheckpointError as error:
+            if restorer is None:
+                raise
+            if restorer.silence:
+                raise RankError(
+                    f"{error}; and checkpoint.remote does not answer ({restorer.silence}): start "
+                    "again when it does"
+                ) from None
+            ring.drain()
+            restored = restorer.restore()
+            if restored is None:
+                raise
+        for incident in restored.incidents:
+            report(incident)
+        found = replace(found, records=[restored.record], damaged=[])
+        return take_up(found, self._dir, ring, journal, state)
+
+    def _uploads(
+        self, remote: RemoteRun, journal: Journal, report: assemble.Report, resumed: Resumed
+    ) -> Uploads:
+        """The journal has its first line by now."""
+        for incident in remote.incidents(resumed.step):
+            report(incident)
+        return remote.uploads(
+            self._config,
+            self._store(),
+            ranks=self._ranks,
+            fence=self._fence,
+            tainted=journal.history.abandoned_serials(),
+            report=report,
+        )
 
     def _store(self) -> RingStore:
         return RingStore(self._dir.ring, owner=self._fence.number, check=self._fence.check)

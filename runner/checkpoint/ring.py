@@ -25,6 +25,7 @@ from runner.checkpoint.shards import (
     write_rank_file,
 )
 from runner.checkpoint.store import Entry, RingStore
+from runner.checkpoint.upload import Uploads
 from runner.checkpoint.work import AgreedWork
 from runner.error import CheckpointError, CorruptCheckpoint
 from runner.policy.history import Incident
@@ -72,6 +73,7 @@ class Ring:
         self._being_proven: set[int] = set()
         self._saving = False
         self._work = AgreedWork(ranks.gather)
+        self.uploads: Uploads | None = None
 
     @property
     def next_serial(self) -> int:
@@ -210,6 +212,8 @@ class Ring:
             if record.serial not in self._being_proven:
                 self._being_proven.add(record.serial)
                 self._prove(record)
+        if self.uploads is not None:
+            self.uploads.after_step(self.records, step)
 
     def _prove(self, record: Record) -> None:
         self._work.submit(
@@ -245,7 +249,8 @@ class Ring:
 
     def _retire(self) -> None:
         leaving = retire(self.records, keep=self._rules.keep, keep_every=self._rules.keep_every)
-        serials = {record.serial for record in leaving} - self._being_proven
+        pinned = self.uploads.pinned if self.uploads else set()
+        serials = {record.serial for record in leaving} - self._being_proven - pinned
         self.records = [record for record in self.records if record.serial not in serials]
         for record in leaving:
             if record.serial in serials:
@@ -265,13 +270,17 @@ class Ring:
 
     # -- agreement ------------------------------------------------------------------------
 
-    def tell(self) -> tuple[float, float]:
-        """This rank's numbers for the step's packed agreement."""
-        return self._work.tell()
+    def tell(self) -> tuple[float, float, float, float]:
+        """This rank's numbers for the step's packed agreement: the ring's and the uploads'."""
+        return (*self._work.tell(), *(self.uploads.tell() if self.uploads else (0.0, 0.0)))
 
-    def settle(self, num_done: float, num_failed: float) -> None:
+    def settle(
+        self, num_done: float, num_failed: float, num_sent: float = 0.0, num_unsent: float = 0.0
+    ) -> None:
         """Take the sums; records change here, on all ranks alike."""
         self._work.settle(num_done, num_failed, self._ranks.world_size)
+        if self.uploads is not None:
+            self.uploads.settle(num_sent, num_unsent)
 
     def drain(self, is_late: Callable[[], bool] = lambda: False) -> bool:
         """Finish everything that is under way. Collective.
@@ -290,6 +299,8 @@ class Ring:
     def close(self, *, wait: bool = True) -> None:
         """End the background thread; ``wait`` False leaves a file it is writing unfinished."""
         self._work.close(wait=wait)
+        if self.uploads is not None:
+            self.uploads.close()
 
     # -- restoring ------------------------------------------------------------------------
 
@@ -376,12 +387,16 @@ class Ring:
         self.drain()
         for record in [r for r in self.records if r.step > step]:
             self._taint(record)
+        if self.uploads is not None:
+            self.uploads.distrust(lambda record: record.step > step)
         self.drain()
 
     def abandon_after(self, serial: int) -> None:
         """Taint every checkpoint newer than the one the run went back to, then retire them."""
         for record in abandoned_by_rollback(self.records, serial):
             self._taint(record)
+        if self.uploads is not None:
+            self.uploads.distrust(lambda record: record.serial > serial)
         self._retire()
 
 
