@@ -24,7 +24,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -32,7 +32,14 @@ from urllib.parse import urlsplit
 import fsspec
 
 from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest, parse_manifest, whole
-from runner.checkpoint.store import CLEAN, COMMITTED, MANIFEST, parse_name
+from runner.checkpoint.store import (
+    CLEAN,
+    COMMITTED,
+    MANIFEST,
+    Entry,
+    folder_name,
+    parse_name,
+)
 from runner.error import ConfigError, CorruptCheckpoint, RunnerError
 from runner.policy.ring import Record, State
 from runner.redact import redacted
@@ -51,7 +58,7 @@ _FINAL = (FileNotFoundError, PermissionError, NotImplementedError, RunnerError)
 _PACKAGES = {"s3": "holdfast[remote]", "s3a": "holdfast[remote]", "gs": "gcsfs", "gcs": "gcsfs"}
 
 
-class RemoteFault(Exception):
+class RemoteFault(RunnerError):
     """Something at the remote failed, after all attempts; the text holds no secrets."""
 
 
@@ -138,6 +145,36 @@ class RemoteRing:
             claim=claim.number if claim else 0,
             run=self._run_of(claim) if claim else "",
         )
+
+    def entries(self, *, verify: bool) -> tuple[list[Entry], list[str]]:
+        """Whole clean checkpoints by serial, and a sentence for each that is damaged.
+
+        Args:
+            verify: read every byte of them.
+
+        Raises:
+            RemoteFault: it cannot be read.
+        """
+        found: list[Entry] = []
+        damaged: list[str] = []
+        for record in self.look().stored:
+            folder = folder_name(record)
+            try:
+                manifest, _ = self.manifest(folder)
+                if verify:
+                    self._verify_all(folder, manifest)
+            except CorruptCheckpoint as error:
+                damaged.append(str(error))
+                continue
+            record = replace(record, cursor=manifest.cursor)
+            found.append(Entry(record=record, folder=Path(folder), manifest=manifest))
+        return found, damaged
+
+    def _verify_all(self, folder: str, manifest: Manifest) -> None:
+        for name, facts in manifest.files.items():
+            self.verify(f"ring/{folder}/{name}", facts)
+        for name, facts in self.run_facts(folder).items():
+            self.verify(f"ring/{folder}/run/{name}", facts)
 
     def manifest(self, folder: str) -> tuple[Manifest, bytes]:
         """A checkpoint's manifest and its bytes, checked as a local one.
