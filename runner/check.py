@@ -43,11 +43,15 @@ def check(config: RunConfig, *, world_size: int) -> None:
 def _bounds(config: RunConfig) -> list[str]:
     problems = []
     for name, spec, value in fields(config):
+        words = spec.metadata["words"]
+        if words and isinstance(value, str) and value not in words:
+            allowed = f"a whole number or {' or '.join(words)}"
+            problems.append(f"{name}={value[:100]}: must be {allowed} ({spec.metadata['help']})")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         broken = [
-            f"{words} {spec.metadata[bound]:g}"
-            for bound, (words, holds) in _HOLDS.items()
+            f"{comparison} {spec.metadata[bound]:g}"
+            for bound, (comparison, holds) in _HOLDS.items()
             if bound in spec.metadata and not holds(value, spec.metadata[bound])
         ]
         if not math.isfinite(value):
@@ -90,10 +94,15 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
             f"ranks; use at least {world_size}, or fewer ranks",
         ),
         (
-            ring.every < ring.clean_after,
+            isinstance(ring.every, int) and ring.every < ring.clean_after,
             f"checkpoint.every={ring.every}: shorter than the probation "
             f"checkpoint.clean_after={ring.clean_after}; a checkpoint must be proven before "
             f"the next is due: use checkpoint.every>={ring.clean_after}",
+        ),
+        (
+            ring.auto_most < ring.clean_after,
+            f"checkpoint.auto_most={ring.auto_most}: shorter than the probation "
+            f"checkpoint.clean_after={ring.clean_after}",
         ),
         (
             guard.min_history > guard.window,

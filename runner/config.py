@@ -15,9 +15,16 @@ from enum import Enum
 from typing import Any
 
 
-def key(default: Any, help: str, *, trajectory: bool = False, **bounds: float) -> Any:
-    """A config field: its default, its one-line help, its bounds."""
-    metadata = {"help": help, "trajectory": trajectory, **bounds}
+def key(
+    default: Any,
+    help: str,
+    *,
+    trajectory: bool = False,
+    words: tuple[str, ...] = (),
+    **bounds: float,
+) -> Any:
+    """A config field: its default, its one-line help, its bounds, words beside numbers."""
+    metadata = {"help": help, "trajectory": trajectory, "words": words, **bounds}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     if isinstance(default, type):
@@ -323,7 +330,16 @@ class GuardConfig:
 class CheckpointConfig:
     """The ring."""
 
-    every: int = key(50, "steps between checkpoints", ge=1)
+    every: int | str = key(
+        50, "steps between checkpoints; auto: by what they cost", words=("auto",), ge=1
+    )
+    auto_most: int = key(1000, "every=auto: at most so many steps; at least clean_after", ge=1)
+    mtbf_hours: float | None = key(
+        None,
+        "every=auto: hours between failures of the whole job, before any is seen; null: 24, or "
+        "6,300 over the nodes where that is less",
+        gt=0,
+    )
     clean_after: int = key(10, "clean steps that prove a checkpoint; at most every", ge=1)
     keep: int = key(3, "clean checkpoints kept", ge=1)
     keep_every: int = key(0, "also keep every such step for good; 0: none", ge=0)

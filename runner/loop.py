@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from runner.cadence import Cadence
 from runner.checkpoint.protocol import Moment
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import SampleStream
@@ -32,7 +33,6 @@ class Intervals:
     """In applied updates; 0 means never."""
 
     steps: int
-    checkpoint: int
     evaluate: int
 
 
@@ -52,6 +52,7 @@ class Loop:
         schedule: Schedule,
         rules: RemedyRules,
         intervals: Intervals,
+        cadence: Cadence,
         evaluate: Callable[[], float | None],
         stop: StopRequest,
         stop_reasons: Callable[[], list[str]],
@@ -69,6 +70,7 @@ class Loop:
         self._schedule = schedule
         self._rules = rules
         self._intervals = intervals
+        self._cadence = cadence
         self._evaluate = evaluate
         self._stop = stop
         self._stop_reasons = stop_reasons
@@ -176,8 +178,9 @@ class Loop:
         )
         self._ring.after_step(state.updates, state.baseline.clean_streak)
         self._inspect(state.updates)
-        if self._is_due(self._intervals.checkpoint):
-            with self._reporter.stall("checkpoint"):
+        self._cadence.step(scene.seconds, busy=self._ring.is_busy)
+        if self._cadence.is_due(state.updates):
+            with self._reporter.stall("checkpoint"), self._cadence.save(state.updates):
                 self._save()
 
     def _repeat_known_discard(self, *, before: int) -> bool:

@@ -253,8 +253,10 @@ class Session:
             rules=assemble.remedy_rules(config),
             intervals=Intervals(
                 steps=config.steps,
-                checkpoint=config.checkpoint.every,
                 evaluate=config.eval.every,
+            ),
+            cadence=assemble.cadence(
+                config, self._place, resumed.step, journal.history, ranks, reporter.spent, report
             ),
             evaluate=evaluator.loss,
             stop=self._stop,

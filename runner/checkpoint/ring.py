@@ -79,6 +79,11 @@ class Ring:
     def next_serial(self) -> int:
         return self._next_serial
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written, proven, sent or removed."""
+        return len(self._work) > 0 or (self.uploads is not None and self.uploads.is_busy)
+
     def adopt(self, records: Iterable[Record], *, next_serial: int) -> None:
         """Take over what an earlier process left."""
         self.records = list(records)

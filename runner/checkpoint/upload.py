@@ -77,6 +77,10 @@ class Uploads:
         """Serials that must not be retired from the ring now."""
         return {self._sending.serial} if self._sending else set()
 
+    @property
+    def is_busy(self) -> bool:
+        return len(self._work) > 0
+
     def after_step(self, records: Sequence[Record], step: int) -> None:
         """Begin what is due; ``records`` are the ring's that are on disk."""
         self._step = step

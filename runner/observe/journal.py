@@ -31,6 +31,7 @@ _MOST = {
     "repeat": 10**6,
     "metrics_bytes": _LIMIT,
     "cut_steps": _LIMIT,
+    "interval_steps": _LIMIT,
 }
 _MOST_ABANDONED = 10**6  # checkpoints that one rollback can leave behind
 
@@ -83,6 +84,8 @@ def _check(line: dict[str, Any], folded: History) -> None:
         raise ValueError(f"a {incident.kind} without samples")
     if incident.kind == "discard":
         discarded_signals(incident)
+    if incident.kind == "interval":
+        _bound("interval_steps", incident.detail["interval_steps"], _LIMIT)
     if incident.kind == "rollback":
         _check_rollback(incident.detail)
     folded.add(incident)
