@@ -117,7 +117,8 @@ class Auto:
 
 def journalled(history: History, rules: IntervalRules) -> int:
     """The interval that a restart begins with."""
-    known = [i.detail["interval_steps"] for i in history.incidents if i.kind == "interval"]
+    lines = [i for i in history.incidents if i.kind == "interval"]
+    known = [i.detail["interval_steps"] for i in lines if "interval_steps" in i.detail]
     return rules.bounded(known[-1]) if known else rules.first
 
 

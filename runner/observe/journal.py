@@ -84,8 +84,6 @@ def _check(line: dict[str, Any], folded: History) -> None:
         raise ValueError(f"a {incident.kind} without samples")
     if incident.kind == "discard":
         discarded_signals(incident)
-    if incident.kind == "interval":
-        _bound("interval_steps", incident.detail["interval_steps"], _LIMIT)
     if incident.kind == "rollback":
         _check_rollback(incident.detail)
     folded.add(incident)

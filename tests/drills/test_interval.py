@@ -1,4 +1,4 @@
-"""``checkpoint.every=auto``: when checkpoints are made follows the clock, what comes out does not."""
+"""``checkpoint.every=auto``: when checkpoints are made follows the clock, the result does not."""
 
 from __future__ import annotations
 
