@@ -6,11 +6,12 @@ Knows everything; nothing knows it but the command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from runner.cadence import Auto, Cadence, Fixed
 from runner.check import is_zero
 from runner.checkpoint.memory import Memory
 from runner.checkpoint.protocol import Identity, RingRules
@@ -43,7 +44,8 @@ from runner.observe.metrics import Metrics
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker, Tracker
 from runner.policy.elastic import deal
-from runner.policy.history import Incident
+from runner.policy.history import History, Incident
+from runner.policy.interval import IntervalRules, prior_seconds
 from runner.policy.schedule import Schedule
 from runner.report import Reporter
 from runner.resume import Resumed
@@ -327,6 +329,34 @@ def ring(
         report=report,
         before_write=lambda step: faults.at("save", step),
         memory=memory,
+    )
+
+
+def cadence(
+    config: RunConfig,
+    place: Place,
+    updates: int,
+    history: History,
+    ranks: Ranks,
+    spent: Callable[[], Mapping[str, float]],
+    report: Report,
+) -> Cadence:
+    """When checkpoints are due."""
+    wanted = config.checkpoint
+    if isinstance(wanted.every, int):
+        return Fixed(wanted.every)
+    nodes = -(-place.world_size // place.local_world_size)
+    return Auto(
+        rules=IntervalRules(
+            clean_after=wanted.clean_after,
+            most=wanted.auto_most,
+            prior_seconds=prior_seconds(wanted.mtbf_hours, nodes),
+        ),
+        updates=updates,
+        history=history,
+        from_first=ranks.from_first,
+        spent=spent,
+        report=report,
     )
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from runner.cadence import Cadence
 from runner.checkpoint.protocol import Moment
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import BatchPlan, SampleStream
@@ -33,14 +34,13 @@ class Intervals:
     """In applied updates; 0 means never. ``inspect``: of what is looked at, see ``Loop``."""
 
     steps: int
-    checkpoint: int
     memory: int
     evaluate: int
     inspect: tuple[int, ...] = ()
 
     def is_boundary(self, updates: int) -> bool:
         """Whether something looks at the state of exactly so many updates."""
-        every = (self.checkpoint, self.memory, self.evaluate, *self.inspect)
+        every = (self.memory, self.evaluate, *self.inspect)
         return updates >= self.steps or any(e > 0 and updates % e == 0 for e in every)
 
 
@@ -66,6 +66,7 @@ class Loop:
         schedule: Schedule,
         rules: RemedyRules,
         intervals: Intervals,
+        cadence: Cadence,
         evaluate: Callable[[], float | None],
         stop: StopRequest,
         stop_reasons: Callable[[], list[str]],
@@ -84,6 +85,7 @@ class Loop:
         self._schedule = schedule
         self._rules = rules
         self._intervals = intervals
+        self._cadence = cadence
         self._evaluate = evaluate
         self._stop = stop
         self._stop_reasons = stop_reasons
@@ -175,6 +177,7 @@ class Loop:
         return (
             self._late
             and not self._intervals.is_boundary(updates)
+            and not self._cadence.is_due(updates)
             and not self._known_discards
             and pending.withheld is None
             # A drift is applied, and found afterwards.
@@ -241,10 +244,13 @@ class Loop:
         )
         self._ring.after_step(state.updates, state.baseline.clean_streak)
         self._inspect(state.updates)
-        to_disk = self._is_due(self._intervals.checkpoint)
-        if to_disk or self._is_due(self._intervals.memory):
+        self._cadence.step(scene.seconds, busy=self._ring.is_busy)
+        if self._cadence.is_due(state.updates):
+            with self._reporter.stall("checkpoint"), self._cadence.save(state.updates):
+                self._save()
+        elif self._is_due(self._intervals.memory):
             with self._reporter.stall("checkpoint"):
-                self._save(disk=to_disk)
+                self._save(disk=False)
 
     def _repeat_known_discard(self, *, before: int) -> bool:
         """Judge a step again that was discarded before a restart; nothing is computed.

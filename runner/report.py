@@ -133,6 +133,10 @@ class Reporter:
         self._account.stalled(taken)
         return taken
 
+    def spent(self) -> dict[str, float]:
+        """Seconds by kind over all starts, but for what is still being counted."""
+        return self._account.spent()
+
     def where_time_went(self) -> dict[str, float]:
         """Seconds since the first start by kind; see :meth:`TimeAccount.breakdown`."""
         self.take_stalls()

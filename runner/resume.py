@@ -61,9 +61,18 @@ class Resumed:
 
 
 def take_out(
-    run_dir: RunDir, config: RunConfig, launch: Launch, ranks: Ranks, say: Callable[[str], None]
+    run_dir: RunDir,
+    config: RunConfig,
+    launch: Launch,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    *,
+    after: int = 0,
 ) -> Fence:
     """Become the one that writes to ``out``. Collective.
+
+    Args:
+        after: the last incarnation that is known of where ``out`` is empty.
 
     Raises:
         ConfigError: another launch is alive in there, or it cannot be written.
@@ -79,6 +88,7 @@ def take_out(
             stale_seconds=config.resume.stale_seconds,
             take_over=config.resume.take_over,
             say=say,
+            after=after,
         ).number
 
     number = ranks.from_first(ranks.all_or_none("taking out", take_first))

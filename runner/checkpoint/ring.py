@@ -32,7 +32,8 @@ from runner.checkpoint.shards import (
 )
 from runner.checkpoint.slots import Held, Need, SlotBook
 from runner.checkpoint.store import Entry, RingStore
-from runner.checkpoint.work import AgreedWork, Lanes, Told
+from runner.checkpoint.upload import Uploads
+from runner.checkpoint.work import AgreedWork, Lanes, Told, wait_for_any
 from runner.error import (
     CheckpointError,
     CorruptCheckpoint,
@@ -95,8 +96,9 @@ class Ring:
         self._slots = SlotBook()
         self._earlier: dict[int, Note] = {}
         self._pace = Pace(rules.write_bytes_per_second)
-        self._work = Lanes(ranks.gather, world_size=ranks.world_size, count=2)
-        self._near, self._far = self._work.lanes
+        self._work = Lanes(ranks.gather, world_size=ranks.world_size, count=3)
+        self._near, self._far, self.uplink = self._work.lanes
+        self.uploads: Uploads | None = None
 
     @property
     def next_serial(self) -> int:
@@ -110,6 +112,11 @@ class Ring:
 
     def _newest_on_disk(self) -> Record | None:
         return max(on_disk(self.records), key=lambda record: record.serial, default=None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written, proven, sent or removed."""
+        return len(self._far) > 0 or len(self.uplink) > 0
 
     def adopt(self, records: Iterable[Record], *, next_serial: int) -> None:
         """Take over what an earlier process left on disk."""
@@ -302,7 +309,7 @@ class Ring:
         if slot is None:
             slot = self._room(must=False)
         if slot is None and must:
-            self._drain(self._near)
+            self._drain([self._near])
             slot = self._slots.free()
             slot = self._room(must=True) if slot is None else slot
         return slot
@@ -415,6 +422,8 @@ class Ring:
             if (record.serial, record.tier) not in self._being_proven:
                 self._being_proven.add((record.serial, record.tier))
                 self._prove(record)
+        if self.uploads is not None:
+            self.uploads.after_step(on_disk(self.records), step)
 
     def _prove(self, record: Record) -> None:
         if record.tier is Tier.memory:
@@ -473,8 +482,10 @@ class Ring:
 
     def _retire(self) -> None:
         leaving = retire(self.records, keep=self._rules.keep, keep_every=self._rules.keep_every)
+        pinned = self.uploads.pinned if self.uploads else set()
         for record in leaving:
-            if (record.serial, record.tier) not in self._being_proven:
+            is_needed = (record.serial, record.tier) in self._being_proven
+            if not is_needed and record.serial not in pinned:
                 self.records = without(self.records, record.serial, Tier.disk)
                 self.remove(record)
 
@@ -505,18 +516,20 @@ class Ring:
 
         Returns False, on all ranks alike, when some rank said it is too late to wait longer.
         """
-        return self._drain(self._work, is_late)
+        return self._drain([self._near, self._far], is_late)
 
-    def _drain(self, work: AgreedWork | Lanes, is_late: Callable[[], bool] = lambda: False) -> bool:
+    def _drain(
+        self, lanes: Sequence[AgreedWork], is_late: Callable[[], bool] = lambda: False
+    ) -> bool:
         self._pace.hurry.set()
         try:
-            while len(work):
-                work.wait(_PATIENCE_SECONDS)
+            while any(map(len, lanes)):
+                wait_for_any(lanes, _PATIENCE_SECONDS)
                 late = float(is_late())
                 told = self._work.tell()
                 num_done, num_failed, num_late = self._ranks.sum([told.done, told.failed, late])
                 self.settle(num_done, num_failed, told.jobs)
-                if num_late and len(work):
+                if num_late and any(map(len, lanes)):
                     return False
         finally:
             self._pace.hurry.clear()
@@ -529,7 +542,11 @@ class Ring:
             forget: nobody will come back for the snapshots in memory.
         """
         self._pace.hurry.set()
-        self._work.close(wait=wait)
+        if self.uploads is not None:
+            self.uploads.close()
+        self.uplink.close(wait=False)
+        for lane in (self._near, self._far):
+            lane.close(wait=wait)
         if self._memory is not None:
             self._memory.close(forget=forget)
 
@@ -691,6 +708,8 @@ class Ring:
         self.drain()
         for record in [r for r in self.records if r.step > step]:
             self._taint(record)
+        if self.uploads is not None:
+            self.uploads.distrust(lambda record: record.step > step)
         self.drain()
 
     def abandon_after(self, serial: int) -> None:
@@ -701,6 +720,8 @@ class Ring:
         self._left_behind.update(range(serial + 1, self._next_serial))
         for record in abandoned_by_rollback(self.records, serial):
             self._taint(record)
+        if self.uploads is not None:
+            self.uploads.distrust(lambda record: record.serial > serial)
         self._retire()
 
 

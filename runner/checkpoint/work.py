@@ -149,11 +149,16 @@ class Lanes:
                 lane.settle(of_lane, failed_of_lane, self._world_size)
 
     def wait(self, seconds: float) -> None:
-        """Wait until this rank's part of some lane's oldest job is done, at most ``seconds``."""
-        running = [lane.running for lane in self.lanes if lane.running is not None]
-        if running:
-            wait(running, timeout=seconds, return_when=FIRST_COMPLETED)
+        """See :func:`wait_for_any`."""
+        wait_for_any(self.lanes, seconds)
 
     def close(self, *, wait: bool = True) -> None:
         for lane in self.lanes:
             lane.close(wait=wait)
+
+
+def wait_for_any(lanes: Sequence[AgreedWork], seconds: float) -> None:
+    """Wait until this rank's part of some lane's oldest job is done, at most ``seconds``."""
+    running = [lane.running for lane in lanes if lane.running is not None]
+    if running:
+        wait(running, timeout=seconds, return_when=FIRST_COMPLETED)
