@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from runner.cadence import Fixed
 from runner.checkpoint.protocol import Moment
 from runner.checkpoint.work import Told
 from runner.data.cursor import BatchPlan, SampleStream
@@ -198,6 +199,8 @@ class MemoryRing:
         for record in abandoned_by_rollback(self.records, serial):
             self.records = with_state(self.records, record.serial, State.tainted)
 
+    is_busy = False
+
     def tell(self) -> Told:
         return Told(0.0, 0.0, ())
 
@@ -324,9 +327,9 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         reporter=parts["reporter"],
         schedule=Schedule(kind="cosine", peak=0.1, total=STEPS, warmup=5, floor=0.1, decay=0.2),
         rules=remedy_rules(**remedy, batch=BATCH),
+        cadence=Fixed(story.checkpoint),
         intervals=Intervals(
             steps=STEPS,
-            checkpoint=story.checkpoint,
             memory=0,
             evaluate=story.evaluate,
             inspect=(story.inspect,),

@@ -17,6 +17,7 @@ from runner.checkpoint.manifest import FileFacts
 from runner.checkpoint.remote import Claim, RemoteFault, RemoteRing, RemoteTaken
 from runner.checkpoint.store import RingStore, folder_name
 from runner.checkpoint.upload import Uploads
+from runner.checkpoint.work import AgreedWork
 from runner.command.ring import ring_command
 from runner.compose import compose, to_yaml
 from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
@@ -86,6 +87,7 @@ def uploads(
         tainted=changes.pop("tainted", []),
         keep=keep,
         keep_every=0,
+        work=AgreedWork(Alone().gather),
         ranks=Alone(),
         check=changes.pop("check", lambda: None),
         report=said.append,
