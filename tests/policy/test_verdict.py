@@ -274,7 +274,7 @@ def test_heavy_tails_put_the_pair_limit_beyond_their_reach() -> None:
     """Student's t with 4 degrees: one step in 70 lies above three robust sigmas."""
     draw = random.Random(5)
     baseline, num_bad = Baseline(judge_rules()), 0
-    for step in range(1, 4001):
+    for step in range(1, 2501):
         left = draw.gauss(0, 1) / math.sqrt(draw.gammavariate(2, 2) / 4)
         signals = attempted(step, 3.0 + 0.1 * left)
         if baseline.judge(signals).kind is Kind.clean:
@@ -307,7 +307,7 @@ def test_a_calm_norm_is_guarded_though_the_window_remembers_a_wild_one() -> None
     noise = random.Random(1)
     baseline = Baseline(judge_rules())
     for step in range(1, 81):
-        spread = 0.8 if step <= 50 else 0.1
+        spread = 0.8 if step <= 62 else 0.1
         baseline.accept(attempted(step, 3.0, math.exp(noise.gauss(0, spread))))
     assert baseline.judge(attempted(81, 3.0, 9.0)).kind is Kind.clean
     assert baseline.judge(attempted(81, 3.0, 60.0)).kind is Kind.spike
@@ -340,13 +340,13 @@ def test_after_a_new_baseline_the_beginning_is_its_own() -> None:
     assert verdict.kind is Kind.drift
 
 
-@pytest.mark.parametrize(("height", "found"), [(0.17, False), (0.4, True)])
+@pytest.mark.parametrize(("height", "found"), [(0.18, False), (0.4, True)])
 def test_shallow_waves_are_left_alone(height: float, found: bool) -> None:
-    """The loss of a run that sees its data again rises within each epoch."""
+    """Where data is seen again the loss rises within each epoch; where a rate restarts, too."""
     noise = random.Random(3)
     losses = [
-        3.0 - 0.1 * (at // 600) + height * (at % 600) / 600 + noise.gauss(0, 0.05)
-        for at in range(2400)
+        3.0 - 0.1 * (at // 600) + height * min(1.0, (at % 600) / 100) + noise.gauss(0, 0.05)
+        for at in range(1300)
     ]
     assert (watch(Baseline(judge_rules()), losses) is not None) == found
 
