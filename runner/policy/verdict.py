@@ -323,7 +323,7 @@ class Baseline:
             return _NO_LIMITS
         # The best level is held by as many steps as the window has, not by a lucky few.
         median, sigma = self._median, self._sigma
-        self._best_level = min(self._best_level + rules.drift_slack / _DRIFT_MEMORY, median)
+        self._best_level = min(self._best_level + self._slack / _DRIFT_MEMORY, median)
         tail = _PAIR_TAILS * (self._loss.largest(_TAIL_RANK) - median)
         usual, late = _noise(self._surprise), _late_noise(self._surprise)
         short = level + min(0.0, max(usual.center, late.center, -_MOST_BIAS * rules.loss_floor))
@@ -343,11 +343,11 @@ class Baseline:
     def _norm_limit(self) -> float:
         rules = self._rules
         usual, sigma = self._log_norm.center_and_sigma()
-        late = _late_noise(self._log_norm)
-        log_norm = min(
-            usual + max(rules.norm_sigmas * sigma, rules.norm_floor),
-            max(usual, late.center) + max(rules.norm_sigmas * late.sigma, rules.norm_floor),
-        )
+        log_norm = usual + max(rules.norm_sigmas * sigma, rules.norm_floor)
+        if rules.norm_sigmas * sigma > rules.norm_floor:
+            late = _late_noise(self._log_norm)
+            least = max(rules.norm_sigmas * late.sigma, rules.norm_floor)
+            log_norm = min(log_norm, max(usual, late.center) + least)
         return math.exp(min(log_norm, 700.0))
 
     def _excess(self, loss: float) -> float:
