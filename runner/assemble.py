@@ -34,7 +34,7 @@ from runner.engine.protocol import Engine
 from runner.error import ConfigError
 from runner.fault.inject import FaultInjector
 from runner.model.decoder import Decoder, DecoderShape, default_ffn_dim, flops_per_token
-from runner.model.frozen import freeze
+from runner.model.frozen import freeze, num_frozen_multiplied
 from runner.model.initial import initial_range, initial_rule
 from runner.model.loss import sequence_losses
 from runner.observe.console import Console
@@ -384,7 +384,7 @@ def reporter(
         trackers=trackers,
         console=console,
         throughput=Throughput(
-            flops_per_token=flops_per_token(shape),
+            flops_per_token=_flops_per_token(config, shape),
             peak_flops=peak * 1e12 * place.world_size if peak else None,
         ),
         history=journal.history,
@@ -393,3 +393,10 @@ def reporter(
         past=past,
         began=journal.began,
     )
+
+
+def _flops_per_token(config: RunConfig, shape: DecoderShape) -> float:
+    with torch.device("meta"):
+        model = Decoder(shape)
+    freeze(model, config.model.frozen)
+    return flops_per_token(shape, num_frozen=num_frozen_multiplied(model))

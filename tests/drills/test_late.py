@@ -99,13 +99,13 @@ def test_it_may_change_from_start_to_start(tmp_path: Path, poisoned: Result) -> 
 def test_a_halt(tmp_path: Path) -> None:
     ends = [
         train(
-            tmp_path / mode,
+            tmp_path / name,
             mode,
             "faults=[nan_grad@step=20,rank=1]",
             "guard.persist=1",
             "guard.max_rollbacks=0",
         )
-        for mode in (LATE, AT_ONCE)
+        for name, mode in (("late", LATE), ("at-once", AT_ONCE))
     ]
     assert [end.summary["status"] for end in ends] == ["halted", "halted"], ends[0].tail
     assert ends[0].digest == ends[1].digest and ends[0].metrics() == ends[1].metrics()
