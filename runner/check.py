@@ -77,6 +77,7 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
     batch, guard, ring = config.batch, config.guard, config.checkpoint
     shard = config.parallel.shard_size
     kind = config.parallel.kind
+    longest = ring.clean_after + (ring.keep - 1) * ring.every
     rules = [
         (
             world_size > batch.global_size,
@@ -88,6 +89,13 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
             f"checkpoint.every={ring.every}: shorter than the probation "
             f"checkpoint.clean_after={ring.clean_after}; a checkpoint must be proven before "
             f"the next is due: use checkpoint.every>={ring.clean_after}",
+        ),
+        (
+            config.debug.replica_check_every > longest,
+            f"debug.replica_check_every={config.debug.replica_check_every}: a mismatch distrusts "
+            f"what was saved since the last look, and the {ring.keep} clean checkpoints kept may "
+            f"all be younger; use at most {longest} (clean_after + (keep - 1) * every), or a "
+            "larger checkpoint.keep",
         ),
         (
             guard.min_history > guard.window,
