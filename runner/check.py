@@ -87,6 +87,8 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
     batch, guard, ring = config.batch, config.guard, config.checkpoint
     shard = config.parallel.shard_size
     kind = config.parallel.kind
+    shortest = ring.every if isinstance(ring.every, int) else ring.clean_after
+    longest = ring.clean_after + (ring.keep - 1) * shortest
     rules = [
         (
             world_size > batch.global_size,
@@ -113,6 +115,13 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
             ring.auto_most < ring.clean_after,
             f"checkpoint.auto_most={ring.auto_most}: shorter than the probation "
             f"checkpoint.clean_after={ring.clean_after}",
+        ),
+        (
+            config.debug.replica_check_every > longest,
+            f"debug.replica_check_every={config.debug.replica_check_every}: a mismatch distrusts "
+            f"what was saved since the last look, and the {ring.keep} clean checkpoints kept may "
+            f"all be younger; use at most {longest} (clean_after + (keep - 1) * every), or a "
+            "larger checkpoint.keep",
         ),
         (
             guard.min_history > guard.window,

@@ -122,6 +122,8 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) ->
         if entries:
             _refuse_other_data(config, entries[-1].manifest.data_fingerprint, fingerprint)
     lines, length = read_journal(run_dir.journal)
+    if entries:
+        _refuse_lost_lines(run_dir, len(lines), entries[-1].manifest)
     metrics = iter_lines(run_dir.metrics)
     serials = [0, *(entry.record.serial for entry in entries), *map(_serial_in, lines)]
     return {
@@ -137,6 +139,16 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) ->
         "next_serial": max(serials) + 1 + len(damaged),
         "crashes": [i.to_json() for i in unexplained(run_dir, lines, fence.number)],
     }
+
+
+def _refuse_lost_lines(run_dir: RunDir, num_lines: int, newest: Manifest) -> None:
+    """A crash loses no line that was acknowledged; without them the run would forget its skips."""
+    if num_lines < newest.journal_lines:
+        raise ConfigError(
+            f"{run_dir.journal}: has {num_lines} whole lines, but had {newest.journal_lines} when "
+            f"checkpoint {newest.serial} of step {newest.step} was saved: it was removed, cut or "
+            "damaged. Put it back from a copy, or choose another out"
+        )
 
 
 def _serial_in(line: Mapping[str, Any]) -> int:

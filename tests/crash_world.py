@@ -203,6 +203,7 @@ class World:
 
         self.ring.restore = noted  # type: ignore[method-assign]
         resumed = take_up(found, self.dir, self.ring, self.journal, cast(Any, self.state))
+        self.begin = resumed.step
         self.ring.drain()  # what a rollback left behind is removed in the background
         self.metrics = LineFile(self.dir.metrics, length=resumed.metrics_bytes)
         self.add(

@@ -6,14 +6,12 @@ attached; so ``when=N`` counts the calls of the work alone. It has one thread.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
 import re
 import shutil
 import subprocess
-import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -155,8 +153,6 @@ def _work(
     except BaseException as error:
         words = "".join(traceback.format_exception_only(error))
         told.note("error", words)
-        with contextlib.suppress(BaseException):
-            sys.stderr.write(words)
     finally:
         os._exit(0)
 

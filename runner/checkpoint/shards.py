@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import threading
 import time
@@ -179,10 +180,11 @@ def _stamp(file: BinaryIO) -> Stamp:
 
 
 @contextlib.contextmanager
-def _open(entry: Entry, name: str) -> Iterator[BinaryIO]:
+def _open(entry: Entry, name: str) -> Iterator[io.BufferedReader]:
     """A file of a checkpoint; whatever the system refuses until it is closed is ours to name."""
     try:
         with open_regular(entry.folder / name) as file:
+            assert isinstance(file, io.BufferedReader)
             yield file
     except OSError as error:
         raise unreadable(entry.folder / name, error) from None
@@ -267,8 +269,10 @@ def _read_piece(
     path = entry.folder / piece.file
     offset = piece.offset + (first - piece.start) * ITEM_BYTES
     with _open(entry, piece.file) as file:
-        array = np.fromfile(file, dtype="<f4", count=stop - first, offset=offset)
-        if len(array) != stop - first:
+        # Not numpy's fromfile: it takes an error of the disk for the file's end.
+        array = np.empty(stop - first, dtype="<f4")
+        file.seek(offset)
+        if file.readinto(array.data.cast("B")) != array.nbytes:
             raise CorruptCheckpoint(f"{path}: truncated")
         # After the read: what came before it is told as well.
         _check_unchanged(file, path, stamp)

@@ -40,6 +40,8 @@ class Fence:
         self.number = number
         self._folder = folder
         self._next = _claim_path(folder, number + 1)
+        self._own = _claim_path(folder, number)
+        self._claim: bytes | None = None
         self._beats = 0
 
     def check(self) -> None:
@@ -54,12 +56,33 @@ class Fence:
             )
 
     def beat(self) -> None:
-        """Show that the incarnation lives. For rank 0, every :data:`BEAT_SECONDS`."""
+        """Show that the incarnation lives. For rank 0, every :data:`BEAT_SECONDS`.
+
+        Raises:
+            Superseded: a newer incarnation owns the run directory, or it is another directory.
+        """
+        self._check_own()
         self._beats += 1
         temporary = self._folder / f"beat.{self.number}"
         temporary.write_text(f"{self.number} {self._beats}\n")
         self.check()
         temporary.rename(self._folder / "beat")
+
+    def _check_own(self) -> None:
+        """The claim is still there, as it was: nobody has put the run directory away.
+
+        Saves would make the folders anew, and a restart take them for a run without a past.
+        """
+        try:
+            claim = read_bounded(self._own, _CLAIM_BYTES)
+        except FileNotFoundError:
+            claim = None
+        self._claim = self._claim or claim
+        if claim is None or claim != self._claim:
+            raise Superseded(
+                f"{self._folder.parent}: was removed or replaced while incarnation {self.number} "
+                f"ran ({self._own.name} is {'gone' if claim is None else 'another'}); it stops"
+            )
 
     def release(self) -> None:
         """Say that this incarnation is over: the next one need not wait. Rank 0 only."""

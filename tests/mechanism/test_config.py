@@ -131,6 +131,10 @@ def test_every_key_has_one_line_of_help(name: str, spec: Any, value: Any) -> Non
         ("data.held_out=1", ["data.held_out=1.0", "less than 1"]),
         ("steps=0", ["steps=0", "at least 1"]),
         ("seed=-1", ["seed=-1", "at least 0"]),
+        (
+            "debug.replica_check_every=111",
+            ["debug.replica_check_every=111", "the 3 clean", "at most 110", "checkpoint.keep"],
+        ),
         ("checkpoint.every=5", ["checkpoint.every=5", "checkpoint.clean_after=10", "every>=10"]),
         ("guard.min_history=999", ["guard.min_history=999", "guard.window="]),
         ("guard.persist=99", ["guard.persist=99", "guard.persist_window="]),
