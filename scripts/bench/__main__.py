@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from typing import Any
 import torch
 
 from scripts.bench import machine
-from scripts.bench.plan import ROOT, MeasureError, Plan
+from scripts.bench.plan import Plan
+from scripts.bench.process import ROOT, MeasureError
 from scripts.bench.report import markdown
 
 # In the order in which they are run; each is a module with measure(plan) -> rows.
@@ -35,6 +37,7 @@ MEASUREMENTS = {
     "memory": "peak memory",
     "growth": "cost by parameters, ranks and bytes",
 }
+LONG = ("zero", "growth")  # left out by --quick unless named
 _PACKAGES = ("torch", "deepspeed", "numpy", "lightning", "accelerate", "transformers")
 
 
@@ -52,7 +55,8 @@ def main() -> int:
         overrides=options.overrides,
         say=_say,
     )
-    return run(plan, options.only or list(MEASUREMENTS), options.out or _default_out())
+    names = options.only or [name for name in MEASUREMENTS if not (plan.quick and name in LONG)]
+    return run(plan, names, options.out or _default_out())
 
 
 def run(plan: Plan, names: Sequence[str], out: Path) -> int:
@@ -156,5 +160,6 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended too
     os.chdir(ROOT)
     sys.exit(main())

@@ -24,7 +24,10 @@ def measure(plan: Plan) -> list[Row]:
     memory = ["checkpoint.memory_every=10"] if has_memory_tier() else []
     kept = "memory every 10, disk every 100" if memory else "disk every 100"
     rows = []
-    for size, settings, cycles in (("", [], 3), (", short steps", plan.short, 8)):
+    cases = [(", short steps", plan.short, 1 if plan.quick else 8)]
+    if not plan.quick:
+        cases.insert(0, ("", [], 2))
+    for size, settings, cycles in cases:
         rows.append(
             compared(
                 plan,
@@ -35,8 +38,8 @@ def measure(plan: Plan) -> list[Row]:
                 *settings,
                 opponent="bare-fsdp",
                 block=_BLOCK,
-                pairs=_GROUP * plan.rounds(cycles),
-                warmup=_GROUP if plan.quick is False else 0,
+                pairs=_GROUP * cycles,
+                warmup=2,
                 group=_GROUP,
                 told=("--settle", f"--phase={_PHASE}"),
                 aim=AIM,

@@ -6,9 +6,12 @@ import statistics
 import sys
 from typing import Any
 
-from scripts.bench.plan import Plan, on_ranks
+from scripts.bench.plan import Plan
+from scripts.bench.process import on_ranks
 from scripts.bench.ratio import grouped, paired
 from scripts.bench.report import Row
+
+_ARMED = 24  # steps after which the guard judges all that it judges
 
 
 def compared(
@@ -34,7 +37,7 @@ def compared(
         f"--against={opponent}",
         f"--block={steps}",
         f"--pairs={pairs}",
-        f"--warmup={-(-30 // steps) if warmup is None else warmup}",
+        f"--warmup={-(-_ARMED // steps) if warmup is None else warmup}",
         *told,
         *plan.size,
         *settings,

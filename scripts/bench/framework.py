@@ -13,7 +13,8 @@ import venv
 from dataclasses import replace
 
 from scripts.bench.compared import compared
-from scripts.bench.plan import ROOT, MeasureError, Plan
+from scripts.bench.plan import Plan
+from scripts.bench.process import ROOT, MeasureError
 from scripts.bench.report import Row
 
 HOME = ROOT / ".venv-bench"
@@ -41,7 +42,7 @@ def measure(plan: Plan) -> list[Row]:
             words,
             f"parallel={kind}",
             opponent=opponent,
-            pairs=plan.pairs(25),
+            pairs=plan.pairs(20),
             python=python,
         )
         rows.append(_checked(row, words))

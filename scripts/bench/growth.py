@@ -33,7 +33,7 @@ def measure(plan: Plan) -> list[Row]:
 
 
 def _parameters(plan: Plan, sizes: dict[str, list[str]]) -> list[Row]:
-    batch = [f"batch.global_size={2 * plan.ranks}", "data.seq_len=128"]
+    batch = [f"batch.global_size={2 * plan.ranks}", "data.seq_len=64"]
     return [
         compared(
             plan,
@@ -42,7 +42,7 @@ def _parameters(plan: Plan, sizes: dict[str, list[str]]) -> list[Row]:
             *size,
             *batch,
             opponent="bare-fsdp",
-            pairs=plan.pairs(25),
+            pairs=plan.pairs(20),
             warmup=10,
         )
         for name, size in sizes.items()
@@ -60,7 +60,7 @@ def _ranks(plan: Plan) -> list[Row]:
             _BARE,
             *batch,
             opponent="bare-fsdp",
-            pairs=plan.pairs(25),
+            pairs=plan.pairs(20),
             block=5,
             ranks=number,
         )

@@ -12,7 +12,7 @@ AIM = 1.005
 def measure(plan: Plan) -> list[Row]:
     off = "the runner, guard=off"
     guarded = compared(
-        plan, "step, guard on", off, opponent="guard-off", pairs=plan.pairs(50), aim=AIM
+        plan, "step, guard on", off, opponent="guard-off", pairs=plan.pairs(40), aim=AIM
     )
     nothing = compared(
         plan,
@@ -20,6 +20,6 @@ def measure(plan: Plan) -> list[Row]:
         off,
         "guard=off",
         opponent="guard-off",
-        pairs=plan.pairs(25),
+        pairs=plan.pairs(20),
     )
     return [guarded, nothing]

@@ -10,28 +10,37 @@ import time
 from pathlib import Path
 
 from scripts.bench.framework import OPPONENTS, environment_python
-from scripts.bench.ours import has_memory_tier
-from scripts.bench.plan import MeasureError, Plan, finish, folder, start, torchrun
+from scripts.bench.ours import has_memory_tier, make_task, settings
+from scripts.bench.plan import Plan
+from scripts.bench.process import MeasureError, descendants, finish, folder, running, torchrun
 from scripts.bench.ratio import paired
-from scripts.bench.recovery import descendants
 from scripts.bench.report import Row
+from scripts.bench.step import AGAINST
+from scripts.bench.task import write_task
 
 _POLL_SECONDS = 0.1
 
 
 def measure(plan: Plan) -> list[Row]:
-    rounds = plan.rounds(2)
-    ours = {kind: [_peak(plan, kind, None) for _ in range(rounds)] for kind in ("fsdp", "ddp")}
+    rounds = 1 if plan.quick else 2
+    kinds = ("fsdp",) if plan.quick else ("fsdp", "ddp")
+    ours = {kind: [_peak(plan, kind, None) for _ in range(rounds)] for kind in kinds}
     rows = []
     if has_memory_tier():
         told = "checkpoint.memory_every=10"
         kept = [_peak(plan, "fsdp", None, told) for _ in range(rounds)]
         rows.append(_row(plan, "fsdp, with snapshots", "the runner without", kept, ours["fsdp"]))
-    for kind, words in (("fsdp", "bare FSDP2 loop"), ("ddp", "bare DistributedDataParallel loop")):
+    for kind in kinds:
         theirs = [_peak(plan, kind, f"bare-{kind}") for _ in range(rounds)]
-        rows.append(_row(plan, kind, words, ours[kind], theirs))
+        rows.append(_row(plan, kind, AGAINST[kind], ours[kind], theirs))
+    return rows if plan.quick else rows + _frameworks(plan, ours)
+
+
+def _frameworks(plan: Plan, ours: dict[str, list[float]]) -> list[Row]:
     python = environment_python(plan)
+    rows = []
     for opponent, words, kind in OPPONENTS:
+        rounds = len(ours[kind])
         theirs = [_peak(plan, kind, opponent, python=python) for _ in range(rounds)]
         rows.append(_row(plan, kind, words, ours[kind], theirs))
     return rows
@@ -55,23 +64,17 @@ def _peak(
     plan: Plan, kind: str, opponent: str | None, *told: str, python: str = sys.executable
 ) -> float:
     """MB of one side alone: of the GPU where there is one, else of all processes."""
+    told = (f"parallel={kind}", *plan.size, *plan.overrides, *told)
     with folder() as own:
         log = own / "log"
-        command = torchrun(
-            plan.ranks,
-            "scripts.bench.pair",
-            f"--folder={own}",
-            f"--against={opponent or f'bare-{kind}'}",
-            f"--alone={'theirs' if opponent else 'ours'}",
-            f"parallel={kind}",
-            *plan.size,
-            *plan.overrides,
-            *told,
-            python=python,
-        )
-        process = start(command, log)
-        most = _watch(process)
-        finish(process, log)
+        if opponent:
+            config = settings(own / "unused", told)
+            write_task(make_task(config, own, steps=16), own / "task.json")
+        named = [f"--folder={own}", f"--who={opponent or 'ours'}"]
+        command = torchrun(plan.ranks, "scripts.bench.alone", *named, *told, python=python)
+        with running(command, log) as process:
+            most = _watch(process)
+            finish(process, log)
         result = json.loads((own / "result.json").read_text())
     return result["gpu_bytes"] / 1e6 or most
 

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +47,18 @@ def first_losses(out: Path, count: int) -> list[float]:
     return [float(line["loss"]) for line in lines if line["action"] == "apply"]
 
 
-def open_run(config: RunConfig, place: Place, device: torch.device) -> Run:
+@contextmanager
+def opened(config: RunConfig, place: Place, device: torch.device) -> Iterator[Run]:
     """A complete run with its first checkpoint, ready to take steps. Collective."""
     run_dir, launch = RunDir(Path(config.out)), launch_from(os.environ)
     stop = assemble.stop_request(config, launch)
     witness = assemble.witness(config, place, launch, run_dir, stop)
     run = Session(config, place, launch, device, run_dir, {}, witness, stop, []).open()
     run.loop.begin()
-    return run
+    yield run
+    run.ring.close()
+    run.feed.close()
+    run.reporter.close()
 
 
 def make_task(config: RunConfig, folder: Path, *, steps: int = _NUM_STEPS) -> Task:

@@ -1,7 +1,7 @@
 """On the ranks: the runner and one opponent take turns on the same model and data.
 
     torchrun --nproc-per-node=2 -m scripts.bench.pair --against bare-fsdp --folder DIR \\
-        [--block K] [--pairs N] [--alone ours|theirs] [key=value ...]
+        [--block K] [--pairs N] [key=value ...]
 
 Writes DIR/result.json.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +25,13 @@ from runner.config import RunConfig
 from runner.dist.group import choose_device, end_group, leave, start_group
 from runner.dist.launcher import Place, place_from
 from runner.model.decoder import num_parameters
-from runner.train import Run
-from scripts.bench.ours import first_losses, make_task, open_run, settings
+from scripts.bench import opponent
+from scripts.bench.ours import first_losses, make_task, opened, settings
 from scripts.bench.syncs import SyncCount
 from scripts.bench.task import Task, read_task, write_task
 from scripts.bench.turns import Turns
 
 AfterStep = Callable[..., bool]
-
-# Name: module under opponent/, and what its train() is told.
-OPPONENTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bare-fsdp": ("bare", {"kind": "fsdp"}),
-    "bare-ddp": ("bare", {"kind": "ddp"}),
-    "zero1": ("deepspeed", {"stage": 1}),
-    "zero2": ("deepspeed", {"stage": 2}),
-    "zero3": ("deepspeed", {"stage": 3}),
-    "fabric": ("fabric", {}),
-    "lightning": ("lightning_trainer", {}),
-    "accelerate": ("accelerate_loop", {}),
-    "accelerate-fsdp2": ("accelerate_loop", {"fsdp": True}),
-    "hf-trainer": ("hf_trainer", {}),
-}
-_ALONE_STEPS = 30
 
 
 def main() -> None:
@@ -56,10 +41,7 @@ def main() -> None:
     start_group(place, device, timeout_seconds=300)
     config = settings(options.folder / "ours", options.overrides)
     task = _shared_task(config, options.folder, place)
-    if options.alone:
-        result = _alone(options, config, task, place, device)
-    else:
-        result = _in_turn(options, config, task, place, device)
+    result = _in_turn(options, config, task, place, device)
     if place.is_first:
         (options.folder / "result.json").write_text(json.dumps(result))
     end_group()
@@ -70,7 +52,7 @@ def _in_turn(
     options: argparse.Namespace, config: RunConfig, task: Task, place: Place, device: torch.device
 ) -> dict[str, Any]:
     before = _thread_ids()
-    with _opened(config, place, device) as run:
+    with opened(config, place, device) as run:
         own_threads = _thread_ids() - before
         for _ in range(options.phase):
             run.loop.step()
@@ -83,17 +65,18 @@ def _in_turn(
             settle=run.ring.drain if options.settle else lambda: None,
         )
         syncs = SyncCount(turns.after_step, run.loop.step)
-        spent = -_cpu_seconds(own_threads)
+        began, computed = time.monotonic(), _cpu_seconds(own_threads)
         has_gpu = device.type == "cuda"
         _train(options, task, place, device, syncs.after_step if has_gpu else turns.after_step)
-        spent += _cpu_seconds(own_threads)
+        computed = _cpu_seconds(own_threads) - computed
+        share = computed / (time.monotonic() - began)
         pairs = [(ours, theirs) for theirs, ours in turns.pairs()]
         losses = turns.losses()
     dist.barrier()  # the first rank has closed its metrics
     return {
         "pairs": pairs,
         "losses": {"ours": first_losses(Path(config.out), len(losses)), "theirs": losses},
-        "threads_share": spent / sum(ours + theirs for ours, theirs in pairs),
+        "threads_share": share,
         "tokens_per_step": task.tokens_per_step,
         "parameters": num_parameters(task.shape),
         "ranks": place.world_size,
@@ -110,46 +93,14 @@ def _train(
 ) -> None:
     """The opponent's training; "guard-off" is the runner itself."""
     if options.against != "guard-off":
-        name, told = OPPONENTS[options.against]
-        opponent = importlib.import_module(f"scripts.bench.opponent.{name}")
-        opponent.train(task, device, after_step, **told)
+        opponent.train(options.against, task, device, after_step)
         return
     config = settings(options.folder / "unguarded", [*options.overrides, "guard=off"])
-    with _opened(config, place, device) as run:
+    with opened(config, place, device) as run:
         while True:
             run.loop.step()
             if after_step():
                 return
-
-
-def _alone(
-    options: argparse.Namespace, config: RunConfig, task: Task, place: Place, device: torch.device
-) -> dict[str, Any]:
-    """Some steps of one side with nobody beside it, for its memory."""
-    left = _ALONE_STEPS
-
-    def after_step(loss: torch.Tensor | None = None) -> bool:
-        nonlocal left
-        left -= 1
-        return left <= 0
-
-    if options.alone == "ours":
-        with _opened(config, place, device) as run:
-            while not after_step():
-                run.loop.step()
-    else:
-        _train(options, task, place, device, after_step)
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return {"gpu_bytes": peak}
-
-
-@contextlib.contextmanager
-def _opened(config: RunConfig, place: Place, device: torch.device) -> Iterator[Run]:
-    run = open_run(config, place, device)
-    yield run
-    run.ring.close()
-    run.feed.close()
-    run.reporter.close()
 
 
 def _shared_task(config: RunConfig, folder: Path, place: Place) -> Task:
@@ -175,9 +126,8 @@ def _cpu_seconds(threads: set[int]) -> float:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", choices=["guard-off", *OPPONENTS], required=True)
+    parser.add_argument("--against", choices=["guard-off", *opponent.NAMES], required=True)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--alone", choices=["ours", "theirs"])
     parser.add_argument("--block", type=int, default=2, help="steps of one side in a row")
     parser.add_argument("--warmup", type=int, default=10, help="blocks before; arms the guard")
     parser.add_argument("--pairs", type=int, default=60)

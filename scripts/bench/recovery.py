@@ -7,10 +7,7 @@ to stop and be started again, the runner rolls back within its processes.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -22,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.ours import has_memory_tier, make_task, settings
-from scripts.bench.plan import MeasureError, Plan, finish, folder, start, torchrun
+from scripts.bench.plan import Plan
+from scripts.bench.process import MeasureError, folder, kill_tree, run, running, torchrun
 from scripts.bench.ratio import paired
 from scripts.bench.report import Row
 from scripts.bench.task import write_task
 
-_STEPS, _EVERY, _FAULT = 60, 20, 38
+_STEPS, _EVERY, _FAULT = 45, 15, 28
 _MEMORY_EVERY = 5
 _SIZE = ("batch.global_size=8", "batch.micro_size=4")
 _POLL_SECONDS = 0.01
@@ -43,7 +41,7 @@ class Recovered:
 
 
 def measure(plan: Plan) -> list[Row]:
-    rounds = 2 if plan.quick else 5
+    rounds = 1 if plan.quick else 3
     bare: dict[str, list[Recovered]] = {}
     rows = []
     for fault, ours, theirs in (
@@ -134,7 +132,7 @@ def _our_killed_rank(plan: Plan, own: Path) -> Recovered:
     out = own / "run"
     last = plan.ranks - 1
     fault = f"faults=[kill@step={_FAULT},rank={last}]"
-    finish(start(_our_command(plan, out, fault), own / "log"), own / "log")
+    run(_our_command(plan, out, fault), own / "log")
     struck = [path.stat().st_mtime for path in (out / "faults").glob("kill-*")]
     if not struck:
         raise MeasureError("the fault did not strike")
@@ -152,7 +150,7 @@ def _rollback(told: list[str], plan: Plan, own: Path) -> Recovered:
     config = settings(out, _our_settings(plan))
     first = _FAULT * config.batch.global_size
     fault = f"faults=[poison@samples={first}-{first + 4 * config.batch.global_size}]"
-    finish(start(_our_command(plan, out, fault, *told), own / "log"), own / "log")
+    run(_our_command(plan, out, fault, *told), own / "log")
     lines = _json_lines(out / "metrics.jsonl")
     bad = next((n for n, line in enumerate(lines) if line["action"] != "apply"), None)
     back = [line for line in _json_lines(out / "journal.jsonl") if line["kind"] == "rollback"]
@@ -194,7 +192,7 @@ def _bare_command(plan: Plan, own: Path, *told: str) -> list[str]:
 
 def _bare_killed_rank(plan: Plan, own: Path) -> Recovered:
     command = _bare_command(plan, own, f"--kill-at={_FAULT}")
-    finish(start(command, own / "log"), own / "log")
+    run(command, own / "log")
     struck = (own / "run" / "killed").stat().st_mtime
     return recovered(logged(own / "run", struck), struck, _FAULT - 1)
 
@@ -234,47 +232,25 @@ def _killed_job(
 ) -> Recovered:
     """Everything of the job is killed at once, and the same command given again."""
     log = own / "log"
-    process = start(command, log)
-    reached = _wait_until(process, steps, _FAULT - 1)
-    struck = time.time()
-    _kill_tree(process.pid)
-    process.wait()
-    reached = max(step for step, _ in steps()) if steps() else reached
-    finish(start(command, log), log)
+    with running(command, log) as process:
+        _wait_until(process, steps, _FAULT - 1)
+        struck = time.time()
+        kill_tree(process.pid)
+        process.wait()
+    reached = steps()[-1][0]
+    run(command, log)
     return recovered(steps(), struck, reached)
 
 
 def _wait_until(
     process: subprocess.Popen[bytes], steps: Callable[[], list[tuple[int, float]]], wanted: int
-) -> int:
+) -> None:
     while process.poll() is None:
         seen = steps()
         if seen and seen[-1][0] >= wanted:
-            return seen[-1][0]
+            return
         time.sleep(_POLL_SECONDS)
     raise MeasureError("the job ended before it could be killed")
-
-
-def _kill_tree(root: int) -> None:
-    """SIGKILL to a process and all below it, as a lost node ends them."""
-    for pid in [root, *descendants(root)]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def descendants(root: int) -> list[int]:
-    """Processes below ``root``, parents first; sessions do not matter."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            told = stat.read_text()
-        except OSError:  # it has just ended
-            continue
-        parents[int(stat.parent.name)] = int(told.rpartition(")")[2].split()[1])
-    found = [root]
-    for above in found:
-        found += [pid for pid, parent in parents.items() if parent == above]
-    return found[1:]
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from scripts.bench.plan import Plan, on_ranks
+from scripts.bench.plan import Plan
+from scripts.bench.process import on_ranks
 from scripts.bench.ratio import paired
 from scripts.bench.report import Row
 

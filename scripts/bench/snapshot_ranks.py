@@ -26,8 +26,8 @@ from runner.dist.launcher import place_from
 from runner.model.decoder import num_parameters
 from runner.train import Run
 from scripts.bench.opponent.bare import BareLoop, Saved
-from scripts.bench.ours import has_memory_tier, make_task, open_run, settings
-from scripts.bench.task import read_task, write_task
+from scripts.bench.ours import has_memory_tier, make_task, opened, settings
+from scripts.bench.task import Task, read_task, write_task
 from scripts.bench.turns import Clock
 
 
@@ -102,25 +102,8 @@ def main() -> None:
         write_task(make_task(config, folder, steps=8), folder / "task.json")
     dist.barrier()
     task = read_task(folder / "task.json")
-    run = open_run(config, place, device)
-    bare = BareLoop(task, "fsdp", device)
-    bare.step()
-    methods = Methods(run, bare, folder, device)
-    seconds: dict[str, list[float]] = {}
-    for number in range(options.rounds + 1):
-        for _ in range(2):
-            run.loop.step()
-            run.ring.drain()
-        for name in ("copy", "dcp_save", "dcp_async_save", "torch_save"):
-            taken = getattr(methods, name)()
-            if number:  # the first time makes plans and files
-                seconds.setdefault(name, []).append(taken)
-        _remove(folder)
-    run.loop.step()  # a stall is told in the line of the next step
-    num_bytes = sum(shard.numel() * shard.element_size() for shard in run_shards(run))
-    run.ring.close()
-    run.feed.close()
-    run.reporter.close()
+    with opened(config, place, device) as run:
+        seconds, num_bytes = _measure(run, task, folder, device, options.rounds)
     if place.is_first:
         result = {
             "seconds": seconds | _own(folder / "ours", options.rounds),
@@ -130,6 +113,27 @@ def main() -> None:
         (folder / "result.json").write_text(json.dumps(result))
     end_group()
     leave(0)
+
+
+def _measure(
+    run: Run, task: Task, folder: Path, device: torch.device, rounds: int
+) -> tuple[dict[str, list[float]], int]:
+    """Seconds by method, but for the run's own; and the state's bytes on this rank."""
+    bare = BareLoop(task, "fsdp", device)
+    bare.step()
+    methods = Methods(run, bare, folder, device)
+    seconds: dict[str, list[float]] = {}
+    for number in range(rounds + 1):
+        for _ in range(2):
+            run.loop.step()
+            run.ring.drain()
+        for name in ("copy", "dcp_save", "dcp_async_save", "torch_save"):
+            taken = getattr(methods, name)()
+            if number:  # the first time makes plans and files
+                seconds.setdefault(name, []).append(taken)
+        _remove(folder)
+    run.loop.step()  # a stall is told in the line of the next step
+    return seconds, sum(shard.numel() * shard.element_size() for shard in run_shards(run))
 
 
 def _own(out: Path, rounds: int) -> dict[str, list[float]]:

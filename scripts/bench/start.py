@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from scripts.bench.ours import make_task, settings
-from scripts.bench.plan import Plan, finish, folder, start, torchrun
+from scripts.bench.plan import Plan
+from scripts.bench.process import folder, run, torchrun
 from scripts.bench.ratio import paired
 from scripts.bench.recovery import applied, logged
 from scripts.bench.report import Row
@@ -21,7 +22,7 @@ _STEPS = 3
 
 
 def measure(plan: Plan) -> list[Row]:
-    rounds = 2 if plan.quick else 6
+    rounds = 1 if plan.quick else 4
     taken: dict[str, list[float]] = {"bare": [], "resume": [], "begin": []}
     with folder() as own:
         _prepare(plan, own)
@@ -53,7 +54,7 @@ def _prepare(plan: Plan, own: Path) -> None:
     config = settings(own / "unused", [*plan.size, *plan.overrides])
     write_task(make_task(config, own, steps=8), own / "task.json")
     log = own / "log"
-    finish(start(_our_command(plan, own / "stopped", _STEPS), log), log)
+    run(_our_command(plan, own / "stopped", _STEPS), log)
 
 
 def _our_command(plan: Plan, out: Path, steps: int) -> list[str]:
@@ -72,7 +73,7 @@ def _ours(plan: Plan, own: Path, name: str) -> float:
         steps = 2 * _STEPS
     before = applied(out)[-1][0] if name == "again" else 0
     began = time.time()
-    finish(start(_our_command(plan, out, steps), log), log)
+    run(_our_command(plan, out, steps), log)
     return next(at for step, at in applied(out) if step == before + 1) - began
 
 
@@ -82,5 +83,5 @@ def _bare(plan: Plan, own: Path) -> float:
     out.mkdir()
     told = [f"--task={own / 'task.json'}", f"--out={out}", f"--steps={_STEPS}"]
     began = time.time()
-    finish(start(torchrun(plan.ranks, "scripts.bench.opponent.bare", *told), log), log)
+    run(torchrun(plan.ranks, "scripts.bench.opponent.bare", *told), log)
     return logged(out)[0][1] - began

@@ -23,7 +23,7 @@ def measure(plan: Plan) -> list[Row]:
                     f"parallel={kind}",
                     *settings,
                     opponent=f"bare-{kind}",
-                    pairs=plan.pairs(50),
+                    pairs=plan.pairs(40),
                     block=10 if settings else None,
                     aim=AIM,
                 )

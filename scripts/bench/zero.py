@@ -8,7 +8,7 @@ from scripts.bench.report import Row
 
 
 def measure(plan: Plan) -> list[Row]:
-    stages = (2,) if plan.quick else (1, 2, 3)
+    stages = (2,) if plan.quick else (2, 3)
     return [
         compared(
             plan,
@@ -16,7 +16,7 @@ def measure(plan: Plan) -> list[Row]:
             f"bare DeepSpeed loop, stage {stage}",
             f"parallel=zero{stage}",
             opponent=f"zero{stage}",
-            pairs=plan.pairs(25),
+            pairs=plan.pairs(15),
         )
         for stage in stages
     ]

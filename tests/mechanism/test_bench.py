@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from scripts.bench.machine import busy_warning, cpu_model
-from scripts.bench.plan import MeasureError, environment, torchrun
+from scripts.bench.process import MeasureError, environment, torchrun
 from scripts.bench.ratio import grouped, paired
 from scripts.bench.recovery import recovered
 from scripts.bench.report import Row, amount, markdown
