@@ -11,7 +11,6 @@ import torch
 
 from runner import assemble
 from runner.check import check
-from runner.checkpoint.memory import Memory
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
@@ -55,7 +54,7 @@ from runner.resume import Found, Resumed, find, take_out, take_up
 from runner.rundir import RunDir, keep_for_owner
 from runner.state import TrainState
 from runner.step import Stepper
-from runner.tier import memory_every, node_folder, open_memory
+from runner.tier import MemoryTier, memory_every, node_folder, open_memory
 from runner.watch.crash import crash_incident, forget_last_words
 from runner.watch.inspection import PaceInspector, ReplicaInspector
 from runner.watch.stop import StopRequest
@@ -202,8 +201,8 @@ class Session:
         faults = FaultInjector(
             parse_faults(config.faults), rank=self._place.rank, markers=self._dir.faults
         )
-        memory = self._memory(engine, identity)
-        ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults, memory)
+        tier = self._memory(engine, identity)
+        ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults, tier)
         faults.newest_checkpoint, faults.snapshots = ring.newest, ring.snapshot_files
         state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
         resumed = take_up(found, self._dir, ring, journal, state)
@@ -248,7 +247,7 @@ class Session:
             intervals=Intervals(
                 steps=config.steps,
                 checkpoint=config.checkpoint.every,
-                memory=memory_every(config.checkpoint) if memory else 0,
+                memory=memory_every(config.checkpoint) if tier.memory else 0,
                 evaluate=config.eval.every,
             ),
             evaluate=evaluator.loss,
@@ -300,7 +299,7 @@ class Session:
             forget_last_words(self._dir, self._fence.number)
             self._witness.journal = lambda cause, number: journal.add(crash_incident(cause, number))
 
-    def _memory(self, engine: Engine, identity: Identity) -> Memory | None:
+    def _memory(self, engine: Engine, identity: Identity) -> MemoryTier:
         """This rank's part of the tier in memory."""
         ranks, is_first = self._ranks, self._place.is_first
         name = ranks.all_or_none(
@@ -314,6 +313,7 @@ class Session:
             self._place,
             incarnation=self._fence.number,
             identity=identity,
+            timeout_seconds=self._config.parallel.timeout_seconds,
             say=self._console.say,
         )
 

@@ -132,7 +132,3 @@ class Lanes:
         running = [lane.running for lane in self.lanes if lane.running is not None]
         if running:
             wait(running, timeout=seconds, return_when=FIRST_COMPLETED)
-
-    def close(self, *, wait: bool = True) -> None:
-        for lane in self.lanes:
-            lane.close(wait=wait)

@@ -231,7 +231,7 @@ def test_a_later_process_takes_it_over(tmp_path: Path) -> None:
     notes, refused = next_one.left_by(3)
     assert refused == [] and [(n.serial, n.step) for n in notes.values()] == [(7, 20)]
     assert notes[7].train_state == {"updates": 20, "loss": 1.5}
-    next_one.take_over(notes[7], 0)
+    next_one.take_over(3, 7, 0)
     next_one.copy_out(0, state.shards())
     assert torch.equal(state.a, Weights(20).a)
     next_one.forget_earlier()
@@ -245,7 +245,7 @@ def test_one_that_still_lives_scribbles_on_nothing_of_ours(tmp_path: Path) -> No
     """P9: the older process has the old slots mapped, whatever they are called."""
     old = taken(tmp_path)
     next_one = later(tmp_path)
-    next_one.take_over(next_one.left_by(3)[0][7], 0)
+    next_one.take_over(3, 7, 0)
     next_one.forget_earlier()
     state = Weights(-1)
     old.fill(0, state.shards())
@@ -287,7 +287,7 @@ def test_damaged_data_is_not_taken_over(tmp_path: Path, damage: str) -> None:
             os.mkfifo(path)
     next_one = later(tmp_path)
     with pytest.raises(CorruptCheckpoint):
-        next_one.take_over(next_one.left_by(3)[0][7], 0)
+        next_one.take_over(3, 7, 0)
     assert later(tmp_path, 5).left_by(4)[0] == {}, "no note stands for it"
 
 
@@ -480,9 +480,11 @@ def opened(tmp_path: Path, **settings: Any) -> tuple[Memory | None, list[str]]:
         place,
         incarnation=1,
         identity=IDENTITY,
+        timeout_seconds=60,
         say=said.append,
     )  # type: ignore[arg-type]
-    return made, said
+    assert made.mirror is None
+    return made.memory, said
 
 
 @pytest.fixture
@@ -532,6 +534,11 @@ def test_no_shared_memory_is_no_crash(base: Path, monkeypatch: pytest.MonkeyPatc
 # Background work
 
 
+def close(*work: Lanes) -> None:
+    for lane in (lane for lanes in work for lane in lanes.lanes):
+        lane.close()
+
+
 def test_a_slow_lane_holds_no_other_up() -> None:
     lanes = Lanes(lambda text: [text], world_size=1, count=2)
     near, far = lanes.lanes
@@ -547,7 +554,7 @@ def test_a_slow_lane_holds_no_other_up() -> None:
         lanes.wait(5)
         lanes.settle(*lanes.tell())
     assert seen == ["near", "far"]
-    lanes.close()
+    close(lanes)
 
 
 def test_lanes_are_told_apart_in_the_sums() -> None:
@@ -567,8 +574,7 @@ def test_lanes_are_told_apart_in_the_sums() -> None:
         lanes.settle(told[0][0] + told[1][0] + late[0], 0.0)
     assert [len(queue) for queue in world[0].lanes] == [0, 1, 0]
     assert all(len(seen) == 2 for seen in over)
-    for lanes in world:
-        lanes.close()
+    close(*world)
 
 
 def test_background_threads_give_way() -> None:
@@ -582,7 +588,7 @@ def test_background_threads_give_way() -> None:
     lanes.wait(5)
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert seen and seen[0] == min(19, 10) and own < 10
-    lanes.close()
+    close(lanes)
 
 
 def test_a_limited_writer_takes_its_time_unless_somebody_waits(tmp_path: Path) -> None:
