@@ -78,7 +78,7 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, shared: Path, clean: 
     assert list(shared.rglob("*.bin")) == []
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_restart_after_a_rollback_to_memory(
     tmp_path: Path, shared: Path, poisoned: Result, lost: bool
 ) -> None:
@@ -121,6 +121,38 @@ def test_with_zero(tmp_path: Path, shared: Path, clean: Result) -> None:
     run = finish(tmp_path / "run", "parallel=zero2", *NEAR, *QUICK, KILLED, restarts=1)
     assert started_at(run) == (35, "memory"), run.tail
     assert run.digest == clean.digest
+
+
+NODES_APART = """
+import os, sys
+from runner.__main__ import main
+rank = os.environ["RANK"]
+os.environ["HOLDFAST_MEMORY_DIR"] = os.path.join(os.environ["NODES"], rank)
+os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_lost_nodes_snapshots_come_back_from_its_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: Result
+) -> None:
+    """Two nodes of one rank each, as far as shared memory goes; one of them is started anew."""
+    program, nodes = tmp_path / "program.py", tmp_path / "nodes"
+    program.write_text(NODES_APART)
+    for rank in "01":
+        (nodes / rank).mkdir(parents=True)
+    monkeypatch.setenv("NODES", str(nodes))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    settings = (*NEAR, *QUICK, KILLED, "checkpoint.memory_mirror=true")
+    killed = train(tmp_path / "run", *settings, program=program)
+    assert killed.code != 0 and "and 2 of another node's" in killed.text, killed.tail
+    own = {path.parent.name for path in snapshots(nodes / "1")}
+    assert own == {"000001-rank-00001", "000001-peer-00000"}, killed.tail
+    empty(nodes / "1")
+    run = finish(tmp_path / "run", *settings, program=program)
+    assert started_at(run) == (35, "memory"), run.tail
+    assert_same_run(run, clean)
+    assert list(nodes.rglob("*.bin")) == []
 
 
 def empty(shared: Path) -> None:
