@@ -80,6 +80,8 @@ def open_memory(
         ConfigError: ``checkpoint.memory_every`` was given, and it does not fit or work.
     """
     if memory_every(config) == 0:
+        if place.local_rank == 0:
+            node.remove(node.folder)  # it would never be looked at again
         return MemoryTier()
     layout = SlotLayout(engine.shards())
     told = ranks.gather(_look(node, place, layout))

@@ -100,6 +100,7 @@ class Mirror:
         self._mark, self._group = mark, group
         self._kept: dict[int, list[Region]] = {}
         self._turn = 0
+        self._serials: dict[int, int] = {}
 
     def prepare(self) -> None:
         """Make room for the others' snapshots.
@@ -114,7 +115,7 @@ class Mirror:
                 Region.make(folder / f"slot-{at}.bin", self._sizes[rank]) for at in range(KEPT)
             ]
 
-    def exchange(self, slot: int) -> None:
+    def exchange(self, slot: int, serial: int) -> None:
         """Send a sealed slot to the peer, and keep what comes. In a thread, on all ranks.
 
         Raises:
@@ -122,6 +123,7 @@ class Mirror:
         """
         at, self._turn = self._turn, (self._turn + 1) % KEPT
         regions = {rank: kept[at] for rank, kept in self._kept.items()}
+        self._serials[at] = serial
         for region in regions.values():
             _note_of(region.path).unlink(missing_ok=True)
         notes = self._transfer(
@@ -131,6 +133,12 @@ class Mirror:
         for rank, data in notes.items():
             if data:
                 write_note(_note_of(regions[rank].path), data)
+
+    def forget(self, serial: int) -> None:
+        """A snapshot is not to be used again: nor are the copies of it that lie here."""
+        for at in [at for at, sent in self._serials.items() if sent == serial]:
+            for kept in self._kept.values():
+                _note_of(kept[at].path).unlink(missing_ok=True)
 
     def left_by(self, incarnation: int, metrics_bytes: int) -> list[list[Any]]:
         """Copies on this node that an earlier incarnation was sent, as :func:`on_every_rank`

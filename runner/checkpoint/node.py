@@ -99,7 +99,7 @@ class NodeFolder:
             json.dump(owner, file)
 
     def remove(self, folder: Path) -> None:
-        """Delete a folder of :meth:`of_rank`; what is mapped is gone when its process is."""
+        """Delete one of these folders; what is mapped is gone when its process is."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def remove_before(self, incarnation: int) -> None:

@@ -361,7 +361,7 @@ class Ring:
         self._slots.need(serial, Need.mirror)
         self._abroad[0].submit(
             f"mirror {serial}",
-            lambda: mirror.exchange(slot),
+            lambda: mirror.exchange(slot, serial),
             lambda failures: self._slots.done(serial, Need.mirror),
         )
 
@@ -713,6 +713,8 @@ class Ring:
     def _taint(self, record: Record) -> None:
         if record.tier is Tier.memory:
             self._drop(record)
+            if self._mirror is not None:
+                self._mirror.forget(record.serial)
             return
         self.records = with_state(self.records, record.serial, State.tainted)
         self._far.submit(

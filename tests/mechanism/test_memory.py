@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from runner.checkpoint.memory import Memory, SlotLayout, empty_note
+from runner.checkpoint.mirror import on_every_rank, peers
 from runner.checkpoint.node import NodeFolder, Process
 from runner.checkpoint.note import parse_note, read_note, write_note
 from runner.checkpoint.protocol import Identity, Moment, RingRules
@@ -523,12 +524,50 @@ def test_the_default_does_without_and_warns(base: Path) -> None:
     assert opened(base, memory_every=0) == (None, [])
 
 
+def test_a_run_that_wants_none_clears_what_it_left(base: Path) -> None:
+    made, _ = opened(base)
+    assert made is not None and list(base.rglob("*-rank-*"))
+    opened(base, memory_every=0)
+    assert not list(base.rglob("*-rank-*"))
+
+
 def test_no_shared_memory_is_no_crash(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY_DIR, str(base / "nowhere"))
     made, said = opened(base)
     assert made is None and "nowhere" in said[0]
     with pytest.raises(ConfigError, match="nowhere"):
         opened(base, memory_every=10)
+
+
+# Copies on other nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([[0], [1]], {0: 1, 1: 0}),
+        ([[0, 1], [2, 3], [4, 5]], {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}),
+        ([[0, 1, 2], [3]], {0: 3, 1: 3, 2: 3, 3: 0}),
+    ],
+)
+def test_a_peer_is_on_another_node(nodes: list[list[int]], expected: dict[int, int]) -> None:
+    assert peers(nodes) == expected
+
+
+def test_what_all_have_or_can_get_back() -> None:
+    """Rank 1's node was started anew; rank 0's holds copies of it."""
+    row, older = [7, 35, 1120], [5, 25, 800]
+    told: list[dict[str, Any]] = [
+        {"layout": "a", "own": [row, older], "copies": [[1, "b", *row], [9, "b", *row]]},
+        {"layout": "b", "own": [], "copies": []},
+    ]
+    [found] = on_every_rank(told)
+    assert (found.serial, found.step, found.cursor) == (7, 35, 1120)
+    assert found.holders == {1: 0}
+    told[0]["copies"] = [[1, "another layout", *row]]
+    assert on_every_rank(told) == []
+    told[1]["own"] = [older]
+    assert [(f.serial, f.holders) for f in on_every_rank(told)] == [(5, {})]
 
 
 # Background work
