@@ -193,7 +193,7 @@ class Memory:
         folder = self._node.of_rank(incarnation, self._mark.rank)
         found: dict[int, Note] = {}
         refused: dict[str, None] = {}
-        for path in sorted(folder.glob("slot-*.json")) if folder.is_dir() else []:
+        for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
             try:
                 note, _ = read_note(path)
             except (CorruptCheckpoint, FileNotFoundError) as error:

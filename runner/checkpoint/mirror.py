@@ -157,7 +157,7 @@ class Mirror:
         """A rank's copies here, as far as their notes are sound: note, its bytes, the data."""
         mark, folder = self._mark, self._node.of_rank(incarnation, rank, "peer")
         same = (incarnation, rank, mark.world_size, mark.config_digest, mark.data_fingerprint)
-        for path in sorted(folder.glob("slot-*.json")) if folder.is_dir() else []:
+        for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
             with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
                 note, data = read_note(path)
                 told = (note.incarnation, note.rank, note.world_size)

@@ -309,6 +309,20 @@ def test_another_runs_snapshot_is_passed_over_in_words(
     assert not found and len(refused) == 1 and words in refused[0]
 
 
+@pytest.mark.parametrize("owner", ["another boot", "unreadable", "none"])
+def test_what_outlived_a_power_cut_is_not_used(tmp_path: Path, owner: str) -> None:
+    taken(tmp_path)
+    path = slot_file(tmp_path).with_name("owner.json")
+    assert later(tmp_path).left_by(3)[0]
+    if owner == "another boot":
+        path.write_text(path.read_text().replace('"boot": "b"', '"boot": "x"'))
+    elif owner == "unreadable":
+        path.write_text("[")
+    else:
+        path.unlink()
+    assert later(tmp_path).left_by(3) == ({}, [])
+
+
 def test_another_layout_has_another_digest() -> None:
     digests = {SlotLayout(Weights(size=size).shards()).digest for size in (1000, 1001)}
     one = Weights()
