@@ -13,7 +13,6 @@ import torch
 
 from runner.cadence import Auto, Cadence, Fixed
 from runner.check import is_zero
-from runner.checkpoint.memory import Memory
 from runner.checkpoint.protocol import Identity, RingRules
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
@@ -53,6 +52,7 @@ from runner.rules import judge_rules as judge_rules
 from runner.rules import named
 from runner.rules import remedy_rules as remedy_rules
 from runner.rundir import RunDir
+from runner.tier import MemoryTier
 from runner.watch.stop import StopRequest
 from runner.watch.witness import WatchRules, Witness
 
@@ -311,7 +311,7 @@ def ring(
     identity: Identity,
     report: Report,
     faults: FaultInjector,
-    memory: Memory | None,
+    tier: MemoryTier,
 ) -> Ring:
     """The checkpoints."""
     return Ring(
@@ -328,7 +328,8 @@ def ring(
         identity=identity,
         report=report,
         before_write=lambda step: faults.at("save", step),
-        memory=memory,
+        memory=tier.memory,
+        mirror=tier.mirror,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.protocol import Restored
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore

@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from runner.checkpoint.memory import Memory, SlotLayout, empty_note
+from runner.checkpoint.mirror import KEPT, Mirror
 from runner.checkpoint.node import NodeFolder, free_bytes
 from runner.checkpoint.protocol import Identity
 from runner.config import CheckpointConfig
@@ -23,6 +28,14 @@ MEMORY_DIR = "HOLDFAST_MEMORY_DIR"
 _EVERY = 10
 _GIB = 1 << 30
 _MOST_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTier:
+    """``mirror`` is there where snapshots also go to another node."""
+
+    memory: Memory | None = None
+    mirror: Mirror | None = None
 
 
 def memory_every(config: CheckpointConfig) -> int:
@@ -55,18 +68,21 @@ def open_memory(
     *,
     incarnation: int,
     identity: Identity,
+    timeout_seconds: float,
     say: Callable[[str], None],
-) -> Memory | None:
+) -> MemoryTier:
     """This rank's slots, none of them made yet. Collective.
 
     Returns:
-        None, on all ranks: not wanted, or not possible and not asked for by name.
+        Without memory, on all ranks: not wanted, or not possible and not asked for by name.
 
     Raises:
         ConfigError: ``checkpoint.memory_every`` was given, and it does not fit or work.
     """
     if memory_every(config) == 0:
-        return None
+        if place.local_rank == 0:
+            node.remove(node.folder)  # it would never be looked at again
+        return MemoryTier()
     layout = SlotLayout(engine.shards())
     told = ranks.gather(_look(node, place, layout))
     for line in (line for look in told for line in look["swept"]):
@@ -74,29 +90,53 @@ def open_memory(
     errors = list(dict.fromkeys(look["error"] for look in told if look["error"]))
     if errors:
         _do_without(config, "; ".join(errors), say)
-        return None
-    needs = node_needs(told, config.memory_limit_gib)
+        return MemoryTier()
+    nodes = ranks_by_node(told)
+    has_mirror = config.memory_mirror and len(nodes) > 1
+    if config.memory_mirror and not has_mirror:
+        say("checkpoint.memory_mirror=true: all ranks are on one node, nothing is mirrored")
+    needs = node_needs(told, config.memory_limit_gib, spare_slots=KEPT if has_mirror else 0)
     plan = plan_slots(needs, wanted=_wanted(config))
     if plan.slots == 0:
         _do_without(config, _too_little(plan.tightest, config), say)
-        return None
+        return MemoryTier()
     say(_announced(plan, layout, node, len(told), config))
+    mark = empty_note(
+        layout,
+        incarnation=incarnation,
+        rank=place.rank,
+        world_size=place.world_size,
+        identity=identity,
+    )
     memory = Memory(
         node,
         layout,
-        mark=empty_note(
-            layout,
-            incarnation=incarnation,
-            rank=place.rank,
-            world_size=place.world_size,
-            identity=identity,
-        ),
+        mark=mark,
         num_slots=plan.slots,
         device=engine.device,
         threads=_threads(place),
     )
     ranks.all_or_none("making a folder in shared memory", memory.open)
-    return memory
+    if not has_mirror:
+        return MemoryTier(memory=memory)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    mirror = Mirror(
+        node,
+        memory,
+        nodes=nodes,
+        sizes=[int(look["bytes"]) for look in told],
+        mark=mark,
+        group=group,
+    )
+    return MemoryTier(memory=memory, mirror=mirror)
+
+
+def ranks_by_node(looks: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The ranks of each node, nodes by their first rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, look in enumerate(looks):
+        nodes.setdefault(look["node"], []).append(rank)
+    return list(nodes.values())
 
 
 def _look(node: NodeFolder, place: Place, layout: SlotLayout) -> dict[str, Any]:
@@ -114,24 +154,25 @@ def _look(node: NodeFolder, place: Place, layout: SlotLayout) -> dict[str, Any]:
     return look
 
 
-def node_needs(looks: Sequence[dict[str, Any]], limit_gib: float | None) -> list[NodeNeed]:
+def node_needs(
+    looks: Sequence[dict[str, Any]], limit_gib: float | None, *, spare_slots: int = 0
+) -> list[NodeNeed]:
     """What each node has and needs, from what its ranks saw.
 
     Args:
         looks: by rank: ``node``, ``bytes`` of a slot, ``free`` bytes there.
+        spare_slots: for another node's snapshots.
     """
-    nodes: dict[str, list[dict[str, Any]]] = {}
-    for look in looks:
-        nodes.setdefault(look["node"], []).append(look)
     found = []
-    for name, there in nodes.items():
+    for there in ([looks[rank] for rank in ranks] for ranks in ranks_by_node(looks)):
         free = min(int(look["free"]) for look in there)
         budget = free // 2 if limit_gib is None else min(free, int(limit_gib * _GIB))
         found.append(
             NodeNeed(
-                name=name.split(" ")[0],
+                name=there[0]["node"].split(" ")[0],
                 slot_bytes=sum(int(look["bytes"]) for look in there),
                 budget_bytes=budget,
+                spare_slots=spare_slots,
             )
         )
     return found
@@ -167,11 +208,12 @@ def _announced(
 ) -> str:
     wanted, tightest = _wanted(config), plan.tightest
     fewer = "" if plan.slots == wanted else f" (for {wanted} there is no room)"
+    copies = f" and {tightest.spare_slots} of another node's" if tightest.spare_slots else ""
+    total = (plan.slots + tightest.spare_slots) * tightest.slot_bytes
     return (
-        f"snapshots in memory: every {memory_every(config)} steps, {plan.slots} slots{fewer} of "
-        f"{size(layout.num_bytes)} for each of {num_ranks} ranks, "
-        f"{size(plan.slots * tightest.slot_bytes)} of {size(tightest.budget_bytes)} on a node, in "
-        f"{node.folder.parent}"
+        f"snapshots in memory: every {memory_every(config)} steps, {plan.slots} slots{fewer}"
+        f"{copies} of {size(layout.num_bytes)} for each of {num_ranks} ranks, {size(total)} of "
+        f"{size(tightest.budget_bytes)} on a node, in {node.folder.parent}"
     )
 
 

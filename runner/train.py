@@ -12,7 +12,6 @@ import torch
 
 from runner import assemble
 from runner.check import check
-from runner.checkpoint.memory import Memory
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
@@ -60,7 +59,7 @@ from runner.resume import Found, Resumed, find, take_out, take_up
 from runner.rundir import RunDir, keep_for_owner
 from runner.state import TrainState
 from runner.step import Stepper
-from runner.tier import memory_every, node_folder, open_memory
+from runner.tier import MemoryTier, memory_every, node_folder, open_memory
 from runner.watch.crash import crash_incident, forget_last_words
 from runner.watch.inspection import PaceInspector, ReplicaInspector
 from runner.watch.stop import StopRequest
@@ -219,8 +218,8 @@ class Session:
         faults = FaultInjector(
             parse_faults(config.faults), rank=self._place.rank, markers=self._dir.faults
         )
-        memory = self._memory(engine, identity)
-        ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults, memory)
+        tier = self._memory(engine, identity)
+        ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults, tier)
         faults.newest_checkpoint, faults.snapshots = ring.newest, ring.snapshot_files
         state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
         resumed = self._take_up(found, ring, journal, state, None if restored else restorer, report)
@@ -266,7 +265,7 @@ class Session:
             rules=assemble.remedy_rules(config, untrained_loss=math.log(shape.vocab_size)),
             intervals=Intervals(
                 steps=config.steps,
-                memory=memory_every(config.checkpoint) if memory else 0,
+                memory=memory_every(config.checkpoint) if tier.memory else 0,
                 evaluate=config.eval.every,
                 inspect=(config.watchdog.straggler_every, config.debug.replica_check_every),
             ),
@@ -323,7 +322,7 @@ class Session:
             forget_last_words(self._dir, self._fence.number)
             self._witness.journal = lambda cause, number: journal.add(crash_incident(cause, number))
 
-    def _memory(self, engine: Engine, identity: Identity) -> Memory | None:
+    def _memory(self, engine: Engine, identity: Identity) -> MemoryTier:
         """This rank's part of the tier in memory."""
         ranks, is_first = self._ranks, self._place.is_first
         name = ranks.all_or_none(
@@ -337,6 +336,7 @@ class Session:
             self._place,
             incarnation=self._fence.number,
             identity=identity,
+            timeout_seconds=self._config.parallel.timeout_seconds,
             say=self._console.say,
         )
 

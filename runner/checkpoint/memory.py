@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +16,10 @@ import torch
 
 from runner.checkpoint.manifest import ITEM_BYTES
 from runner.checkpoint.node import NodeFolder
-from runner.checkpoint.note import Note, read_note, write_note
+from runner.checkpoint.note import Note, parse_note, read_note, write_note
 from runner.checkpoint.protocol import Identity, Moment, Shard
 from runner.checkpoint.region import Region
 from runner.error import CorruptCheckpoint
-
-_NOTE_NAME = re.compile(r"slot-([0-9]{1,4})\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +80,7 @@ class Memory:
         self._threads = threads
         self._regions: dict[int, Region] = {}
         self._digests: dict[int, str] = {}
+        self._notes: dict[int, Note] = {}
         self._copier: _Copier = _CudaCopier(device) if device.type == "cuda" else _Copier()
 
     def open(self) -> None:
@@ -140,7 +138,16 @@ class Memory:
             num_bytes=self.layout.num_bytes,
             sha256=self._digests[slot],
         )
+        self._notes[slot] = note
         write_note(self._path(slot, "json"), note.to_bytes())
+
+    def sealed(self, slot: int) -> tuple[bytes, torch.Tensor]:
+        """Note and values of a sealed slot."""
+        return self._notes[slot].to_bytes(), self._regions[slot].values
+
+    def note_of(self, slot: int) -> Note:
+        """Of a slot that was sealed or taken over."""
+        return self._notes[slot]
 
     def invalidate(self, slot: int) -> None:
         """What the slot holds is not to be used again, by this process or a later one."""
@@ -186,7 +193,7 @@ class Memory:
         folder = self._node.of_rank(incarnation, self._mark.rank)
         found: dict[int, Note] = {}
         refused: dict[str, None] = {}
-        for path in sorted(folder.glob("slot-*.json")) if folder.is_dir() else []:
+        for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
             try:
                 note, _ = read_note(path)
             except (CorruptCheckpoint, FileNotFoundError) as error:
@@ -213,7 +220,7 @@ class Memory:
             return "they are another rank's"
         return None
 
-    def take_over(self, note: Note, slot: int) -> None:
+    def take_over(self, incarnation: int, serial: int, slot: int) -> None:
         """Copy what an earlier incarnation left into an own slot, and verify the copy.
 
         The other may still live and write: what has been verified must be nobody else's.
@@ -221,28 +228,47 @@ class Memory:
         Raises:
             CorruptCheckpoint: it is damaged or gone.
         """
-        folder = self._node.of_rank(note.incarnation, note.rank)
-        source = next((path for path in self._data_files(folder, note.serial)), None)
-        if source is None:
-            raise CorruptCheckpoint(f"{folder}: snapshot {note.serial} is gone")
+        folder = self._node.of_rank(incarnation, self._mark.rank)
+        found = next((pair for pair in _notes_in(folder) if pair[0].serial == serial), None)
+        if found is None:
+            raise CorruptCheckpoint(f"{folder}: snapshot {serial} is gone")
+        note, source = found
+        values = self.room(slot)
+        try:
+            values.copy_(Region.open(source, note.num_bytes).values)
+        except (OSError, RuntimeError) as error:
+            raise CorruptCheckpoint(f"{source}: {error}") from None
+        self._make_own(slot, note)
+
+    def room(self, slot: int) -> torch.Tensor:
+        """A slot's values, to be overwritten: it holds nothing until it is accepted.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
         self.prepare(slot)
         self.invalidate(slot)
+        return self._regions[slot].values
+
+    def accept(self, slot: int, data: bytes, incarnation: int) -> None:
+        """Verify what came from a peer into :meth:`room`; ``data`` are its note's bytes.
+
+        Raises:
+            CorruptCheckpoint: it is not this rank's snapshot, whole.
+        """
         try:
-            left = Region.open(source, note.num_bytes)
-        except OSError as error:
-            raise CorruptCheckpoint(str(error)) from None
-        self._regions[slot].values.copy_(left.values)
+            note = parse_note(data)
+        except Exception as error:  # damage may take any form
+            raise CorruptCheckpoint(f"a peer's note: {str(error)[:200]}") from None
+        if why := self._why_not(note, incarnation):
+            raise CorruptCheckpoint(f"a peer's snapshot is of no use: {why}")
+        self._make_own(slot, note)
+
+    def _make_own(self, slot: int, note: Note) -> None:
         self._digests[slot] = note.sha256
         self.check(slot, quick=True)
-        own = replace(note, incarnation=self._mark.incarnation)
-        write_note(self._path(slot, "json"), own.to_bytes())
-
-    def _data_files(self, folder: Path, serial: int) -> Iterator[Path]:
-        for path in sorted(folder.glob("slot-*.json")):
-            match = _NOTE_NAME.fullmatch(path.name)
-            with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
-                if match and read_note(path)[0].serial == serial:
-                    yield path.with_suffix(".bin")
+        self._notes[slot] = replace(note, incarnation=self._mark.incarnation)
+        write_note(self._path(slot, "json"), self._notes[slot].to_bytes())
 
     def forget_earlier(self) -> None:
         """What earlier incarnations left on this node is of no more use."""
@@ -257,6 +283,13 @@ class Memory:
 
     def _path(self, slot: int, suffix: str) -> Path:
         return self._folder / f"slot-{slot}.{suffix}"
+
+
+def _notes_in(folder: Path) -> Iterator[tuple[Note, Path]]:
+    """Sound notes, and where their data is."""
+    for path in sorted(folder.glob("slot-*.json")):
+        with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
+            yield read_note(path)[0], path.with_suffix(".bin")
 
 
 def empty_note(

@@ -98,8 +98,16 @@ class NodeFolder:
         with os.fdopen(os.open(folder / OWNER, flags, 0o600), "w") as file:
             json.dump(owner, file)
 
+    def is_trusted(self, folder: Path) -> bool:
+        """Whether an earlier process of this boot made it.
+
+        Where memory is not memory, a power cut may leave any mixture of old and new files.
+        """
+        owner = _owner(folder) if folder.is_dir() and not folder.is_symlink() else None
+        return owner is not None and bool(owner["process"]["boot"] == self._process["boot"])
+
     def remove(self, folder: Path) -> None:
-        """Delete a folder of :meth:`of_rank`; what is mapped is gone when its process is."""
+        """Delete one of these folders; what is mapped is gone when its process is."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def remove_before(self, incarnation: int) -> None:

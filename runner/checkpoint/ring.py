@@ -17,7 +17,7 @@ import torch
 
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.memory import Memory
-from runner.checkpoint.note import Note
+from runner.checkpoint.mirror import Found, Mirror, on_every_rank
 from runner.checkpoint.protocol import Holder, Identity, Moment, Ranks, Restored, RingRules
 from runner.checkpoint.shards import (
     Pace,
@@ -65,6 +65,7 @@ class Ring:
         report: takes incidents, alike on every rank.
         before_write: called with the step in the background, before this rank's file.
         memory: the tier in shared memory; None: there is none.
+        mirror: sends its snapshots to other nodes.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Ring:
         report: Callable[[Incident], None],
         before_write: Callable[[int], None] = lambda step: None,
         memory: Memory | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         self.records: list[Record] = []
         self._store = store
@@ -94,10 +96,13 @@ class Ring:
         self._left_behind: set[int] = set()
         self._memory = memory
         self._slots = SlotBook()
-        self._earlier: dict[int, Note] = {}
+        self._mirror = mirror
+        self._earlier: dict[int, Found] = {}
+        self._earlier_incarnation = 0
         self._pace = Pace(rules.write_bytes_per_second)
-        self._work = Lanes(ranks.gather, world_size=ranks.world_size, count=3)
-        self._near, self._far, self.uplink = self._work.lanes
+        count = 3 if mirror is None else 4
+        self._work = Lanes(ranks.gather, world_size=ranks.world_size, count=count)
+        self._near, self._far, self.uplink, *self._abroad = self._work.lanes
         self.uploads: Uploads | None = None
 
     @property
@@ -284,22 +289,33 @@ class Ring:
         self._memory.forget_earlier()
         for slot in range(self._memory.num_slots):
             self._prepare(self._memory, slot)
+        if self._mirror is not None:
+            mirror = self._mirror
+            self._abroad[0].submit("prepare copies", mirror.prepare, self._mirror_prepared)
+
+    def _mirror_prepared(self, failures: list[str]) -> None:
+        if failures:
+            self._mirror = None
+            self._report_short("without copies on other nodes", failures)
 
     def _prepare(self, memory: Memory, slot: int) -> None:
         def prepared(failures: list[str]) -> None:
             if not failures:
                 self._slots.add(slot)
                 return
-            self._report(
-                Incident(
-                    kind="memory_short",
-                    step=self._step,
-                    decision=f"go on without slot {slot}",
-                    reason=f"no room for a snapshot in memory: {'; '.join(failures)}",
-                )
-            )
+            self._report_short(f"without slot {slot}", failures)
 
         self._near.submit(f"prepare {slot}", lambda: memory.prepare(slot), prepared)
+
+    def _report_short(self, without_what: str, failures: list[str]) -> None:
+        self._report(
+            Incident(
+                kind="memory_short",
+                step=self._step,
+                decision=f"go on {without_what}",
+                reason=f"no room for a snapshot in memory: {'; '.join(failures)}",
+            )
+        )
 
     def _slot_for(self, *, must: bool) -> int | None:
         """A slot to fill, its old snapshot given up."""
@@ -347,7 +363,20 @@ class Ring:
                 self._report_unsealed(serial, held, failures)
             else:
                 self.records.append(record)
+                self._send_abroad(serial, held.slot)
         self._slots.done(serial, Need.seal)
+
+    def _send_abroad(self, serial: int, slot: int) -> None:
+        """To a peer on another node, unless the one before is still on its way."""
+        mirror = self._mirror
+        if mirror is None or len(self._abroad[0]):
+            return
+        self._slots.need(serial, Need.mirror)
+        self._abroad[0].submit(
+            f"mirror {serial}",
+            lambda: mirror.exchange(slot, serial),
+            lambda failures: self._slots.done(serial, Need.mirror),
+        )
 
     def _report_unsealed(self, serial: int, held: Held, failures: list[str]) -> None:
         self._report(
@@ -392,21 +421,29 @@ class Ring:
         if self._memory is None:
             return []
         notes, refused = self._memory.left_by(incarnation)
-        if self._ranks.rank == 0:
-            notes = {s: n for s, n in notes.items() if n.metrics_bytes <= metrics_bytes}
-        told = self._ranks.gather([[[n.serial, n.step, n.cursor] for n in notes.values()], refused])
-        common = set.intersection(*({tuple(row) for row in rows} for rows, _ in told))
+        rows = [[n.serial, n.step, n.cursor, n.metrics_bytes] for n in notes.values()]
+        copies = self._mirror.left_by(incarnation, metrics_bytes) if self._mirror else []
+        told = self._ranks.gather(
+            {
+                "layout": self._memory.layout.digest,
+                "own": [row[:3] for row in rows if row[3] <= metrics_bytes],
+                "copies": copies,
+                "refused": refused,
+            }
+        )
         saved = self._newest_on_disk()
         known = {(r.serial, r.step, r.cursor) for r in on_disk(self.records)}
-        for serial, step, cursor in sorted(common):
-            is_newer = saved is None or serial > saved.serial
-            if serial not in left_behind and (is_newer or (serial, step, cursor) in known):
-                self._earlier[serial] = notes[serial]
-                self.records.append(_in_memory(serial, step, cursor))
-        seen = [note.serial for note in notes.values()]
-        newest = max(self._ranks.gather(max(seen, default=0)))
-        self._next_serial = max(self._next_serial, newest + 1)
-        return list(dict.fromkeys(words for _, reasons in told for words in reasons))
+        self._earlier_incarnation = incarnation
+        for found in on_every_rank(told):
+            is_newer = saved is None or found.serial > saved.serial
+            is_known = (found.serial, found.step, found.cursor) in known
+            if found.serial not in left_behind and (is_newer or is_known):
+                self._earlier[found.serial] = found
+                self.records.append(_in_memory(found.serial, found.step, found.cursor))
+        newest = [row[0] for said in told for row in said["own"]]
+        newest += [row[2] for said in told for row in said["copies"]]
+        self._next_serial = max(self._next_serial, max(newest, default=0) + 1)
+        return list(dict.fromkeys(words for said in told for words in said["refused"]))
 
     # -- proving and retiring -------------------------------------------------------------
 
@@ -544,9 +581,12 @@ class Ring:
         self._pace.hurry.set()
         if self.uploads is not None:
             self.uploads.close()
-        self.uplink.close(wait=False)
         for lane in (self._near, self._far):
             lane.close(wait=wait)
+        for lane in (self.uplink, *self._abroad):  # it may wait for what is gone
+            lane.close(wait=False)
+        if self._mirror is not None:
+            self._mirror.close(forget=forget)
         if self._memory is not None:
             self._memory.close(forget=forget)
 
@@ -605,9 +645,24 @@ class Ring:
             tier=Tier.memory,
         )
 
-    def _take_over(self, memory: Memory, note: Note) -> None:
+    def _take_over(self, memory: Memory, found: Found) -> None:
         """Make an earlier incarnation's snapshot one of our own, in the first slot."""
-        self._ranks.all_or_none("taking a snapshot over", lambda: memory.take_over(note, 0))
+        del self._earlier[found.serial]
+        rank, earlier = self._ranks.rank, self._earlier_incarnation
+
+        def take() -> None:
+            memory.room(0)
+            if rank not in found.holders:
+                memory.take_over(earlier, found.serial, 0)
+
+        self._ranks.all_or_none("taking a snapshot over", take)
+        mirror = self._mirror
+        if mirror is not None and found.holders:
+            self._ranks.all_or_none(
+                "fetching a snapshot from another node",
+                lambda: mirror.give_back(found.holders, found.serial, earlier),
+            )
+        note = memory.note_of(0)
         # The lengths are those of the first rank's files.
         told = self._ranks.from_first(
             {
@@ -619,10 +674,9 @@ class Ring:
             }
         )
         self._slots.add(0)
-        self._slots.held[note.serial] = Held(
+        self._slots.held[found.serial] = Held(
             slot=0, moment=Moment(**told), counts=note.update_counts, needs={Need.kept}
         )
-        del self._earlier[note.serial]
 
     def _load(self, record: Record) -> Restored:
         # All ranks look at the files first: whoever changes one after another rank has found it
@@ -691,6 +745,8 @@ class Ring:
     def _taint(self, record: Record) -> None:
         if record.tier is Tier.memory:
             self._drop(record)
+            if self._mirror is not None:
+                self._mirror.forget(record.serial)
             return
         self.records = with_state(self.records, record.serial, State.tainted)
         self._far.submit(

@@ -16,6 +16,7 @@ class Need(Enum):
     seal = "seal"  # it is being filled, and digested
     write = "write"  # it is being written to disk
     prove = "prove"  # it is being verified
+    mirror = "mirror"  # it is being sent to a peer
 
 
 @dataclass(slots=True, kw_only=True)

@@ -119,7 +119,7 @@ class Lanes:
         self.lanes = [AgreedWork(gather) for _ in range(count)]
         self._world_size = world_size
         # No sum over ranks reaches it: each lane has digits of its own. FP64 holds them exactly
-        # for 200,000 ranks and three lanes.
+        # for 200,000 ranks and three lanes, 9,700 and four.
         self._radix = world_size + 1
         assert self._radix**count < 1 << 53
 
@@ -151,10 +151,6 @@ class Lanes:
     def wait(self, seconds: float) -> None:
         """See :func:`wait_for_any`."""
         wait_for_any(self.lanes, seconds)
-
-    def close(self, *, wait: bool = True) -> None:
-        for lane in self.lanes:
-            lane.close(wait=wait)
 
 
 def wait_for_any(lanes: Sequence[AgreedWork], seconds: float) -> None:

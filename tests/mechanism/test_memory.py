@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from runner.checkpoint.memory import Memory, SlotLayout, empty_note
+from runner.checkpoint.mirror import on_every_rank, peers
 from runner.checkpoint.node import NodeFolder, Process
 from runner.checkpoint.note import parse_note, read_note, write_note
 from runner.checkpoint.protocol import Identity, Moment, RingRules
@@ -231,7 +232,7 @@ def test_a_later_process_takes_it_over(tmp_path: Path) -> None:
     notes, refused = next_one.left_by(3)
     assert refused == [] and [(n.serial, n.step) for n in notes.values()] == [(7, 20)]
     assert notes[7].train_state == {"updates": 20, "loss": 1.5}
-    next_one.take_over(notes[7], 0)
+    next_one.take_over(3, 7, 0)
     next_one.copy_out(0, state.shards())
     assert torch.equal(state.a, Weights(20).a)
     next_one.forget_earlier()
@@ -245,7 +246,7 @@ def test_one_that_still_lives_scribbles_on_nothing_of_ours(tmp_path: Path) -> No
     """P9: the older process has the old slots mapped, whatever they are called."""
     old = taken(tmp_path)
     next_one = later(tmp_path)
-    next_one.take_over(next_one.left_by(3)[0][7], 0)
+    next_one.take_over(3, 7, 0)
     next_one.forget_earlier()
     state = Weights(-1)
     old.fill(0, state.shards())
@@ -287,7 +288,7 @@ def test_damaged_data_is_not_taken_over(tmp_path: Path, damage: str) -> None:
             os.mkfifo(path)
     next_one = later(tmp_path)
     with pytest.raises(CorruptCheckpoint):
-        next_one.take_over(next_one.left_by(3)[0][7], 0)
+        next_one.take_over(3, 7, 0)
     assert later(tmp_path, 5).left_by(4)[0] == {}, "no note stands for it"
 
 
@@ -306,6 +307,20 @@ def test_another_runs_snapshot_is_passed_over_in_words(
     taken(tmp_path)
     found, refused = later(tmp_path, **mark).left_by(3)
     assert not found and len(refused) == 1 and words in refused[0]
+
+
+@pytest.mark.parametrize("owner", ["another boot", "unreadable", "none"])
+def test_what_outlived_a_power_cut_is_not_used(tmp_path: Path, owner: str) -> None:
+    taken(tmp_path)
+    path = slot_file(tmp_path).with_name("owner.json")
+    assert later(tmp_path).left_by(3)[0]
+    if owner == "another boot":
+        path.write_text(path.read_text().replace('"boot": "b"', '"boot": "x"'))
+    elif owner == "unreadable":
+        path.write_text("[")
+    else:
+        path.unlink()
+    assert later(tmp_path).left_by(3) == ({}, [])
 
 
 def test_another_layout_has_another_digest() -> None:
@@ -480,9 +495,11 @@ def opened(tmp_path: Path, **settings: Any) -> tuple[Memory | None, list[str]]:
         place,
         incarnation=1,
         identity=IDENTITY,
+        timeout_seconds=60,
         say=said.append,
     )  # type: ignore[arg-type]
-    return made, said
+    assert made.mirror is None
+    return made.memory, said
 
 
 @pytest.fixture
@@ -521,6 +538,13 @@ def test_the_default_does_without_and_warns(base: Path) -> None:
     assert opened(base, memory_every=0) == (None, [])
 
 
+def test_a_run_that_wants_none_clears_what_it_left(base: Path) -> None:
+    made, _ = opened(base)
+    assert made is not None and list(base.rglob("*-rank-*"))
+    opened(base, memory_every=0)
+    assert not list(base.rglob("*-rank-*"))
+
+
 def test_no_shared_memory_is_no_crash(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY_DIR, str(base / "nowhere"))
     made, said = opened(base)
@@ -529,7 +553,43 @@ def test_no_shared_memory_is_no_crash(base: Path, monkeypatch: pytest.MonkeyPatc
         opened(base, memory_every=10)
 
 
+# Copies on other nodes
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([[0], [1]], {0: 1, 1: 0}),
+        ([[0, 1], [2, 3], [4, 5]], {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}),
+        ([[0, 1, 2], [3]], {0: 3, 1: 3, 2: 3, 3: 0}),
+    ],
+)
+def test_a_peer_is_on_another_node(nodes: list[list[int]], expected: dict[int, int]) -> None:
+    assert peers(nodes) == expected
+
+
+def test_what_all_have_or_can_get_back() -> None:
+    """Rank 1's node was started anew; rank 0's holds copies of it."""
+    row, older = [7, 35, 1120], [5, 25, 800]
+    told: list[dict[str, Any]] = [
+        {"layout": "a", "own": [row, older], "copies": [[1, "b", *row], [9, "b", *row]]},
+        {"layout": "b", "own": [], "copies": []},
+    ]
+    [found] = on_every_rank(told)
+    assert (found.serial, found.step, found.cursor) == (7, 35, 1120)
+    assert found.holders == {1: 0}
+    told[0]["copies"] = [[1, "another layout", *row]]
+    assert on_every_rank(told) == []
+    told[1]["own"] = [older]
+    assert [(f.serial, f.holders) for f in on_every_rank(told)] == [(5, {})]
+
+
 # Background work
+
+
+def close(*work: Lanes) -> None:
+    for lane in (lane for lanes in work for lane in lanes.lanes):
+        lane.close()
 
 
 def test_a_slow_lane_holds_no_other_up() -> None:
@@ -547,7 +607,7 @@ def test_a_slow_lane_holds_no_other_up() -> None:
         lanes.wait(5)
         lanes.settle(*lanes.tell())
     assert seen == ["near", "far"]
-    lanes.close()
+    close(lanes)
 
 
 def test_lanes_are_told_apart_in_the_sums() -> None:
@@ -567,8 +627,7 @@ def test_lanes_are_told_apart_in_the_sums() -> None:
         lanes.settle(told[0].done + told[1].done + late, 0.0, told[0].jobs)
     assert [len(queue) for queue in world[0].lanes] == [0, 1, 0]
     assert all(len(seen) == 2 for seen in over)
-    for lanes in world:
-        lanes.close()
+    close(*world)
 
 
 def test_background_threads_give_way() -> None:
@@ -582,7 +641,7 @@ def test_background_threads_give_way() -> None:
     lanes.wait(5)
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     assert seen and seen[0] == min(19, 10) and own < 10
-    lanes.close()
+    close(lanes)
 
 
 def test_a_limited_writer_takes_its_time_unless_somebody_waits(tmp_path: Path) -> None:
