@@ -129,7 +129,7 @@ def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
         silence = str(error) or f"no answer within {seconds:g} s"
         return {"stored": [], "highest": 0, "claim": 0, "run": "", "silence": silence}
     own = run_name(run_dir)
-    if own and seen.stored and seen.run != own:
+    if own and seen.stored and seen.run not in ("", own):  # a copy by hand has no claim
         raise ConfigError(
             f"checkpoint.remote={ring.url}: holds the checkpoints of another run than "
             f"out={run_dir.out} (its name is {seen.run[:12]!r}, this one's {own[:12]!r}); give "
