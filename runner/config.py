@@ -375,7 +375,10 @@ class CheckpointConfig:
     )
     remote_keep: int = key(3, "clean checkpoints kept at remote, beside keep_every's", ge=1)
     remote_wait_seconds: float = key(
-        60.0, "how long a start waits for remote to answer, and an end for uploads to finish", gt=0
+        60.0,
+        "how long a start waits for remote to answer, and an end for uploads to finish",
+        gt=0,
+        le=1200,
     )
 
 

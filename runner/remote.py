@@ -132,7 +132,7 @@ def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
         silence = str(error) or f"no answer within {seconds:g} s"
         return {"stored": [], "highest": 0, "claim": 0, "run": "", "silence": silence}
     own = run_name(run_dir)
-    if own and seen.stored and seen.run != own:
+    if own and seen.stored and seen.run not in ("", own):  # a copy by hand has no claim
         raise ConfigError(
             f"checkpoint.remote={ring.url}: holds the checkpoints of another run than "
             f"out={run_dir.out} (its name is {seen.run[:12]!r}, this one's {own[:12]!r}); give "
@@ -276,7 +276,7 @@ class Restorer:
         """Refuse what is not ours, and what does not fit; fetch the run's own files."""
         ring = self._remote.ring
         facts = _answered(lambda: ring.run_facts(folder))
-        self._refuse_others(folder, manifest)
+        self._refuse_others(folder, manifest, facts["config.yaml"])
         needed = folder_bytes(manifest, facts)
         free = shutil.disk_usage(self._dir.out).free
         if needed > free:
@@ -291,13 +291,15 @@ class Restorer:
             self._fetch_run_files(folder, facts)
         return True
 
-    def _refuse_others(self, folder: str, manifest: Manifest) -> None:
+    def _refuse_others(self, folder: str, manifest: Manifest, facts: FileFacts) -> None:
         ring = self._remote.ring
         if self._config.resume.allow_change:
             return
         name = f"ring/{folder}/run/config.yaml"
-        text = _answered(lambda: ring.read(name, _CONFIG_BYTES)).decode(errors="replace")
-        stored = from_yaml(text, source=Path(name))
+        data = _answered(lambda: ring.read(name, _CONFIG_BYTES))
+        if hashlib.sha256(data).hexdigest() != facts.sha256:
+            raise CorruptCheckpoint(f"{ring.url}/{name}: digest differs: damaged at the remote")
+        stored = from_yaml(data.decode(errors="replace"), source=Path(name))
         place = f"checkpoint.remote={ring.url}"
         self._dir.refuse_change(settings_differing(stored, self._config), place)
         if manifest.data_fingerprint != self._fingerprint:

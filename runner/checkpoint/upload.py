@@ -178,7 +178,8 @@ class Uploads:
     def _publish(self, record: Record) -> None:
         folder = self._store.folder_of(record)
         there = f"ring/{folder.name}"
-        with tempfile.TemporaryDirectory(prefix="holdfast-upload-") as scratch:
+        # A name that the next start sweeps away, should this process end in here.
+        with tempfile.TemporaryDirectory(prefix="writing-run-", dir=self._store.folder) as scratch:
             self._remote.put_run_files(folder.name, self._out, Path(scratch))
         for name in (MANIFEST, CLEAN):
             self._remote.put_bytes(f"{there}/{name}", (folder / name).read_bytes())

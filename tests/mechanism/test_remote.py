@@ -344,6 +344,7 @@ def flip(path: Path) -> None:
         lambda folder: (folder / "manifest.json").unlink(),
         lambda folder: flip(folder / "COMMITTED"),
         lambda folder: flip(folder / "run" / "journal.jsonl"),
+        lambda folder: flip(folder / "run" / "config.yaml"),
         lambda folder: (folder / "run" / "files.json").write_text('{"journal.jsonl": 3}'),
         lambda folder: (folder / "run" / "files.json").write_text("[" * 100_000),
     ],
