@@ -186,8 +186,10 @@ def test_rows_that_repeat_the_one_before_are_one_step(tmp_path: Path) -> None:
     for at, value in enumerate(values):
         rows += [[at, value, ""], [at, value, 0.5]]
     rows.append([99, 3.3, 0.5])  # another loss: another row
+    rows += [[100, "nan", 0.5], [100, "nan", 0.5]]  # tried twice
     recording = read_curve(str(write_csv(tmp_path / "a.csv", ["step", "loss", "norm"], rows)))
-    assert list(recording.curve.losses) == [*values, 3.3]
+    assert list(recording.curve.losses[:-2]) == [*values, 3.3]
+    assert [math.isnan(loss) for loss in recording.curve.losses[-2:]] == [True, True]
     assert set(recording.curve.grad_norms) == {0.5}
     assert "100 row(s) repeat the step and loss before: left out" in recording.notes
 
