@@ -194,6 +194,18 @@ def test_rows_that_repeat_the_one_before_are_one_step(tmp_path: Path) -> None:
     assert "100 row(s) repeat the step and loss before: left out" in recording.notes
 
 
+def test_losses_below_the_thresholds_are_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for scale, said in ((0.01, True), (1.0, False)):
+        rows = [[at, scale * loss] for at, loss in enumerate(losses(bad=[]))]
+        path = write_csv(tmp_path / "a.csv", ["step", "loss"], rows)
+        assert main(["backtest", str(path)]) == 0
+        assert ("lie below guard.loss_floor=0.4" in capsys.readouterr().out) == said
+    assert main(["backtest", str(path), "guard.loss_floor=9"]) == 0
+    assert "lie below guard.loss_floor=9" in capsys.readouterr().out
+
+
 def test_a_recording_that_begins_late_is_said_to(tmp_path: Path) -> None:
     rows = [[5000 + 10 * at, loss] for at, loss in enumerate(losses(40, bad=[]))]
     recording = read_curve(str(write_csv(tmp_path / "a.csv", ["step", "loss"], rows)))
