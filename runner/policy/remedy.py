@@ -18,7 +18,7 @@ from typing import Any
 
 from runner.policy.episode import Before, Episode, Finding, scattered, transient
 from runner.policy.history import History
-from runner.policy.ring import Record, rollback_targets
+from runner.policy.ring import Record, older_targets, rollback_targets
 from runner.policy.signals import StepSignals
 from runner.policy.verdict import Kind, Verdict
 from runner.policy.window import MAD_TO_SIGMA
@@ -328,11 +328,10 @@ def _go_back(case: Case) -> Rollback | Halt:
             reason=f"no clean checkpoint at or before sample position {skip[0]} to go back to: "
             f"{reason}"
         )
-    older_first_choice = min(repeat, len(targets) - 1)
     cool = rules.cooldown_steps if repeat >= 2 else 0
     return Rollback(
         reason=_explain(case, cool),
-        targets=tuple(targets[older_first_choice:]),
+        targets=tuple(older_targets(targets, repeat)),
         skip=skip,
         read_again=not rules.skip,
         onset_step=onset_step,

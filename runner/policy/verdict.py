@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from runner.policy.episode import Before
-from runner.policy.signals import Limits, StepSignals
+from runner.policy.signals import Bounds, Limits, StepSignals
 from runner.policy.window import MAD_TO_SIGMA, Window, median_of_sorted
 
 
@@ -125,11 +125,11 @@ class Baseline:
     which a single step of its height is nothing. Tails decide how unlikely: the pair limit lies
     beyond the window's own.
 
-    The limits in force lag one applied step behind the statistics. On CUDA the host reads
-    the numbers one step late; with the lag, reading late and reading at once give the same
-    limits and so the same run, bit for bit. Which of the two holds does not lag; an engine that
-    reads late must keep that one bit on the device: whether the loss before was above its own
-    pair limit.
+    The limits in force lag one applied step behind the statistics. Where the host reads the
+    numbers one step late (``guard.sync=false``) it knows by then what holds after one more
+    applied step (:attr:`bounds_ahead`), so that reading late and reading at once give the same
+    limits and the same run, bit for bit. Which of the two limits holds does not lag: the gate
+    picks by the loss before, which the device has.
     """
 
     def __init__(self, rules: JudgeRules) -> None:
@@ -170,6 +170,23 @@ class Baseline:
     def limits(self) -> Limits:
         """The gate's bounds for the next step."""
         return self._limits[self._after_high]
+
+    @property
+    def bounds(self) -> Bounds:
+        """The gate's bounds for the next step, everything before it being known."""
+        return Bounds(usual=self.limits, again=self.limits)
+
+    @property
+    def bounds_ahead(self) -> Bounds:
+        """For the step after the next, should the next be applied and clean."""
+        usual, again = self._next_limits
+        return Bounds(usual=usual, again=again, high=self._limits[True].loss)
+
+    @property
+    def may_alarm(self) -> bool:
+        """Whether the next step, though within its limits, could be found a drift."""
+        most = self._alarm / _DRIFT_STEPS  # as _excess has it
+        return self._rules.enabled and self._drift + most > self._alarm
 
     def accept(self, signals: StepSignals) -> None:
         """Admit an applied, clean step."""

@@ -22,14 +22,8 @@ from runner.config import RunConfig
 from runner.data.tokens import open_tokens
 from runner.dist.blame import blame
 from runner.dist.evidence import Report, last_words, read_reports
-from runner.dist.launcher import (
-    Launch,
-    launch_from,
-    meeting_point,
-    own_process,
-    place_from,
-    started_at,
-)
+from runner.dist.launcher import Launch, launch_from, meeting_point, place_from
+from runner.dist.proc import own_process, started_at
 from runner.error import CheckpointError, ConfigError, CorruptCheckpoint, DataError, Superseded
 from runner.fault.spec import parse_faults
 from runner.observe.journal import read_journal
