@@ -16,6 +16,7 @@ from runner.observe.journal import Journal
 from runner.policy.episode import Finding
 from runner.policy.history import Incident, discard_detail
 from runner.policy.remedy import Discard, Halt, Rebaseline, Rollback
+from runner.policy.ring import Tier
 from runner.policy.signals import StepSignals
 from runner.policy.verdict import Kind, Verdict
 from runner.report import Reporter
@@ -113,28 +114,29 @@ class Recovery:
         metrics_bytes = self._reporter.metrics_bytes()
         lost = state.updates
         with self._reporter.stall("rollback"):
-            self._ring.drain()
             self._faults.at("rollback", scene.signals.step)
-            manifest = self._ring.restore(action.targets)
+            restored = self._ring.restore(action.targets)
+        tier = " (memory)" if restored.tier is Tier.memory else ""
         incident = Incident(
             kind="rollback",
             step=scene.signals.step,
-            decision=f"back to step {manifest.step}, "
+            decision=f"back to step {restored.step}{tier}, "
             f"{'read again' if action.read_again else 'skip'} samples "
             f"{action.skip[0]}-{action.skip[1] - 1}",
             reason=action.reason,
             ranks=ranks,
             samples=action.skip,
             sample_ids=names,
-            cost_steps=lost - manifest.step,
+            cost_steps=lost - restored.step,
             cost_seconds=scene.seconds + time.monotonic() - began,
             detail={
                 "verdict": verdict.kind.value,
                 "suspects": where,
                 "onset_step": action.onset_step,
-                "to_step": manifest.step,
-                "cursor": manifest.cursor,
-                "serial": manifest.serial,
+                "to_step": restored.step,
+                "cursor": restored.cursor,
+                "serial": restored.serial,
+                "tier": restored.tier.value,
                 "next_serial": self._ring.next_serial,
                 "read_again": action.read_again,
                 "repeat": action.repeat,
@@ -144,9 +146,9 @@ class Recovery:
             },
         )
         self._journal.add(incident)
-        self._reporter.undo(manifest.step)
-        self._ring.abandon_after(manifest.serial)
-        state.load_json(manifest.train_state)
+        self._reporter.undo(restored.step)
+        self._ring.abandon_after(restored.serial)
+        state.load_json(restored.train_state)
         self._reporter.incident(incident)
 
     def conclude(self, scene: Scene, finding: Finding) -> None:

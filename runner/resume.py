@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.protocol import Restored
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
 from runner.config import RunConfig
@@ -19,7 +20,7 @@ from runner.error import CheckpointError, ConfigError
 from runner.observe.journal import Journal, read_journal
 from runner.observe.lines import iter_lines, step_of
 from runner.policy.history import Incident
-from runner.policy.ring import Record, State, resume_order
+from runner.policy.ring import Record, State, Tier, resume_order
 from runner.rundir import RunDir
 from runner.state import TrainState
 from runner.watch.crash import unexplained
@@ -40,6 +41,7 @@ class Found:
     damaged: list[str]
     torn: list[str]
     last_metrics_step: int
+    metrics_bytes: int
     next_serial: int
     crashes: list[dict[str, Any]]
 
@@ -49,18 +51,29 @@ class Resumed:
     """Where this command takes up the run.
 
     ``known_discards`` were journalled after the loaded checkpoint: the loop judges them again
-    instead of computing them again.
+    instead of computing them again. ``unused`` says which snapshots in memory were of no use.
     """
 
     step: int
     metrics_bytes: int
     known_discards: list[Incident]
+    tier: Tier = Tier.disk
+    unused: tuple[str, ...] = ()
 
 
 def take_out(
-    run_dir: RunDir, config: RunConfig, launch: Launch, ranks: Ranks, say: Callable[[str], None]
+    run_dir: RunDir,
+    config: RunConfig,
+    launch: Launch,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    *,
+    after: int = 0,
 ) -> Fence:
     """Become the one that writes to ``out``. Collective.
+
+    Args:
+        after: the last incarnation that is known of where ``out`` is empty.
 
     Raises:
         ConfigError: another launch is alive in there, or it cannot be written.
@@ -76,6 +89,7 @@ def take_out(
             stale_seconds=config.resume.stale_seconds,
             take_over=config.resume.take_over,
             say=say,
+            after=after,
         ).number
 
     number = ranks.from_first(ranks.all_or_none("taking out", take_first))
@@ -122,6 +136,7 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) ->
         "damaged": damaged,
         "torn": torn,
         "last_metrics_step": max(map(step_of, metrics), default=0),
+        "metrics_bytes": run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0,
         "next_serial": max(serials) + 1 + len(damaged),
         "crashes": [i.to_json() for i in unexplained(run_dir, lines, fence.number)],
     }
@@ -166,14 +181,29 @@ def take_up(
     ring.adopt(usable, next_serial=found.next_serial)
     for sentence in found.damaged:
         journal.add_once(_damaged(sentence))
-    if not usable:
+    unused = ring.inherit(
+        _last_incarnation(found.journal),
+        left_behind=left_behind,
+        metrics_bytes=found.metrics_bytes,
+    )
+    if not ring.records:
         return _begin(found, run_dir)
-    manifest = ring.restore(resume_order(usable))
-    state.load_json(manifest.train_state)
+    restored = ring.restore(resume_order(ring.records))
+    state.load_json(restored.train_state)
     for record in found.records:
         if record.serial in left_behind:
             ring.remove(record)
-    return _resume_point(journal, manifest)
+    return _resume_point(journal, restored, unused)
+
+
+def _last_incarnation(journal: list[dict[str, Any]]) -> int:
+    """The last one that came to train: only its snapshots follow from all that is journalled.
+
+    A node that was left out since may hold older ones.
+    """
+    starts = [line["detail"] for line in journal if line["kind"] == "start"]
+    number = starts[-1].get("incarnation") if starts else 0
+    return number if type(number) is int else 0
 
 
 def _damaged(sentence: str) -> Incident:
@@ -191,11 +221,13 @@ def _begin(found: Found, run_dir: RunDir) -> Resumed:
     return Resumed(step=0, metrics_bytes=0, known_discards=[])
 
 
-def _resume_point(journal: Journal, manifest: Manifest) -> Resumed:
+def _resume_point(journal: Journal, restored: Restored, unused: list[str]) -> Resumed:
     """The later of the checkpoint's save and the last rollback to it."""
-    rollback = journal.history.last_rollback_to(manifest.serial)
+    rollback = journal.history.last_rollback_to(restored.serial)
     return Resumed(
-        step=manifest.step,
-        metrics_bytes=rollback.metrics_bytes if rollback else manifest.metrics_bytes,
-        known_discards=journal.history.discards_from(manifest.cursor),
+        step=restored.step,
+        metrics_bytes=rollback.metrics_bytes if rollback else restored.metrics_bytes,
+        known_discards=journal.history.discards_from(restored.cursor),
+        tier=restored.tier,
+        unused=tuple(unused),
     )

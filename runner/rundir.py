@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import stat
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from runner.error import ConfigError
 from runner.files import make_folder, read_bounded, write_durably
 
 _CONFIG_BYTES = 4 << 20
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_ID_BYTES = 4096
 _NOT_FOR_OTHERS = 0o022
 
 
@@ -31,6 +35,7 @@ class RunDir:
         self.tensorboard = out / "tensorboard"
         self.incarnation = out / "incarnation"
         self.incidents = out / "incidents"
+        self.run_id = out / "run_id"
 
     def incident(self, number: int) -> Path:
         """Where the ranks of an incarnation say what went wrong."""
@@ -55,6 +60,17 @@ class RunDir:
         except OSError as error:
             raise ConfigError(f"out={self.out}: cannot be written ({error})") from None
 
+    def identity(self) -> str:
+        """The run's random name, made at its first start: another run in ``out`` has another."""
+        try:
+            name = read_bounded(self.run_id, _ID_BYTES).decode(errors="replace").strip()
+        except FileNotFoundError:
+            name = ""
+        if not _RUN_ID.fullmatch(name):
+            name = secrets.token_hex(16)
+            write_durably(self.run_id, name.encode() + b"\n")
+        return name
+
     @property
     def is_open_to_all(self) -> bool:
         """Whether anybody may write in there, and so decide what the next start loads."""
@@ -65,16 +81,13 @@ class RunDir:
         """Keys that decide the trajectory and differ from the stored ones: (was, is)."""
         if not self.config.exists():
             return {}
-        stored = from_yaml(_text(self.config), source=self.config)
-        stored["schedule.total"] = _stored_total(stored)
-        return {
-            name: (stored.get(name), value)
-            for name, value in trajectory(config).items()
-            if stored.get(name) != value
-        }
+        return settings_differing(from_yaml(_text(self.config), source=self.config), config)
 
-    def refuse_change(self, changed: dict[str, tuple[Any, Any]]) -> None:
+    def refuse_change(self, changed: dict[str, tuple[Any, Any]], place: str = "") -> None:
         """
+        Args:
+            place: where the stored settings are; without it, ``out``.
+
         Raises:
             ConfigError: something changed; every key is named.
         """
@@ -84,7 +97,7 @@ class RunDir:
                 for key, (was, now) in changed.items()
             )
             raise ConfigError(
-                f"out={self.out} holds a run with other settings:\n{words}\n"
+                f"{place or f'out={self.out}'} holds a run with other settings:\n{words}\n"
                 "Give the old values, or another out, or resume.allow_change=true to go on "
                 "with the new ones."
             )
@@ -93,6 +106,16 @@ class RunDir:
         """Write the resolved settings, with their digest on top."""
         text = f"# settings sha256 {digest(flat(config))}\n{to_yaml(config)}"
         write_durably(self.config, text.encode())
+
+
+def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys that decide the trajectory and differ: (was, is). ``stored`` is left changed."""
+    stored["schedule.total"] = _stored_total(stored)
+    return {
+        name: (stored.get(name), value)
+        for name, value in trajectory(config).items()
+        if stored.get(name) != value
+    }
 
 
 def keep_for_owner() -> None:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from runner.policy.ring import Tier
+
 
 class Shard(Protocol):
     """See ``runner.engine.protocol.Shard``."""
@@ -41,6 +43,7 @@ class Ranks(Protocol):
     def world_size(self) -> int: ...
     def sum(self, numbers: list[float]) -> list[float]: ...
     def gather(self, value: Any) -> list[Any]: ...
+    def from_first(self, value: Any) -> Any: ...
     def all_or_none(self, what: str, work: Callable[[], Any]) -> Any: ...
 
 
@@ -52,6 +55,7 @@ class RingRules:
     keep: int
     keep_every: int
     background: bool
+    write_bytes_per_second: float = 0.0  # of each rank, while training goes on; 0: no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +78,15 @@ class Moment:
     train_state: Mapping[str, Any]
     metrics_bytes: int
     journal_lines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What was loaded, and from where; see :class:`Moment`."""
+
+    serial: int
+    step: int
+    cursor: int
+    train_state: Mapping[str, Any]
+    metrics_bytes: int
+    tier: Tier

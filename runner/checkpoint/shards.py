@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import io
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece, whole
 from runner.checkpoint.store import Entry, read_rank_facts, unreadable
 from runner.error import CorruptCheckpoint
 from runner.files import blocks, naming, open_regular, write_json
+
+_WRITE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,32 @@ def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.bin"
 
 
-def write_rank_file(folder: Path, rank: int, snapshots: Sequence[Snapshot]) -> None:
+class Pace:
+    """Holds a background writer to ``bytes_per_second`` (0: as fast as it goes).
+
+    ``hurry`` is set while somebody waits for it.
+    """
+
+    def __init__(self, bytes_per_second: float = 0.0) -> None:
+        self.hurry = threading.Event()
+        self._rate = bytes_per_second
+        self._due = time.monotonic()
+
+    @property
+    def is_limited(self) -> bool:
+        return self._rate > 0 and not self.hurry.is_set()
+
+    def wrote(self, num_bytes: int) -> None:
+        """Wait as long as these bytes may take."""
+        if self._rate > 0:
+            self._due = max(self._due, time.monotonic()) + num_bytes / self._rate
+            if self.hurry.wait(max(0.0, self._due - time.monotonic())):
+                self._due = time.monotonic()
+
+
+def write_rank_file(
+    folder: Path, rank: int, snapshots: Sequence[Snapshot], pace: Pace | None = None
+) -> None:
     """Write and sync this rank's shards and, last, a JSON note of what they are.
 
     Raises:
@@ -51,8 +80,15 @@ def write_rank_file(folder: Path, rank: int, snapshots: Sequence[Snapshot]) -> N
     with naming(path), path.open("xb") as file:
         for snapshot in snapshots:
             data = _bytes(snapshot.values)
-            file.write(data)
-            digest.update(data)
+            for at in range(0, len(data), _WRITE_BYTES):
+                block = data[at : at + _WRITE_BYTES]
+                file.write(block)
+                digest.update(block)
+                if pace is not None and pace.is_limited:
+                    # Piece by piece: the system would save it all up for one long burst.
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    pace.wrote(len(block))
             pieces.append([snapshot.name, snapshot.start, snapshot.values.numel(), offset])
             offset += len(data)
         file.flush()

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.checkpoint.manifest import MOST_BYTES, Manifest, parse_manifest
@@ -32,10 +32,21 @@ from runner.policy.ring import Record, State
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
-_MARKS = {State.clean: "CLEAN", State.tainted: "TAINTED"}
+CLEAN = "CLEAN"
+_MARKS = {State.clean: CLEAN, State.tainted: "TAINTED"}
 _SWEPT = "swept-"
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{8,18})")
 _MARKER_BYTES = 4096
+
+
+def folder_name(record: Record) -> str:
+    return f"{record.serial:06d}-step-{record.step:08d}"
+
+
+def parse_name(folder: str) -> tuple[int, int] | None:
+    """(serial, step) of a checkpoint's folder; None when it is none."""
+    match = _NAME.fullmatch(folder)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +82,7 @@ class RingStore:
         return self.folder / f"writing-{serial:06d}-{self._owner:06d}"
 
     def folder_of(self, record: Record) -> Path:
-        return self.folder / f"{record.serial:06d}-step-{record.step:08d}"
+        return self.folder / folder_name(record)
 
     def commit(self, manifest: Manifest) -> None:
         """Publish a checkpoint whose rank files are all written and synced.
@@ -81,13 +92,24 @@ class RingStore:
         """
         writing = self.writing_folder(manifest.serial)
         write_json(writing / MANIFEST, manifest.to_json())
-        record = Record(
-            serial=manifest.serial,
-            step=manifest.step,
-            cursor=manifest.cursor,
-            state=State.committed,
-        )
-        final = self.folder_of(record)
+        self._publish(_committed(manifest))
+
+    def take_back(self, manifest: Manifest, data: bytes) -> Record:
+        """Publish, as clean, a checkpoint whose files were copied back and verified.
+
+        Args:
+            data: the manifest as it was written.
+        """
+        record = _committed(manifest)
+        self.remove(record)  # a damaged one of this name
+        writing = self.writing_folder(manifest.serial)
+        write_durably(writing / MANIFEST, data)
+        write_durably(writing / CLEAN, b"")
+        self._publish(record)
+        return replace(record, state=State.clean)
+
+    def _publish(self, record: Record) -> None:
+        writing, final = self.writing_folder(record.serial), self.folder_of(record)
         # A newer incarnation moves ``writing`` away before it reads the ring: from here on
         # either this rename comes first, and it sees the checkpoint, or this one fails.
         self._check()
@@ -199,6 +221,12 @@ def _take_back(marker: Path) -> None:
     with contextlib.suppress(OSError):
         marker.unlink(missing_ok=True)
         sync_directory(marker.parent)
+
+
+def _committed(manifest: Manifest) -> Record:
+    return Record(
+        serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=State.committed
+    )
 
 
 def _record(folder: Path, manifest: Manifest) -> Record:

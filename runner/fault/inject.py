@@ -48,8 +48,16 @@ class FaultInjector:
         self._rank = rank
         self._markers = markers
         self.newest_checkpoint = newest_checkpoint
+        self.snapshots: Callable[[], Sequence[Path]] = tuple
         self._step_faults: set[str] = set()
         self._step = 0
+
+    def is_due(self, step: int) -> bool:
+        """Whether something happens once at this step, on whichever rank."""
+        return any(
+            fault.kind != "slow" and fault.steps[0] <= step < fault.steps[1]
+            for fault in self._faults
+        )
 
     def before_step(self, step: int) -> None:
         """Sleep, hang, die or damage a file, when one of the faults says so."""
@@ -72,10 +80,13 @@ class FaultInjector:
                 _end(fault)
 
     def _note(self, fault: Fault) -> None:
-        if fault.kind != "corrupt_checkpoint":
+        if fault.kind == "corrupt_snapshots":
+            for file in self.snapshots():
+                _flip_byte(file)
+        elif fault.kind != "corrupt_checkpoint":
             self._step_faults.add(fault.kind)
         elif self._rank == 0:
-            _flip_byte(self.newest_checkpoint())
+            _damage(self.newest_checkpoint())
 
     def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:
         """What happens to the micro-batch of these stream positions (None: padding)."""
@@ -157,13 +168,17 @@ def _end(fault: Fault) -> None:
     os.kill(os.getpid(), number)
 
 
-def _flip_byte(checkpoint: Path | None) -> None:
-    """Flip the middle byte of the first shard file."""
+def _damage(checkpoint: Path | None) -> None:
+    """In its first shard file."""
     shards = sorted(checkpoint.glob("*.bin")) if checkpoint else []
-    if not shards:
-        return
-    with shards[0].open("r+b") as file:
-        file.seek(shards[0].stat().st_size // 2)
+    if shards:
+        _flip_byte(shards[0])
+
+
+def _flip_byte(path: Path) -> None:
+    """In the middle of the file."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 0x10]))

@@ -16,7 +16,8 @@
     mismatch@step=30,rank=1          the rank claims to be somewhere else
     flip_bit@step=30,rank=1          one bit of the rank's copy of replicated state
     slow@step=30-60,rank=1,seconds=0.2
-    corrupt_checkpoint@step=40       one byte of the newest checkpoint is flipped
+    corrupt_checkpoint@step=40       one byte of the newest checkpoint on disk is flipped
+    corrupt_snapshots@step=40,rank=1 one byte of each of the rank's snapshots in memory
 
 Ranges are inclusive. Without ``rank`` every rank is meant. A fault bound to one step fires
 once per run, also across restarts.
@@ -47,6 +48,7 @@ _REQUIRED = {
     "mismatch": {"step"},
     "slow": {"step", "seconds"},
     "corrupt_checkpoint": {"step"},
+    "corrupt_snapshots": {"step"},
 }
 # What ends or freezes a rank, and where in a step it may.
 ENDINGS = ("kill", "abort", "raise", "stop", "hang")

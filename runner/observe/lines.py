@@ -128,6 +128,10 @@ class LineFile:
             if durably:
                 os.fsync(self._file.fileno())
 
+    def num_bytes(self) -> int:
+        """Length in bytes; a crash of the machine may leave less."""
+        return self._file.tell()
+
     def sync(self) -> int:
         """Make everything durable; returns the length in bytes."""
         with naming(self._path):

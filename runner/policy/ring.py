@@ -1,12 +1,13 @@
 """Which checkpoints are proven, which may be used, which may go. No files here.
 
-``committed``: whole on disk. ``clean``: verified and followed by enough clean steps.
+A record is one copy of a checkpoint, in memory or on disk; the copies of one moment share a
+serial. ``committed``: whole. ``clean``: verified and followed by enough clean steps.
 ``tainted``: trouble began before it was proven, or the run went back behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -20,14 +21,35 @@ class State(Enum):
     tainted = "tainted"
 
 
+class Tier(Enum):
+    """Where a copy lies. One in memory may be gone after a crash; retention never counts it."""
+
+    memory = "memory"
+    disk = "disk"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One checkpoint. ``serial`` orders them: steps repeat after a rollback, clocks lie."""
+    """One copy. ``serial`` orders them: steps repeat after a rollback, clocks lie."""
 
     serial: int
     step: int
     cursor: int
     state: State
+    tier: Tier = Tier.disk
+
+
+def _by_use(record: Record) -> tuple[int, bool]:
+    """Newest first, and of two copies the one in memory."""
+    return -record.serial, record.tier is Tier.disk
+
+
+def on_disk(records: Iterable[Record]) -> list[Record]:
+    return [record for record in records if record.tier is Tier.disk]
+
+
+def in_memory(records: Iterable[Record]) -> list[Record]:
+    return [record for record in records if record.tier is Tier.memory]
 
 
 def due_for_proof(
@@ -48,9 +70,16 @@ def due_for_proof(
     ]
 
 
-def with_state(records: Iterable[Record], serial: int, state: State) -> list[Record]:
+def with_state(
+    records: Iterable[Record], serial: int, state: State, tier: Tier = Tier.disk
+) -> list[Record]:
     """The records with one of them in another state."""
-    return [replace(r, state=state) if r.serial == serial else r for r in records]
+    return [replace(r, state=state) if (r.serial, r.tier) == (serial, tier) else r for r in records]
+
+
+def without(records: Iterable[Record], serial: int, tier: Tier) -> list[Record]:
+    """The records without one of them."""
+    return [r for r in records if (r.serial, r.tier) != (serial, tier)]
 
 
 def rollback_targets(records: Iterable[Record], *, cursor: int, step: int) -> list[Record]:
@@ -63,13 +92,24 @@ def rollback_targets(records: Iterable[Record], *, cursor: int, step: int) -> li
         for record in records
         if record.state is State.clean and record.cursor <= cursor and record.step <= step
     ]
-    return sorted(usable, key=lambda record: record.serial, reverse=True)
+    return sorted(usable, key=_by_use)
+
+
+def older_targets(targets: Sequence[Record], repeat: int) -> list[Record]:
+    """What is left to choose from when trouble has come back ``repeat`` times.
+
+    As many checkpoints on disk are passed over: snapshots in memory lie a few steps apart, and
+    going back a few steps more is no other remedy.
+    """
+    serials = [record.serial for record in on_disk(targets) or targets]
+    newest = serials[min(repeat, len(serials) - 1)] if repeat else targets[0].serial
+    return [record for record in targets if record.serial <= newest]
 
 
 def resume_order(records: Iterable[Record]) -> list[Record]:
     """Checkpoints a restart may load, best first: newest whole one that is not tainted."""
     usable = [record for record in records if record.state is not State.tainted]
-    return sorted(usable, key=lambda record: record.serial, reverse=True)
+    return sorted(usable, key=_by_use)
 
 
 def abandoned_by_rollback(records: Iterable[Record], target: int) -> list[Record]:
@@ -78,12 +118,13 @@ def abandoned_by_rollback(records: Iterable[Record], target: int) -> list[Record
 
 
 def retire(records: Sequence[Record], *, keep: int, keep_every: int) -> list[Record]:
-    """The checkpoints to delete now, oldest first; never the last clean one.
+    """The checkpoints to delete from the disk now, oldest first; never the last clean one.
 
-    Kept: the ``keep`` newest clean ones, clean ones at multiples of ``keep_every`` steps
-    (0: none), and the newest unproven ones.
+    A copy in memory keeps nothing from being deleted, nor the other way round. Kept: the ``keep``
+    newest clean ones, clean ones at multiples of ``keep_every`` steps (0: none), and the newest
+    unproven ones.
     """
-    newest = sorted(records, key=lambda record: record.serial, reverse=True)
+    newest = sorted(on_disk(records), key=lambda record: record.serial, reverse=True)
     clean = [record for record in newest if record.state is State.clean]
     unproven = [record for record in newest if record.state is State.committed]
     kept = {record.serial for record in clean[: max(1, keep)]}
@@ -97,3 +138,23 @@ def retire(records: Sequence[Record], *, keep: int, keep_every: int) -> list[Rec
         # With nothing else left, a tainted checkpoint is better than none: a person may want it.
         if record.serial not in kept and not (tainted_only and record.serial == newest[0].serial)
     ]
+
+
+def make_room(records: Iterable[Record], *, busy: Collection[int], must: bool) -> Record | None:
+    """The copy in memory to give up for a new one; None: rather do without the new one.
+
+    Kept: the newest clean one, which a rollback goes to; the oldest unproven one, which is
+    nearest to its proof: if each snapshot took the place of the one before, none would ever be
+    proven.
+
+    Args:
+        busy: serials of copies that are being written to disk or proven.
+        must: the new one goes to disk; what is kept here may be given up for it.
+    """
+    held = sorted(in_memory(records), key=lambda record: record.serial)
+    clean = [record for record in held if record.state is State.clean]
+    unproven = [record for record in held if record.state is not State.clean]
+    choice = [*clean[:-1], *reversed(unproven[1:])]
+    if must:
+        choice += [*unproven[:1], *clean[-1:]]
+    return next((record for record in choice if record.serial not in busy), None)

@@ -97,8 +97,12 @@ def take(
     stale_seconds: float,
     take_over: bool,
     say: Callable[[str], None],
+    after: int = 0,
 ) -> Fence:
     """Become the owner. On rank 0 only.
+
+    Args:
+        after: where nobody has owned the directory yet, begin behind this number.
 
     Raises:
         ConfigError: another launch is alive in there.
@@ -113,14 +117,21 @@ def take(
             )
         if newest and not take_over:
             _wait_for_its_end(folder, newest, launch, stale_seconds, say)
-        if _claim(folder, newest + 1, launch):
-            return Fence(folder, newest + 1)
+        number = (newest or min(after, _LAST_NUMBER - 1)) + 1
+        if _claim(folder, number, launch):
+            return Fence(folder, number)
 
 
 def newest_number(folder: Path) -> int:
     """The number of the owner; 0 when there never was one."""
     names = [path.stem for path in folder.glob("[0-9]*.json")]
     return max((int(name) for name in names if _CLAIM_NAME.fullmatch(name)), default=0)
+
+
+def oldest_number(folder: Path) -> int:
+    """The number of the first owner; 1 when there never was one."""
+    names = [path.stem for path in folder.glob("[0-9]*.json")]
+    return min((int(name) for name in names if _CLAIM_NAME.fullmatch(name)), default=1)
 
 
 def has_ended(folder: Path, number: int) -> bool:

@@ -158,6 +158,7 @@ def test_a_rollback_passes_over_a_damaged_clean_one(tmp_path: Path, poisoned: Re
         tmp_path / "run",
         "faults=[corrupt_checkpoint@step=18,poison@samples=700-790]",
         "checkpoint.background=false",
+        "checkpoint.memory_every=0",
     )
     [line] = run.journal("checkpoint_damaged")
     assert "of step 10" in line["reason"], line

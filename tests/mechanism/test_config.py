@@ -135,6 +135,9 @@ def test_every_key_has_one_line_of_help(name: str, spec: Any, value: Any) -> Non
             "debug.replica_check_every=111",
             ["debug.replica_check_every=111", "the 3 clean", "at most 110", "checkpoint.keep"],
         ),
+        ("checkpoint.memory_slots=1", ["checkpoint.memory_slots=1", "at least 2"]),
+        ("checkpoint.memory_limit_gib=0", ["checkpoint.memory_limit_gib=0", "greater than 0"]),
+        ("checkpoint.write_mib_per_second=-1", ["write_mib_per_second=-1", "at least 0"]),
         ("checkpoint.every=5", ["checkpoint.every=5", "checkpoint.clean_after=10", "every>=10"]),
         ("guard.min_history=999", ["guard.min_history=999", "guard.window="]),
         ("guard.persist=99", ["guard.persist=99", "guard.persist_window="]),
@@ -177,6 +180,16 @@ def test_a_mistake_is_told(override: str, fragments: Sequence[str]) -> None:
     [
         (["batch.global_size=3"], 4, ["batch.global_size=3", "4 ranks", "at least 4"]),
         (["parallel=single"], 2, ["parallel=single", "2 ranks"]),
+        (
+            ["checkpoint.memory_every=0", "checkpoint.memory_mirror=true"],
+            2,
+            ["checkpoint.memory_mirror=true", "checkpoint.memory_every=10"],
+        ),
+        (
+            ["checkpoint.memory_every=0", "checkpoint.memory_slots=3"],
+            2,
+            ["checkpoint.memory_slots=3", "memory_slots=null"],
+        ),
         (["parallel=hsdp", "parallel.shard_size=3"], 4, ["parallel.shard_size=3", "divide the 4"]),
     ],
 )

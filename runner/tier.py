@@ -1,0 +1,230 @@
+"""The tier in memory at a run's start: whether it fits, and how many slots, agreed by all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from runner.checkpoint.memory import Memory, SlotLayout, empty_note
+from runner.checkpoint.mirror import KEPT, Mirror
+from runner.checkpoint.node import NodeFolder, free_bytes
+from runner.checkpoint.protocol import Identity
+from runner.config import CheckpointConfig
+from runner.dist.agree import Ranks
+from runner.dist.launcher import Place
+from runner.dist.proc import is_alive, own_process
+from runner.engine.protocol import Engine
+from runner.error import ConfigError
+from runner.policy.memory import FEWEST_SLOTS, NodeNeed, SlotPlan, plan_slots, slots_for_probation
+
+MEMORY_DIR = "HOLDFAST_MEMORY_DIR"
+_EVERY = 10
+_GIB = 1 << 30
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTier:
+    """``mirror`` is there where snapshots also go to another node."""
+
+    memory: Memory | None = None
+    mirror: Mirror | None = None
+
+
+def memory_every(config: CheckpointConfig) -> int:
+    """Steps between snapshots; 0: none."""
+    return _EVERY if config.memory_every is None else config.memory_every
+
+
+def node_folder(run_id: str, out: Path) -> NodeFolder:
+    """Where this node keeps the run's snapshots: in shared memory, unless HOLDFAST_MEMORY_DIR
+
+    names another place. Under a name that a copy of ``out`` does not share.
+    """
+    where = out.resolve()
+    run = hashlib.sha256(f"{run_id} {where}".encode()).hexdigest()[:32]
+    return NodeFolder(
+        Path(os.environ.get(MEMORY_DIR) or "/dev/shm"),
+        run=run,
+        out=where,
+        process=own_process(),
+        is_alive=is_alive,
+    )
+
+
+def open_memory(
+    config: CheckpointConfig,
+    node: NodeFolder,
+    engine: Engine,
+    ranks: Ranks,
+    place: Place,
+    *,
+    incarnation: int,
+    identity: Identity,
+    timeout_seconds: float,
+    say: Callable[[str], None],
+) -> MemoryTier:
+    """This rank's slots, none of them made yet. Collective.
+
+    Returns:
+        Without memory, on all ranks: not wanted, or not possible and not asked for by name.
+
+    Raises:
+        ConfigError: ``checkpoint.memory_every`` was given, and it does not fit or work.
+    """
+    if memory_every(config) == 0:
+        if place.local_rank == 0:
+            node.remove(node.folder)  # it would never be looked at again
+        return MemoryTier()
+    layout = SlotLayout(engine.shards())
+    told = ranks.gather(_look(node, place, layout))
+    for line in (line for look in told for line in look["swept"]):
+        say(f"removed snapshots in memory: {line}")
+    errors = list(dict.fromkeys(look["error"] for look in told if look["error"]))
+    if errors:
+        _do_without(config, "; ".join(errors), say)
+        return MemoryTier()
+    nodes = ranks_by_node(told)
+    has_mirror = config.memory_mirror and len(nodes) > 1
+    if config.memory_mirror and not has_mirror:
+        say("checkpoint.memory_mirror=true: all ranks are on one node, nothing is mirrored")
+    needs = node_needs(told, config.memory_limit_gib, spare_slots=KEPT if has_mirror else 0)
+    plan = plan_slots(needs, wanted=_wanted(config))
+    if plan.slots == 0:
+        _do_without(config, _too_little(plan.tightest, config), say)
+        return MemoryTier()
+    say(_announced(plan, layout, node, len(told), config))
+    mark = empty_note(
+        layout,
+        incarnation=incarnation,
+        rank=place.rank,
+        world_size=place.world_size,
+        identity=identity,
+    )
+    memory = Memory(
+        node,
+        layout,
+        mark=mark,
+        num_slots=plan.slots,
+        device=engine.device,
+        threads=_threads(place),
+    )
+    ranks.all_or_none("making a folder in shared memory", memory.open)
+    if not has_mirror:
+        return MemoryTier(memory=memory)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    mirror = Mirror(
+        node,
+        memory,
+        nodes=nodes,
+        sizes=[int(look["bytes"]) for look in told],
+        mark=mark,
+        group=group,
+    )
+    return MemoryTier(memory=memory, mirror=mirror)
+
+
+def ranks_by_node(looks: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The ranks of each node, nodes by their first rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, look in enumerate(looks):
+        nodes.setdefault(look["node"], []).append(rank)
+    return list(nodes.values())
+
+
+def _look(node: NodeFolder, place: Place, layout: SlotLayout) -> dict[str, Any]:
+    look: dict[str, Any] = {"bytes": layout.num_bytes, "swept": [], "error": ""}
+    try:
+        node.open()
+        if place.local_rank == 0:
+            look["swept"] = [str(gone) for gone in node.sweep()]
+        status = node.folder.stat()
+        look["node"] = f"{own_process()['host']} {status.st_dev}:{status.st_ino}"
+        # What lies there of this run will have gone by the time that its place is needed.
+        look["free"] = free_bytes(node.folder) + node.num_bytes()
+    except OSError as error:
+        look["error"] = str(error)
+    return look
+
+
+def node_needs(
+    looks: Sequence[dict[str, Any]], limit_gib: float | None, *, spare_slots: int = 0
+) -> list[NodeNeed]:
+    """What each node has and needs, from what its ranks saw.
+
+    Args:
+        looks: by rank: ``node``, ``bytes`` of a slot, ``free`` bytes there.
+        spare_slots: for another node's snapshots.
+    """
+    found = []
+    for there in ([looks[rank] for rank in ranks] for ranks in ranks_by_node(looks)):
+        free = min(int(look["free"]) for look in there)
+        budget = free // 2 if limit_gib is None else min(free, int(limit_gib * _GIB))
+        found.append(
+            NodeNeed(
+                name=there[0]["node"].split(" ")[0],
+                slot_bytes=sum(int(look["bytes"]) for look in there),
+                budget_bytes=budget,
+                spare_slots=spare_slots,
+            )
+        )
+    return found
+
+
+def _wanted(config: CheckpointConfig) -> int:
+    interval = memory_every(config)
+    if isinstance(config.every, int):
+        interval = min(interval, config.every)
+    needed = slots_for_probation(interval=interval, clean_after=config.clean_after)
+    return config.memory_slots or needed
+
+
+def _do_without(config: CheckpointConfig, why: str, say: Callable[[str], None]) -> None:
+    if config.memory_every is not None:
+        raise ConfigError(f"checkpoint.memory_every={config.memory_every}: {why}")
+    say(f"warning: no snapshots in memory: {why}")
+
+
+def _too_little(node: NodeNeed, config: CheckpointConfig) -> str:
+    limit = config.memory_limit_gib
+    whose = "half of what is free" if limit is None else f"checkpoint.memory_limit_gib={limit:g}"
+    return (
+        f"{FEWEST_SLOTS} snapshots of {size(node.slot_bytes)} need "
+        f"{size(FEWEST_SLOTS * node.slot_bytes)} of node {node.name}, which has "
+        f"{size(node.budget_bytes)} for them ({whose}); raise checkpoint.memory_limit_gib, shard "
+        "over more ranks, or set checkpoint.memory_every=0"
+    )
+
+
+def _announced(
+    plan: SlotPlan, layout: SlotLayout, node: NodeFolder, num_ranks: int, config: CheckpointConfig
+) -> str:
+    wanted, tightest = _wanted(config), plan.tightest
+    fewer = "" if plan.slots == wanted else f" (for {wanted} there is no room)"
+    copies = f" and {tightest.spare_slots} of another node's" if tightest.spare_slots else ""
+    total = (plan.slots + tightest.spare_slots) * tightest.slot_bytes
+    return (
+        f"snapshots in memory: every {memory_every(config)} steps, {plan.slots} slots{fewer}"
+        f"{copies} of {size(layout.num_bytes)} for each of {num_ranks} ranks, {size(total)} of "
+        f"{size(tightest.budget_bytes)} on a node, in {node.folder.parent}"
+    )
+
+
+def _threads(place: Place) -> int:
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // place.local_world_size))
+
+
+def size(num_bytes: float) -> str:
+    """In the unit that suits."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"
