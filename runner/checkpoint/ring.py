@@ -48,6 +48,7 @@ from runner.policy.ring import (
     without,
 )
 
+_NO_SLOT = -1
 _PATIENCE_SECONDS = 0.2  # between looks at the time while a disk is slow
 
 
@@ -143,7 +144,7 @@ class Ring:
             return
         serial, self._next_serial = self._next_serial, self._next_serial + 1
         counts = self._holder.update_counts()
-        held = Held(slot=-1 if slot is None else slot, moment=moment, counts=counts)
+        held = Held(slot=_NO_SLOT if slot is None else slot, moment=moment, counts=counts)
         self._saving = self._saving or disk
         if slot is None:
             self._write(serial, held, self._snapshots())
@@ -162,11 +163,15 @@ class Ring:
         ]
 
     def _write(self, serial: int, held: Held, snapshots: list[Snapshot]) -> None:
-        folder = self._store.writing_folder(serial)
+        folder, memory = self._store.writing_folder(serial), self._memory
 
         def write() -> None:
             self._before_write(held.moment.step)
             write_rank_file(folder, self._ranks.rank, snapshots, self._pace)
+            if memory is not None and held.slot != _NO_SLOT:
+                # After the write: a byte that changed in the slot before is still changed, and
+                # what was written has a digest of its own that would hide it for good.
+                memory.check(held.slot)
 
         self._far.submit(
             f"write {serial}", write, lambda failures: self._written(serial, held, failures)
@@ -219,8 +224,9 @@ class Ring:
 
     def _committed(self, serial: int, moment: Moment, failures: list[str]) -> None:
         self._saving = False
-        if failures:
+        if failures and serial not in self._left_behind:
             self._save_failed(serial, moment, failures)
+        if failures:
             return
         record = Record(
             serial=serial, step=moment.step, cursor=moment.cursor, state=State.committed

@@ -805,6 +805,26 @@ def test_a_slow_disk_holds_no_snapshot_up(rig: Rig) -> None:
     ring.close()
 
 
+def test_what_changed_in_the_slot_is_not_published(rig: Rig) -> None:
+    """Else the disk would hold damage with a digest that fits."""
+    ring = rig.ring()
+    ring.begin_memory()
+    for _ in range(7):
+        rig.train(ring, 1)
+        ring.drain()
+    rig.write_gate.clear()
+    rig.train(ring, 1)
+    for path in ring.snapshot_files():
+        flip(path)
+    rig.write_gate.set()
+    ring.drain()
+    failed = [i for i in rig.incidents if i.kind == "save_failed"]
+    assert [i.step for i in failed] == [8] and "damaged in memory" in failed[0].reason
+    assert ring.saved_step == 4 and failed[0].decision == "go on"
+    assert not list((rig.folder / "ring").glob("*00000008")), "nor is anything left of it"
+    ring.close()
+
+
 def test_what_was_being_written_when_the_run_went_back_comes_to_nothing(rig: Rig) -> None:
     ring = rig.ring()
     ring.begin_memory()
