@@ -467,7 +467,7 @@ def test_a_proper_end_leaves_nothing(tmp_path: Path) -> None:
 
 
 def look(name: str, size: int, free: int) -> dict[str, Any]:
-    return {"node": name, "bytes": size, "free": free}
+    return {"host": name.split()[0], "memory": name, "bytes": size, "free": free}
 
 
 def test_a_node_is_what_its_ranks_see() -> None:
