@@ -158,7 +158,7 @@ def take_up(
         journal.add_once(_damaged(sentence))
     unused = ring.inherit(
         _last_incarnation(found.journal),
-        left_behind=left_behind,
+        is_refused=lambda record: record.serial in left_behind,
         metrics_bytes=found.metrics_bytes,
     )
     if not ring.records:

@@ -10,7 +10,7 @@ slot. Two lanes of background work: a slow disk holds no snapshot up.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -400,12 +400,12 @@ class Ring:
             self._slots.done(record.serial, Need.kept)
 
     def inherit(
-        self, incarnation: int, *, left_behind: Collection[int], metrics_bytes: int
+        self, incarnation: int, *, is_refused: Callable[[Record], bool], metrics_bytes: int
     ) -> list[str]:
         """Add the snapshots that ``incarnation`` left in memory on every rank. Collective.
 
         Args:
-            left_behind: serials that a rollback has abandoned.
+            is_refused: whether the journal forbids one, as a rollback has left it behind.
             metrics_bytes: length of the metrics file; what was taken later is of no use.
 
         Returns:
@@ -430,9 +430,10 @@ class Ring:
         for found in on_every_rank(told):
             is_newer = saved is None or found.serial > saved.serial
             is_known = (found.serial, found.step, found.cursor) in known
-            if found.serial not in left_behind and (is_newer or is_known):
+            record = _in_memory(found.serial, found.step, found.cursor)
+            if (is_newer or is_known) and not is_refused(record):
                 self._earlier[found.serial] = found
-                self.records.append(_in_memory(found.serial, found.step, found.cursor))
+                self.records.append(record)
         newest = [row[0] for said in told for row in said["own"]]
         newest += [row[2] for said in told for row in said["copies"]]
         self._next_serial = max(self._next_serial, max(newest, default=0) + 1)

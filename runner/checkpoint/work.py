@@ -46,6 +46,7 @@ class AgreedWork:
         )
         self._jobs: deque[_Job] = deque()
         self._running: Future[None] | None = None
+        self.num_settled = 0  # on all ranks alike
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -79,6 +80,7 @@ class AgreedWork:
             return
         job, done = self._jobs.popleft(), self._running
         self._running = None
+        self.num_settled += 1
         failures: list[str] = []
         if num_failed:
             error = done.exception() if done else None
@@ -111,6 +113,11 @@ class Lanes:
 
     def __len__(self) -> int:
         return sum(map(len, self.lanes))
+
+    @property
+    def num_settled(self) -> int:
+        """Jobs that were finished, of all lanes; alike on all ranks."""
+        return sum(lane.num_settled for lane in self.lanes)
 
     def tell(self) -> tuple[float, float]:
         """As :meth:`AgreedWork.tell`, of all lanes."""

@@ -32,7 +32,7 @@ from runner.dist.launcher import Place
 from runner.engine.protocol import Shard
 from runner.error import ConfigError, CorruptCheckpoint
 from runner.policy.history import Incident
-from runner.policy.ring import State, Tier, rollback_targets
+from runner.policy.ring import Record, State, Tier, rollback_targets
 from runner.tier import MEMORY_DIR, node_folder, node_needs, open_memory
 
 RUN = "ab" * 16
@@ -714,6 +714,10 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
 
 
+def allowed(record: Record) -> bool:
+    return False
+
+
 def copies(ring: Ring) -> list[tuple[int, str, str]]:
     return sorted((r.step, r.tier.value, r.state.value) for r in ring.records)
 
@@ -858,7 +862,7 @@ def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
     rig.state.a.zero_()
     again = rig.ring(incarnation=2)
     again.adopt(on_disk, next_serial=first.next_serial - 2)
-    assert again.inherit(1, left_behind=(), metrics_bytes=700) == []
+    assert again.inherit(1, is_refused=allowed, metrics_bytes=700) == []
     newest = max(again.records, key=lambda r: r.serial)
     assert (newest.step, newest.tier, newest.state) == (7, Tier.memory, State.committed)
     assert again.next_serial == first.next_serial, "no serial is given out twice"
@@ -877,7 +881,7 @@ def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
     [
         ({}, [4, 7]),
         ({"metrics_bytes": 650}, [4]),  # the file is shorter than it was at step 7
-        ({"left_behind": "all"}, []),
+        ({"is_refused": lambda record: record.step > 5}, [4]),
         ({"incarnation": 0}, []),
     ],
 )
@@ -889,10 +893,9 @@ def test_what_a_restart_leaves_alone(rig: Rig, change: dict[str, Any], left: lis
     first.close()
     again = rig.ring(incarnation=2)
     again.adopt([r for r in first.records if r.tier is Tier.disk], next_serial=first.next_serial)
-    behind = range(100) if change.get("left_behind") else ()
     again.inherit(
         change.get("incarnation", 1),
-        left_behind=behind,
+        is_refused=change.get("is_refused", allowed),
         metrics_bytes=change.get("metrics_bytes", 10_000),
     )
     assert [r.step for r in again.records if r.tier is Tier.memory] == left
@@ -908,7 +911,7 @@ def test_distrust_reaches_memory(rig: Rig) -> None:
     assert all(r.step <= 5 for r in ring.records if r.tier is Tier.memory)
     ring.close()
     again = rig.ring(incarnation=2)
-    again.inherit(1, left_behind=(), metrics_bytes=10_000)
+    again.inherit(1, is_refused=allowed, metrics_bytes=10_000)
     assert all(r.step <= 5 for r in again.records) and again.records
     again.close()
 
@@ -919,7 +922,9 @@ def test_without_the_tier_all_goes_to_disk(rig: Rig) -> None:
     rig.train(ring, 8)
     ring.drain()
     assert {r.tier for r in ring.records} == {Tier.disk} and ring.saved_step == 8
-    assert ring.snapshot_files() == [] and ring.inherit(1, left_behind=(), metrics_bytes=0) == []
+    assert (
+        ring.snapshot_files() == [] and ring.inherit(1, is_refused=allowed, metrics_bytes=0) == []
+    )
     ring.close()
 
 
