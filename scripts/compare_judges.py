@@ -342,14 +342,19 @@ class Score:
 
 
 def measure(
-    curves: Sequence[Named], judges: dict[str, Callable[[Curve], Answers]], places: int
+    curves: Sequence[Named],
+    judges: dict[str, Callable[[Curve], Answers]],
+    places: int,
+    only: Sequence[str] = (),
 ) -> dict[str, Score]:
-    """All judges over the same curves with the same plants."""
+    """All judges over the same curves with the same plants, or some of these."""
     scores = {name: Score() for name in judges}
     for named in curves:
         for name, answers in judges.items():
             scores[name].healthy(named.curve, answers(named.curve))
         for plant, key, stretch, onset in plants_of(named, places):
+            if only and key not in only:
+                continue
             for name, answers in judges.items():
                 told = answers(stretch)
                 scores[name].plant(key, plant, onset, told, len(stretch.steps))
@@ -416,7 +421,7 @@ def fold_table(curves: Sequence[Named], places: int) -> str:
     for named in curves:
         folds[fold_of(named.name)].append(named)
     scores = {
-        (name, chosen): measure(held, {"ours": ours(chosen)}, places)["ours"]
+        (name, chosen): measure(held, {"ours": ours(chosen)}, places, SOUGHT)["ours"]
         for name, held in folds.items()
         for chosen in settings
     }

@@ -186,7 +186,7 @@ class Baseline:
     def may_alarm(self) -> bool:
         """Whether the next step, though within its limits, could be found a drift."""
         most = self._alarm / _DRIFT_STEPS  # as _excess has it
-        return self._rules.enabled and self._drift + most > self._alarm
+        return self._rules.enabled and self._drift + most > self._alarm and self._has_risen()
 
     def accept(self, signals: StepSignals) -> None:
         """Admit an applied, clean step."""
@@ -367,7 +367,8 @@ class Baseline:
     def _pile_up_drift(self, signals: StepSignals) -> None:
         if self._drift == 0.0:
             self._drift_onset = (signals.step, signals.start)
-        self._drift = max(0.0, self._drift + self._excess(signals.loss))
+        # No more than the alarm: what never rose far enough is not held against it for ever.
+        self._drift = min(max(0.0, self._drift + self._excess(signals.loss)), self._alarm)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, exactly: floats survive JSON bit for bit (shortest repr)."""
