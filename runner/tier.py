@@ -135,18 +135,21 @@ def ranks_by_node(looks: Sequence[dict[str, Any]]) -> list[list[int]]:
     """The ranks of each node, nodes by their first rank."""
     nodes: dict[str, list[int]] = {}
     for rank, look in enumerate(looks):
-        nodes.setdefault(look["node"], []).append(rank)
+        nodes.setdefault(look["memory"], []).append(rank)
     return list(nodes.values())
 
 
 def _look(node: NodeFolder, place: Place, layout: SlotLayout) -> dict[str, Any]:
+    own = own_process()
     look: dict[str, Any] = {"bytes": layout.num_bytes, "swept": [], "error": ""}
+    look["host"] = own["host"]
     try:
         node.open()
         if place.local_rank == 0:
             look["swept"] = [str(gone) for gone in node.sweep()]
         status = node.folder.stat()
-        look["node"] = f"{own_process()['host']} {status.st_dev}:{status.st_ino}"
+        # Two names of one machine, as containers have, share one memory.
+        look["memory"] = f"{own['boot'] or own['host']} {status.st_dev}:{status.st_ino}"
         # What lies there of this run will have gone by the time that its place is needed.
         look["free"] = free_bytes(node.folder) + node.num_bytes()
     except OSError as error:
@@ -160,7 +163,7 @@ def node_needs(
     """What each node has and needs, from what its ranks saw.
 
     Args:
-        looks: by rank: ``node``, ``bytes`` of a slot, ``free`` bytes there.
+        looks: by rank: ``host``, which ``memory``, ``bytes`` of a slot, ``free`` bytes there.
         spare_slots: for another node's snapshots.
     """
     found = []
@@ -169,7 +172,7 @@ def node_needs(
         budget = free // 2 if limit_gib is None else min(free, int(limit_gib * _GIB))
         found.append(
             NodeNeed(
-                name=there[0]["node"].split(" ")[0],
+                name=there[0]["host"],
                 slot_bytes=sum(int(look["bytes"]) for look in there),
                 budget_bytes=budget,
                 spare_slots=spare_slots,

@@ -10,7 +10,7 @@ slot. Two lanes of background work: a slow disk holds no snapshot up.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -55,6 +55,7 @@ from runner.policy.ring import (
     without,
 )
 
+_NO_SLOT = -1
 _PATIENCE_SECONDS = 0.2  # between looks at the time while a disk is slow
 
 
@@ -156,7 +157,7 @@ class Ring:
             return
         serial, self._next_serial = self._next_serial, self._next_serial + 1
         counts = self._holder.update_counts()
-        held = Held(slot=-1 if slot is None else slot, moment=moment, counts=counts)
+        held = Held(slot=_NO_SLOT if slot is None else slot, moment=moment, counts=counts)
         self._saving = self._saving or disk
         if slot is None:
             self._write(serial, held, self._snapshots())
@@ -175,11 +176,15 @@ class Ring:
         ]
 
     def _write(self, serial: int, held: Held, snapshots: list[Snapshot]) -> None:
-        folder = self._store.writing_folder(serial)
+        folder, memory = self._store.writing_folder(serial), self._memory
 
         def write() -> None:
             self._before_write(held.moment.step)
             write_rank_file(folder, self._ranks.rank, snapshots, self._pace)
+            if memory is not None and held.slot != _NO_SLOT:
+                # After the write: a byte that changed in the slot before is still changed, and
+                # what was written has a digest of its own that would hide it for good.
+                memory.check(held.slot)
 
         self._far.submit(
             f"write {serial}", write, lambda failures: self._written(serial, held, failures)
@@ -232,8 +237,9 @@ class Ring:
 
     def _committed(self, serial: int, moment: Moment, failures: list[str]) -> None:
         self._saving = False
-        if failures:
+        if failures and serial not in self._left_behind:
             self._save_failed(serial, moment, failures)
+        if failures:
             return
         record = Record(
             serial=serial, step=moment.step, cursor=moment.cursor, state=State.committed
@@ -407,12 +413,12 @@ class Ring:
             self._slots.done(record.serial, Need.kept)
 
     def inherit(
-        self, incarnation: int, *, left_behind: Collection[int], metrics_bytes: int
+        self, incarnation: int, *, is_refused: Callable[[Record], bool], metrics_bytes: int
     ) -> list[str]:
         """Add the snapshots that ``incarnation`` left in memory on every rank. Collective.
 
         Args:
-            left_behind: serials that a rollback has abandoned.
+            is_refused: whether the journal forbids one, as a rollback has left it behind.
             metrics_bytes: length of the metrics file; what was taken later is of no use.
 
         Returns:
@@ -437,9 +443,10 @@ class Ring:
         for found in on_every_rank(told):
             is_newer = saved is None or found.serial > saved.serial
             is_known = (found.serial, found.step, found.cursor) in known
-            if found.serial not in left_behind and (is_newer or is_known):
+            record = _in_memory(found.serial, found.step, found.cursor)
+            if (is_newer or is_known) and not is_refused(record):
                 self._earlier[found.serial] = found
-                self.records.append(_in_memory(found.serial, found.step, found.cursor))
+                self.records.append(record)
         newest = [row[0] for said in told for row in said["own"]]
         newest += [row[2] for said in told for row in said["copies"]]
         self._next_serial = max(self._next_serial, max(newest, default=0) + 1)

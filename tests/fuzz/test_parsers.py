@@ -47,6 +47,7 @@ from runner.watch.crash import unexplained
 from runner.watch.fence import Fence, newest_number, take
 from tests.fuzz.mutate import WORDS, as_json, changed, damaged, hostile
 from tests.mechanism.test_journal import DISCARD, ROLLBACK, START
+from tests.mechanism.test_memory import later, node, slot_file, taken
 from tests.mechanism.test_ring_on_disk import tensors, write
 
 TRIED: list[int] = []  # by the running test
@@ -130,6 +131,56 @@ def test_manifest_bytes(num: int, checkpoint: Path) -> None:
 def write_back(checkpoint: Path, tree: Any) -> None:
     """For the next test; it must still be sound."""
     read_all(checkpoint, as_json(tree))
+
+
+# Snapshots in memory
+
+
+def read_note_of(base: Path, data: bytes) -> None:
+    """As a later incarnation would."""
+    slot_file(base, "json").write_bytes(data)
+    next_one = later(base)
+    found, refused = next_one.left_by(3)
+    assert len(found) + len(refused) == 1
+    for serial in found:
+        next_one.take_over(3, serial, 0)
+
+
+@often
+def test_note_values(num: int, tmp_path: Path) -> None:
+    taken(tmp_path)
+    _, _, text = slot_file(tmp_path, "json").read_bytes().partition(b"\n")
+
+    def work(data: bytes) -> None:
+        read_note_of(tmp_path, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+
+    try_all(num, changed(json.loads(text)).map(as_json), work)
+
+
+@often
+def test_note_bytes(num: int, tmp_path: Path) -> None:
+    taken(tmp_path)
+    sound = slot_file(tmp_path, "json").read_bytes()
+    try_all(num, damaged(sound), lambda data: read_note_of(tmp_path, data))
+
+
+@often
+def test_owner_of_snapshots(num: int, tmp_path: Path) -> None:
+    taken(tmp_path)
+    path = slot_file(tmp_path).with_name("owner.json")
+    sound = json.loads(path.read_text())
+    other = node(tmp_path, "cd" * 16)
+    other.open()
+
+    def work(data: bytes) -> None:
+        if path.parent.is_dir():
+            path.write_bytes(data)
+        else:
+            taken(tmp_path)
+        later(tmp_path).left_by(3)
+        other.sweep()
+
+    try_all(num, st.one_of(changed(sound).map(as_json), damaged(as_json(sound))), work)
 
 
 @often

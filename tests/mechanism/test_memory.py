@@ -32,7 +32,7 @@ from runner.dist.launcher import Place
 from runner.engine.protocol import Shard
 from runner.error import ConfigError, CorruptCheckpoint
 from runner.policy.history import Incident
-from runner.policy.ring import State, Tier, rollback_targets
+from runner.policy.ring import Record, State, Tier, rollback_targets
 from runner.tier import MEMORY_DIR, node_folder, node_needs, open_memory
 
 RUN = "ab" * 16
@@ -467,7 +467,7 @@ def test_a_proper_end_leaves_nothing(tmp_path: Path) -> None:
 
 
 def look(name: str, size: int, free: int) -> dict[str, Any]:
-    return {"node": name, "bytes": size, "free": free}
+    return {"host": name.split()[0], "memory": name, "bytes": size, "free": free}
 
 
 def test_a_node_is_what_its_ranks_see() -> None:
@@ -714,6 +714,10 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path)
 
 
+def allowed(record: Record) -> bool:
+    return False
+
+
 def copies(ring: Ring) -> list[tuple[int, str, str]]:
     return sorted((r.step, r.tier.value, r.state.value) for r in ring.records)
 
@@ -805,6 +809,26 @@ def test_a_slow_disk_holds_no_snapshot_up(rig: Rig) -> None:
     ring.close()
 
 
+def test_what_changed_in_the_slot_is_not_published(rig: Rig) -> None:
+    """Else the disk would hold damage with a digest that fits."""
+    ring = rig.ring()
+    ring.begin_memory()
+    for _ in range(7):
+        rig.train(ring, 1)
+        ring.drain()
+    rig.write_gate.clear()
+    rig.train(ring, 1)
+    for path in ring.snapshot_files():
+        flip(path)
+    rig.write_gate.set()
+    ring.drain()
+    failed = [i for i in rig.incidents if i.kind == "save_failed"]
+    assert [i.step for i in failed] == [8] and "damaged in memory" in failed[0].reason
+    assert ring.saved_step == 4 and failed[0].decision == "go on"
+    assert not list((rig.folder / "ring").glob("*00000008")), "nor is anything left of it"
+    ring.close()
+
+
 def test_what_was_being_written_when_the_run_went_back_comes_to_nothing(rig: Rig) -> None:
     ring = rig.ring()
     ring.begin_memory()
@@ -838,7 +862,7 @@ def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
     rig.state.a.zero_()
     again = rig.ring(incarnation=2)
     again.adopt(on_disk, next_serial=first.next_serial - 2)
-    assert again.inherit(1, left_behind=(), metrics_bytes=700) == []
+    assert again.inherit(1, is_refused=allowed, metrics_bytes=700) == []
     newest = max(again.records, key=lambda r: r.serial)
     assert (newest.step, newest.tier, newest.state) == (7, Tier.memory, State.committed)
     assert again.next_serial == first.next_serial, "no serial is given out twice"
@@ -857,7 +881,7 @@ def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
     [
         ({}, [4, 7]),
         ({"metrics_bytes": 650}, [4]),  # the file is shorter than it was at step 7
-        ({"left_behind": "all"}, []),
+        ({"is_refused": lambda record: record.step > 5}, [4]),
         ({"incarnation": 0}, []),
     ],
 )
@@ -869,10 +893,9 @@ def test_what_a_restart_leaves_alone(rig: Rig, change: dict[str, Any], left: lis
     first.close()
     again = rig.ring(incarnation=2)
     again.adopt([r for r in first.records if r.tier is Tier.disk], next_serial=first.next_serial)
-    behind = range(100) if change.get("left_behind") else ()
     again.inherit(
         change.get("incarnation", 1),
-        left_behind=behind,
+        is_refused=change.get("is_refused", allowed),
         metrics_bytes=change.get("metrics_bytes", 10_000),
     )
     assert [r.step for r in again.records if r.tier is Tier.memory] == left
@@ -888,7 +911,7 @@ def test_distrust_reaches_memory(rig: Rig) -> None:
     assert all(r.step <= 5 for r in ring.records if r.tier is Tier.memory)
     ring.close()
     again = rig.ring(incarnation=2)
-    again.inherit(1, left_behind=(), metrics_bytes=10_000)
+    again.inherit(1, is_refused=allowed, metrics_bytes=10_000)
     assert all(r.step <= 5 for r in again.records) and again.records
     again.close()
 
@@ -899,7 +922,9 @@ def test_without_the_tier_all_goes_to_disk(rig: Rig) -> None:
     rig.train(ring, 8)
     ring.drain()
     assert {r.tier for r in ring.records} == {Tier.disk} and ring.saved_step == 8
-    assert ring.snapshot_files() == [] and ring.inherit(1, left_behind=(), metrics_bytes=0) == []
+    assert (
+        ring.snapshot_files() == [] and ring.inherit(1, is_refused=allowed, metrics_bytes=0) == []
+    )
     ring.close()
 
 
