@@ -136,14 +136,14 @@ def tracing(
 
 
 @strace
-@pytest.mark.parametrize("num", [1, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_killed_at_a_call(tmp_path: Path, clean: Result, num: int) -> None:
+def test_killed_at_a_call(tmp_path: Path, clean: Result) -> None:
     """A rank of a real run dies in a system call; the same command goes on. Calls are counted in
 
     each thread from a moment in the middle of the run on.
     """
-    dice = random.Random(SEED)
+    dice, num = random.Random(SEED), 40
     seconds = []
     for number in range(num):
         name = dice.choices(list(CALLS), list(CALLS.values()))[0]

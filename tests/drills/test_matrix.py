@@ -16,7 +16,7 @@ SEED = 7
 SETTINGS = ("steps=30", "schedule.total=60", "checkpoint.every=8", "checkpoint.keep=9")
 # Read at step 22 and after: enough bad steps to force a rollback.
 POISON = "poison@samples=700-790"
-ALWAYS = {(3, 2, "agree"), (4, 0, "save")}
+ALWAYS = {(3, 2, "save")}
 MATRIX = [(world, rank, point) for world in (2, 3, 4) for rank in range(world) for point in POINTS]
 _in_peace: dict[tuple[int, bool], Result] = {}
 

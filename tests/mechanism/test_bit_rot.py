@@ -298,3 +298,29 @@ def test_a_journal_shorter_than_a_checkpoint_knows_is_refused(tmp_path: Path) ->
     again.inline = Inline()
     again.open(3)
     assert list(again.journal.history.ledger) == [(0, 4)]
+
+
+@pytest.mark.parametrize("how", ["rollback", "mismatch"])
+def test_what_was_given_up_and_is_put_back_is_not_used(tmp_path: Path, how: str) -> None:
+    """A copy from before it was marked: the folder says clean or committed, the journal knows."""
+    world = World(tmp_path / "run", lambda kind, value: None)
+    world.inline = Inline()
+    world.open(1)
+    world.train(2)
+    world.save()
+    world.train(2)
+    world.save()
+    victim = max((tmp_path / "run" / "ring").iterdir())
+    shutil.copytree(victim, tmp_path / "copy")
+    if how == "rollback":
+        world.roll_back()
+    else:
+        world.distrust(2)
+    world.close()
+    shutil.rmtree(victim, ignore_errors=True)
+    shutil.copytree(tmp_path / "copy", victim)
+    again = World(tmp_path / "run", lambda kind, value: None)
+    again.inline = Inline()
+    _, resumed = again.open(2)
+    assert victim.name.startswith("000003") and again.loaded[0] == 2 and resumed.step == 2
+    assert not victim.exists(), "and it is removed"

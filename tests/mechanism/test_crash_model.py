@@ -296,6 +296,7 @@ def journal_in_place(self: LineFile, path: Path, *, length: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_directory(path.parent)
+    self._path = path
     self._file = path.open("ab")
 
 
