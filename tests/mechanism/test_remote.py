@@ -91,7 +91,7 @@ def uploads(
         tainted=changes.pop("tainted", []),
         keep=keep,
         keep_every=0,
-        work=AgreedWork(Alone().gather),
+        work=changes.pop("work") if "work" in changes else AgreedWork(Alone().gather),
         ranks=Alone(),
         check=changes.pop("check", lambda: None),
         report=said.append,
@@ -530,7 +530,7 @@ def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) 
     remote, go_on = RemoteRing(url, pauses=()), threading.Event()
     put = remote.put
     remote.put = lambda *what: (go_on.wait(60), put(*what))  # type: ignore[method-assign]
-    ring.uploads, said = uploads(folder, url, ring=remote)
+    ring.uploads, said = uploads(folder, url, ring=remote, work=ring.uplink)
 
     def step(number: int) -> None:
         ring.save(Moment(step=number, cursor=0, train_state={}, metrics_bytes=0, journal_lines=0))
