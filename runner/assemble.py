@@ -6,11 +6,12 @@ Knows everything; nothing knows it but the command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from runner.cadence import Auto, Cadence, Fixed
 from runner.check import is_zero
 from runner.checkpoint.protocol import Identity, RingRules
 from runner.checkpoint.ring import Ring
@@ -32,7 +33,7 @@ from runner.engine.protocol import Engine
 from runner.error import ConfigError
 from runner.fault.inject import FaultInjector
 from runner.model.decoder import Decoder, DecoderShape, default_ffn_dim, flops_per_token
-from runner.model.frozen import freeze
+from runner.model.frozen import freeze, num_frozen_multiplied
 from runner.model.initial import initial_range, initial_rule
 from runner.model.loss import sequence_losses
 from runner.observe.console import Console
@@ -42,7 +43,8 @@ from runner.observe.metrics import Metrics
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker, Tracker
 from runner.policy.elastic import deal
-from runner.policy.history import Incident
+from runner.policy.history import History, Incident
+from runner.policy.interval import IntervalRules, prior_seconds
 from runner.policy.schedule import Schedule
 from runner.report import Reporter
 from runner.resume import Resumed
@@ -135,6 +137,11 @@ def token_cache(wanted: str | None) -> Path:
         return Path(wanted)
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "holdfast"
+
+
+def reads_late(config: RunConfig, device: torch.device) -> bool:
+    """``guard.sync``, or what suits the device: on a CPU nothing is gained by reading late."""
+    return device.type == "cuda" if config.guard.sync is None else not config.guard.sync
 
 
 def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
@@ -326,6 +333,34 @@ def ring(
     )
 
 
+def cadence(
+    config: RunConfig,
+    place: Place,
+    updates: int,
+    history: History,
+    ranks: Ranks,
+    spent: Callable[[], Mapping[str, float]],
+    report: Report,
+) -> Cadence:
+    """When checkpoints are due."""
+    wanted = config.checkpoint
+    if isinstance(wanted.every, int):
+        return Fixed(wanted.every)
+    nodes = -(-place.world_size // place.local_world_size)
+    return Auto(
+        rules=IntervalRules(
+            clean_after=wanted.clean_after,
+            most=wanted.auto_most,
+            prior_seconds=prior_seconds(wanted.mtbf_hours, nodes),
+        ),
+        updates=updates,
+        history=history,
+        from_first=ranks.from_first,
+        spent=spent,
+        report=report,
+    )
+
+
 def reporter(
     config: RunConfig,
     shape: DecoderShape,
@@ -350,7 +385,7 @@ def reporter(
         trackers=trackers,
         console=console,
         throughput=Throughput(
-            flops_per_token=flops_per_token(shape),
+            flops_per_token=_flops_per_token(config, shape),
             peak_flops=peak * 1e12 * place.world_size if peak else None,
         ),
         history=journal.history,
@@ -359,3 +394,10 @@ def reporter(
         past=past,
         began=journal.began,
     )
+
+
+def _flops_per_token(config: RunConfig, shape: DecoderShape) -> float:
+    with torch.device("meta"):
+        model = Decoder(shape)
+    freeze(model, config.model.frozen)
+    return flops_per_token(shape, num_frozen=num_frozen_multiplied(model))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from runner.compose import fields
 from runner.config import ParallelKind, Precision, RunConfig
 from runner.error import ConfigError
 
+_MOST_MIRRORED = 9_000  # a lane of background work more: see runner.checkpoint.work.Lanes
 _LAST_SAMPLE = 1 << 60  # positions are computed with in 64 bits
 
 _HOLDS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
@@ -29,7 +31,12 @@ def check(config: RunConfig, *, world_size: int) -> None:
     Raises:
         ConfigError: naming every problem found, one a line.
     """
-    problems = [*_bounds(config), *_lists(config), *_combinations(config, world_size)]
+    problems = [
+        *_bounds(config),
+        *_lists(config),
+        *_combinations(config, world_size),
+        *_remote(config),
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -37,11 +44,15 @@ def check(config: RunConfig, *, world_size: int) -> None:
 def _bounds(config: RunConfig) -> list[str]:
     problems = []
     for name, spec, value in fields(config):
+        words = spec.metadata["words"]
+        if words and isinstance(value, str) and value not in words:
+            allowed = f"a whole number or {' or '.join(words)}"
+            problems.append(f"{name}={value[:100]}: must be {allowed} ({spec.metadata['help']})")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         broken = [
-            f"{words} {spec.metadata[bound]:g}"
-            for bound, (words, holds) in _HOLDS.items()
+            f"{comparison} {spec.metadata[bound]:g}"
+            for bound, (comparison, holds) in _HOLDS.items()
             if bound in spec.metadata and not holds(value, spec.metadata[bound])
         ]
         if not math.isfinite(value):
@@ -77,6 +88,8 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
     batch, guard, ring = config.batch, config.guard, config.checkpoint
     shard = config.parallel.shard_size
     kind = config.parallel.kind
+    shortest = ring.every if isinstance(ring.every, int) else ring.clean_after
+    longest = ring.clean_after + (ring.keep - 1) * shortest
     rules = [
         (
             world_size > batch.global_size,
@@ -84,7 +97,7 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
             f"ranks; use at least {world_size}, or fewer ranks",
         ),
         (
-            ring.every < ring.clean_after,
+            isinstance(ring.every, int) and ring.every < ring.clean_after,
             f"checkpoint.every={ring.every}: shorter than the probation "
             f"checkpoint.clean_after={ring.clean_after}; a checkpoint must be proven before "
             f"the next is due: use checkpoint.every>={ring.clean_after}",
@@ -95,9 +108,26 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
             "checkpoint.memory_every=0; use checkpoint.memory_every=10",
         ),
         (
+            ring.memory_mirror and world_size > _MOST_MIRRORED,
+            f"checkpoint.memory_mirror=true: is for at most {_MOST_MIRRORED:,} ranks, and there "
+            f"are {world_size:,}; use checkpoint.memory_mirror=false",
+        ),
+        (
             ring.memory_every == 0 and ring.memory_slots is not None,
             f"checkpoint.memory_slots={ring.memory_slots}: there are no snapshots to hold with "
             "checkpoint.memory_every=0; use checkpoint.memory_every=10, or memory_slots=null",
+        ),
+        (
+            ring.auto_most < ring.clean_after,
+            f"checkpoint.auto_most={ring.auto_most}: shorter than the probation "
+            f"checkpoint.clean_after={ring.clean_after}",
+        ),
+        (
+            config.debug.replica_check_every > longest,
+            f"debug.replica_check_every={config.debug.replica_check_every}: a mismatch distrusts "
+            f"what was saved since the last look, and the {ring.keep} clean checkpoints kept may "
+            f"all be younger; use at most {longest} (clean_after + (keep - 1) * every), or a "
+            "larger checkpoint.keep",
         ),
         (
             guard.min_history > guard.window,
@@ -145,6 +175,36 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
     return [message for broken, message in rules if broken]
 
 
+def _remote(config: RunConfig) -> list[str]:
+    remote = config.checkpoint.remote
+    problem = url_problem(remote) if remote is not None else ""
+    return [f"checkpoint.remote={_without_secrets(remote or '')}: {problem}"] if problem else []
+
+
 def is_zero(kind: ParallelKind) -> bool:
     """Whether DeepSpeed is asked for."""
     return kind in (ParallelKind.zero1, ParallelKind.zero2, ParallelKind.zero3)
+
+
+def url_problem(url: str) -> str:
+    """What is wrong with an URL as text; empty when nothing is."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "is no URL"
+    if "://" not in url or "::" in url:
+        return "must be one URL, such as s3://bucket/prefix"
+    if parts.password is not None or parts.query or parts.fragment:
+        return (
+            "must hold no password and no query: credentials belong in the environment, or in "
+            "fsspec's own configuration"
+        )
+    if not (parts.netloc + parts.path).strip("/"):
+        return "names no bucket or directory"
+    return ""
+
+
+def _without_secrets(url: str) -> str:
+    """The URL as it may be shown."""
+    head, mark, tail = url.partition("://")
+    return f"{head}{mark}{tail.split('?')[0].split('#')[0].rpartition('@')[2]}"

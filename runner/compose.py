@@ -165,6 +165,8 @@ def type_name(spec: dataclasses.Field[Any]) -> str:
     words = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [f"{words[name]} {spec.metadata[name]:g}" for name in words if name in spec.metadata]
     kind = kind.replace("None", "null").replace("Any", "list")
+    if spec.metadata["words"]:
+        kind = kind.replace("str", " | ".join(spec.metadata["words"]))
     return " ".join([kind, ", ".join(bounds)]).strip()
 
 

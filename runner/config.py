@@ -15,9 +15,16 @@ from enum import Enum
 from typing import Any
 
 
-def key(default: Any, help: str, *, trajectory: bool = False, **bounds: float) -> Any:
-    """A config field: its default, its one-line help, its bounds."""
-    metadata = {"help": help, "trajectory": trajectory, **bounds}
+def key(
+    default: Any,
+    help: str,
+    *,
+    trajectory: bool = False,
+    words: tuple[str, ...] = (),
+    **bounds: float,
+) -> Any:
+    """A config field: its default, its one-line help, its bounds, words beside numbers."""
+    metadata = {"help": help, "trajectory": trajectory, "words": words, **bounds}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     if isinstance(default, type):
@@ -221,6 +228,11 @@ class GuardConfig:
     enabled: bool = key(
         True, "false: no gate, no judge, no rollback (for comparison only)", trajectory=True
     )
+    sync: bool | None = key(
+        None,
+        "true: read each step's numbers before the next is begun; false: one step later, so that "
+        "nothing waits for the device; null: true on CPU, false on CUDA. The run is the same",
+    )
     window: int = key(64, "clean steps the statistics look back on", trajectory=True, ge=4)
     min_history: int = key(
         20,
@@ -229,9 +241,9 @@ class GuardConfig:
         ge=4,
     )
     loss_sigmas: float = key(
-        10.0,
+        15.0,
         "spike: one loss this many robust sigmas above the level (of the window, and of the last "
-        "5 steps); lower discards hard batches: at 6 about 500 per million noisy steps",
+        "5 steps); lower discards hard batches: those of a healthy GPT-2 reach 9",
         trajectory=True,
         gt=0,
     )
@@ -249,12 +261,13 @@ class GuardConfig:
     )
     pair_floor: float = key(
         0.25,
-        "and at least this many nats each; finds small jumps that last, by their second step",
+        "and at least this many nats each (and out of the window's own tail); finds small jumps "
+        "that last, by their second step",
         trajectory=True,
         ge=0,
     )
     norm_sigmas: float = key(
-        10.0,
+        13.0,
         "spike: log grad norm above its median by this many robust sigmas",
         trajectory=True,
         gt=0,
@@ -276,6 +289,13 @@ class GuardConfig:
         "drift: summed excess, in nats x steps, that raises the alarm; healthy runs reach 0.7",
         trajectory=True,
         gt=0,
+    )
+    drift_rise: float = key(
+        0.2,
+        "and the median of the newest 16 losses must lie this many nats above the best level: "
+        "shallower waves, as epochs make them, are left alone",
+        trajectory=True,
+        ge=0,
     )
     persist: int = key(
         3, "bad steps among the last persist_window that force a rollback", trajectory=True, ge=1
@@ -323,7 +343,16 @@ class GuardConfig:
 class CheckpointConfig:
     """The ring."""
 
-    every: int = key(50, "steps between checkpoints", ge=1)
+    every: int | str = key(
+        50, "steps between checkpoints; auto: by what they cost", words=("auto",), ge=1
+    )
+    auto_most: int = key(1000, "every=auto: at most so many steps; at least clean_after", ge=1)
+    mtbf_hours: float | None = key(
+        None,
+        "every=auto: hours between failures of the whole job, before any is seen; null: 24, or "
+        "6,300 over the nodes where that is less",
+        gt=0,
+    )
     clean_after: int = key(10, "clean steps that prove a checkpoint; at most every", ge=1)
     keep: int = key(3, "clean checkpoints kept", ge=1)
     keep_every: int = key(0, "also keep every such step for good; 0: none", ge=0)
@@ -341,6 +370,16 @@ class CheckpointConfig:
         None, "memory of a node for snapshots; null: half of what is free", gt=0
     )
     memory_mirror: bool = key(False, "also keep each snapshot in the memory of another node")
+    remote: str | None = key(
+        None, "fsspec URL that clean checkpoints are copied to: s3://bucket/prefix; null: off"
+    )
+    remote_keep: int = key(3, "clean checkpoints kept at remote, beside keep_every's", ge=1)
+    remote_wait_seconds: float = key(
+        60.0,
+        "how long a start waits for remote to answer, and an end for uploads to finish",
+        gt=0,
+        le=1200,
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,6 +6,8 @@
     ├── Halted               3   the guard gave up; starting again would not help
     ├── CheckpointError      4   no checkpoint can be loaded
     │   └── CorruptCheckpoint     one checkpoint failed its digest or is torn
+    │       └── UnreadableCheckpoint  the disk would not give it: it may be sound
+    ├── ReadError            1   no checkpoint can be read, and none is damaged; start me again
     ├── Preempted           75   asked to stop; saved; start me again
     ├── SaveError            1   the end state could not be saved; start me again
     ├── RankError            1   one rank failed and every rank was told so
@@ -55,6 +57,14 @@ class CheckpointError(RunnerError):
 
 class CorruptCheckpoint(CheckpointError):
     """One checkpoint is damaged: the message names the file. An older one may do."""
+
+
+class UnreadableCheckpoint(CorruptCheckpoint):
+    """The system refused to read a file of it. It may be as sound as ever: another try tells."""
+
+
+class ReadError(RunnerError):
+    """No checkpoint can be read just now, though some may be sound; a restart may help."""
 
 
 class Preempted(RunnerError):

@@ -6,6 +6,7 @@ directory is fsynced after, or a power cut may show the name without the data.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -19,19 +20,43 @@ from typing import Any, BinaryIO
 _BLOCK_BYTES = 1 << 22
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system within says which file it was: of a descriptor, none does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
 def sync_directory(folder: Path) -> None:
     """Make the names in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with naming(folder):
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each name durable: what lies in it is no safer than it."""
+    missing = []
+    path = folder
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)  # another process may be as fast
+        sync_directory(path.parent)
 
 
 def write_durably(path: Path, data: bytes) -> None:
     """Create or replace ``path`` whole: temporary name, fsync, rename, fsync of the folder."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    with naming(path), temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -61,10 +86,11 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "is a symbolic link", str(path)) from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no plain file", str(path))
-    return os.fdopen(descriptor, "rb")
+    with naming(path):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "is no plain file", str(path))
+        return os.fdopen(descriptor, "rb")
 
 
 def read_bounded(path: Path, limit: int, *, follow: bool = False) -> bytes:
@@ -73,7 +99,7 @@ def read_bounded(path: Path, limit: int, *, follow: bool = False) -> bytes:
     Raises:
         OSError: it is larger, something else, or cannot be read.
     """
-    with open_regular(path, follow=follow) as file:
+    with naming(path), open_regular(path, follow=follow) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -92,7 +118,7 @@ def blocks(file: BinaryIO) -> Iterator[bytes]:
 def file_digest(path: Path) -> str:
     """SHA-256 (hex) of a file."""
     digest = hashlib.sha256()
-    with open_regular(path) as file:
+    with naming(path), open_regular(path) as file:
         for block in blocks(file):
             digest.update(block)
     return digest.hexdigest()

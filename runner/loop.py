@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from runner.cadence import Cadence
 from runner.checkpoint.protocol import Moment
 from runner.checkpoint.ring import Ring
-from runner.data.cursor import SampleStream
+from runner.data.cursor import BatchPlan, SampleStream
 from runner.dist.heartbeat import Heartbeat
 from runner.error import Halted, Preempted, SaveError
 from runner.observe.journal import Journal
@@ -19,26 +20,38 @@ from runner.policy.history import Incident, discarded_signals
 from runner.policy.pilot import rule
 from runner.policy.remedy import Apply, Discard, Halt, Rebaseline, RemedyRules
 from runner.policy.schedule import Schedule, cut_factor
+from runner.policy.signals import Bounds
 from runner.policy.verdict import Kind, Verdict
 from runner.recover import Recovery, Scene
 from runner.report import Reporter
 from runner.state import TrainState
-from runner.step import Stepper
+from runner.step import Order, Outcome, Pending, Stepper
 from runner.watch.stop import StopRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Intervals:
-    """In applied updates; 0 means never."""
+    """In applied updates; 0 means never. ``inspect``: of what is looked at, see ``Loop``."""
 
     steps: int
-    checkpoint: int
     memory: int
     evaluate: int
+    inspect: tuple[int, ...] = ()
+
+    def is_boundary(self, updates: int) -> bool:
+        """Whether something looks at the state of exactly so many updates."""
+        every = (self.memory, self.evaluate, *self.inspect)
+        return updates >= self.steps or any(e > 0 and updates % e == 0 for e in every)
 
 
 class Loop:
-    """One run on one rank, from its first or restored state to its end."""
+    """One run on one rank, from its first or restored state to its end.
+
+    Args:
+        late: launch a step before the numbers of the one before are read, where that one can
+            only be applied or discarded; the run is the same, see :meth:`step`.
+        inspect: called after an update, with their number.
+    """
 
     def __init__(
         self,
@@ -53,12 +66,14 @@ class Loop:
         schedule: Schedule,
         rules: RemedyRules,
         intervals: Intervals,
+        cadence: Cadence,
         evaluate: Callable[[], float | None],
         stop: StopRequest,
         stop_reasons: Callable[[], list[str]],
         heart: Heartbeat,
         inspect: Callable[[int], None],
         known_discards: list[Incident],
+        late: bool = False,
     ) -> None:
         self._state = state
         self._stepper = stepper
@@ -70,12 +85,15 @@ class Loop:
         self._schedule = schedule
         self._rules = rules
         self._intervals = intervals
+        self._cadence = cadence
         self._evaluate = evaluate
         self._stop = stop
         self._stop_reasons = stop_reasons
         self._heart = heart
         self._inspect = inspect
         self._known_discards = deque(known_discards)
+        self._late = late
+        self._ahead: Pending | None = None
 
     def run(self) -> None:
         """Train to the last update.
@@ -106,25 +124,75 @@ class Loop:
                 self._ring.drain()
 
     def step(self) -> None:
-        """Attempt the next global batch and act on what it told. Raises as :meth:`run`."""
-        ledger = self._journal.history.ledger
-        plan = self._stream.plan(self._state.cursor, ledger)
-        if self._repeat_known_discard(before=plan.start):
-            return
-        outcome = self._stepper.attempt(
-            plan,
-            step=self._state.updates + 1,
-            ledger=ledger,
-            limits=self._state.baseline.limits,
-            learning_rate=self._learning_rate(),
-            stop=self._stop.is_set,
-            work_done=self._ring.tell(),
-            decisions=self._decisions(),
+        """Attempt the next global batch and act on what it told. Raises as :meth:`run`.
+
+        In the late mode the step after it is launched before it is read. That one then has
+        what it would have had (weights, samples, limits, rate), or was not applied, because this
+        one was not, and is launched again.
+        """
+        pending, self._ahead = self._ahead, None
+        if pending is None:
+            plan = self._stream.plan(self._state.cursor, self._journal.history.ledger)
+            if self._repeat_known_discard(before=plan.start):
+                return
+            pending = self._launch(plan, self._state.updates, self._state.baseline.bounds)
+        if self._may_run_ahead(pending):
+            self._ahead = self._launch_after(pending)
+        outcome = self._stepper.read(pending)
+        if outcome.signals.gated or outcome.stop_requested:
+            outcome = self._without_ahead(outcome)
+        self._ring.settle(outcome.num_done, outcome.num_failed, pending.order.told.jobs)
+        self._judge_and_act(
+            Scene(signals=outcome.signals, plan=pending.order.plan, outcome=outcome)
         )
-        self._ring.settle(outcome.num_done, outcome.num_failed)
-        self._judge_and_act(Scene(signals=outcome.signals, plan=plan, outcome=outcome))
         if outcome.stop_requested:
             self._save_and_leave()
+
+    def _launch(
+        self, plan: BatchPlan, updates: int, bounds: Bounds, after: Pending | None = None
+    ) -> Pending:
+        order = Order(
+            plan=plan,
+            step=updates + 1,
+            bounds=bounds,
+            learning_rate=self._learning_rate(updates),
+            stop=self._stop.is_set,
+            told=self._ring.tell(),
+            decisions=self._decisions(),
+        )
+        return self._stepper.launch(order, self._journal.history.ledger, after=after)
+
+    def _launch_after(self, pending: Pending) -> Pending:
+        """The next step, on the assumption that ``pending`` is applied and clean."""
+        plan = self._stream.plan(pending.order.plan.stop, self._journal.history.ledger)
+        bounds = self._state.baseline.bounds_ahead
+        return self._launch(plan, self._state.updates + 1, bounds, after=pending)
+
+    def _may_run_ahead(self, pending: Pending) -> bool:
+        """Whether ``pending`` can only be applied, and nothing then look at the state, or else be
+
+        left out, with the gate of the step behind it closed. Alike on all ranks.
+        """
+        state, updates = self._state, self._state.updates + 1
+        return (
+            self._late
+            and not self._intervals.is_boundary(updates)
+            and not self._cadence.is_due(updates)
+            and not self._known_discards
+            and pending.withheld is None
+            # A drift is applied, and found afterwards.
+            and not state.baseline.may_alarm
+            # Where one step was bad the next may be: only to waste less.
+            and not state.trouble.num_recent()
+            and not self._stepper.has_drill(updates + 1)
+        )
+
+    def _without_ahead(self, outcome: Outcome) -> Outcome:
+        """Forget the step behind one that was not applied; this one bears the cost."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return outcome
+        return replace(outcome, seconds=outcome.seconds + self._stepper.drop(ahead))
 
     def _judge_and_act(self, scene: Scene) -> None:
         signals = scene.signals
@@ -143,6 +211,7 @@ class Loop:
             # Settings were changed on purpose since; what was discarded stays discarded.
             action = Discard(reason=scene.known.reason)
         assert isinstance(action, Apply) is not signals.gated or verdict.kind is Kind.drift
+        assert isinstance(action, Apply) or self._ahead is None
         if isinstance(action, Apply):
             self._advance(scene, verdict)
             return
@@ -164,7 +233,7 @@ class Loop:
     def _advance(self, scene: Scene, verdict: Verdict) -> None:
         """The update was applied: move on, evaluate, prove and save checkpoints."""
         state, signals = self._state, scene.signals
-        learning_rate = self._learning_rate()
+        learning_rate = self._learning_rate(state.updates)
         state.baseline.accept(signals)
         state.updates += 1
         state.cursor = signals.stop
@@ -175,10 +244,13 @@ class Loop:
         )
         self._ring.after_step(state.updates, state.baseline.clean_streak)
         self._inspect(state.updates)
-        to_disk = self._is_due(self._intervals.checkpoint)
-        if to_disk or self._is_due(self._intervals.memory):
+        self._cadence.step(scene.seconds, busy=self._ring.is_busy)
+        if self._cadence.is_due(state.updates):
+            with self._reporter.stall("checkpoint"), self._cadence.save(state.updates):
+                self._save()
+        elif self._is_due(self._intervals.memory):
             with self._reporter.stall("checkpoint"):
-                self._save(disk=to_disk)
+                self._save(disk=False)
 
     def _repeat_known_discard(self, *, before: int) -> bool:
         """Judge a step again that was discarded before a restart; nothing is computed.
@@ -191,8 +263,7 @@ class Loop:
         self._judge_and_act(Scene(signals=discarded_signals(incident), known=incident))
         return True
 
-    def _learning_rate(self) -> float:
-        updates = self._state.updates
+    def _learning_rate(self, updates: int) -> float:
         return self._schedule.rate(updates) * cut_factor(updates, self._journal.history.cuts)
 
     def _decisions(self) -> str:

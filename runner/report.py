@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Protocol
 
 from runner.observe.console import Console, Progress
 from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics, MetricsLine, finite_or_none
-from runner.observe.throughput import Throughput
+from runner.observe.throughput import Pace, Throughput
 from runner.observe.tracker import Tracker
 from runner.policy.history import History, Incident
 from runner.policy.ring import Record, State
@@ -106,11 +105,11 @@ class Reporter:
             stalls={kind: round(amount, 6) for kind, amount in stalls.items()},
         )
         self._metrics.write(line)
-        self._account.add(asdict(line))
+        self._account.add(line.to_json())
         for tracker in self._trackers:
             tracker.write(line)
         if state is not None and action == "apply":
-            self._console.progress(self._progress(line, signals, state))
+            self._tell_progress(line, signals, state)
 
     @contextmanager
     def stall(self, kind: str) -> Iterator[None]:
@@ -133,6 +132,10 @@ class Reporter:
         self._account.stalled(taken)
         return taken
 
+    def spent(self) -> dict[str, float]:
+        """Seconds by kind over all starts, but for what is still being counted."""
+        return self._account.spent()
+
     def where_time_went(self) -> dict[str, float]:
         """Seconds since the first start by kind; see :meth:`TimeAccount.breakdown`."""
         self.take_stalls()
@@ -144,10 +147,17 @@ class Reporter:
             self._stalls["restart"] = max(0.0, first_step_began - inside - self._last_life)
             self._last_life = None
 
-    def _progress(self, line: MetricsLine, signals: StepSignals, state: TrainState) -> Progress:
+    def _tell_progress(self, line: MetricsLine, signals: StepSignals, state: TrainState) -> None:
         pace = self._throughput.note(line.seconds, line.tokens)
         if line.eval_loss is not None:
             self._eval_loss = line.eval_loss
+        is_evaluated = line.eval_loss is not None
+        if self._console.shows(state.updates, self._total_steps, is_evaluated=is_evaluated):
+            self._console.progress(self._progress(line, signals, state, pace))
+
+    def _progress(
+        self, line: MetricsLine, signals: StepSignals, state: TrainState, pace: Pace
+    ) -> Progress:
         return Progress(
             step=state.updates,
             total=self._total_steps,

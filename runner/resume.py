@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.protocol import Restored
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
@@ -61,9 +62,18 @@ class Resumed:
 
 
 def take_out(
-    run_dir: RunDir, config: RunConfig, launch: Launch, ranks: Ranks, say: Callable[[str], None]
+    run_dir: RunDir,
+    config: RunConfig,
+    launch: Launch,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    *,
+    after: int = 0,
 ) -> Fence:
     """Become the one that writes to ``out``. Collective.
+
+    Args:
+        after: the last incarnation that is known of where ``out`` is empty.
 
     Raises:
         ConfigError: another launch is alive in there, or it cannot be written.
@@ -79,6 +89,7 @@ def take_out(
             stale_seconds=config.resume.stale_seconds,
             take_over=config.resume.take_over,
             say=say,
+            after=after,
         ).number
 
     number = ranks.from_first(ranks.all_or_none("taking out", take_first))
@@ -112,6 +123,8 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) ->
         if entries:
             _refuse_other_data(config, entries[-1].manifest.data_fingerprint, fingerprint)
     lines, length = read_journal(run_dir.journal)
+    if entries:
+        _refuse_lost_lines(run_dir, len(lines), entries[-1].manifest)
     metrics = iter_lines(run_dir.metrics)
     serials = [0, *(entry.record.serial for entry in entries), *map(_serial_in, lines)]
     return {
@@ -127,6 +140,16 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) ->
         "next_serial": max(serials) + 1 + len(damaged),
         "crashes": [i.to_json() for i in unexplained(run_dir, lines, fence.number)],
     }
+
+
+def _refuse_lost_lines(run_dir: RunDir, num_lines: int, newest: Manifest) -> None:
+    """A crash loses no line that was acknowledged; without them the run would forget its skips."""
+    if num_lines < newest.journal_lines:
+        raise ConfigError(
+            f"{run_dir.journal}: has {num_lines} whole lines, but had {newest.journal_lines} when "
+            f"checkpoint {newest.serial} of step {newest.step} was saved: it was removed, cut or "
+            "damaged. Put it back from a copy, or choose another out"
+        )
 
 
 def _serial_in(line: Mapping[str, Any]) -> int:
@@ -151,14 +174,16 @@ def take_up(
     Raises:
         CheckpointError: there were checkpoints, and none can be used.
     """
-    left_behind = journal.history.abandoned_serials()
+    history = journal.history
+    left_behind = history.abandoned_serials()
+    left_behind |= {record.serial for record in found.records if history.distrusts(record)}
     usable = [record for record in found.records if record.serial not in left_behind]
     ring.adopt(usable, next_serial=found.next_serial)
     for sentence in found.damaged:
         journal.add_once(_damaged(sentence))
     unused = ring.inherit(
         _last_incarnation(found.journal),
-        is_refused=lambda record: record.serial in left_behind,
+        is_refused=lambda one: one.serial in left_behind or history.distrusts(one),
         metrics_bytes=found.metrics_bytes,
     )
     if not ring.records:

@@ -16,9 +16,13 @@ def judge_rules(config: RunConfig) -> JudgeRules:
     return JudgeRules(**named(JudgeRules, config.guard))
 
 
-def remedy_rules(config: RunConfig) -> RemedyRules:
-    """The ladder's part of ``guard.*``."""
-    rules = RemedyRules(batch=config.batch.global_size, **named(RemedyRules, config.guard))
+def remedy_rules(config: RunConfig, *, untrained_loss: float = 0.0) -> RemedyRules:
+    """The ladder's part of ``guard.*``; a run knows the loss of a uniform guess, in nats."""
+    rules = RemedyRules(
+        batch=config.batch.global_size,
+        untrained_loss=untrained_loss,
+        **named(RemedyRules, config.guard),
+    )
     if not config.guard.enabled:
         # Nothing is rolled back then; what an engine itself skips is discarded.
         rules = dataclasses.replace(rules, persist=rules.persist_window + 1)

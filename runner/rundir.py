@@ -12,7 +12,7 @@ from typing import Any
 from runner.compose import digest, flat, from_yaml, to_yaml, trajectory
 from runner.config import RunConfig
 from runner.error import ConfigError
-from runner.files import read_bounded, write_durably
+from runner.files import make_folder, read_bounded, write_durably
 
 _CONFIG_BYTES = 4 << 20
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -52,7 +52,7 @@ class RunDir:
             ConfigError: it cannot be made or written.
         """
         try:
-            self.ring.mkdir(parents=True, exist_ok=True)
+            make_folder(self.ring)
             self.debug.mkdir(exist_ok=True)
             probe = self.out / ".writable"
             probe.touch()
@@ -81,16 +81,13 @@ class RunDir:
         """Keys that decide the trajectory and differ from the stored ones: (was, is)."""
         if not self.config.exists():
             return {}
-        stored = from_yaml(_text(self.config), source=self.config)
-        stored["schedule.total"] = _stored_total(stored)
-        return {
-            name: (stored.get(name), value)
-            for name, value in trajectory(config).items()
-            if stored.get(name) != value
-        }
+        return settings_differing(from_yaml(_text(self.config), source=self.config), config)
 
-    def refuse_change(self, changed: dict[str, tuple[Any, Any]]) -> None:
+    def refuse_change(self, changed: dict[str, tuple[Any, Any]], place: str = "") -> None:
         """
+        Args:
+            place: where the stored settings are; without it, ``out``.
+
         Raises:
             ConfigError: something changed; every key is named.
         """
@@ -100,7 +97,7 @@ class RunDir:
                 for key, (was, now) in changed.items()
             )
             raise ConfigError(
-                f"out={self.out} holds a run with other settings:\n{words}\n"
+                f"{place or f'out={self.out}'} holds a run with other settings:\n{words}\n"
                 "Give the old values, or another out, or resume.allow_change=true to go on "
                 "with the new ones."
             )
@@ -109,6 +106,16 @@ class RunDir:
         """Write the resolved settings, with their digest on top."""
         text = f"# settings sha256 {digest(flat(config))}\n{to_yaml(config)}"
         write_durably(self.config, text.encode())
+
+
+def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys that decide the trajectory and differ: (was, is). ``stored`` is left changed."""
+    stored["schedule.total"] = _stored_total(stored)
+    return {
+        name: (stored.get(name), value)
+        for name, value in trajectory(config).items()
+        if stored.get(name) != value
+    }
 
 
 def keep_for_owner() -> None:

@@ -182,7 +182,9 @@ def node_needs(
 
 
 def _wanted(config: CheckpointConfig) -> int:
-    interval = min(memory_every(config), config.every)
+    interval = memory_every(config)
+    if isinstance(config.every, int):
+        interval = min(interval, config.every)
     needed = slots_for_probation(interval=interval, clean_after=config.clean_after)
     return config.memory_slots or needed
 

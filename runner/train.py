@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from runner.check import check
 from runner.checkpoint.protocol import Identity
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore
+from runner.checkpoint.upload import Uploads
 from runner.compose import digest, flat
 from runner.config import DebugKind, RunConfig
 from runner.data.dataset import Dataset
@@ -29,8 +31,10 @@ from runner.error import (
     EXIT_DONE,
     EXIT_HALTED,
     EXIT_PREEMPTED,
+    CheckpointError,
     ConfigError,
     Preempted,
+    RankError,
     RunnerError,
     Superseded,
 )
@@ -49,6 +53,7 @@ from runner.policy.history import Incident
 from runner.policy.ring import Tier
 from runner.policy.straggler import Stragglers
 from runner.recover import Recovery
+from runner.remote import RemoteRun, Restorer, open_remote, with_highest
 from runner.report import Reporter
 from runner.resume import Found, Resumed, find, take_out, take_up
 from runner.rundir import RunDir, keep_for_owner
@@ -138,6 +143,9 @@ class Session:
         run = self.open()
         end = _run_to_an_end(run)
         self._witness.heart.enter("finish")
+        if run.ring.uploads is not None and end.status in ("done", "halted"):
+            on_disk = [record for record in run.ring.records if record.tier is Tier.disk]
+            run.ring.uploads.finish(on_disk, self._config.checkpoint.remote_wait_seconds)
         run.ring.close(wait=end.in_time, forget=self._is_over(end, run))
         run.feed.close()
         run.reporter.close()
@@ -173,7 +181,11 @@ class Session:
         """
         config, ranks = self._config, self._ranks
         self._agree_on_settings()
-        self._fence = take_out(self._dir, config, self._launch, ranks, self._console.say)
+        remote = open_remote(config, self._dir, ranks)
+        known = remote.seen.claim if remote else 0
+        self._fence = take_out(
+            self._dir, config, self._launch, ranks, self._console.say, after=known
+        )
         self._witness.begin(self._fence, self._peers)
         if self._place.is_first and self._dir.is_open_to_all:
             self._console.say(
@@ -186,7 +198,10 @@ class Session:
             "splitting the data", lambda: assemble.sample_stream(config, dataset)
         )
         shape = ranks.all_or_none("sizing the model", lambda: assemble.model_shape(config, dataset))
+        restorer = self._restorer(remote, dataset)
+        restored = restorer.restore_if_lost() if restorer else None
         found = find(self._dir, config, dataset.fingerprint(), ranks, self._fence)
+        found = replace(found, next_serial=with_highest(found.next_serial, remote))
         for name in found.torn:
             self._console.say(f"removed {name}: it was never committed")
         for sentence in found.damaged:
@@ -198,6 +213,8 @@ class Session:
             config_digest=self._settings_digest, data_fingerprint=dataset.fingerprint()
         )
         report = self._report_to(journal)
+        for incident in restored.incidents if restored else []:
+            report(incident)
         faults = FaultInjector(
             parse_faults(config.faults), rank=self._place.rank, markers=self._dir.faults
         )
@@ -205,7 +222,7 @@ class Session:
         ring = assemble.ring(config, self._store(), engine, ranks, identity, report, faults, tier)
         faults.newest_checkpoint, faults.snapshots = ring.newest, ring.snapshot_files
         state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
-        resumed = take_up(found, self._dir, ring, journal, state)
+        resumed = self._take_up(found, ring, journal, state, None if restored else restorer, report)
         hosts = ranks.gather(host_name())
         past = self._past(found, resumed)
         self._greet(dataset, shape, resumed)
@@ -227,6 +244,8 @@ class Session:
         journal.add(self._start_incident(resumed, dataset, hosts, lost))
         # Until now an earlier incarnation's snapshots were the ones to come back to.
         ring.begin_memory()
+        if remote is not None:
+            ring.uploads = self._uploads(remote, ring, journal, report, resumed)
         stepper = self._stepper(dataset, engine, feed, faults, ring)
         held_out = stream.held_out_indices(config.eval.samples if config.eval.every else 0)
         if config.eval.every and not len(held_out):
@@ -243,12 +262,15 @@ class Session:
             ),
             reporter=reporter,
             schedule=assemble.schedule(config),
-            rules=assemble.remedy_rules(config),
+            rules=assemble.remedy_rules(config, untrained_loss=math.log(shape.vocab_size)),
             intervals=Intervals(
                 steps=config.steps,
-                checkpoint=config.checkpoint.every,
                 memory=memory_every(config.checkpoint) if tier.memory else 0,
                 evaluate=config.eval.every,
+                inspect=(config.watchdog.straggler_every, config.debug.replica_check_every),
+            ),
+            cadence=assemble.cadence(
+                config, self._place, resumed.step, journal.history, ranks, reporter.spent, report
             ),
             evaluate=evaluator.loss,
             stop=self._stop,
@@ -256,6 +278,7 @@ class Session:
             heart=self._witness.heart,
             inspect=self._inspector(stepper, engine, ring, report, resumed),
             known_discards=resumed.known_discards,
+            late=assemble.reads_late(config, self._device),
         )
         return Run(
             loop=loop,
@@ -317,6 +340,63 @@ class Session:
             say=self._console.say,
         )
 
+    def _restorer(self, remote: RemoteRun | None, dataset: Dataset) -> Restorer | None:
+        if remote is None:
+            return None
+        return Restorer(
+            remote, self._dir, self._store(), self._config, dataset.fingerprint(), self._ranks
+        )
+
+    def _take_up(
+        self,
+        found: Found,
+        ring: Ring,
+        journal: Journal,
+        state: TrainState,
+        restorer: Restorer | None,
+        report: assemble.Report,
+    ) -> Resumed:
+        """From the ring; where no byte of it is right, from the remote."""
+        try:
+            return take_up(found, self._dir, ring, journal, state)
+        except CheckpointError as error:
+            if restorer is None:
+                raise
+            if restorer.silence:
+                raise RankError(
+                    f"{error}; and checkpoint.remote does not answer ({restorer.silence}): start "
+                    "again when it does"
+                ) from None
+            ring.drain()
+            restored = restorer.restore()
+            if restored is None:
+                raise
+        for incident in restored.incidents:
+            report(incident)
+        found = replace(found, records=[restored.record], damaged=[])
+        return take_up(found, self._dir, ring, journal, state)
+
+    def _uploads(
+        self,
+        remote: RemoteRun,
+        ring: Ring,
+        journal: Journal,
+        report: assemble.Report,
+        resumed: Resumed,
+    ) -> Uploads:
+        """The journal has its first line by now."""
+        for incident in remote.incidents(resumed.step):
+            report(incident)
+        return remote.uploads(
+            self._config,
+            self._store(),
+            work=ring.uplink,
+            ranks=self._ranks,
+            fence=self._fence,
+            tainted=journal.history.abandoned_serials(),
+            report=report,
+        )
+
     def _store(self) -> RingStore:
         return RingStore(self._dir.ring, owner=self._fence.number, check=self._fence.check)
 
@@ -370,6 +450,7 @@ class Session:
             engine=engine,
             report=report,
             distrust=ring.distrust_after,
+            next_serial=lambda: ring.next_serial,
             good_step=resumed.step,
         )
 

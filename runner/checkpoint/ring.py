@@ -32,8 +32,15 @@ from runner.checkpoint.shards import (
 )
 from runner.checkpoint.slots import Held, Need, SlotBook
 from runner.checkpoint.store import Entry, RingStore
-from runner.checkpoint.work import AgreedWork, Lanes
-from runner.error import CheckpointError, CorruptCheckpoint
+from runner.checkpoint.upload import Uploads
+from runner.checkpoint.work import AgreedWork, Lanes, Told, wait_for_any
+from runner.error import (
+    CheckpointError,
+    CorruptCheckpoint,
+    ReadError,
+    RunnerError,
+    UnreadableCheckpoint,
+)
 from runner.policy.history import Incident
 from runner.policy.ring import (
     Record,
@@ -94,9 +101,10 @@ class Ring:
         self._earlier: dict[int, Found] = {}
         self._earlier_incarnation = 0
         self._pace = Pace(rules.write_bytes_per_second)
-        count = 2 if mirror is None else 3
+        count = 3 if mirror is None else 4
         self._work = Lanes(ranks.gather, world_size=ranks.world_size, count=count)
-        self._near, self._far, *self._abroad = self._work.lanes
+        self._near, self._far, self.uplink, *self._abroad = self._work.lanes
+        self.uploads: Uploads | None = None
 
     @property
     def next_serial(self) -> int:
@@ -110,6 +118,11 @@ class Ring:
 
     def _newest_on_disk(self) -> Record | None:
         return max(on_disk(self.records), key=lambda record: record.serial, default=None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written, proven, sent or removed."""
+        return len(self._far) > 0 or len(self.uplink) > 0
 
     def adopt(self, records: Iterable[Record], *, next_serial: int) -> None:
         """Take over what an earlier process left on disk."""
@@ -318,7 +331,7 @@ class Ring:
         if slot is None:
             slot = self._room(must=False)
         if slot is None and must:
-            self._drain(self._near)
+            self._drain([self._near])
             slot = self._slots.free()
             slot = self._room(must=True) if slot is None else slot
         return slot
@@ -453,6 +466,8 @@ class Ring:
             if (record.serial, record.tier) not in self._being_proven:
                 self._being_proven.add((record.serial, record.tier))
                 self._prove(record)
+        if self.uploads is not None:
+            self.uploads.after_step(on_disk(self.records), step)
 
     def _prove(self, record: Record) -> None:
         if record.tier is Tier.memory:
@@ -511,8 +526,10 @@ class Ring:
 
     def _retire(self) -> None:
         leaving = retire(self.records, keep=self._rules.keep, keep_every=self._rules.keep_every)
+        pinned = self.uploads.pinned if self.uploads else set()
         for record in leaving:
-            if (record.serial, record.tier) not in self._being_proven:
+            is_needed = (record.serial, record.tier) in self._being_proven
+            if not is_needed and record.serial not in pinned:
                 self.records = without(self.records, record.serial, Tier.disk)
                 self.remove(record)
 
@@ -530,30 +547,33 @@ class Ring:
 
     # -- agreement ------------------------------------------------------------------------
 
-    def tell(self) -> tuple[float, float]:
+    def tell(self) -> Told:
         """This rank's numbers for the step's packed agreement."""
         return self._work.tell()
 
-    def settle(self, num_done: float, num_failed: float) -> None:
-        """Take the sums; records change here, on all ranks alike."""
-        self._work.settle(num_done, num_failed)
+    def settle(self, num_done: float, num_failed: float, jobs: Sequence[int]) -> None:
+        """Take the sums of what was told of ``jobs``; records change here, on all ranks alike."""
+        self._work.settle(num_done, num_failed, jobs)
 
     def drain(self, is_late: Callable[[], bool] = lambda: False) -> bool:
         """Finish everything that is under way. Collective.
 
         Returns False, on all ranks alike, when some rank said it is too late to wait longer.
         """
-        return self._drain(self._work, is_late)
+        return self._drain([self._near, self._far], is_late)
 
-    def _drain(self, work: AgreedWork | Lanes, is_late: Callable[[], bool] = lambda: False) -> bool:
+    def _drain(
+        self, lanes: Sequence[AgreedWork], is_late: Callable[[], bool] = lambda: False
+    ) -> bool:
         self._pace.hurry.set()
         try:
-            while len(work):
-                work.wait(_PATIENCE_SECONDS)
+            while any(map(len, lanes)):
+                wait_for_any(lanes, _PATIENCE_SECONDS)
                 late = float(is_late())
-                num_done, num_failed, num_late = self._ranks.sum([*self._work.tell(), late])
-                self.settle(num_done, num_failed)
-                if num_late and len(work):
+                told = self._work.tell()
+                num_done, num_failed, num_late = self._ranks.sum([told.done, told.failed, late])
+                self.settle(num_done, num_failed, told.jobs)
+                if num_late and any(map(len, lanes)):
                     return False
         finally:
             self._pace.hurry.clear()
@@ -566,9 +586,11 @@ class Ring:
             forget: nobody will come back for the snapshots in memory.
         """
         self._pace.hurry.set()
+        if self.uploads is not None:
+            self.uploads.close()
         for lane in (self._near, self._far):
             lane.close(wait=wait)
-        for lane in self._abroad:  # it may wait for a rank that is gone
+        for lane in (self.uplink, *self._abroad):  # it may wait for what is gone
             lane.close(wait=False)
         if self._mirror is not None:
             self._mirror.close(forget=forget)
@@ -582,17 +604,24 @@ class Ring:
 
         Raises:
             CheckpointError: none of them can be used; each one's fault is named.
+            ReadError: the same, but the disk only refused one that may be sound.
         """
         faults: list[str] = []
+        kind: type[RunnerError] = CheckpointError
         for record in candidates:
             try:
                 if record.tier is Tier.memory:
                     return self._load_snapshot(record)
                 return self._load(record)
+            except UnreadableCheckpoint as error:
+                # Never marked: what a disk refuses today may be the last clean one tomorrow.
+                faults.append(str(error))
+                kind = ReadError
+                self._found_damaged(record, [str(error)], "an older checkpoint is used", mark=False)
             except CorruptCheckpoint as error:
                 faults.append(str(error))
                 self._found_damaged(record, [str(error)], "an older checkpoint is used")
-        raise CheckpointError(
+        raise kind(
             f"no checkpoint in {self._store.folder} can be loaded: "
             + ("; ".join(faults) or "there is none")
         )
@@ -703,9 +732,12 @@ class Ring:
         except KeyError as error:
             raise CheckpointError(f"{source}: has no update count of {error}") from None
 
-    def _found_damaged(self, record: Record, faults: list[str], decision: str) -> None:
+    def _found_damaged(
+        self, record: Record, faults: list[str], decision: str, *, mark: bool = True
+    ) -> None:
         self._being_proven.discard((record.serial, record.tier))
-        self._taint(record)
+        if mark:
+            self._taint(record)
         where = f"{record.step}{' in memory' if record.tier is Tier.memory else ''}"
         self._report(
             Incident(
@@ -739,6 +771,8 @@ class Ring:
         self.drain()
         for record in [r for r in self.records if r.step > step]:
             self._taint(record)
+        if self.uploads is not None:
+            self.uploads.distrust(lambda record: record.step > step)
         self.drain()
 
     def abandon_after(self, serial: int) -> None:
@@ -749,6 +783,8 @@ class Ring:
         self._left_behind.update(range(serial + 1, self._next_serial))
         for record in abandoned_by_rollback(self.records, serial):
             self._taint(record)
+        if self.uploads is not None:
+            self.uploads.distrust(lambda record: record.serial > serial)
         self._retire()
 
 

@@ -5,11 +5,13 @@ Knows a shard as (name, shape, flat start, 1-D FP32 tensor); nothing of engines.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,9 +20,9 @@ import numpy as np
 import torch
 
 from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece, whole
-from runner.checkpoint.store import Entry, read_rank_facts
+from runner.checkpoint.store import Entry, read_rank_facts, unreadable
 from runner.error import CorruptCheckpoint
-from runner.files import blocks, open_regular, write_json
+from runner.files import blocks, naming, open_regular, write_json
 
 _WRITE_BYTES = 1 << 22
 
@@ -74,7 +76,8 @@ def write_rank_file(
     digest = hashlib.sha256()
     pieces: list[list[object]] = []
     offset = 0
-    with (folder / file_name(rank)).open("xb") as file:
+    path = folder / file_name(rank)
+    with naming(path), path.open("xb") as file:
         for snapshot in snapshots:
             data = _bytes(snapshot.values)
             for at in range(0, len(data), _WRITE_BYTES):
@@ -176,11 +179,15 @@ def _stamp(file: BinaryIO) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _open(entry: Entry, name: str) -> BinaryIO:
+@contextlib.contextmanager
+def _open(entry: Entry, name: str) -> Iterator[io.BufferedReader]:
+    """A file of a checkpoint; whatever the system refuses until it is closed is ours to name."""
     try:
-        return open_regular(entry.folder / name)
+        with open_regular(entry.folder / name) as file:
+            assert isinstance(file, io.BufferedReader)
+            yield file
     except OSError as error:
-        raise CorruptCheckpoint(f"{entry.folder / name}: {error}") from None
+        raise unreadable(entry.folder / name, error) from None
 
 
 def verify_files(
@@ -203,14 +210,11 @@ def verify_files(
         path, facts = entry.folder / name, entry.manifest.files[name]
         digest = hashlib.sha256()
         with _open(entry, name) as file:
-            try:
-                _check_size(file, path, facts)
-                for block in blocks(file):
-                    digest.update(block)
-                    if finite and not np.isfinite(np.frombuffer(block, dtype="<f4")).all():
-                        raise CorruptCheckpoint(f"{path}: holds NaN or Inf")
-            except OSError as error:
-                raise CorruptCheckpoint(f"{path}: {error}") from None
+            _check_size(file, path, facts)
+            for block in blocks(file):
+                digest.update(block)
+                if finite and not np.isfinite(np.frombuffer(block, dtype="<f4")).all():
+                    raise CorruptCheckpoint(f"{path}: holds NaN or Inf")
             if digest.hexdigest() != facts.sha256:
                 raise CorruptCheckpoint(
                     f"{path}: digest differs from the manifest's: damaged on disk"
@@ -265,11 +269,10 @@ def _read_piece(
     path = entry.folder / piece.file
     offset = piece.offset + (first - piece.start) * ITEM_BYTES
     with _open(entry, piece.file) as file:
-        try:
-            array = np.fromfile(file, dtype="<f4", count=stop - first, offset=offset)
-        except OSError as error:
-            raise CorruptCheckpoint(f"{path}: {error}") from None
-        if len(array) != stop - first:
+        # Not numpy's fromfile: it takes an error of the disk for the file's end.
+        array = np.empty(stop - first, dtype="<f4")
+        file.seek(offset)
+        if file.readinto(array.data.cast("B")) != array.nbytes:
             raise CorruptCheckpoint(f"{path}: truncated")
         # After the read: what came before it is told as well.
         _check_unchanged(file, path, stamp)

@@ -9,15 +9,17 @@ holds the manifest's digest, so that a damaged manifest is noticed too.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.checkpoint.manifest import MOST_BYTES, Manifest, parse_manifest
-from runner.error import CorruptCheckpoint
+from runner.error import CorruptCheckpoint, UnreadableCheckpoint
 from runner.files import (
     file_digest,
     read_bounded,
@@ -30,10 +32,21 @@ from runner.policy.ring import Record, State
 
 MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
-_MARKS = {State.clean: "CLEAN", State.tainted: "TAINTED"}
+CLEAN = "CLEAN"
+_MARKS = {State.clean: CLEAN, State.tainted: "TAINTED"}
 _SWEPT = "swept-"
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{8,18})")
 _MARKER_BYTES = 4096
+
+
+def folder_name(record: Record) -> str:
+    return f"{record.serial:06d}-step-{record.step:08d}"
+
+
+def parse_name(folder: str) -> tuple[int, int] | None:
+    """(serial, step) of a checkpoint's folder; None when it is none."""
+    match = _NAME.fullmatch(folder)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +82,7 @@ class RingStore:
         return self.folder / f"writing-{serial:06d}-{self._owner:06d}"
 
     def folder_of(self, record: Record) -> Path:
-        return self.folder / f"{record.serial:06d}-step-{record.step:08d}"
+        return self.folder / folder_name(record)
 
     def commit(self, manifest: Manifest) -> None:
         """Publish a checkpoint whose rank files are all written and synced.
@@ -79,24 +92,52 @@ class RingStore:
         """
         writing = self.writing_folder(manifest.serial)
         write_json(writing / MANIFEST, manifest.to_json())
-        record = Record(
-            serial=manifest.serial,
-            step=manifest.step,
-            cursor=manifest.cursor,
-            state=State.committed,
-        )
-        final = self.folder_of(record)
+        self._publish(_committed(manifest))
+
+    def take_back(self, manifest: Manifest, data: bytes) -> Record:
+        """Publish, as clean, a checkpoint whose files were copied back and verified.
+
+        Args:
+            data: the manifest as it was written.
+        """
+        record = _committed(manifest)
+        self.remove(record)  # a damaged one of this name
+        writing = self.writing_folder(manifest.serial)
+        write_durably(writing / MANIFEST, data)
+        write_durably(writing / CLEAN, b"")
+        self._publish(record)
+        return replace(record, state=State.clean)
+
+    def _publish(self, record: Record) -> None:
+        writing, final = self.writing_folder(record.serial), self.folder_of(record)
         # A newer incarnation moves ``writing`` away before it reads the ring: from here on
         # either this rename comes first, and it sees the checkpoint, or this one fails.
         self._check()
         writing.rename(final)
-        sync_directory(self.folder)
-        write_durably(final / COMMITTED, file_digest(final / MANIFEST).encode() + b"\n")
+        try:
+            sync_directory(self.folder)
+            write_durably(final / COMMITTED, file_digest(final / MANIFEST).encode() + b"\n")
+        except OSError:
+            # Whether the disk has it nobody knows: a restart must not find it complete.
+            _take_back(final / COMMITTED)
+            with contextlib.suppress(OSError):
+                remove_folder(final)
+            raise
 
     def mark(self, record: Record, state: State) -> None:
-        """Make a checkpoint's new state durable."""
+        """Make a checkpoint's new state durable.
+
+        Raises:
+            OSError: it is not clean then; tainted it is as far as the disk goes along.
+        """
         self._check()
-        write_durably(self.folder_of(record) / _MARKS[state], b"")
+        path = self.folder_of(record) / _MARKS[state]
+        try:
+            write_durably(path, b"")
+        except OSError:
+            if state is State.clean:
+                _take_back(path)
+            raise
 
     def remove(self, record: Record) -> None:
         """Delete a checkpoint, its marker first."""
@@ -155,7 +196,7 @@ class RingStore:
             promised = read_bounded(folder / COMMITTED, _MARKER_BYTES).strip()
             data = read_bounded(path, MOST_BYTES)
         except OSError as error:
-            raise CorruptCheckpoint(f"{folder}: {error}") from None
+            raise unreadable(folder, error) from None
         # Digest and parse the same bytes: what is read twice may be two things.
         if promised != hashlib.sha256(data).hexdigest().encode():
             raise CorruptCheckpoint(f"{path}: digest differs from {COMMITTED}")
@@ -164,6 +205,28 @@ class RingStore:
         if folder.name != self.folder_of(record).name:
             raise CorruptCheckpoint(f"{folder}: holds serial {manifest.serial}: moved or renamed")
         return Entry(record=record, folder=folder, manifest=manifest)
+
+
+# What a file that was lost, cut or replaced answers; anything else is the disk's or the network's.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
+
+
+def unreadable(path: Path, error: OSError) -> CorruptCheckpoint:
+    """The refusal for a file of a checkpoint that could not be read."""
+    kind = CorruptCheckpoint if error.errno in _DAMAGE else UnreadableCheckpoint
+    return kind(f"{path}: {error}")
+
+
+def _take_back(marker: Path) -> None:
+    with contextlib.suppress(OSError):
+        marker.unlink(missing_ok=True)
+        sync_directory(marker.parent)
+
+
+def _committed(manifest: Manifest) -> Record:
+    return Record(
+        serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=State.committed
+    )
 
 
 def _record(folder: Path, manifest: Manifest) -> Record:

@@ -12,9 +12,10 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _NICENESS = 10  # of 19
 
@@ -30,6 +31,17 @@ class _Job:
     name: str
     work: Callable[[], None]
     then: Callable[[list[str]], None]
+
+
+class Told(NamedTuple):
+    """This rank's numbers for the agreement, and which jobs they speak of.
+
+    ``done`` and ``failed`` are to be summed over ranks; ``jobs`` are the same on all of them.
+    """
+
+    done: float
+    failed: float
+    jobs: tuple[int, ...]
 
 
 class AgreedWork:
@@ -107,35 +119,42 @@ class Lanes:
         self.lanes = [AgreedWork(gather) for _ in range(count)]
         self._world_size = world_size
         # No sum over ranks reaches it: each lane has digits of its own. FP64 holds them exactly
-        # for 200,000 ranks and three lanes.
+        # for 200,000 ranks and three lanes, 9,700 and four.
         self._radix = world_size + 1
         assert self._radix**count < 1 << 53
 
     def __len__(self) -> int:
         return sum(map(len, self.lanes))
 
-    @property
-    def num_settled(self) -> int:
-        """Jobs that were finished, of all lanes; alike on all ranks."""
-        return sum(lane.num_settled for lane in self.lanes)
-
-    def tell(self) -> tuple[float, float]:
+    def tell(self) -> Told:
         """As :meth:`AgreedWork.tell`, of all lanes."""
         told = [lane.tell() for lane in self.lanes]
-        done = sum(number * self._radix**at for at, (number, _) in enumerate(told))
-        failed = sum(number * self._radix**at for at, (_, number) in enumerate(told))
-        return done, failed
+        return Told(
+            done=sum(number * self._radix**at for at, (number, _) in enumerate(told)),
+            failed=sum(number * self._radix**at for at, (_, number) in enumerate(told)),
+            jobs=tuple(lane.num_settled for lane in self.lanes),
+        )
 
-    def settle(self, num_done: float, num_failed: float) -> None:
-        """As :meth:`AgreedWork.settle`, lane by lane."""
+    def settle(self, num_done: float, num_failed: float, jobs: Sequence[int]) -> None:
+        """As :meth:`AgreedWork.settle`, lane by lane.
+
+        Args:
+            jobs: that the sums speak of; those of a job that is over by now mean nothing.
+        """
         done, failed = int(num_done), int(num_failed)
-        for lane in self.lanes:
+        for lane, job in zip(self.lanes, jobs, strict=True):
             done, of_lane = divmod(done, self._radix)
             failed, failed_of_lane = divmod(failed, self._radix)
-            lane.settle(of_lane, failed_of_lane, self._world_size)
+            if job == lane.num_settled:
+                lane.settle(of_lane, failed_of_lane, self._world_size)
 
     def wait(self, seconds: float) -> None:
-        """Wait until this rank's part of some lane's oldest job is done, at most ``seconds``."""
-        running = [lane.running for lane in self.lanes if lane.running is not None]
-        if running:
-            wait(running, timeout=seconds, return_when=FIRST_COMPLETED)
+        """See :func:`wait_for_any`."""
+        wait_for_any(self.lanes, seconds)
+
+
+def wait_for_any(lanes: Sequence[AgreedWork], seconds: float) -> None:
+    """Wait until this rank's part of some lane's oldest job is done, at most ``seconds``."""
+    running = [lane.running for lane in lanes if lane.running is not None]
+    if running:
+        wait(running, timeout=seconds, return_when=FIRST_COMPLETED)

@@ -17,7 +17,7 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
   python -m runner supervise -- torchrun ...                       the same for your own command
   python -m runner slurm --nodes 4 [--submit] key=value ...        the batch script, or its job
   python -m runner k8s --image IMAGE --nodes 4 key=value ...       Kubernetes manifests
-  python -m runner ring DIR [--verify] [--export DIR]              list, verify, export checkpoints
+  python -m runner ring DIR|URL [--verify] [--export DIR]          list, verify, export checkpoints
   python -m runner import SOURCE [--moments] [--rename 'REGEX=REPLACEMENT'] out=DIR key=value ...
                      begin out=DIR from a DeepSpeed, DCP, torch or safetensors checkpoint
   python -m runner backtest FILE... [guard.key=value ...] [--json] [--plot FILE]

@@ -1,6 +1,7 @@
-"""``python -m runner ring DIR``: list, verify and export a run's checkpoints.
+"""``python -m runner ring DIR|URL``: list, verify and export a run's checkpoints.
 
-Only reads; a run may be going on meanwhile.
+Only reads; a run may be going on meanwhile. Of a ``checkpoint.remote`` the whole clean ones are
+listed; to export one, copy it back first.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
+from runner.check import url_problem
 from runner.checkpoint.shards import read_range, verify_files
 from runner.checkpoint.store import Entry, RingStore
 from runner.command.arguments import Parser
@@ -27,6 +29,8 @@ _SHARD_BYTES = 4 << 30
 def ring_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit code: 0, or 4 when nothing sound is there."""
     options = _parser().parse_args(arguments)
+    if "://" in options.run:
+        return _remote_ring(options.run, verify=options.verify, export=options.export)
     folder = _ring_folder(Path(options.run))
     entries, damaged = RingStore(folder).entries()
     console = Console(soft_wrap=True)
@@ -41,9 +45,27 @@ def ring_command(arguments: Sequence[str]) -> int:
     return 0 if sound and not faults and not damaged else CheckpointError.exit_code
 
 
+def _remote_ring(url: str, *, verify: bool, export: str | None) -> int:
+    from runner.checkpoint.remote import RemoteRing
+
+    if problem := url_problem(url):
+        raise ConfigError(f"ring: the URL {problem}")
+    if export:
+        raise ConfigError(
+            f"--export {export}: reads local checkpoints; copy a folder of {url}/ring into a "
+            "directory and name that directory"
+        )
+    entries, damaged = RemoteRing(url).entries(verify=verify)
+    console = Console(soft_wrap=True)
+    _print_table(console, entries, {}, verified=verify)
+    for sentence in damaged:
+        console.print(f"damaged: {sentence}", markup=False)
+    return 0 if entries and not damaged else CheckpointError.exit_code
+
+
 def _parser() -> Parser:
     parser = Parser(prog="python -m runner ring", description=__doc__)
-    parser.add_argument("run", help="the run's directory (out) or its ring")
+    parser.add_argument("run", help="the run's directory (out), its ring, or an URL")
     parser.add_argument("--verify", action="store_true", help="read every byte")
     parser.add_argument("--export", metavar="DIR", help="write safetensors weights")
     parser.add_argument(

@@ -71,4 +71,7 @@ def _listed(names: Sequence[str], most: int = 20) -> str:
 
 def missing(option: str, names: Sequence[str], source: str) -> ConfigError:
     """The error for a column that must be there."""
-    return ConfigError(f"{source}: no {option[2:]} among {_listed(names)}; name it: {option} NAME")
+    hint = f"name it: {option} NAME"
+    if names and all(re.fullmatch(r"[-+0-9.eE ]+", name) for name in names):
+        hint = "the first line must name the columns"
+    return ConfigError(f"{source}: no {option[2:]} among {_listed(names)}; {hint}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import statistics
+import zlib
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from runner.curve.event import event_files, read_events
-from runner.curve.table import Names, Table, read_csv, read_jsonl
+from runner.curve.table import Names, Row, Table, opened, read_csv, read_json
 from runner.error import ConfigError
 from runner.policy.replay import Curve
 
@@ -21,6 +23,10 @@ class Recording:
     path: str
     curve: Curve
     notes: tuple[str, ...]
+
+
+# A first step beyond so many usual distances: the training began before the recording.
+_LATE_BEGINNING = 10
 
 
 def read_curve(path: str, names: Names | None = None, *, memory: int = 64) -> Recording:
@@ -40,8 +46,12 @@ def read_curve(path: str, names: Names | None = None, *, memory: int = 64) -> Re
     if table.num_unreadable:
         notes.append(f"{table.num_unreadable} line(s) could not be read and were left out")
     if table.num_unreadable > len(table.rows):
-        raise ConfigError(f"{path}: {table.num_unreadable} lines could not be read; is it a curve?")
-    rows = [row for row in table.rows if row[1] is not None]
+        first = f", the first of them {table.unreadable!r}" if table.unreadable else ""
+        raise ConfigError(
+            f"{path}: {table.num_unreadable} lines could not be read{first}; is it a curve? "
+            "Numbers are written as 3.14, with commas, tabs or semicolons between them"
+        )
+    rows = _once([row for row in table.rows if row[1] is not None], notes)
     if not rows:
         raise ConfigError(f"{path}: no row has a loss; name its column: --loss NAME")
     if not table.has_steps:
@@ -64,18 +74,35 @@ def _read(path: Path, names: Names) -> Table:
         raise ConfigError(f"{path}: no such file; give CSV, JSONL or TensorBoard event files")
     if "tfevents" in path.name:
         return read_events([path], names, str(path))
-    with path.open("rb") as file:
-        first = file.read(256).lstrip()
-    return read_jsonl(path, names) if first.startswith(b"{") else read_csv(path, names)
+    try:
+        with opened(path) as file:
+            first = file.read(256).lstrip()
+        read = read_json if first.startswith(("{", "[")) else read_csv
+        return read(path, names)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be unpacked: {error}; is it whole?") from None
 
 
 def _read_folder(path: Path, names: Names) -> Table:
     if (path / "metrics.jsonl").is_file():
-        return read_jsonl(path / "metrics.jsonl", names)
+        return read_json(path / "metrics.jsonl", names)
     events = event_files(path)
     if not events:
         raise ConfigError(f"{path}: neither metrics.jsonl nor TensorBoard event files in it")
     return read_events(events, names, str(path))
+
+
+def _once(rows: list[Row], notes: list[str]) -> list[Row]:
+    """Rows that repeat the one before, as several loggers of one run leave them, are one step."""
+    once = rows[:1]
+    for before, row in pairwise(rows):
+        if row[0] is None or row[:2] != before[:2]:
+            once.append(row)
+        elif once[-1][2] is None:
+            once[-1] = row
+    if len(once) < len(rows):
+        notes.append(f"{len(rows) - len(once)} row(s) repeat the step and loss before: left out")
+    return once
 
 
 def _steps(told: list[float | None]) -> list[int]:
@@ -111,12 +138,16 @@ def _breaks(
     ahead = [distance for _, distance in distances if distance > 0]
     usual = statistics.median(ahead) if ahead else 1
     restarts = frozenset(row for row, distance in distances if distance < 0)
-    fresh = frozenset(row for row, distance in distances if distance > memory * usual)
+    fresh = {row for row, distance in distances if distance > memory * usual}
+    if steps[0] > _LATE_BEGINNING * usual:
+        fresh.add(0)
+        notes.append(f"begins at step {steps[0]}: what an untrained model loses is not known")
     if usual > 1:
         notes.append(f"a row every {usual:g} steps: what lasted less is not in the file")
-    notes += _told("gap", "in the steps: the statistics begin anew after it", fresh, steps)
+    gaps = frozenset(fresh - {0})
+    notes += _told("gap", "in the steps: the statistics begin anew after it", gaps, steps)
     notes += _told("restart", "at an earlier step: judged on from there", restarts, steps)
-    return fresh, restarts
+    return frozenset(fresh), restarts
 
 
 def _told(noun: str, words: str, rows: frozenset[int], steps: list[int]) -> list[str]:

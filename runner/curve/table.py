@@ -6,12 +6,13 @@ A value that is not there is None; NaN and Inf are themselves, for they are trou
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from runner.curve import column
 from runner.error import ConfigError
@@ -32,10 +33,11 @@ class Names:
 
 @dataclass(slots=True, kw_only=True)
 class Table:
-    """Rows in the order of the file, and how many lines could not be read."""
+    """Rows in the order of the file, how many lines could not be read, and the first of those."""
 
     rows: list[Row]
     num_unreadable: int = 0
+    unreadable: str = ""
     has_steps: bool = True
     has_norms: bool = True
 
@@ -54,9 +56,16 @@ def chosen(fields: list[str], names: Names, source: str) -> tuple[str | None, st
     return step, loss, norm
 
 
+def opened(path: Path, newline: str | None = None) -> TextIO:
+    """The file's text, unpacked if its name ends in .gz; a byte order mark is left out."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", newline=newline, encoding="utf-8-sig", errors="replace")
+    return path.open(newline=newline, encoding="utf-8-sig", errors="replace")
+
+
 def read_csv(path: Path, names: Names) -> Table:
     """A CSV with one line of names; a tab or semicolon between columns is noticed."""
-    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+    with opened(path, newline="") as file:
         head = file.readline()
         file.seek(0)
         separator = max(",\t;", key=head.count)
@@ -70,6 +79,7 @@ def read_csv(path: Path, names: Names) -> Table:
                 table.rows.append(_numbers(line, places))
             except (ValueError, IndexError):
                 table.num_unreadable += 1
+                table.unreadable = table.unreadable or separator.join(line)[:80]
     return table
 
 
@@ -83,22 +93,28 @@ def _number(text: str) -> float | None:
     return float(text) if text and text not in ("null", "None", "-") else None
 
 
-def read_jsonl(path: Path, names: Names) -> Table:
-    """A JSON object a line: our ``metrics.jsonl``, or a log of that kind.
+def read_json(path: Path, names: Names) -> Table:
+    """A JSON object a line: our ``metrics.jsonl``, or a log of that kind; or one document.
+
+    A document is a list of objects, or an object whose ``log_history`` is one, as the trainer of
+    Hugging Face leaves in ``trainer_state.json``.
 
     In ours a value that was not finite is null; elsewhere null means that it is not there.
     """
     sample = [values for values, _ in zip(_objects(path), range(_LINES_FOR_NAMES), strict=False)]
     fields = list(dict.fromkeys(name for values in sample for name in values or {}))
     if not fields:
-        raise ConfigError(f"{path}: no line of it is a JSON object")
+        raise ConfigError(
+            f"{path}: no line of it is a JSON object, nor is it a list of objects or has one as "
+            "its log_history"
+        )
     step, loss, norm = chosen(fields, names, str(path))
     is_ours = {"verdict", "action", "cursor"} <= set(fields)
     table = Table(rows=[], has_steps=step is not None, has_norms=norm is not None)
     for values in _objects(path):
         try:
             table.rows.append(_row(values, step, loss, norm, is_ours))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             table.num_unreadable += 1
     return table
 
@@ -119,12 +135,32 @@ def _row(
 
 def _objects(path: Path) -> Iterator[dict[str, Any] | None]:
     """Each line's object; None for a line that is none, such as the torn last one of a crash."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    document = _document(path)
+    if document is not None:
+        yield from (values if isinstance(values, dict) else None for values in document)
+        return
+    with opened(path) as file:
         for line in file:
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except ValueError:
-                values = None
-            yield values if isinstance(values, dict) else None
+            if line.strip():
+                values = _parsed(line)
+                yield values if isinstance(values, dict) else None
+
+
+def _document(path: Path) -> list[Any] | None:
+    """The entries of a file that is one JSON document; None where it is an object a line."""
+    with opened(path) as file:
+        first = file.readline()
+        if isinstance(_parsed(first), dict) and "log_history" not in first:
+            return None
+        whole = _parsed(first + file.read())
+    if isinstance(whole, dict):
+        whole = whole.get("log_history")
+    return whole if isinstance(whole, list) else None
+
+
+def _parsed(text: str) -> Any:
+    """The JSON value, None for what is none: the torn last line of a crash, for one."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

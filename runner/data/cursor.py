@@ -7,7 +7,9 @@ World size and engine do not enter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,11 @@ Indices = npt.NDArray[np.int64]
 _COUNTED_BELOW = 1_000_000
 # Counts as one more epoch: keeps the evaluation order apart from every training epoch.
 _EVAL_EPOCH = (1 << 62) - 1
+_FIRST_RANGES = 4  # of the ledger's allowed ones: a batch nearly always comes from the first
+_PLANS_KEPT = 64  # the loader is that many batches ahead at most, or they are computed again
+
+_Range = tuple[int, int | None]
+_Asked = tuple[int, tuple[_Range, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +70,7 @@ class SampleStream:
         self._seed = seed
         self._share = held_out_share
         self._global_size = global_size
+        self._made: dict[_Asked, BatchPlan] = {}
         if num_samples < _COUNTED_BELOW and self._is_held_out(np.arange(num_samples)).all():
             raise DataError(
                 f"data.held_out={held_out_share}: all {num_samples} samples are held out; use "
@@ -71,9 +79,26 @@ class SampleStream:
 
     def plan(self, cursor: int, ledger: Ledger) -> BatchPlan:
         """The next global batch at or after ``cursor`` that the ledger allows."""
+        # The loader asks ahead for what the loop asks again. What the ledger holds before the
+        # cursor, or behind the ranges that the batch came from, changes nothing.
+        first = tuple(islice(ledger.allowed(cursor), _FIRST_RANGES))
+        known = self._made.get((cursor, first))
+        if known is not None:
+            return known
+        plan, num_ranges = self._plan(ledger.allowed(cursor))
+        if num_ranges <= _FIRST_RANGES:
+            while len(self._made) >= _PLANS_KEPT:
+                del self._made[next(iter(self._made))]
+            self._made[cursor, first] = plan
+        return plan
+
+    def _plan(self, allowed: Iterable[_Range]) -> tuple[BatchPlan, int]:
+        """And from how many of the ranges it came."""
         parts: list[tuple[Indices, Indices]] = []
         missing = self._global_size
-        for start, stop in ledger.allowed(cursor):
+        num_ranges = 0
+        for start, stop in allowed:
+            num_ranges += 1
             while missing and (stop is None or start < stop):
                 span = missing + missing // 8 + 8
                 end = start + span if stop is None else min(stop, start + span)
@@ -85,10 +110,11 @@ class SampleStream:
                 start = end
             if not missing:
                 break
-        return BatchPlan(
+        plan = BatchPlan(
             positions=np.concatenate([positions for positions, _ in parts]),
             indices=np.concatenate([indices for _, indices in parts]),
         )
+        return plan, num_ranges
 
     def indices(self, positions: Indices) -> Indices:
         """Data set indices of stream positions, int64, same shape."""

@@ -158,6 +158,7 @@ class Feed:
         self._sampler = _PlanSampler()
         self._loading: Iterator[MicroBatch] | None = None
         self._expected: Iterator[MicroPlan] = iter(())
+        self._newest: tuple[list[MicroPlan], tuple[MicroBatch, ...]] = ([], ())
         self._loader: DataLoader[MicroBatch] = DataLoader(
             self._reader,
             sampler=self._sampler,
@@ -177,11 +178,13 @@ class Feed:
         """This rank's share of ``plan``. Never raises for a sample that cannot be read."""
         began = time.monotonic()
         wanted = self._micro_plans(plan)
+        if wanted == self._newest[0]:  # a step that was launched in vain is launched again
+            return Fetched(micro_batches=self._newest[1], wait_seconds=time.monotonic() - began)
         if self._loading is None or self._expect(len(wanted)) != wanted:
             self._restart(plan.start, ledger)
             self._expect(len(wanted))
         try:
-            loaded = [self._next_batch(micro_plan) for micro_plan in wanted]
+            loaded = tuple(self._next_batch(micro_plan) for micro_plan in wanted)
         except Exception as error:  # told to all ranks by the caller, raised on all alike
             self._loading = None
             empty = tuple(self._padding(len(slots)) for slots in self._slots)
@@ -189,7 +192,8 @@ class Feed:
             return Fetched(
                 micro_batches=empty, wait_seconds=time.monotonic() - began, failure=words
             )
-        return Fetched(micro_batches=tuple(loaded), wait_seconds=time.monotonic() - began)
+        self._newest = wanted, loaded
+        return Fetched(micro_batches=loaded, wait_seconds=time.monotonic() - began)
 
     def fixed(self, indices: Indices) -> list[MicroBatch]:
         """This rank's share of a fixed set of samples, loaded at once (evaluation)."""

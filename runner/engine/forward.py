@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from runner.engine.protocol import Batch, Disturbance, Suspects, Work
+from runner.engine.protocol import Batch, Disturbance, Sequences, Work
 
 # (logits, targets) -> summed cross-entropy and summed training loss per sequence, [B] FP32.
 SequenceLosses = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -61,35 +61,34 @@ class Forward:
         self._losses.append(cross_entropy.detach())
         return training.sum()
 
-    def loss(self) -> torch.Tensor:
-        """Summed cross-entropy of the step on this rank, FP64 scalar."""
-        return torch.stack([losses.sum(dtype=torch.float64) for losses in self._losses]).sum()
+    def told(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the step on this rank: summed cross-entropy, and 1.0 when its own losses or
 
-    def nonfinite(self) -> torch.Tensor:
-        """1.0 when this rank's own losses or backward passes met NaN or Inf, FP64 scalar."""
-        seen = [self.loss(), *(norms.sum(dtype=torch.float64) for norms in self._gradient_norms)]
-        return (~torch.isfinite(torch.stack(seen))).any().double()
+        backward passes met NaN or Inf, else 0.0. FP64 scalars.
+        """
+        loss = seen = _total(self._losses)
+        if self._gradient_norms:
+            # Norms are not negative: what is not finite in one of them stays so in the sum.
+            seen = loss + _total(self._gradient_norms)
+        return loss, (~torch.isfinite(seen)).double()
 
-    def suspects(self) -> Suspects:
-        """Per-sequence numbers of the step. Waits for the device."""
-        return Suspects(
-            losses=[value for losses in self._losses for value in losses.tolist()],
-            gradient_norms=[value for norms in self._gradient_norms for value in norms.tolist()],
-        )
+    def sequences(self) -> Sequences:
+        """Per-sequence numbers of the step."""
+        return Sequences(losses=tuple(self._losses), gradient_norms=tuple(self._gradient_norms))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
-        """Summed cross-entropy (FP64 scalar) and number of counted tokens."""
+        """Summed cross-entropy (FP64 scalar) and number of counted tokens. Waits once."""
         self._model.eval()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        count = 0
+        count = torch.zeros((), dtype=torch.int64, device=self._device)
         for batch in batches:
             logits = self._model(batch.tokens, batch.segments)
             losses, _ = self._sequence_losses(logits, batch.targets)
             total += losses.sum(dtype=torch.float64)
-            count += int((batch.targets >= 0).sum())
+            count += (batch.targets >= 0).sum()
         self._model.train()
-        return total, count
+        return total, int(count)
 
     def _at_embedding(
         self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
@@ -116,3 +115,11 @@ class Forward:
         norms = torch.linalg.vector_norm(grad, dim=(1, 2), dtype=torch.float32)
         self._gradient_norms.append(norms)
         return grad
+
+
+def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of everything in ``parts``, FP64 scalar."""
+    total = parts[0].sum(dtype=torch.float64)
+    for part in parts[1:]:
+        total = total + part.sum(dtype=torch.float64)
+    return total

@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
 from runner.engine.forward import Forward, SequenceLosses
-from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Suspects, Work
+from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +107,13 @@ class FsdpEngine:
         self._parameters = dict(sorted(model.named_parameters()))
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._learning_rate = torch.zeros((), device=device)
+        # The optimizer gets the shards as plain tensors: the update is element by element, and
+        # DTensor's dispatch would cost the host several times what the rest of a step does.
+        self._held = {name: _local(p).detach() for name, p in self._trained.items()}
         dims = {name: parameter.dim() for name, parameter in self._trained.items()}
-        self._optimizer = fused_adamw(self._trained, dims, settings, self._learning_rate)
-        make_state(self._optimizer, self._trained.values())
+        self._optimizer = fused_adamw(self._held, dims, settings, self._learning_rate)
+        make_state(self._optimizer, self._held.values())
+        self._is_checked = False
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -132,14 +136,36 @@ class FsdpEngine:
             if not self._layout.reduce_each_micro_batch:
                 root.set_requires_gradient_sync(number == len(works))
             self._forward.training_loss(work).backward()  # type: ignore[no-untyped-call]
+        self._check_held()
         square = self._gradient_norm().double().square() / self._layout.replicas
+        loss, nonfinite = self._forward.told()
         return LocalSums(
-            loss=self._forward.loss(), grad_square=square, nonfinite=self._forward.nonfinite()
+            loss=loss,
+            grad_square=square,
+            nonfinite=nonfinite,
+            sequences=self._forward.sequences(),
         )
 
+    def _check_held(self) -> None:
+        """Once, after FSDP2's lazy start: were it to move a shard, the update would go astray."""
+        if not self._is_checked:
+            for name, parameter in self._trained.items():
+                assert _local(parameter).data_ptr() == self._held[name].data_ptr(), name
+            self._is_checked = True
+
     def _gradient_norm(self) -> torch.Tensor:
-        grads = [_local(p.grad) for p in self._trained.values() if p.grad is not None]
+        """Of this rank's shares of the gradients, which the optimizer gets on the way."""
+        grads = []
+        for name, parameter in self._trained.items():
+            if parameter.grad is not None:
+                grad = _own_part(parameter.grad)
+                self._held[name].grad = grad
+                grads.append(grad)
         return get_total_norm(grads, foreach=True)
+
+    def _forget_gradients(self) -> None:
+        for parameter, held in zip(self._trained.values(), self._held.values(), strict=True):
+            parameter.grad = held.grad = None
 
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
@@ -147,21 +173,27 @@ class FsdpEngine:
         self._learning_rate.fill_(learning_rate)
         set_gate(self._optimizer, skip=skip, grad_scale=grad_scale)
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         return None
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
         return self._forward.evaluate(batches)
 
-    def suspects(self) -> Suspects:
-        return self._forward.suspects()
-
     def shards(self) -> list[Shard]:
-        return [self._shard(name, tensor) for name, tensor in self._tensors().items()]
+        return [self._shard(name, local) for name, local in self._tensors().items()]
 
     def full(self, name: str) -> torch.Tensor:
-        tensor = self._tensors()[name]
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        parameter, local = self._parameters[name.partition("/")[2]], self._tensors()[name]
+        whole = local
+        if isinstance(parameter, DTensor):
+            whole = DTensor.from_local(
+                local,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            ).full_tensor()
         return whole.detach().float().cpu()
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
@@ -177,30 +209,32 @@ class FsdpEngine:
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         for name in self._trained:
             self._state(name)["step"].fill_(float(update_counts[name]))
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each tensor of the state."""
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
-            found[f"param/{name}"] = parameter.detach()
+            found[f"param/{name}"] = _local(parameter).detach()
         for name in self._trained:
             found[f"exp_avg/{name}"] = self._state(name)["exp_avg"]
             found[f"exp_avg_sq/{name}"] = self._state(name)["exp_avg_sq"]
         return dict(sorted(found.items()))
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self._optimizer.state[self._parameters[name]]
+        state: dict[str, torch.Tensor] = self._optimizer.state[self._held[name]]
         return state
 
-    def _shard(self, name: str, tensor: torch.Tensor) -> Shard:
-        local = _local(tensor)
+    def _shard(self, name: str, local: torch.Tensor) -> Shard:
+        parameter = self._parameters[name.partition("/")[2]]
         rows_before = 0
-        if isinstance(tensor, DTensor):
-            rows_before = _first_row(tensor.shape[0], self._layout.shard_size, self._shard_rank())
-        per_row = math.prod(tensor.shape[1:])
+        if isinstance(parameter, DTensor):
+            rows = parameter.shape[0]
+            rows_before = _first_row(rows, self._layout.shard_size, self._shard_rank())
+        per_row = math.prod(parameter.shape[1:])
         return Shard(
             name=name,
-            shape=tuple(tensor.shape),
+            shape=tuple(parameter.shape),
             start=rows_before * per_row,
             local=local.view(-1),
         )
@@ -215,6 +249,11 @@ class FsdpEngine:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _own_part(grad: torch.Tensor) -> torch.Tensor:
+    """As :func:`_local`, for gradients, which need no way back through autograd."""
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 
 def _first_row(rows: int, shard_size: int, shard_rank: int) -> int:

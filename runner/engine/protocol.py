@@ -52,23 +52,8 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSums:
-    """This rank's part of a step, FP64 scalars on the device.
-
-    ``loss`` is summed cross-entropy in nats, ``grad_square`` the squared norm of this rank's
-    share of the reduced gradient such that the sum over ranks is the global one (of the
-    gradient summed, not averaged, over tokens), ``nonfinite`` 1.0 when this rank's own loss
-    or backward pass met NaN or Inf.
-    """
-
-    loss: torch.Tensor
-    grad_square: torch.Tensor
-    nonfinite: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Suspects:
-    """Per-sequence numbers of the last step on this rank, micro-batch by micro-batch.
+    """Per-sequence numbers of one step on this rank, micro-batch by micro-batch.
 
     ``losses`` are summed nats, ``gradient_norms`` norms of the gradient at the embedding's
     output. Both FP32, [sequences of this rank].
@@ -76,6 +61,40 @@ class Suspects:
 
     losses: list[float]
     gradient_norms: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """:class:`Suspects` while they are on the device: one FP32 tensor [B] a micro-batch.
+
+    They are the step's own: the next step leaves them alone.
+    """
+
+    losses: tuple[torch.Tensor, ...]
+    gradient_norms: tuple[torch.Tensor, ...]
+
+    def told(self) -> Suspects:
+        """Waits for the device."""
+        return Suspects(
+            losses=[value for losses in self.losses for value in losses.tolist()],
+            gradient_norms=[value for norms in self.gradient_norms for value in norms.tolist()],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSums:
+    """This rank's part of a step, FP64 scalars on the device.
+
+    ``loss`` is summed cross-entropy in nats, ``grad_square`` the squared norm of this rank's
+    share of the reduced gradient such that the sum over ranks is the global one (of the
+    gradient summed, not averaged, over tokens), ``nonfinite`` 1.0 when this rank's own loss
+    or backward pass met NaN or Inf. ``sequences`` says the same of each sequence by itself.
+    """
+
+    loss: torch.Tensor
+    grad_square: torch.Tensor
+    nonfinite: torch.Tensor
+    sequences: Sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +138,8 @@ class Engine(Protocol):
         Both FP32 scalars on the device. A skipped step leaves parameters, moments and
         update counts bit-identical. Gradients are gone afterwards either way.
 
+        Waits for nothing on the device.
+
         Returns:
             None, or why the engine itself skipped a step that was not to be skipped; the same
             on all ranks.
@@ -127,10 +148,6 @@ class Engine(Protocol):
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
         """This rank's summed cross-entropy (FP64 scalar) and number of counted tokens."""
-        ...
-
-    def suspects(self) -> Suspects:
-        """Per-sequence numbers of the last :meth:`accumulate`. Waits for the device."""
         ...
 
     def shards(self) -> list[Shard]:

@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 
 from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
 from runner.engine.forward import Forward, SequenceLosses
-from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Suspects, Work
+from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Work
 from runner.error import CheckpointError, ConfigError
 
 # Settings of DeepSpeed that would break a promise, each with the reason.
@@ -233,10 +233,12 @@ class ZeroEngine:
         # In pieces: one long FP32 sum of squares on a CPU stops growing.
         pieces = [piece for flat in self._stage.gradients() for piece in torch.split(flat, _PIECE)]
         norm = get_total_norm(pieces, foreach=True).to(self.device)
+        loss, nonfinite = self._forward.told()
         return LocalSums(
-            loss=self._forward.loss(),
+            loss=loss,
             grad_square=norm.double().square(),
-            nonfinite=self._forward.nonfinite(),
+            nonfinite=nonfinite,
+            sequences=self._forward.sequences(),
         )
 
     def apply(
@@ -253,9 +255,6 @@ class ZeroEngine:
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
         return self._forward.evaluate(batches)
-
-    def suspects(self) -> Suspects:
-        return self._forward.suspects()
 
     def shards(self) -> list[Shard]:
         found = [shard for name in self._parameters for shard in self._shards_of(name)]

@@ -52,6 +52,13 @@ class FaultInjector:
         self._step_faults: set[str] = set()
         self._step = 0
 
+    def is_due(self, step: int) -> bool:
+        """Whether something happens once at this step, on whichever rank."""
+        return any(
+            fault.kind != "slow" and fault.steps[0] <= step < fault.steps[1]
+            for fault in self._faults
+        )
+
     def before_step(self, step: int) -> None:
         """Sleep, hang, die or damage a file, when one of the faults says so."""
         self._step_faults = set()

@@ -100,16 +100,18 @@ def num_parameters(shape: DecoderShape) -> int:
     return vocabulary + blocks + shape.dim
 
 
-def flops_per_token(shape: DecoderShape) -> float:
+def flops_per_token(shape: DecoderShape, *, num_frozen: int = 0) -> float:
     """Training FLOPs (forward and backward) a token needs at full ``seq_len``.
 
     PaLM (Chowdhery et al. 2022), appendix B: ``6 N + 12 L H Q T``. ``N`` are the elements of the
     matrices multiplied by, the head included (tied or not), the embedding look-up not. Unlike
     PaLM the attention term is halved, ``6 L H Q T``: a causal decoder needs no more. What
-    activation checkpointing computes twice is not counted.
+    activation checkpointing computes twice is not counted. ``num_frozen`` of ``N`` are not
+    trained and take 4 instead of 6: the gradient passes through them, theirs is not computed.
     """
     matrices = shape.layers * _num_block_matrix_elements(shape) + shape.vocab_size * shape.dim
-    return 6.0 * matrices + 6.0 * shape.layers * shape.dim * shape.seq_len
+    attention = 6.0 * shape.layers * shape.dim * shape.seq_len
+    return 6.0 * matrices - 2.0 * num_frozen + attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from runner.error import ConfigError
+from runner.model.decoder import Decoder
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
@@ -43,3 +44,13 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     parameters = dict(model.named_parameters())
     for name in frozen_names(parameters, patterns):
         parameters[name].requires_grad_(False)
+
+
+def num_frozen_multiplied(model: Decoder) -> int:
+    """Frozen elements of matrices that are multiplied by; an embedding without that is none."""
+    looked_up = set() if model.head is None else {"embedding.weight"}
+    return sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and parameter.dim() >= 2 and name not in looked_up
+    )

@@ -97,23 +97,26 @@ class Console:
 
     def progress(self, progress: Progress) -> None:
         """Update the live line; where the output is no terminal, a plain line when it is due."""
-        if self._silent:
+        if not self.shows(progress.step, progress.total, is_evaluated=progress.is_evaluated):
             return
         if self._rich.is_terminal:
             self._update_live(Text(progress.text()))
-        elif self._is_due(progress):
+        else:
             self._rich.print(Text(progress.text()))
             sys.stdout.flush()
+
+    def shows(self, step: int, total: int, *, is_evaluated: bool) -> bool:
+        """Whether :meth:`progress` would show this step."""
+        if self._silent:
+            return False
+        is_due = step in (1, total) or step % self._every == 0 or is_evaluated
+        return is_due or self._rich.is_terminal
 
     def _update_live(self, text: Text) -> None:
         if self._live is None:
             self._live = Live(console=self._rich, auto_refresh=False, transient=True)
             self._live.start()
         self._live.update(text, refresh=True)
-
-    def _is_due(self, progress: Progress) -> bool:
-        first, last = progress.step == 1, progress.step == progress.total
-        return first or last or progress.step % self._every == 0 or progress.is_evaluated
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Two columns, at the end."""

@@ -26,11 +26,13 @@ _MOST = {
     "serial": 10**12,
     "next_serial": 10**12,
     "onset_step": _LIMIT,
+    "good_step": _LIMIT,
     "to_step": _LIMIT,
     "cursor": _LAST_SAMPLE,
     "repeat": 10**6,
     "metrics_bytes": _LIMIT,
     "cut_steps": _LIMIT,
+    "interval_steps": _LIMIT,
 }
 _MOST_ABANDONED = 10**6  # checkpoints that one rollback can leave behind
 

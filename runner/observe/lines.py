@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.error import ConfigError
-from runner.files import open_regular, sync_directory
+from runner.files import naming, open_regular, sync_directory
 
 _BLOCK_BYTES = 1 << 20
 _LINE_BYTES = 1 << 24  # no line of ours comes near
@@ -47,7 +47,7 @@ def _whole_lines(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]
     if not path.exists():
         return
     end = start
-    with _open(path) as file:
+    with naming(path), _open(path) as file:
         file.seek(start)
         while raw := file.readline(_LINE_BYTES):
             line = _parsed(raw)
@@ -61,7 +61,7 @@ def lines_after(path: Path, length: int) -> int:
     """How many whole lines there are behind the first one from byte ``length`` on."""
     if not path.exists():
         return 0
-    with _open(path) as file:
+    with naming(path), _open(path) as file:
         file.seek(length)
         file.readline()
         return sum(
@@ -107,7 +107,7 @@ class LineFile:
 
     def __init__(self, path: Path, *, length: int) -> None:
         temporary = path.with_name(path.name + ".tmp")
-        with temporary.open("wb") as fresh:
+        with naming(path), temporary.open("wb") as fresh:
             if path.exists():
                 with path.open("rb") as old:
                     _copy(old, fresh, length)
@@ -115,14 +115,18 @@ class LineFile:
             os.fsync(fresh.fileno())
         temporary.rename(path)
         sync_directory(path.parent)
-        self._file = path.open("ab")
+        self._path = path
+        with naming(path):
+            self._file = path.open("ab")
 
     def append(self, line: dict[str, Any], *, durably: bool) -> None:
         """Add one line; ``durably`` returns only when it is on the disk."""
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        if durably:
-            os.fsync(self._file.fileno())
+        data = json.dumps(line, allow_nan=False).encode() + b"\n"
+        with naming(self._path):
+            self._file.write(data)
+            self._file.flush()
+            if durably:
+                os.fsync(self._file.fileno())
 
     def num_bytes(self) -> int:
         """Length in bytes; a crash of the machine may leave less."""
@@ -130,11 +134,13 @@ class LineFile:
 
     def sync(self) -> int:
         """Make everything durable; returns the length in bytes."""
-        os.fsync(self._file.fileno())
-        return self._file.tell()
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+            return self._file.tell()
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
 
 def _copy(source: BinaryIO, target: BinaryIO, length: int) -> None:

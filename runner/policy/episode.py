@@ -3,7 +3,8 @@
 The shape is how it ended: by itself, by going back, or as a rise that no single step showed.
 The cause is read from what came *before* the first bad step, for afterwards all norms are large:
 a norm that was flat and then jumps points at the data, one that crept up before at the
-learning rate or the numerics; NaN out of a calm norm at one sample or one layer.
+learning rate or the numerics; NaN out of a calm norm at one sample or one layer. A norm that rose a
+little, as norms also do by themselves, points nowhere: unclear.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ class Before:
     """The clean steps before the onset.
 
     ``loss`` and ``grad_norm`` are medians; ``creep`` is by what factor the newest norms stood
-    above theirs where that is more than noise, else 1; ``drift_share`` how much of the drift
-    alarm's height was reached.
+    above theirs where that is more than noise, else 1, and ``is_creep_clear`` whether it is more
+    than norms do by themselves; ``drift_share`` how much of the drift alarm's height was reached.
     """
 
     loss: float
     grad_norm: float
     creep: float
+    is_creep_clear: bool
     drift_share: float
 
 
@@ -138,6 +140,11 @@ def _finding(episode: Episode, shape: str, course: str) -> Finding:
 def _suspect(episode: Episode) -> tuple[str, str]:
     before = episode.before
     usual = f"{before.grad_norm:.3g}"
+    if before.creep > 1.0 and not before.is_creep_clear:
+        return "unclear", (
+            f"the grad norm had risen to {before.creep:.2g} times its usual {usual} before: too "
+            "little to tell a rate from the data"
+        )
     if before.creep > 1.0:
         return "learning rate or numerics", (
             f"the grad norm had crept up to {before.creep:.2g} times its usual {usual} before"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from runner.policy.ledger import Ledger
+from runner.policy.ring import Record
 from runner.policy.schedule import RateCut
 from runner.policy.signals import StepSignals
 
@@ -87,6 +88,7 @@ class History:
         self.rollbacks: list[RollbackRecord] = []
         self.cuts: list[RateCut] = []
         self.incidents: list[Incident] = []
+        self.mismatches: list[tuple[int, int]] = []  # next serial, last step known to be good
         self.num_starts = 0
         self.num_discarded = 0
 
@@ -101,6 +103,8 @@ class History:
             self.ledger.add(*incident.samples)
         elif incident.kind == "rollback" and incident.samples is not None:
             self._add_rollback(incident, incident.samples, seq)
+        elif incident.kind == "replica_mismatch" and "good_step" in incident.detail:
+            self.mismatches.append((incident.detail["next_serial"], incident.detail["good_step"]))
 
     def _add_rollback(self, incident: Incident, skip: tuple[int, int], seq: int) -> None:
         detail = incident.detail
@@ -133,6 +137,16 @@ class History:
             for rollback in self.rollbacks
             for serial in range(rollback.serial + 1, rollback.next_serial)
         }
+
+    def distrusts(self, record: Record) -> bool:
+        """Whether it was saved after copies were last known to be equal, before they differed.
+
+        The ring says so too, with a mark; a crash may come between this line and the mark.
+        """
+        return any(
+            record.serial < next_serial and record.step > good_step
+            for next_serial, good_step in self.mismatches
+        )
 
     def last_rollback_to(self, serial: int) -> RollbackRecord | None:
         """The newest rollback that went back to this checkpoint."""

@@ -73,7 +73,7 @@ def rule(
         history=history,
         ring=ring,
         rules=rules,
-        untrained_loss=baseline.first_loss * _UNTRAINED_MARGIN,
+        untrained_loss=max(baseline.first_loss, rules.untrained_loss) * _UNTRAINED_MARGIN,
         recent=baseline.recent(rules.level_steps),
     )
     action = decide(case)

@@ -29,9 +29,12 @@ class RemedyRules:
     """Thresholds of the ladder; ``runner.config.GuardConfig`` documents each.
 
     ``batch`` is the global batch in samples: margins are configured in steps' worth of it.
+    ``untrained_loss`` (nats per token) is that of a uniform guess where it is known, 0 where only
+    the run's first loss tells, infinity where that one was no untrained model's either.
     """
 
     batch: int
+    untrained_loss: float
     persist: int
     persist_window: int
     skip: bool
@@ -315,6 +318,11 @@ def _go_back(case: Case) -> Rollback | Halt:
     onset_step, _ = case.onset
     skip = _skip_range(case)
     targets = rollback_targets(case.ring, cursor=skip[0], step=max(0, onset_step - rules.back))
+    if not targets and case.verdict.kind is Kind.drift:
+        # A slow rise may have begun before the oldest checkpoint kept. Each of its steps was clean,
+        # so that one is as good as can be had, and better than waiting for a person.
+        targets = rollback_targets(case.ring, cursor=case.signals.start, step=step)[-1:]
+        skip = (max(skip[0], targets[0].cursor), skip[1]) if targets else skip
     if not targets:
         return Halt(
             reason=f"no clean checkpoint at or before sample position {skip[0]} to go back to: "

@@ -8,8 +8,9 @@ have gone on after being mended: the rows behind the range are those of the run 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -46,8 +47,9 @@ class Curve:
     """Columns of equal length, in the order of recording.
 
     ``steps`` as recorded; ``losses`` and ``grad_norms`` may hold NaN and Inf, which count as
-    such; ``fresh`` are rows before which nothing is known (a gap in the steps), ``restarts``
-    rows whose step is not beyond the row's before.
+    such; ``fresh`` are rows before which nothing is known (a gap in the steps, or row 0 of a
+    recording that does not begin with the training), ``restarts`` rows whose step is not beyond
+    the row's before.
     """
 
     steps: Sequence[int]
@@ -107,19 +109,26 @@ class Replay:
         self.skipped = Ledger()
         self.limits: dict[int, Limits] | None = {} if keep_limits else None
         self._end = len(curve.steps)
+        if 0 in curve.fresh:
+            self._forget_the_beginning()
         self._begin_anew(0)
 
     def run(self) -> None:
         """Replay the whole curve."""
         total = len(self._curve.steps)
-        marks = sorted(self._curve.restarts | self._curve.fresh)
+        marks = sorted((self._curve.restarts | self._curve.fresh) - {0})
         for begin, end in pairwise([0, *marks, total]):
-            if begin in self._curve.fresh:
+            if begin and begin in self._curve.fresh:
+                self._forget_the_beginning()
                 self._begin_anew(begin)
             row = self._recorded_restart(begin) if begin in self._curve.restarts else begin
             self._end = end
             while row < end:
                 row = self._read(row, end)
+
+    def _forget_the_beginning(self) -> None:
+        """The first row to come is no untrained model's, so its loss bounds nothing."""
+        self._remedy = replace(self._remedy, untrained_loss=math.inf)
 
     def _begin_anew(self, row: int) -> None:
         """The state of a run whose first row this is."""

@@ -75,3 +75,16 @@ class Limits:
         return (
             not signals.is_finite or signals.loss > self.loss or signals.grad_norm > self.grad_norm
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What the gate picks its limits from when it decides before the host has seen the step before.
+
+    ``again`` holds where the loss of the step before was not at or below ``high``, else ``usual``.
+    Where everything before is known both are the same.
+    """
+
+    usual: Limits
+    again: Limits
+    high: float = math.inf

@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any
 
 from runner.policy.episode import Before
-from runner.policy.signals import Limits, StepSignals
-from runner.policy.window import Window, median_of_sorted
+from runner.policy.signals import Bounds, Limits, StepSignals
+from runner.policy.window import MAD_TO_SIGMA, Window, median_of_sorted
 
 
 class Kind(Enum):
@@ -51,16 +51,26 @@ class JudgeRules:
     norm_floor: float
     drift_slack: float
     drift_nats: float
+    drift_rise: float
 
 
 # The level that a falling loss is judged against: the median of so many newest losses. Five
 # follow the steepest hundred steps of a language model closely; two bad ones do not move it.
 _LEVEL_STEPS = 5
-# A slope is corrected for by the newest surprises where they are milder than the whole window's.
-_BIAS_STEPS = 16
-# And by no more than this share of loss_floor: a steep fall that ends at once is no trouble, and
-# a limit below the level would never let the level in.
+# What the whole window says of slope, noise and tail is held against the newest steps: where a
+# steep beginning has just ended, most of the window still tells of another curve.
+_LATE_STEPS = 16
+# A slope is corrected for by no more than this share of loss_floor: a steep fall that ends at once
+# is no trouble, and a limit below the level would never let the level in.
 _MOST_BIAS = 0.5
+# Sixteen values tell the noise to about a third and the tail worse; so much is allowed for that.
+_LATE_SIGMAS = 2.0
+_LATE_TAIL = 1.5
+# A pair must stand out of the window's own tail: this many times as far above the middle as the
+# third highest value (one or two hard batches do not move it). That is 3.5 sigmas of normal noise,
+# more where tails are heavy.
+_TAIL_RANK = 3
+_PAIR_TAILS = 2.0
 # No single step may bring more than this share of the alarm: a drift is many steps' agreement.
 _DRIFT_STEPS = 10
 # The alarm's least height in robust sigmas of the loss. With the slack of one sigma, chance
@@ -69,8 +79,36 @@ _DRIFT_SIGMAS = 16.0
 # The best level held is forgotten by one slack in so many steps: what rises slower than that
 # is the data or the schedule.
 _DRIFT_MEMORY = 1000
+# A run whose best level lies above what it began with has learned nothing that going back would
+# save. Above: by so many nats and so many robust sigmas (the median of five errs by half a sigma).
+_BEGINNING_STEPS = 5
+_ABOVE_BEGINNING = 0.1
+_ABOVE_BEGINNING_SIGMAS = 2.0
 # What counts as normal norm before trouble: these many newest clean steps.
 _BEFORE_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """Middle, robust sigma, and how far the tail reaches above the middle."""
+
+    center: float
+    sigma: float
+    tail: float
+
+
+def _noise(window: Window) -> _Noise:
+    center, sigma = window.center_and_sigma()
+    return _Noise(center, sigma, _PAIR_TAILS * (window.largest(_TAIL_RANK) - center))
+
+
+def _late_noise(window: Window) -> _Noise:
+    """The same of the newest steps, with an allowance for their being few."""
+    few = sorted(window.newest(_LATE_STEPS))
+    center = median_of_sorted(few)
+    sigma = MAD_TO_SIGMA * median_of_sorted(sorted(abs(value - center) for value in few))
+    tail = _LATE_TAIL * _PAIR_TAILS * (few[-1] - center)
+    return _Noise(center, _LATE_SIGMAS * sigma, tail)
 
 
 class Baseline:
@@ -84,17 +122,19 @@ class Baseline:
 
     One high loss may be a hard batch, two in a row are less likely so: after a step above the
     pair limit that limit holds. So a small lasting jump is found by its second step in noise in
-    which a single step of its height is nothing.
+    which a single step of its height is nothing. Tails decide how unlikely: the pair limit lies
+    beyond the window's own.
 
-    The limits in force lag one applied step behind the statistics. On CUDA the host reads
-    the numbers one step late; with the lag, reading late and reading at once give the same
-    limits and so the same run, bit for bit. Which of the two holds does not lag; an engine that
-    reads late must keep that one bit on the device: whether the loss before was above its own
-    pair limit.
+    The limits in force lag one applied step behind the statistics. Where the host reads the
+    numbers one step late (``guard.sync=false``) it knows by then what holds after one more
+    applied step (:attr:`bounds_ahead`), so that reading late and reading at once give the same
+    limits and the same run, bit for bit. Which of the two limits holds does not lag: the gate
+    picks by the loss before, which the device has.
     """
 
     def __init__(self, rules: JudgeRules) -> None:
         self._rules = rules
+        self._begin_with([])
         self._clear([], [], [])
         self._limits = self._next_limits = (Limits(), Limits())
         self._after_high = False
@@ -105,6 +145,10 @@ class Baseline:
         self._drift_onset = (0, 0)
         self.first_loss = math.nan
         self.clean_streak = 0
+
+    def _begin_with(self, losses: list[float]) -> None:
+        self._beginning = losses
+        self._began = statistics.median(losses) if losses else math.inf
 
     def _clear(
         self, losses: Iterable[float], surprises: Iterable[float], log_norms: Iterable[float]
@@ -127,6 +171,23 @@ class Baseline:
         """The gate's bounds for the next step."""
         return self._limits[self._after_high]
 
+    @property
+    def bounds(self) -> Bounds:
+        """The gate's bounds for the next step, everything before it being known."""
+        return Bounds(usual=self.limits, again=self.limits)
+
+    @property
+    def bounds_ahead(self) -> Bounds:
+        """For the step after the next, should the next be applied and clean."""
+        usual, again = self._next_limits
+        return Bounds(usual=usual, again=again, high=self._limits[True].loss)
+
+    @property
+    def may_alarm(self) -> bool:
+        """Whether the next step, though within its limits, could be found a drift."""
+        most = self._alarm / _DRIFT_STEPS  # as _excess has it
+        return self._rules.enabled and self._drift + most > self._alarm
+
     def accept(self, signals: StepSignals) -> None:
         """Admit an applied, clean step."""
         self.clean_streak += 1
@@ -135,6 +196,8 @@ class Baseline:
             return  # what was not judged may be anything, NaN included
         if math.isnan(self.first_loss):
             self.first_loss = signals.loss
+        if len(self._beginning) < _BEGINNING_STEPS:
+            self._begin_with([*self._beginning, signals.loss])
         self._pile_up_drift(signals)
         if self._level is not None:
             self._surprise.push(signals.loss - self._level)
@@ -158,6 +221,7 @@ class Baseline:
         """Take a new level as normal: forget the old statistics, begin with these values."""
         losses = losses[-self._rules.window :]
         center = statistics.median(losses)
+        self._begin_with(losses[-_BEGINNING_STEPS:])
         self._clear(losses, [loss - center for loss in losses], [_log(norm) for norm in grad_norms])
         self._level = self._next_level = center
         self._best_level = math.inf
@@ -173,34 +237,39 @@ class Baseline:
     def before(self) -> Before:
         """What the clean steps up to now looked like, for the record of an episode."""
         if not len(self._loss):
-            return Before(loss=0.0, grad_norm=0.0, creep=1.0, drift_share=0.0)
+            return Before(loss=0.0, grad_norm=0.0, creep=1.0, is_creep_clear=False, drift_share=0.0)
         usual = self._log_norm.median()
+        creep, is_clear = self._norm_creep(usual)
         return Before(
             loss=self._loss.median(),
             grad_norm=math.exp(usual),
-            creep=math.exp(self._norm_creep(usual)),
+            creep=math.exp(creep),
+            is_creep_clear=is_clear,
             drift_share=self._drift / self._alarm,
         )
 
-    def _norm_creep(self, usual: float) -> float:
-        """How far the newest log norms lie above the usual one; 0 where noise would explain it.
+    def _norm_creep(self, usual: float) -> tuple[float, bool]:
+        """How far the newest log norms lie above the usual one, and whether that is clear.
 
-        The very last one by far; two of the newest eight (one alone may be a hard batch); or
-        a rise over the whole window, which takes its median and its spread along: a straight
-        one ends two such spreads above where it began, noise less than half a spread.
+        Clear: the very last one by far; two of the newest eight (one alone may be a hard batch);
+        or a rise over the whole window that goes on from quarter to quarter to half as much again.
+        A rise takes the window's median and spread along: a straight one ends two such spreads
+        above where it began, noise less than half a spread. Norms wander, though, in the first
+        hundreds of steps most of all, so a smaller rise tells nothing either way; below that, 0.
         """
         sigma = self._log_norm.sigma()
         newest = self._log_norm.newest(_BEFORE_STEPS)
         last, second = newest[0] - usual, sorted(newest)[-2:][0] - usual
-        values = self._log_norm.values()
-        quarter = max(1, len(values) // 4)
-        rise = statistics.median(values[-quarter:]) - statistics.median(values[:quarter])
+        rise, goes_on = _rise(self._log_norm.values())
         signs = [
             (last, max(4 * sigma, math.log(2.0))),
             (second, max(3 * sigma, math.log(1.5))),
-            (rise, max(1.2 * sigma, math.log(1.25))),
+            (rise if goes_on else 0.0, max(1.2 * sigma, math.log(1.5))),
         ]
-        return max((sign for sign, least in signs if sign > least), default=0.0)
+        clear = [sign for sign, least in signs if sign > least]
+        if clear:
+            return max(clear), True
+        return (rise if rise > max(1.2 * sigma, math.log(1.25)) else 0.0), False
 
     def judge(self, signals: StepSignals) -> Verdict:
         """The verdict on one attempted step. Pure: nothing is admitted here."""
@@ -223,7 +292,7 @@ class Baseline:
         if self.limits.exceeded(signals):
             return Kind.spike, self._explain_spike(signals)
         summed = self._drift + self._excess(signals.loss)
-        if summed > self._alarm:
+        if summed > self._alarm and self._has_risen():
             return Kind.drift, (
                 f"loss {signals.loss:.3f} and its recent run lie above the best held level "
                 f"{self._best_level:.3f}: summed excess {summed:.2f} > {self._alarm:.2f} "
@@ -254,29 +323,46 @@ class Baseline:
             return _NO_LIMITS
         # The best level is held by as many steps as the window has, not by a lucky few.
         median, sigma = self._median, self._sigma
-        self._best_level = min(self._best_level + rules.drift_slack / _DRIFT_MEMORY, median)
-        surprise, spread = self._surprise.center_and_sigma()
-        newest = median_of_sorted(sorted(self._surprise.newest(_BIAS_STEPS)))
-        short = level + min(0.0, max(surprise, newest, -_MOST_BIAS * rules.loss_floor))
+        self._best_level = min(self._best_level + self._slack / _DRIFT_MEMORY, median)
+        tail = _PAIR_TAILS * (self._loss.largest(_TAIL_RANK) - median)
+        usual, late = _noise(self._surprise), _late_noise(self._surprise)
+        short = level + min(0.0, max(usual.center, late.center, -_MOST_BIAS * rules.loss_floor))
+        spread, short_tail = min(usual.sigma, late.sigma), min(usual.tail, late.tail)
         alone = min(
             median + max(rules.loss_sigmas * sigma, rules.loss_floor),
             short + max(rules.loss_sigmas * spread, rules.loss_floor),
         )
         again = min(
             alone,  # the second is never allowed more than the first
-            median + max(rules.pair_sigmas * sigma, rules.pair_floor),
-            short + max(rules.pair_sigmas * spread, rules.pair_floor),
+            median + max(rules.pair_sigmas * sigma, rules.pair_floor, tail),
+            short + max(rules.pair_sigmas * spread, rules.pair_floor, short_tail),
         )
+        norm = self._norm_limit()
+        return Limits(loss=alone, grad_norm=norm), Limits(loss=again, grad_norm=norm)
+
+    def _norm_limit(self) -> float:
+        rules = self._rules
         usual, sigma = self._log_norm.center_and_sigma()
         log_norm = usual + max(rules.norm_sigmas * sigma, rules.norm_floor)
-        norm = math.exp(min(log_norm, 700.0))
-        return Limits(loss=alone, grad_norm=norm), Limits(loss=again, grad_norm=norm)
+        if rules.norm_sigmas * sigma > rules.norm_floor:
+            late = _late_noise(self._log_norm)
+            least = max(rules.norm_sigmas * late.sigma, rules.norm_floor)
+            log_norm = min(log_norm, max(usual, late.center) + least)
+        return math.exp(min(log_norm, 700.0))
 
     def _excess(self, loss: float) -> float:
         """Page's test (CUSUM, 1954) against the best level held; slack grows with the noise."""
         if self._limits[False].loss == math.inf:
             return 0.0  # armed no earlier than the gate, or one unjudged spike would be a drift
+        margin = max(_ABOVE_BEGINNING, _ABOVE_BEGINNING_SIGMAS * self._sigma)
+        if self._best_level > self._began + margin:
+            return 0.0  # nothing learned yet: going back would save nothing, and meet it again
         return min(loss - self._best_level - self._slack, self._alarm / _DRIFT_STEPS)
+
+    def _has_risen(self) -> bool:
+        """Whether the newest steps, not a few of them, lie high enough to be worth going back."""
+        late = median_of_sorted(sorted(self._loss.newest(_LATE_STEPS)))
+        return late > self._best_level + self._rules.drift_rise
 
     def _pile_up_drift(self, signals: StepSignals) -> None:
         if self._drift == 0.0:
@@ -295,6 +381,7 @@ class Baseline:
             "next_limits": [_limits_to_json(limits) for limits in self._next_limits],
             "after_high": self._after_high,
             "best_level": _finite(self._best_level),
+            "beginning": self._beginning,
             "drift": self._drift,
             "drift_onset": list(self._drift_onset),
             "first_loss": _finite(self.first_loss),
@@ -303,6 +390,7 @@ class Baseline:
 
     def load_json(self, state: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`."""
+        self._begin_with(list(state["beginning"]))
         self._clear(state["loss"], state["surprise"], state["log_norm"])
         self._level, self._next_level = state["level"], state["next_level"]
         self._limits = _limits_from_json(state["limits"])
@@ -313,6 +401,15 @@ class Baseline:
         self._drift_onset = (state["drift_onset"][0], state["drift_onset"][1])
         self.first_loss = math.nan if state["first_loss"] is None else state["first_loss"]
         self.clean_streak = state["clean_streak"]
+
+
+def _rise(values: list[float]) -> tuple[float, bool]:
+    """From the first quarter's median to the last's, and whether it goes on in between."""
+    size = len(values) // 4
+    if size < _BEFORE_STEPS:
+        return 0.0, False  # medians of so few tell nothing
+    quarters = [statistics.median(values[at * size : (at + 1) * size]) for at in range(4)]
+    return quarters[-1] - quarters[0], quarters == sorted(quarters)
 
 
 def _log(norm: float) -> float:

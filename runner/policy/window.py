@@ -47,6 +47,10 @@ class Window:
         """The last ``count`` values (fewer if there are fewer), newest first."""
         return list(islice(reversed(self._arrived), count))
 
+    def largest(self, rank: int) -> float:
+        """The ``rank``-th largest value held, 1 being the largest; of fewer the smallest."""
+        return self._sorted[-min(rank, len(self._sorted))]
+
     def median(self) -> float:
         """Lower-upper mean for even lengths, as numpy's."""
         return median_of_sorted(self._sorted)

@@ -11,7 +11,7 @@ from runner.dist.evidence import Report, last_words, read_reports
 from runner.observe.lines import iter_lines, step_of
 from runner.policy.history import Incident
 from runner.rundir import RunDir
-from runner.watch.fence import has_ended
+from runner.watch.fence import has_ended, oldest_number
 
 
 def crash_incident(cause: Blame, number: int) -> Incident:
@@ -38,7 +38,8 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
     told = {line["detail"].get("incarnation") for line in lines if line["kind"] == "crash"}
     starts = {line["detail"].get("incarnation"): line for line in lines if line["kind"] == "start"}
     found = []
-    for earlier in range(1, number):
+    # Before the oldest claim the run had another directory, which was lost.
+    for earlier in range(oldest_number(run_dir.incarnation), number):
         if earlier in told or has_ended(run_dir.incarnation, earlier):
             continue
         world_size = _world_size(starts.get(earlier))

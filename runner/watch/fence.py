@@ -25,7 +25,7 @@ from typing import Any
 from runner.dist.launcher import Launch
 from runner.dist.proc import is_alive, own_process
 from runner.error import ConfigError, Superseded
-from runner.files import read_bounded, sync_directory
+from runner.files import make_folder, naming, read_bounded, sync_directory
 
 BEAT_SECONDS = 2.0
 _CLAIM_NAME = re.compile(r"[0-9]{6,7}")
@@ -40,6 +40,8 @@ class Fence:
         self.number = number
         self._folder = folder
         self._next = _claim_path(folder, number + 1)
+        self._own = _claim_path(folder, number)
+        self._claim: bytes | None = None
         self._beats = 0
 
     def check(self) -> None:
@@ -54,12 +56,33 @@ class Fence:
             )
 
     def beat(self) -> None:
-        """Show that the incarnation lives. For rank 0, every :data:`BEAT_SECONDS`."""
+        """Show that the incarnation lives. For rank 0, every :data:`BEAT_SECONDS`.
+
+        Raises:
+            Superseded: a newer incarnation owns the run directory, or it is another directory.
+        """
+        self._check_own()
         self._beats += 1
         temporary = self._folder / f"beat.{self.number}"
         temporary.write_text(f"{self.number} {self._beats}\n")
         self.check()
         temporary.rename(self._folder / "beat")
+
+    def _check_own(self) -> None:
+        """The claim is still there, as it was: nobody has put the run directory away.
+
+        Saves would make the folders anew, and a restart take them for a run without a past.
+        """
+        try:
+            claim = read_bounded(self._own, _CLAIM_BYTES)
+        except FileNotFoundError:
+            claim = None
+        self._claim = self._claim or claim
+        if claim is None or claim != self._claim:
+            raise Superseded(
+                f"{self._folder.parent}: was removed or replaced while incarnation {self.number} "
+                f"ran ({self._own.name} is {'gone' if claim is None else 'another'}); it stops"
+            )
 
     def release(self) -> None:
         """Say that this incarnation is over: the next one need not wait. Rank 0 only."""
@@ -74,13 +97,17 @@ def take(
     stale_seconds: float,
     take_over: bool,
     say: Callable[[str], None],
+    after: int = 0,
 ) -> Fence:
     """Become the owner. On rank 0 only.
+
+    Args:
+        after: where nobody has owned the directory yet, begin behind this number.
 
     Raises:
         ConfigError: another launch is alive in there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     while True:
         newest = newest_number(folder)
         if newest >= _LAST_NUMBER:
@@ -90,14 +117,21 @@ def take(
             )
         if newest and not take_over:
             _wait_for_its_end(folder, newest, launch, stale_seconds, say)
-        if _claim(folder, newest + 1, launch):
-            return Fence(folder, newest + 1)
+        number = (newest or min(after, _LAST_NUMBER - 1)) + 1
+        if _claim(folder, number, launch):
+            return Fence(folder, number)
 
 
 def newest_number(folder: Path) -> int:
     """The number of the owner; 0 when there never was one."""
     names = [path.stem for path in folder.glob("[0-9]*.json")]
     return max((int(name) for name in names if _CLAIM_NAME.fullmatch(name)), default=0)
+
+
+def oldest_number(folder: Path) -> int:
+    """The number of the first owner; 1 when there never was one."""
+    names = [path.stem for path in folder.glob("[0-9]*.json")]
+    return min((int(name) for name in names if _CLAIM_NAME.fullmatch(name)), default=1)
 
 
 def has_ended(folder: Path, number: int) -> bool:
@@ -119,7 +153,7 @@ def _claim(folder: Path, number: int, launch: Launch) -> bool:
         **own_process(),
     }
     temporary = folder / f"claim-{claim['host']}-{claim['pid']}"
-    with temporary.open("w") as file:
+    with naming(temporary), temporary.open("w") as file:
         json.dump(claim, file)
         file.flush()
         os.fsync(file.fileno())

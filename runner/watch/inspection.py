@@ -93,6 +93,7 @@ class ReplicaInspector:
     Args:
         distrust: called with the last step at which the copies were equal (0: never looked);
             later checkpoints are not to be used again.
+        next_serial: the number of the checkpoint to come: those before it are meant.
     """
 
     def __init__(
@@ -102,12 +103,14 @@ class ReplicaInspector:
         engine: Engine,
         report: Callable[[Incident], None],
         distrust: Callable[[int], None],
+        next_serial: Callable[[], int],
         good_step: int,
     ) -> None:
         self._ranks = ranks
         self._engine = engine
         self._report = report
         self._distrust = distrust
+        self._next_serial = next_serial
         self._good_step = good_step
 
     def look(self, step: int) -> None:
@@ -132,6 +135,8 @@ class ReplicaInspector:
                 decision=f"restart from a checkpoint not after step {self._good_step}",
                 reason=words,
                 ranks=tuple(odd),
+                # Should the run end before the marks are on disk, the next start has these.
+                detail={"good_step": self._good_step, "next_serial": self._next_serial()},
             )
         )
         self._distrust(self._good_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import random
@@ -116,7 +117,8 @@ def test_told_columns_and_what_is_said_when_they_are_not_there(tmp_path: Path) -
     [
         ("loss\n", "no row has a loss"),
         ("", "no loss among"),
-        ("step,loss\n1,a\n2,b\n3,c\n", "3 lines could not be read"),
+        ("step,loss\n1,a\n2,b\n3,c\n", "3 lines could not be read, the first of them '1,a'"),
+        ("1,3.0\n2,3.1\n", "the first line must name the columns"),
         ("{broken\n", "no line of it is a JSON object"),
     ],
 )
@@ -141,6 +143,64 @@ def test_what_is_not_finite_is_trouble_and_what_is_not_there_is_none(tmp_path: P
         "no grad norm in 2 of 4 rows: the last one stands in",
         "1 loss(es) not finite",
     )
+
+
+def test_what_a_hugging_face_trainer_leaves(tmp_path: Path, backtest: Any) -> None:
+    """A document of many lines, with evaluations and a summary among the steps."""
+    log: list[Any] = [
+        {"epoch": 0.1, "grad_norm": 0.5, "loss": loss, "step": 10 * at}
+        for at, loss in enumerate(losses(), start=1)
+    ]
+    log.insert(50, {"eval_loss": 9.9, "step": 500})
+    log.append({"train_loss": 3.0, "train_runtime": 5.0, "step": 3000})
+    state = tmp_path / "trainer_state.json"
+    for content in (
+        json.dumps({"best_metric": None, "log_history": log}, indent=2),
+        json.dumps({"log_history": log}),
+        json.dumps(log),
+    ):
+        state.write_text(content)
+        [line] = backtest(state)
+        assert line["rows"] == 300
+        assert [d["step"] for d in line["decisions"]] == [10 * (BAD + 1)]
+    state.write_text(json.dumps({"log_history": 7}, indent=2))
+    with pytest.raises(ConfigError, match="log_history"):
+        read_curve(str(state))
+
+
+def test_packed_files(tmp_path: Path) -> None:
+    plain = write_csv(tmp_path / "a.csv", ["step", "loss"], list(enumerate(losses(bad=[]))))
+    packed = tmp_path / "a.csv.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_curve(str(packed)).curve == read_curve(str(plain)).curve
+    for broken in (packed.read_bytes()[:200], b"step,loss\n1,3\n"):
+        packed.write_bytes(broken)
+        with pytest.raises(ConfigError, match="cannot be unpacked"):
+            read_curve(str(packed))
+
+
+def test_rows_that_repeat_the_one_before_are_one_step(tmp_path: Path) -> None:
+    """Two loggers of one run; a hard batch twice would be two in a row."""
+    values = losses(100, bad=[])
+    rows: list[list[Any]] = []
+    for at, value in enumerate(values):
+        rows += [[at, value, ""], [at, value, 0.5]]
+    rows.append([99, 3.3, 0.5])  # another loss: another row
+    recording = read_curve(str(write_csv(tmp_path / "a.csv", ["step", "loss", "norm"], rows)))
+    assert list(recording.curve.losses) == [*values, 3.3]
+    assert set(recording.curve.grad_norms) == {0.5}
+    assert "100 row(s) repeat the step and loss before: left out" in recording.notes
+
+
+def test_a_recording_that_begins_late_is_said_to(tmp_path: Path) -> None:
+    rows = [[5000 + 10 * at, loss] for at, loss in enumerate(losses(40, bad=[]))]
+    recording = read_curve(str(write_csv(tmp_path / "a.csv", ["step", "loss"], rows)))
+    assert recording.curve.fresh == {0}
+    assert any("begins at step 5000" in note for note in recording.notes)
+    soon = write_csv(
+        tmp_path / "b.csv", ["step", "loss"], [[10 + row[0] - 5000, 3] for row in rows]
+    )
+    assert read_curve(str(soon)).curve.fresh == frozenset()
 
 
 def test_gaps_and_restarts_are_told(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from runner.checkpoint.shards import files_needed, read_range, stamps, verify_files
 from runner.checkpoint.store import RingStore
-from runner.error import CorruptCheckpoint
+from runner.error import ConfigError, CorruptCheckpoint
+from tests.crash_world import World
 from tests.mechanism.test_ring_on_disk import SHAPES, tensors, whole, write
+from tests.syscalls import Inline
 
 SAVED = {serial: tensors(serial) for serial in (1, 2, 3)}
 
@@ -269,3 +271,30 @@ def test_elements_that_are_not_there_are_never_made_up(
 ) -> None:
     with pytest.raises(CorruptCheckpoint, match="has no elements"):
         read_range(RingStore(ring).read(newest(ring)), name, start, count)
+
+
+# The journal
+
+
+def test_a_journal_shorter_than_a_checkpoint_knows_is_refused(tmp_path: Path) -> None:
+    """Its last lines cut or damaged look like a crash's torn end; the manifest knows better."""
+    world = World(tmp_path / "run", lambda kind, value: None)
+    world.inline = Inline()
+    world.open(1)
+    world.discard()
+    world.train(2)
+    world.save()
+    world.close()
+    path = tmp_path / "run" / "journal.jsonl"
+    whole_file = path.read_bytes()
+    for damaged_file in (b"", whole_file[:-1], whole_file[:-2] + b"?\n"):
+        path.write_bytes(damaged_file)
+        again = World(tmp_path / "run", lambda kind, value: None)
+        again.inline = Inline()
+        with pytest.raises(ConfigError, match=r"journal.jsonl: has . whole lines, but had 2 when"):
+            again.open(2)
+    path.write_bytes(whole_file)
+    again = World(tmp_path / "run", lambda kind, value: None)
+    again.inline = Inline()
+    again.open(3)
+    assert list(again.journal.history.ledger) == [(0, 4)]

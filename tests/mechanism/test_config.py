@@ -131,6 +131,10 @@ def test_every_key_has_one_line_of_help(name: str, spec: Any, value: Any) -> Non
         ("data.held_out=1", ["data.held_out=1.0", "less than 1"]),
         ("steps=0", ["steps=0", "at least 1"]),
         ("seed=-1", ["seed=-1", "at least 0"]),
+        (
+            "debug.replica_check_every=111",
+            ["debug.replica_check_every=111", "the 3 clean", "at most 110", "checkpoint.keep"],
+        ),
         ("checkpoint.memory_slots=1", ["checkpoint.memory_slots=1", "at least 2"]),
         ("checkpoint.memory_limit_gib=0", ["checkpoint.memory_limit_gib=0", "greater than 0"]),
         ("checkpoint.write_mib_per_second=-1", ["write_mib_per_second=-1", "at least 0"]),
@@ -181,6 +185,7 @@ def test_a_mistake_is_told(override: str, fragments: Sequence[str]) -> None:
             2,
             ["checkpoint.memory_mirror=true", "checkpoint.memory_every=10"],
         ),
+        (["checkpoint.memory_mirror=true"], 10_000, ["checkpoint.memory_mirror=true", "9,000"]),
         (
             ["checkpoint.memory_every=0", "checkpoint.memory_slots=3"],
             2,

@@ -312,8 +312,7 @@ def test_bf16_is_near() -> None:
 )
 def test_suspects_name_the_sequence(disturbance: Disturbance | None, bad: list[int]) -> None:
     engine = build()
-    engine.accumulate(works(batch(), disturbance=disturbance))
-    found = engine.suspects()
+    found = engine.accumulate(works(batch(), disturbance=disturbance)).sequences.told()
     assert len(found.losses) == len(found.gradient_norms) == 6
     seen = zip(found.losses, found.gradient_norms, strict=True)
     assert [row for row, pair in enumerate(seen) if not all(map(math.isfinite, pair))] == bad
@@ -321,10 +320,10 @@ def test_suspects_name_the_sequence(disturbance: Disturbance | None, bad: list[i
 
 def test_suspects_of_two_micro_batches_stand_in_order() -> None:
     engine, whole = build(), batch()
-    engine.accumulate(works(whole))
-    at_once = engine.suspects()
-    engine.accumulate(works(rows_of(whole, [0, 1]), rows_of(whole, [2, 3, 4, 5])))
-    in_two = engine.suspects()
+    first = engine.accumulate(works(whole)).sequences
+    cut = [rows_of(whole, [0, 1]), rows_of(whole, [2, 3, 4, 5])]
+    in_two = engine.accumulate(works(*cut)).sequences.told()
+    at_once = first.told()  # the next step has left them alone
     assert in_two.losses == pytest.approx(at_once.losses, rel=1e-5)
     assert in_two.gradient_norms == pytest.approx(at_once.gradient_norms, rel=1e-4)
 

@@ -116,6 +116,19 @@ def test_elsewhere_only_the_heartbeat_counts(tmp_path: Path) -> None:
     assert taken(tmp_path).number == 2, "it beats no more"
 
 
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_an_owner_whose_directory_is_put_away_stops(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "run" / "incarnation"
+    fence = taken(folder, job("a"))
+    fence.beat()
+    (tmp_path / "run").rename(tmp_path / "aside")
+    if how == "replaced":
+        taken(folder, job("b"))
+    with pytest.raises(Superseded, match="run: was removed or replaced while incarnation 1 ran"):
+        fence.beat()
+    assert (how == "removed") is not folder.exists(), "and makes nothing of it anew"
+
+
 def claim_together(folder: Path, number: int, at_once: object, results: object) -> None:
     at_once.wait()  # type: ignore[attr-defined]
     launch = Launch(job="j", order=(number, 0), step="", end_time=None, has_agent=False)

@@ -622,9 +622,9 @@ def test_lanes_are_told_apart_in_the_sums() -> None:
             queue.wait()
     told = [lanes.tell() for lanes in world]
     # The third rank is late in the lane in the middle.
-    late = (told[2][0] - (world[2].lanes[1].tell()[0] * 4), 0.0)
+    late = told[2].done - world[2].lanes[1].tell()[0] * 4
     for lanes in world:
-        lanes.settle(told[0][0] + told[1][0] + late[0], 0.0)
+        lanes.settle(told[0].done + told[1].done + late, 0.0, told[0].jobs)
     assert [len(queue) for queue in world[0].lanes] == [0, 1, 0]
     assert all(len(seen) == 2 for seen in over)
     close(*world)

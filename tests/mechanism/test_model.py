@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.flop_counter import FlopCounterMode
 
 from runner.config import ModelConfig
 from runner.error import ConfigError
@@ -27,6 +28,7 @@ from runner.model.decoder import (
     num_parameters,
     segment_mask,
 )
+from runner.model.frozen import freeze, num_frozen_multiplied
 from runner.model.initial import (
     BLOCK_ELEMENTS,
     initial_range,
@@ -286,6 +288,30 @@ def test_flops_per_token_by_hand() -> None:
     assert flops_per_token(SHAPE) == 6 * (2 * block + 61 * 32) + 6 * 2 * 32 * 32
     untied = replace(SHAPE, tied_head=False)
     assert flops_per_token(untied) == flops_per_token(SHAPE)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("frozen", [[], [r"blocks\.0"], ["embedding", "up|query"], ["head|embed"]])
+def test_flops_per_token_as_torch_counts_them(tied: bool, frozen: list[str]) -> None:
+    """All but attention's own, which torch does not count on a CPU."""
+    shape = replace(SHAPE, tied_head=tied)
+    if tied:
+        frozen = [pattern.replace("head|", "") for pattern in frozen]
+    model = Decoder(shape)
+    set_initial_weights(model, seed=0)
+    freeze(model, frozen)
+    # The guard's probe asks for the gradient at the embedding, whatever is trained above it.
+    model.embedding.register_forward_hook(
+        lambda module, given, made: made if made.requires_grad else made.requires_grad_()
+    )
+    tokens = torch.zeros((2, shape.seq_len), dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    counted = sum(count for kind, count in counts.items() if "attention" not in str(kind))
+    attention = 6 * shape.layers * shape.dim * shape.seq_len
+    told = flops_per_token(shape, num_frozen=num_frozen_multiplied(model)) - attention
+    assert counted == told * tokens.numel()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -28,7 +29,12 @@ from runner.checkpoint.shards import (
 )
 from runner.checkpoint.store import Entry, RingStore
 from runner.command.ring import export, ring_command
-from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.error import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    UnreadableCheckpoint,
+)
 from runner.files import file_digest, write_durably, write_json
 from runner.policy.ring import Record, State
 
@@ -492,14 +498,91 @@ def test_one_that_is_being_committed_does_not_count_yet(
     ring: Path, monkeypatch: pytest.MonkeyPatch, crash_in: str
 ) -> None:
     def crash(*arguments: Any) -> None:
-        raise OSError("power cut")
+        raise PowerCut
 
     with monkeypatch.context() as patch:
         patch.setattr(f"runner.checkpoint.store.{crash_in}", crash)
-        with pytest.raises(OSError, match="power cut"):
+        with pytest.raises(PowerCut):
             write(ring, tensors())
     assert RingStore(ring).entries() == ([], [])
     assert len(RingStore(ring).sweep()) == 1
+
+
+class PowerCut(BaseException):
+    """After it nothing is tidied up."""
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_sync_that_fails_leaves_nothing_to_trust(
+    ring: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Whichever it is of a commit's and a mark's; the next save is not in its way."""
+    write(ring, tensors(), serial=1, step=10)
+    left = [number]
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        try:
+            write(ring, tensors(), serial=2, step=20, ranks=1)
+            RingStore(ring).mark(RingStore(ring).entries()[0][1].record, State.clean)
+        except OSError as error:
+            assert str(ring) in str(error), "names no file"
+    RingStore(ring).sweep()
+    entries, damaged = RingStore(ring).entries()
+    assert damaged == [] and left[0] < 0
+    assert [entry.record.serial for entry in entries] == [1]
+    write(ring, tensors(), serial=3, step=20)
+    assert [entry.record.serial for entry in RingStore(ring).entries()[0]] == [1, 3]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_mark_that_fails_is_no_mark(
+    ring: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    record = write(ring, tensors())
+    left = [number]
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        with pytest.raises(OSError, match=r"CLEAN|000001-step"):
+            RingStore(ring).mark(record, State.clean)
+    assert only(ring).record.state is State.committed
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.EIO, UnreadableCheckpoint), (errno.ESTALE, UnreadableCheckpoint),
+     (errno.ENOENT, CorruptCheckpoint), (errno.ELOOP, CorruptCheckpoint)],
+)  # fmt: skip
+def test_what_the_disk_refuses_is_not_called_damaged(
+    ring: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[CorruptCheckpoint]
+) -> None:
+    write(ring, tensors())
+    entry = only(ring)
+
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise OSError(number, os.strerror(number), "a file")
+
+    monkeypatch.setattr("runner.checkpoint.store.read_bounded", refuse)
+    monkeypatch.setattr("runner.checkpoint.shards.open_regular", refuse)
+    for work in (lambda: RingStore(ring).read(entry.folder), lambda: sound(entry)):
+        with pytest.raises(CorruptCheckpoint) as caught:
+            work()
+        assert type(caught.value) is kind
 
 
 def test_a_commit_that_fails_publishes_nothing(ring: Path) -> None:

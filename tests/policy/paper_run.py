@@ -35,7 +35,7 @@ from runner.policy.signals import StepSignals
 from runner.policy.verdict import Kind, Verdict
 from tests.policy.steps import BATCH, attempted
 
-BEFORE = Before(loss=3.0, grad_norm=1.0, creep=1.0, drift_share=0.0)
+BEFORE = Before(loss=3.0, grad_norm=1.0, creep=1.0, is_creep_clear=False, drift_share=0.0)
 BAD_KINDS = (Kind.spike, Kind.non_finite)
 
 

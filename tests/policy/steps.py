@@ -30,7 +30,7 @@ def judge_rules(**changes: Any) -> JudgeRules:
 
 def remedy_rules(**changes: Any) -> RemedyRules:
     """``guard.*`` by default, with changes."""
-    return RemedyRules(**{"batch": BATCH} | _defaults(RemedyRules) | changes)
+    return RemedyRules(**{"batch": BATCH, "untrained_loss": 0.0} | _defaults(RemedyRules) | changes)
 
 
 def _defaults(kind: type) -> dict[str, Any]:

@@ -96,6 +96,31 @@ def test_a_norm_that_crept_up_points_at_the_rate() -> None:
     assert "crept up" in findings[0].why
 
 
+@pytest.mark.parametrize(
+    ("factor", "cause"), [(1.0, "one sample or one layer"), (1.5, "unclear"), (2.5, "rate")]
+)
+def test_a_small_rise_of_the_norm_points_nowhere(factor: float, cause: str) -> None:
+    """Norms of healthy runs wander by a half within the first hundreds of steps."""
+    guarded = Guarded()
+    for at in range(100):
+        norm = 0.3 * factor ** (at / 64) * guarded.draw.lognormvariate(0, 0.03)
+        guarded.attempt((3.0 + guarded.draw.gauss(0, 0.03), norm))
+    guarded.attempt((math.nan, math.nan))
+    [finding] = guarded.healthy(10)
+    assert cause in finding.cause
+
+
+def test_a_norm_that_wanders_is_no_clear_creep() -> None:
+    """Up by 1.8, but not on and on: high in the first half already, back, and high again."""
+    guarded = Guarded()
+    for at in range(64):
+        norm = (0.3, 0.54, 0.4, 0.54)[at // 16]
+        guarded.attempt((3.0 + guarded.draw.gauss(0, 0.03), norm))
+    guarded.attempt((math.nan, math.nan))
+    [finding] = guarded.healthy(10)
+    assert finding.cause != "learning rate or numerics"
+
+
 def test_nan_out_of_a_calm_norm_is_one_sample_or_one_layer() -> None:
     guarded = run()
     guarded.attempt((math.nan, math.nan))

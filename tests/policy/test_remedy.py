@@ -315,6 +315,19 @@ def test_drift_goes_back_at_once_from_where_it_began() -> None:
     assert "bad steps" not in action.reason
 
 
+def test_a_drift_older_than_the_ring_goes_back_as_far_as_there_is() -> None:
+    """A slow rise takes more steps to be seen than three checkpoints hold: no reason to halt."""
+    run = run_to(60)
+    assert min(record.step for record in run.records) > 20, "what is older was retired"
+    action = run.attempt(Kind.drift, 3.4, drift_steps=50)
+    assert isinstance(action, Rollback)
+    [oldest] = action.targets
+    assert oldest.state is State.clean
+    assert oldest.step == 30
+    assert action.skip == (30 * BATCH, 61 * BATCH), "nothing before it: those steps stay"
+    assert action.onset_step == 11
+
+
 def test_without_skipping_the_same_samples_are_read_again() -> None:
     run = run_to(38, skip=False, persist=1)
     action = run.attempt(Kind.spike)
@@ -385,10 +398,22 @@ def check_rollback(action: Rollback, records: list[Record], run: PaperRun) -> No
     assert all(record.state is State.clean for record in action.targets)
     assert all(record.cursor <= action.skip[0] for record in action.targets)
     reach = max(0, action.onset_step - run.rules.back)
-    assert all(record.step <= reach for record in action.targets)
+    if action.targets[0].step > reach:
+        check_oldest(action, records, reach)
+    else:
+        assert all(record.step <= reach for record in action.targets)
     serials = [record.serial for record in action.targets]
     assert serials == sorted(serials, reverse=True)
     assert all(p in run.history.ledger for p in (action.skip[0], action.skip[1] - 1))
+
+
+def check_oldest(action: Rollback, records: list[Record], reach: int) -> None:
+    """For a drift alone, and where nothing older is left."""
+    assert "told Drift" in action.reason
+    clean = [record for record in records if record.state is State.clean]
+    assert action.targets == (clean[0],)
+    assert clean[0].step > reach
+    assert action.skip[0] >= clean[0].cursor
 
 
 @given(

@@ -77,6 +77,24 @@ def test_a_level_that_stays_becomes_the_baseline_and_is_guarded_at_once() -> Non
     assert len(actions) == 3 + 20 + 1
 
 
+@pytest.mark.parametrize(
+    ("untrained", "fresh", "accepted"),
+    [
+        (0.0, [], False),  # 4.5 is worse than the first loss of 3, perhaps a uniform guess
+        (math.log(256), [], True),  # no, that is 5.5
+        (0.0, [0], True),  # a recording that begins in the middle tells nothing of it
+        (0.0, [40], True),
+    ],
+)
+def test_what_bounds_a_new_baseline(untrained: float, fresh: list[int], accepted: bool) -> None:
+    losses = [*healthy(150), *healthy(150, level=4.5)]
+    curve = Curve(steps=range(300), losses=losses, grad_norms=[1.0] * 300, fresh=frozenset(fresh))
+    rules = remedy_rules(batch=1, untrained_loss=untrained)
+    replay = Replay(curve, judge=judge_rules(), remedy=rules, saves=SAVES)
+    replay.run()
+    assert ("rebaseline" in {action for _, action in told(replay)}) == accepted
+
+
 def test_a_halt_is_told_and_what_follows_is_judged_anew() -> None:
     draw = random.Random(3)
     losses = healthy(100) + [draw.uniform(6, 60) for _ in range(6)] + healthy(200, level=4.0)
@@ -150,7 +168,7 @@ def test_limits_are_kept_where_asked_and_change_nothing() -> None:
     assert replay.limits is not None
     assert sorted(replay.limits) == list(range(100))
     assert replay.limits[10].loss == math.inf
-    assert 3.3 < replay.limits[60].loss < 3.6
+    assert 3.3 < replay.limits[60].loss < 3.8
     assert told(replay) == told(replayed(losses))
 
 

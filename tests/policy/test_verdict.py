@@ -270,6 +270,95 @@ def test_what_was_refused_or_not_finite_is_high_too() -> None:
     assert baseline.limits.loss == pytest.approx(3.4)
 
 
+def test_heavy_tails_put_the_pair_limit_beyond_their_reach() -> None:
+    """Student's t with 4 degrees: one step in 70 lies above three robust sigmas."""
+    draw = random.Random(5)
+    baseline, num_bad = Baseline(judge_rules()), 0
+    for step in range(1, 2501):
+        left = draw.gauss(0, 1) / math.sqrt(draw.gammavariate(2, 2) / 4)
+        signals = attempted(step, 3.0 + 0.1 * left)
+        if baseline.judge(signals).kind is Kind.clean:
+            baseline.accept(signals)
+        else:
+            num_bad += 1
+            baseline.refuse(signals)
+    assert num_bad <= 1
+
+
+def test_one_hard_batch_does_not_raise_the_pair_limit() -> None:
+    baseline = steady(30)
+    assert watch(baseline, [3.39, 3.39 - 0.2], first=31) is None
+    verdict = watch(baseline, [3.0] * 3 + [3.35, 3.35], first=33)
+    assert verdict is not None
+    assert verdict.onset_step == 37
+
+
+def test_a_level_after_a_steep_fall_is_guarded_though_the_window_remembers_the_fall() -> None:
+    noise = random.Random(1)
+    losses = [6.0 + 25.0 * math.exp(-at / 8) for at in range(45)] + [6.0] * 20
+    losses = [loss + noise.gauss(0, 0.01 * loss) for loss in losses]
+    baseline = Baseline(judge_rules())
+    assert watch(baseline, losses) is None
+    verdict = watch(baseline, [7.0, 7.0], first=66)
+    assert verdict is not None
+
+
+def test_a_calm_norm_is_guarded_though_the_window_remembers_a_wild_one() -> None:
+    noise = random.Random(1)
+    baseline = Baseline(judge_rules())
+    for step in range(1, 81):
+        spread = 0.8 if step <= 62 else 0.1
+        baseline.accept(attempted(step, 3.0, math.exp(noise.gauss(0, spread))))
+    assert baseline.judge(attempted(81, 3.0, 9.0)).kind is Kind.clean
+    assert baseline.judge(attempted(81, 3.0, 60.0)).kind is Kind.spike
+
+
+def test_a_run_that_has_learned_nothing_has_no_drift() -> None:
+    """Two vision models here climb above a uniform guess at once, and stay there for an age."""
+    noise = random.Random(2)
+    climb = [
+        6.91,
+        6.88,
+        6.85,
+        6.87,
+        6.9,
+        *(7.0 + 0.25 * (1 - math.exp(-at / 60)) for at in range(300)),
+    ]
+    climb = [loss + noise.gauss(0, 0.02) for loss in climb]
+    assert watch(Baseline(judge_rules()), climb) is None
+    learned = [6.9 - 0.002 * at for at in range(200)]
+    again = [learned[-1] + loss - climb[0] for loss in climb]
+    verdict = watch(Baseline(judge_rules()), [*learned, *again])
+    assert verdict is not None, "with something to lose it has"
+
+
+def test_after_a_new_baseline_the_beginning_is_its_own() -> None:
+    baseline = steady(30)
+    baseline.restart_at([5.0] * 30, [1.0] * 30)
+    verdict = watch(baseline, [5.0 + 0.004 * at for at in range(200)], first=31)
+    assert verdict is not None
+    assert verdict.kind is Kind.drift
+
+
+@pytest.mark.parametrize(("height", "found"), [(0.18, False), (0.4, True)])
+def test_shallow_waves_are_left_alone(height: float, found: bool) -> None:
+    """Where data is seen again the loss rises within each epoch; where a rate restarts, too."""
+    noise = random.Random(3)
+    losses = [
+        3.0 - 0.1 * (at // 600) + height * min(1.0, (at % 600) / 100) + noise.gauss(0, 0.05)
+        for at in range(1300)
+    ]
+    assert (watch(Baseline(judge_rules()), losses) is not None) == found
+
+
+def test_noise_that_comes_and_goes_is_no_drift() -> None:
+    """The best level of a wild stretch is a lucky one; it is forgotten as fast as it was wild."""
+    noise = random.Random(1)
+    losses = [5.0 + 3 * noise.gauss(0, 1) * (1 + 0.5 * math.sin(at / 200)) for at in range(3000)]
+    baseline = Baseline(judge_rules(pair_sigmas=50.0))
+    assert watch(baseline, losses) is None
+
+
 @pytest.mark.parametrize("sigma", [0.05, 0.3, 1.0, 3.0])
 def test_noise_of_any_size_is_no_drift(sigma: float) -> None:
     noise = random.Random(7)

@@ -1,0 +1,165 @@
+"""The command line of ``scripts/bench.sh``: measures, prints a Markdown table, writes JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scripts.bench import machine
+from scripts.bench.plan import Plan
+from scripts.bench.process import ROOT, MeasureError
+from scripts.bench.report import markdown
+
+# In the order in which they are run; each is a module with measure(plan) -> rows.
+MEASUREMENTS = {
+    "step": "step time with the guard against a bare loop, FSDP2 and DDP",
+    "guard": "the guard on against off, and the noise alone",
+    "checkpoint": "guard and checkpoints against a bare loop",
+    "zero": "ZeRO engines against bare DeepSpeed",
+    "snapshot": "how long training waits for a checkpoint",
+    "recovery": "from a fault to training again, and steps lost",
+    "start": "from the command to the first step",
+    "framework": "throughput against Lightning and Hugging Face",
+    "memory": "peak memory",
+    "growth": "cost by parameters, ranks and bytes",
+}
+LONG = ("zero", "growth")  # left out by --quick unless named
+_PACKAGES = ("torch", "deepspeed", "numpy", "lightning", "accelerate", "transformers")
+
+
+def main() -> int:
+    options = _options()
+    if options.table:
+        print(markdown(json.loads(options.table.read_text())["measurements"]))
+        return 0
+    has_gpu = torch.cuda.is_available()
+    default_ranks = torch.cuda.device_count() if has_gpu else 2
+    plan = Plan(
+        quick=options.quick,
+        ranks=options.ranks or default_ranks,
+        has_gpu=has_gpu,
+        overrides=options.overrides,
+        say=_say,
+    )
+    names = options.only or [name for name in MEASUREMENTS if not (plan.quick and name in LONG)]
+    return run(plan, names, options.out or _default_out())
+
+
+def run(plan: Plan, names: Sequence[str], out: Path) -> int:
+    """Take the measurements one by one; what is known is written after each. 1 if one failed."""
+    results = _head()
+    if results["machine"]["warning"]:
+        _say(f"warning: {results['machine']['warning']}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        _say(f"{name}: {MEASUREMENTS[name]}")
+        results["measurements"].append(_measured(plan, name))
+        results["machine"]["load_at_end"] = machine.load()
+        out.write_text(json.dumps(results, indent=1) + "\n")
+    print(markdown(results["measurements"]))
+    warning = results["machine"]["warning"]
+    if warning:
+        print(f"\n{warning}")
+    _say(f"written to {out}")
+    return int(any(measurement["failed"] for measurement in results["measurements"]))
+
+
+def _measured(plan: Plan, name: str) -> dict[str, Any]:
+    began, load = time.monotonic(), machine.load()
+    rows, failed = [], []
+    try:
+        rows = importlib.import_module(f"scripts.bench.{name}").measure(plan)
+    except MeasureError as error:
+        failed.append(str(error))
+        _say(f"  failed: {error}")
+    return {
+        "name": name,
+        "rows": [row.to_json() for row in rows],
+        "failed": failed,
+        "load_at_start": load,
+        "seconds_taken": round(time.monotonic() - began, 1),
+    }
+
+
+def _head() -> dict[str, Any]:
+    load = machine.load()
+    told = machine.describe() | {
+        "load_at_start": load,
+        "warning": machine.busy_warning(load, machine.cores()),
+    }
+    return {
+        "command": " ".join(["bash scripts/bench.sh", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": told,
+        "measurements": [],
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # of .venv-bench: their versions stand in frameworks.txt
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    """Of the code measured; with "+" when there were changes beside it."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def _default_out() -> Path:
+    return ROOT / "runs" / f"bench-{machine.device_name()}.json"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _options() -> argparse.Namespace:
+    known = "\n".join(f"  {name:<12}{words}" for name, words in MEASUREMENTS.items())
+    parser = argparse.ArgumentParser(
+        prog="bash scripts/bench.sh",
+        description="What the runner costs, as paired ratios with their spread.",
+        epilog=f"measurements:\n{known}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer repeats: minutes, more noise")
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=list(MEASUREMENTS),
+        metavar="NAME",
+        help="may be repeated",
+    )
+    parser.add_argument("--out", type=Path, help="the JSON; default runs/bench-DEVICE.json")
+    parser.add_argument("--ranks", type=int, help="default: every GPU, or 2 on a CPU")
+    parser.add_argument("--table", type=Path, metavar="JSON", help="only print its table")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="the runner's settings")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended too
+    os.chdir(ROOT)
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Guard and checkpoints together against a hand-written loop that saves nothing.
+
+Snapshots in memory every 10 steps where this version has them, on disk every 100. A pair is 100
+steps of each side, taken 25 by 25, so that each has one save and its proof. The save falls into
+the middle of a turn, and the turn ends when the background has ended too: it cannot be charged to
+the other side.
+"""
+
+from __future__ import annotations
+
+from scripts.bench.compared import compared
+from scripts.bench.ours import has_memory_tier
+from scripts.bench.plan import Plan
+from scripts.bench.report import Row
+
+AIM = 1.02
+_BLOCK, _EVERY = 25, 100
+_GROUP = _EVERY // _BLOCK
+# Saved 15 steps before a turn's end, proven 5 steps before it (checkpoint.clean_after=10).
+_PHASE = 15
+
+
+def measure(plan: Plan) -> list[Row]:
+    memory = ["checkpoint.memory_every=10"] if has_memory_tier() else []
+    kept = "memory every 10, disk every 100" if memory else "disk every 100"
+    rows = []
+    cases = [(", short steps", plan.short, 1 if plan.quick else 8)]
+    if not plan.quick:
+        cases.insert(0, ("", [], 2))
+    for size, settings, cycles in cases:
+        rows.append(
+            compared(
+                plan,
+                f"step, guard and checkpoints ({kept}), fsdp{size}",
+                "bare FSDP2 loop that saves nothing",
+                f"checkpoint.every={_EVERY}",
+                *memory,
+                *settings,
+                opponent="bare-fsdp",
+                block=_BLOCK,
+                pairs=_GROUP * cycles,
+                warmup=2,
+                group=_GROUP,
+                told=("--settle", f"--phase={_PHASE}"),
+                aim=AIM,
+            )
+        )
+    return rows

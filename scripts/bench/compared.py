@@ -1,0 +1,72 @@
+"""The runner against one opponent by ``pair``, as a row. Most measurements are made of these."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from typing import Any
+
+from scripts.bench.plan import Plan
+from scripts.bench.process import on_ranks
+from scripts.bench.ratio import grouped, paired
+from scripts.bench.report import Row
+
+_ARMED = 24  # steps after which the guard judges all that it judges
+
+
+def compared(
+    plan: Plan,
+    what: str,
+    against: str,
+    *settings: str,
+    opponent: str,
+    pairs: int,
+    block: int | None = None,
+    warmup: int | None = None,
+    group: int = 1,
+    ranks: int | None = None,
+    told: tuple[str, ...] = (),
+    aim: float | None = None,
+    python: str = sys.executable,
+) -> Row:
+    """Seconds a step of both, and the ratio over pairs of blocks, or of groups of blocks."""
+    steps = block or plan.block
+    result = on_ranks(
+        ranks or plan.ranks,
+        "scripts.bench.pair",
+        f"--against={opponent}",
+        f"--block={steps}",
+        f"--pairs={pairs}",
+        f"--warmup={-(-_ARMED // steps) if warmup is None else warmup}",
+        *told,
+        *plan.size,
+        *settings,
+        *plan.overrides,
+        python=python,
+    )
+    blocks = [(ours, theirs) for ours, theirs in result["pairs"]]
+    row = Row(
+        what=what,
+        against=against,
+        ratio=paired(grouped(blocks, group)),
+        ours=statistics.median(ours for ours, _ in blocks) / steps,
+        theirs=statistics.median(theirs for _, theirs in blocks) / steps,
+        aim=aim,
+        detail=_detail(result, list(settings), steps * group),
+    )
+    plan.say(f"  {what}: {row.ratio.median:.4f}" if row.ratio else what)
+    return row
+
+
+def _detail(result: dict[str, Any], settings: list[str], steps: int) -> dict[str, Any]:
+    kept = ("ranks", "parameters", "tokens_per_step", "syncs_per_step")
+    detail = {key: result[key] for key in kept if result[key]}
+    detail |= {"settings": settings, "steps_in_a_pair": steps}
+    detail["share_of_own_threads"] = round(result["threads_share"], 5)
+    ours, theirs = result["losses"]["ours"], result["losses"]["theirs"]
+    if theirs:
+        gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=False)]
+        detail["first_losses"] = [round(ours[0], 4), round(theirs[0], 4)]
+        detail["largest_gap_of_first_losses"] = round(max(gaps), 5)
+        detail["losses_compared"] = len(gaps)
+    return detail

@@ -1,0 +1,87 @@
+"""Throughput against the well-known frameworks: same model, weights, batches, recipe and ranks.
+
+They live in an environment of their own, ``.venv-bench``, made once. It borrows torch and all else
+from ``.venv`` by a .pth file: one torch for both sides, and gigabytes less.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import venv
+from dataclasses import replace
+
+from scripts.bench.compared import compared
+from scripts.bench.plan import Plan
+from scripts.bench.process import ROOT, MeasureError
+from scripts.bench.report import Row
+
+HOME = ROOT / ".venv-bench"
+REQUIREMENTS = ROOT / "scripts" / "bench" / "frameworks.txt"
+
+# Ours on the left is the engine that lays parameters out as the framework does.
+OPPONENTS = (
+    ("fabric", "Lightning Fabric, DDP, bf16-mixed", "ddp"),
+    ("lightning", "Lightning Trainer, DDP, bf16-mixed", "ddp"),
+    ("accelerate", "HF Accelerate, DDP, bf16", "ddp"),
+    ("hf-trainer", "HF Trainer, DDP, bf16", "ddp"),
+    ("accelerate-fsdp2", "HF Accelerate, FSDP2, bf16", "fsdp"),
+)
+# BF16 rounds weights (FSDP2) or activations (autocast) at other places; more is another training.
+_NOISE_NATS = 0.1
+
+
+def measure(plan: Plan) -> list[Row]:
+    python = environment_python(plan)
+    rows = []
+    for opponent, words, kind in OPPONENTS:
+        row = compared(
+            plan,
+            f"step, guard on, {kind}",
+            words,
+            f"parallel={kind}",
+            opponent=opponent,
+            pairs=plan.pairs(20),
+            python=python,
+        )
+        rows.append(_checked(row, words))
+        gap, number = row.detail["largest_gap_of_first_losses"], row.detail["losses_compared"]
+        plan.say(f"    losses of the first {number} steps differ by at most {gap} nats")
+    return rows
+
+
+def _checked(row: Row, words: str) -> Row:
+    """Also in tokens per second; refused when the two did not train alike."""
+    gap = row.detail["largest_gap_of_first_losses"]
+    if gap > _NOISE_NATS:
+        raise MeasureError(f"{words}: losses differ by {gap} nats: not the same training")
+    assert row.ours is not None and row.theirs is not None
+    tokens = row.detail["tokens_per_step"]
+    rates = {"ours": round(tokens / row.ours), "theirs": round(tokens / row.theirs)}
+    return replace(row, detail={**row.detail, "tokens_per_second": rates})
+
+
+def environment_python(plan: Plan) -> str:
+    """The interpreter of ``.venv-bench``, made and filled when it is not up to date."""
+    python, marker = HOME / "bin" / "python", HOME / ".installed"
+    wanted = REQUIREMENTS.read_text() + sys.prefix
+    if marker.exists() and marker.read_text() == wanted:
+        return str(python)
+    plan.say(f"setting up {HOME.name} (once)")
+    venv.create(HOME, with_pip=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    borrowed = HOME / "lib" / version / "site-packages" / "borrowed.pth"
+    borrowed.write_text(sysconfig.get_paths()["purelib"] + "\n")
+    locked = ROOT / "scripts" / "requirements.lock"
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*install, "--constraint", str(locked), "--requirement", str(REQUIREMENTS)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise MeasureError(f"{HOME.name} could not be filled: {done.stderr.strip()[-500:]}")
+    marker.write_text(wanted)
+    return str(python)

@@ -1,0 +1,99 @@
+"""Peak memory of a whole job: every rank and loader of it, each side alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from scripts.bench.framework import OPPONENTS, environment_python
+from scripts.bench.ours import has_memory_tier, make_task, settings
+from scripts.bench.plan import Plan
+from scripts.bench.process import MeasureError, descendants, finish, folder, running, torchrun
+from scripts.bench.ratio import paired
+from scripts.bench.report import Row
+from scripts.bench.step import AGAINST
+from scripts.bench.task import write_task
+
+_POLL_SECONDS = 0.1
+
+
+def measure(plan: Plan) -> list[Row]:
+    rounds = 1 if plan.quick else 2
+    kinds = ("fsdp",) if plan.quick else ("fsdp", "ddp")
+    ours = {kind: [_peak(plan, kind, None) for _ in range(rounds)] for kind in kinds}
+    rows = []
+    if has_memory_tier():
+        told = "checkpoint.memory_every=10"
+        kept = [_peak(plan, "fsdp", None, told) for _ in range(rounds)]
+        rows.append(_row(plan, "fsdp, with snapshots", "the runner without", kept, ours["fsdp"]))
+    for kind in kinds:
+        theirs = [_peak(plan, kind, f"bare-{kind}") for _ in range(rounds)]
+        rows.append(_row(plan, kind, AGAINST[kind], ours[kind], theirs))
+    return rows if plan.quick else rows + _frameworks(plan, ours)
+
+
+def _frameworks(plan: Plan, ours: dict[str, list[float]]) -> list[Row]:
+    python = environment_python(plan)
+    rows = []
+    for opponent, words, kind in OPPONENTS:
+        rounds = len(ours[kind])
+        theirs = [_peak(plan, kind, opponent, python=python) for _ in range(rounds)]
+        rows.append(_row(plan, kind, words, ours[kind], theirs))
+    return rows
+
+
+def _row(plan: Plan, kind: str, words: str, ours: list[float], theirs: list[float]) -> Row:
+    row = Row(
+        what=f"peak memory of the job, {kind}",
+        against=words,
+        ratio=paired(list(zip(ours, theirs, strict=True))),
+        ours=statistics.median(ours),
+        theirs=statistics.median(theirs),
+        unit="MB",
+        detail={"of": "GPU 0" if plan.has_gpu else "all processes, PSS"},
+    )
+    plan.say(f"  {row.what} / {words}: {row.ours:.0f} / {row.theirs:.0f} MB")
+    return row
+
+
+def _peak(
+    plan: Plan, kind: str, opponent: str | None, *told: str, python: str = sys.executable
+) -> float:
+    """MB of one side alone: of the GPU where there is one, else of all processes."""
+    told = (f"parallel={kind}", *plan.size, *plan.overrides, *told)
+    with folder() as own:
+        log = own / "log"
+        if opponent:
+            config = settings(own / "unused", told)
+            write_task(make_task(config, own, steps=16), own / "task.json")
+        named = [f"--folder={own}", f"--who={opponent or 'ours'}"]
+        command = torchrun(plan.ranks, "scripts.bench.alone", *named, *told, python=python)
+        with running(command, log) as process:
+            most = _watch(process)
+            finish(process, log)
+        result = json.loads((own / "result.json").read_text())
+    return result["gpu_bytes"] / 1e6 or most
+
+
+def _watch(process: subprocess.Popen[bytes]) -> float:
+    """The largest sum of PSS in MB over all processes below torchrun, until it ends."""
+    most = 0.0
+    while process.poll() is None:
+        most = max(most, sum(pss_kib(pid) for pid in descendants(process.pid)))
+        time.sleep(_POLL_SECONDS)
+    if not most:
+        raise MeasureError("/proc/PID/smaps_rollup tells nothing here")
+    return most * 1024 / 1e6
+
+
+def pss_kib(pid: int) -> int:
+    """A process's share of memory; what it shares with others counts in parts. 0 if it is gone."""
+    try:
+        told = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in told.splitlines() if line[:4] == "Pss:"), 0)

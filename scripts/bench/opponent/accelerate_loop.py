@@ -1,0 +1,56 @@
+"""Hugging Face Accelerate: its documented loop, with DDP or FSDP2, BF16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+from scripts.bench.task import Task, build_loader, build_model, build_optimizer, build_schedule
+
+
+def train(
+    task: Task, device: torch.device, after_step: Callable[..., bool], *, fsdp: bool = False
+) -> None:
+    """See the package's docstring."""
+    plugin = None
+    if fsdp:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
+            reshard_after_forward=True,
+        )
+    accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu", fsdp_plugin=plugin)
+    num_micro = task.num_micro_batches(accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = num_micro
+    plain = build_model(task, device)
+    model, optimizer = accelerator.prepare(plain, build_optimizer(task, plain))
+    schedule = build_schedule(task, optimizer)
+    batches = iter(
+        build_loader(
+            task,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            pin=device.type == "cuda",
+        )
+    )
+    total = torch.zeros((), device=device)
+    while True:
+        with accelerator.accumulate(model):
+            tokens = next(batches).to(device, non_blocking=True)
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), task.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        total += loss.detach() / num_micro
+        if accelerator.sync_gradients:
+            schedule.step()
+            if after_step(total.clone()):
+                return
+            total.zero_()

@@ -1,0 +1,141 @@
+"""On the ranks: the runner and one opponent take turns on the same model and data.
+
+    torchrun --nproc-per-node=2 -m scripts.bench.pair --against bare-fsdp --folder DIR \\
+        [--block K] [--pairs N] [key=value ...]
+
+Writes DIR/result.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner.config import RunConfig
+from runner.dist.group import choose_device, end_group, leave, start_group
+from runner.dist.launcher import Place, place_from
+from runner.model.decoder import num_parameters
+from scripts.bench import opponent
+from scripts.bench.ours import first_losses, make_task, opened, settings
+from scripts.bench.syncs import SyncCount
+from scripts.bench.task import Task, read_task, write_task
+from scripts.bench.turns import Turns
+
+AfterStep = Callable[..., bool]
+
+
+def main() -> None:
+    options = _options()
+    place = place_from(os.environ)
+    device = choose_device("auto", place)
+    start_group(place, device, timeout_seconds=300)
+    config = settings(options.folder / "ours", options.overrides)
+    task = _shared_task(config, options.folder, place)
+    result = _in_turn(options, config, task, place, device)
+    if place.is_first:
+        (options.folder / "result.json").write_text(json.dumps(result))
+    end_group()
+    leave(0)
+
+
+def _in_turn(
+    options: argparse.Namespace, config: RunConfig, task: Task, place: Place, device: torch.device
+) -> dict[str, Any]:
+    before = _thread_ids()
+    with opened(config, place, device) as run:
+        own_threads = _thread_ids() - before
+        for _ in range(options.phase):
+            run.loop.step()
+        turns = Turns(
+            run.loop.step,
+            device=device,
+            block=options.block,
+            warmup=options.warmup,
+            pairs=options.pairs,
+            settle=run.ring.drain if options.settle else lambda: None,
+        )
+        syncs = SyncCount(turns.after_step, run.loop.step)
+        began, computed = time.monotonic(), _cpu_seconds(own_threads)
+        has_gpu = device.type == "cuda"
+        _train(options, task, place, device, syncs.after_step if has_gpu else turns.after_step)
+        computed = _cpu_seconds(own_threads) - computed
+        share = computed / (time.monotonic() - began)
+        pairs = [(ours, theirs) for theirs, ours in turns.pairs()]
+        losses = turns.losses()
+    dist.barrier()  # the first rank has closed its metrics
+    return {
+        "pairs": pairs,
+        "losses": {"ours": first_losses(Path(config.out), len(losses)), "theirs": losses},
+        "threads_share": share,
+        "tokens_per_step": task.tokens_per_step,
+        "parameters": num_parameters(task.shape),
+        "ranks": place.world_size,
+        "syncs_per_step": syncs.per_step,
+    }
+
+
+def _train(
+    options: argparse.Namespace,
+    task: Task,
+    place: Place,
+    device: torch.device,
+    after_step: AfterStep,
+) -> None:
+    """The opponent's training; "guard-off" is the runner itself."""
+    if options.against != "guard-off":
+        opponent.train(options.against, task, device, after_step)
+        return
+    config = settings(options.folder / "unguarded", [*options.overrides, "guard=off"])
+    with opened(config, place, device) as run:
+        while True:
+            run.loop.step()
+            if after_step():
+                return
+
+
+def _shared_task(config: RunConfig, folder: Path, place: Place) -> Task:
+    if place.is_first:
+        write_task(make_task(config, folder), folder / "task.json")
+    dist.barrier()
+    return read_task(folder / "task.json")
+
+
+def _thread_ids() -> set[int]:
+    return {thread.native_id for thread in threading.enumerate() if thread.native_id is not None}
+
+
+def _cpu_seconds(threads: set[int]) -> float:
+    """What Python's threads of this process have computed; those that ended are left out."""
+    total = 0.0
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            told = Path(f"/proc/self/task/{thread}/schedstat").read_text()
+            total += int(told.split()[0]) / 1e9
+    return total
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", choices=["guard-off", *opponent.NAMES], required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--block", type=int, default=2, help="steps of one side in a row")
+    parser.add_argument("--warmup", type=int, default=10, help="blocks before; arms the guard")
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--phase", type=int, default=0, help="steps of ours before all else")
+    parser.add_argument("--settle", action="store_true", help="ours waits for its background")
+    parser.add_argument("overrides", nargs="*")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

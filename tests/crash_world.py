@@ -1,0 +1,416 @@
+"""A run without training, for crash tests: the real ring, journal, metrics, fence and resume.
+
+The state is one small tensor that each step changes in a known way, so that what is loaded after
+a crash can be told exactly. Every promise is noted in the trace at the moment it is made, and
+:func:`check` holds what a restart finds against the promises made before the crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.protocol import Identity, Moment, RingRules
+from runner.checkpoint.ring import Ring
+from runner.checkpoint.shards import verify_files
+from runner.checkpoint.store import RingStore
+from runner.dist.launcher import Launch
+from runner.engine.protocol import Shard
+from runner.files import naming
+from runner.observe.journal import Journal
+from runner.observe.lines import LineFile
+from runner.policy.history import Incident
+from runner.policy.ring import Record, State, rollback_targets
+from runner.resume import Found, Resumed, find, take_out, take_up
+from runner.rundir import RunDir
+
+BATCH = 4
+CLEAN_AFTER = 2
+Fact = Callable[[str, Any], None]
+ANY_CONFIG = cast(
+    Any,
+    SimpleNamespace(resume=SimpleNamespace(allow_change=True, stale_seconds=0.02, take_over=False)),
+)
+
+
+class One:
+    """One rank's agreement with itself."""
+
+    rank = 0
+    world_size = 1
+
+    def sum(self, numbers: list[float]) -> list[float]:
+        return numbers
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def from_first(self, value: Any) -> Any:
+        return value
+
+    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+class Holder:
+    """One tensor in two named halves."""
+
+    replica = (0, 1)
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(6)
+        self.count = 0
+
+    def shards(self) -> Sequence[Shard]:
+        parts = {"param/a": self.values[:2], "param/b": self.values[2:]}
+        return [
+            Shard(name=name, shape=(len(part),), start=0, local=part)
+            for name, part in parts.items()
+        ]
+
+    def update_counts(self) -> dict[str, int]:
+        return {"a": self.count, "b": self.count}
+
+    def finish_load(self, update_counts: Mapping[str, int]) -> None:
+        self.count = update_counts["a"]
+
+    def step(self, cursor: int) -> None:
+        self.values = self.values * 0.5 + float(cursor)
+        self.count += 1
+
+
+@dataclass
+class Saved:
+    """What was handed to a save."""
+
+    step: int
+    cursor: int
+    values: list[float]
+    metrics: str
+
+
+@dataclass
+class Promises:
+    """What has been promised, carried on from one incarnation to the next."""
+
+    incarnation: int = 0
+    lines: list[Any] = field(default_factory=list)  # incidents in the journal
+    begun_lines: list[Any] = field(default_factory=list)  # written or about to be
+    committed: set[int] = field(default_factory=set)
+    clean: set[int] = field(default_factory=set)
+    tainted: set[int] = field(default_factory=set)
+    distrusted: set[int] = field(default_factory=set)  # mismatch: begun to be given up
+    leaving: set[int] = field(default_factory=set)  # retirement has begun
+    saved: dict[int, Saved] = field(default_factory=dict)
+
+    def copy(self) -> Promises:
+        return Promises(
+            incarnation=self.incarnation,
+            lines=list(self.lines),
+            begun_lines=list(self.begun_lines),
+            committed=set(self.committed),
+            clean=set(self.clean),
+            tainted=set(self.tainted),
+            distrusted=set(self.distrusted),
+            leaving=set(self.leaving),
+            saved=dict(self.saved),
+        )
+
+    def take(self, kind: str, value: Any) -> None:
+        """One fact more; values are JSON's."""
+        if kind == "incarnation":
+            self.incarnation = max(self.incarnation, value)
+        elif kind == "line begun":
+            self.begun_lines.append(value)
+        elif kind == "line":
+            self.lines.append(value)
+        elif kind == "saved":
+            self.saved[value["serial"]] = Saved(**{k: value[k] for k in value if k != "serial"})
+        elif kind == "found":
+            self._found(value["lines"], dict(value["records"]))
+        else:
+            getattr(self, kind).update(value)
+
+    def _found(self, lines: list[Any], records: dict[int, str]) -> None:
+        """A restart goes on from what it found, all of it durable by now."""
+        self.lines = list(lines)
+        self.begun_lines = list(lines)
+        self.committed = set(records)
+        self.clean = {serial for serial in records if records[serial] == State.clean.value}
+        self.leaving.clear()
+
+    def after(self, facts: Sequence[tuple[str, Any]]) -> Promises:
+        """These promises and the ones of a trace."""
+        made = self.copy()
+        for kind, value in facts:
+            made.take(kind, value)
+        return made
+
+
+class World:
+    """One incarnation: opens what lies in ``out``, then does what it is told.
+
+    Args:
+        fact: takes each promise at the moment it is made.
+    """
+
+    def __init__(self, out: Path, fact: Fact) -> None:
+        self.out = out
+        self._fact = fact
+        self.dir = RunDir(out)
+        self.holder = Holder()
+        self.state = SimpleNamespace(load_json=self._load, step=0, cursor=0)
+        self.inline: Any = None  # does the ring's work at once, without a thread
+        self.number = 0
+        self.loaded: tuple[int, list[float]] = (0, [])  # serial and values; 0: begun anew
+
+    def open(self, number: int) -> tuple[Found, Resumed]:
+        """As ``Session.open`` does it; ``number`` orders the launches."""
+        ranks = cast(Any, One())
+        launch = Launch(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
+        fence = take_out(self.dir, ANY_CONFIG, launch, ranks, len)
+        mine = self.number = fence.number
+        self._fact("incarnation", mine)
+        found = find(self.dir, ANY_CONFIG, "d", ranks, fence)
+        file = LineFile(self.dir.journal, length=found.journal_bytes)
+        states = [[r.serial, r.state.value] for r in found.records]
+        self._fact("found", {"lines": found.journal, "records": states})
+        self.journal = Journal(found.journal, told_to_skip=[], file=file, clock=lambda: 1.0)
+        for line in found.crashes:
+            self.add(Incident.from_json(line))
+        self.ring = Ring(
+            _Store(self.dir.ring, fence, self._fact),
+            holder=self.holder,
+            ranks=ranks,
+            rules=RingRules(clean_after=CLEAN_AFTER, keep=1, keep_every=0, background=False),
+            identity=Identity(config_digest="c", data_fingerprint="d"),
+            report=self.add,
+        )
+        if self.inline is not None:
+            self.ring._work._thread = self.inline
+        restore = self.ring.restore
+
+        def noted(candidates: Sequence[Record]) -> Manifest:
+            manifest = restore(candidates)
+            self.loaded = (manifest.serial, self.holder.values.tolist())
+            return manifest
+
+        self.ring.restore = noted  # type: ignore[method-assign]
+        resumed = take_up(found, self.dir, self.ring, self.journal, cast(Any, self.state))
+        self.begin = resumed.step
+        self.ring.drain()  # what a rollback left behind is removed in the background
+        self.metrics = LineFile(self.dir.metrics, length=resumed.metrics_bytes)
+        self.add(
+            Incident(kind="start", step=resumed.step, decision="go on", reason="",
+                     detail={"incarnation": mine, "world_size": 1})
+        )  # fmt: skip
+        if not self.ring.records:
+            self.save()
+        return found, resumed
+
+    def close(self) -> None:
+        """Let go of thread and files."""
+        if hasattr(self, "ring"):
+            self.ring.close(wait=True)
+
+    def _load(self, told: Mapping[str, Any]) -> None:
+        self.state.step, self.state.cursor = told["step"], told["cursor"]
+
+    # -- what a run does ------------------------------------------------------------------------
+
+    def train(self, num: int) -> None:
+        for _ in range(num):
+            self.holder.step(self.state.cursor)
+            self.state.step += 1
+            self.state.cursor += BATCH
+            line = {"step": self.state.step, "cursor": self.state.cursor}
+            self.metrics.append(line, durably=False)
+            self.ring.after_step(self.state.step, self.state.step)
+            self.ring.drain()
+
+    def save(self) -> None:
+        serial = self.ring.next_serial
+        length = self.metrics.sync()
+        with naming(self.dir.metrics):
+            data = self.dir.metrics.read_bytes()[:length]
+        saved = Saved(
+            step=self.state.step,
+            cursor=self.state.cursor,
+            values=self.holder.values.tolist(),
+            metrics=data.decode(),
+        )
+        self._fact("saved", asdict(saved) | {"serial": serial})
+        state = {"step": saved.step, "cursor": saved.cursor}
+        self.ring.save(
+            Moment(step=saved.step, cursor=saved.cursor, train_state=state,
+                   metrics_bytes=length, journal_lines=self.journal.num_lines)
+        )  # fmt: skip
+        self.ring.drain()
+
+    def add(self, incident: Incident) -> None:
+        told = incident.to_json()
+        self._fact("line begun", told)
+        self.journal.add(incident)
+        self._fact("line", told)
+
+    def discard(self) -> None:
+        start, stop = self.state.cursor, self.state.cursor + BATCH
+        self.add(
+            Incident(kind="discard", step=self.state.step + 1, decision="discard", reason="nan",
+                     samples=(start, stop),
+                     detail={"loss": "nan", "grad_norm": 1.0, "tokens": 1, "nonfinite_ranks": 1})
+        )  # fmt: skip
+        self.state.cursor = stop
+
+    def roll_back(self) -> None:
+        """As ``Recovery.roll_back``; nothing where there is no clean checkpoint."""
+        targets = rollback_targets(
+            self.ring.records, cursor=self.state.cursor, step=self.state.step
+        )
+        if not targets:
+            return
+        onset, skip = self.state.step, (self.state.cursor, self.state.cursor + BATCH)
+        length = self.metrics.sync()
+        manifest = self.ring.restore(targets)
+        self.add(
+            Incident(
+                kind="rollback", step=onset, decision="back", reason="", samples=skip,
+                detail={
+                    "onset_step": onset, "to_step": manifest.step, "cursor": manifest.cursor,
+                    "serial": manifest.serial, "next_serial": self.ring.next_serial,
+                    "repeat": 0, "metrics_bytes": length, "cut_factor": 1.0, "cut_steps": 0,
+                    "read_again": False,
+                },
+            )
+        )  # fmt: skip
+        self.ring.abandon_after(manifest.serial)
+        self.ring.drain()
+        self.state.load_json(manifest.train_state)
+
+    def distrust(self, good_step: int) -> None:
+        """As ``ReplicaInspector`` does it when copies differ; the run ends after it."""
+        serials = {r.serial for r in self.ring.records if r.step > good_step}
+        self._fact("distrusted", sorted(serials))
+        self.add(
+            Incident(kind="replica_mismatch", step=self.state.step, decision="", reason="",
+                     detail={"good_step": good_step, "next_serial": self.ring.next_serial})
+        )  # fmt: skip
+        self._fact("tainted", sorted(serials))
+        self.ring.distrust_after(good_step)
+
+
+class _Store(RingStore):
+    """Says what each call promised when it returned."""
+
+    def __init__(self, folder: Path, fence: Any, fact: Fact) -> None:
+        super().__init__(folder, owner=fence.number, check=fence.check)
+        self._fact = fact
+
+    def commit(self, manifest: Any) -> None:
+        super().commit(manifest)
+        self._fact("committed", [manifest.serial])
+
+    def mark(self, record: Any, state: State) -> None:
+        super().mark(record, state)
+        if state is State.clean:
+            self._fact("clean", [record.serial])
+
+    def remove(self, record: Any) -> None:
+        self._fact("leaving", [record.serial])
+        super().remove(record)
+
+
+def check(
+    world: World, found: Found, resumed: Resumed, made: Promises, *, only_committed: bool = False
+) -> None:
+    """What a restart found is what was promised, or newer.
+
+    Args:
+        only_committed: the run ended by itself after an error: what it could not finish is not to
+            be used.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    assert world.number > made.incarnation, "a number of an incarnation was given twice"
+    assert not found.damaged, f"a crash is no damage: {found.damaged}"
+    told = [Incident.from_json(line).to_json() for line in found.journal]
+    own = [_plain(line) for line in told]
+    _check_lines(own, made)
+    abandoned = _abandoned(own)  # not as the history has it: that is under test
+    _check_checkpoints(world, found, made, abandoned)
+    if only_committed:
+        loaded = world.loaded[0]
+        assert loaded in made.committed | {0}, f"checkpoint {loaded} had failed, and was trusted"
+        clean = {r.serial for r in found.records if r.state is State.clean}
+        assert clean <= made.clean, f"{clean - made.clean} could not be marked, and are clean"
+    metrics = made.saved[world.loaded[0]].metrics.encode() if world.loaded[0] else b""
+    lost = f"metrics of the loaded checkpoint are lost: {len(metrics)} bytes were durable"
+    assert world.dir.metrics.read_bytes()[: len(metrics)] == metrics, lost
+    assert resumed.metrics_bytes <= world.dir.metrics.stat().st_size, lost
+    assert world.ring.next_serial not in abandoned, "a new save would be given up already"
+    names = sorted(path.name for path in world.dir.ring.iterdir())
+    assert all("-step-" in name for name in names), f"not swept: {names}"
+    assert all((world.dir.ring / name / "COMMITTED").exists() for name in names), names
+
+
+def _plain(line: Mapping[str, Any]) -> dict[str, Any]:
+    return Incident.from_json(line).to_json()
+
+
+def _check_lines(own: list[dict[str, Any]], made: Promises) -> None:
+    promised = [_plain(line) for line in made.lines]
+    assert own[: len(promised)] == promised, (
+        f"of {len(promised)} acknowledged journal lines {len(own)} are there or they differ"
+    )
+    begun = [_plain(line) for line in made.begun_lines]
+    assert all(line in begun for line in own[len(promised) :]), "a line that nobody wrote"
+
+
+def _abandoned(lines: Sequence[Mapping[str, Any]]) -> set[int]:
+    """What rollbacks left behind."""
+    spans = [line["detail"] for line in lines if line["kind"] == "rollback"]
+    return {s for told in spans for s in range(told["serial"] + 1, told["next_serial"])}
+
+
+def _check_checkpoints(world: World, found: Found, made: Promises, abandoned: set[int]) -> None:
+    by_serial = {record.serial: record for record in found.records}
+    # What its proof could not read is given up in words: not yet clean, an older one stands.
+    unproven = {
+        line["detail"]["serial"]
+        for line in found.journal
+        if line["kind"] == "checkpoint_damaged" and line["decision"] == "never to be used"
+    }
+    gone = abandoned | made.leaving | made.distrusted | (unproven - made.clean)
+    standing = made.committed - gone
+    loaded = _loaded(world, made)
+    newest = max(standing, default=0)
+    assert loaded >= newest, f"checkpoint {newest} was committed, {loaded} was loaded"
+    assert loaded not in abandoned, f"checkpoint {loaded} had been given up by a rollback"
+    assert loaded not in made.tainted, f"checkpoint {loaded} had been given up by a mismatch"
+    last_clean = max(made.clean - gone, default=0)
+    clean = [r for r in found.records if r.state is State.clean and r.serial not in abandoned]
+    assert not last_clean or max((r.serial for r in clean), default=0) >= last_clean, (
+        f"the last clean checkpoint {last_clean} is gone: {sorted(by_serial)}"
+    )
+    store = RingStore(world.dir.ring)
+    entries, _ = store.entries()
+    for entry in entries:
+        verify_files(entry, sorted(entry.manifest.files), finite=True)
+
+
+def _loaded(world: World, made: Promises) -> int:
+    """The serial of what is in the holder now; 0 for a run begun anew. Its values must fit."""
+    serial, got = world.loaded
+    if serial == 0:
+        assert not made.committed, "a run that had checkpoints began anew"
+        return 0
+    saved = made.saved[serial]
+    assert got == saved.values, f"checkpoint {serial} holds other values than were saved"
+    return serial

@@ -1,0 +1,54 @@
+"""Every rank killed at every point of a step, in groups of 2, 3 and 4: one end."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.fault.spec import POINTS
+from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.run import Result, finish
+
+SEED = 7
+SETTINGS = ("steps=30", "schedule.total=60", "checkpoint.every=8", "checkpoint.keep=9")
+# Read at step 22 and after: enough bad steps to force a rollback.
+POISON = "poison@samples=700-790"
+ALWAYS = {(3, 2, "agree"), (4, 0, "save")}
+MATRIX = [(world, rank, point) for world in (2, 3, 4) for rank in range(world) for point in POINTS]
+_in_peace: dict[tuple[int, bool], Result] = {}
+
+
+def in_peace(runs: Path, world: int, poisoned: bool) -> Result:
+    key = (world, poisoned)
+    if key not in _in_peace:
+        faults = [f"faults=[{POISON}]"] if poisoned else []
+        out = runs / f"matrix-{world}-{poisoned}"
+        _in_peace[key] = finish(out, *SETTINGS, *faults, ranks=world)
+    return _in_peace[key]
+
+
+@pytest.mark.parametrize(
+    ("world", "rank", "point"),
+    [pytest.param(*row, marks=[pytest.mark.full] * (row not in ALWAYS)) for row in MATRIX],
+)
+def test_killed(tmp_path: Path, runs: Path, world: int, rank: int, point: str) -> None:
+    dice = random.Random(f"{SEED} {world} {rank} {point}")
+    step = {"save": 8 * dice.randrange(1, 4), "rollback": 22}.get(point, dice.randrange(2, 30))
+    poisoned = point == "rollback"
+    print(f"seed {SEED}: rank {rank} of {world} killed at {point} of step {step}")
+    expected = in_peace(runs, world, poisoned)
+    faults = [f"kill@step={step},rank={rank},at={point}", *([POISON] if poisoned else [])]
+    began = time.monotonic()
+    run = finish(
+        tmp_path / "run", *SETTINGS, f"faults=[{','.join(faults)}]", ranks=world, restarts=1
+    )
+    assert run.summary["restarts"] == 1, run.tail
+    (crash,) = run.journal("crash")
+    assert crash["ranks"] == [rank], crash
+    again = [line["time"] for line in run.journal("start")][1]
+    print(f"all in {time.monotonic() - began:.1f} s; again {again - crash['time']:.1f} s after")
+    (assert_same_end if poisoned else assert_same_run)(run, expected)
+    assert_every_sample_once(run)

@@ -1,0 +1,186 @@
+"""The benchmark's own arithmetic, and that its loops train alike."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from scripts.bench.machine import busy_warning, cpu_model
+from scripts.bench.process import MeasureError, environment, torchrun
+from scripts.bench.ratio import grouped, paired
+from scripts.bench.recovery import recovered
+from scripts.bench.report import Row, amount, markdown
+from scripts.bench.turns import Turns
+
+ROOT = Path(__file__).parents[2]
+TINY = ["model=tiny", "data=synthetic", "data.workers=0", "data.seq_len=32", "batch.global_size=4"]
+
+
+def test_ratio_is_of_each_pair_not_of_the_sums() -> None:
+    """One disturbed pair in five moves the ratio of the sums, not the median."""
+    ratio = paired([(1.1, 1.0), (2.2, 2.0), (1.1, 1.0), (9.0, 1.0), (1.1, 1.0)])
+    assert ratio.median == pytest.approx(1.1)
+    assert ratio.of_totals == pytest.approx(14.5 / 6.0)
+    assert ratio.low == pytest.approx(1.1)
+    assert ratio.high > 5
+    assert ratio.pairs == 5
+
+
+def test_ratio_has_no_spread_where_there_is_none() -> None:
+    ratio = paired([(2.0, 1.0), (4.0, 2.0), (6.0, 3.0)])
+    assert (ratio.median, ratio.low, ratio.high) == (2.0, 2.0, 2.0)
+    assert ratio.interval == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("pairs", [[], [(1.0, 0.0)], [(-1.0, 1.0)], [(math.nan, 1.0)]])
+def test_ratio_refuses_what_has_none(pairs: list[tuple[float, float]]) -> None:
+    with pytest.raises(ValueError, match="finite positive"):
+        paired(pairs)
+
+
+def test_interval_holds_the_true_median_about_as_often_as_it_says() -> None:
+    generator = np.random.default_rng(1)
+    held = 0
+    for _ in range(200):
+        noise = np.exp(generator.normal(0.0, 0.05, size=(40, 2)))
+        low, high = paired([(1.02 * a, b) for a, b in noise.tolist()]).interval
+        held += low <= 1.02 <= high
+    assert 175 <= held <= 200, f"{held} of 200 intervals of 95 %"
+
+
+def test_interval_is_the_same_for_the_same_pairs() -> None:
+    pairs = [(1.0 + 0.01 * n, 1.0) for n in range(30)]
+    assert paired(pairs) == paired(pairs)
+
+
+def test_groups_show_what_a_median_over_blocks_would_not() -> None:
+    """Every fourth block has a save: the median of single blocks says 1, a group 1.25."""
+    blocks = [(2.0 if n % 4 == 3 else 1.0, 1.0) for n in range(14)]
+    assert paired(blocks).median == 1.0
+    assert grouped(blocks, 4) == [(5.0, 4.0)] * 3
+    assert paired(grouped(blocks, 4)).median == 1.25
+    with pytest.raises(ValueError, match="size=0"):
+        grouped(blocks, 0)
+
+
+def test_turns_alternate_blocks_and_end() -> None:
+    """One step of the driver before all, then blocks of each in turn."""
+    order: list[str] = []
+    turns = Turns(
+        lambda: order.append("p"),
+        device=torch.device("cpu"),
+        block=2,
+        warmup=1,
+        pairs=2,
+        settle=lambda: order.append("s"),
+    )
+    done = False
+    while not done:
+        order.append("d")
+        done = turns.after_step()
+    assert "".join(order) == "d" + 3 * "ddpps"
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        # Struck at 100 s in step 38; started again from step 20.
+        ([(37, 99.9), (21, 105.0), (37, 107.0), (38, 107.5)], (5.0, 7.5, 17)),
+        # Nothing lost: the next step follows.
+        ([(37, 99.9), (38, 103.0)], (3.0, 3.0, 0)),
+    ],
+)
+def test_recovery_counts_from_the_fault(
+    steps: list[tuple[int, float]], expected: tuple[float, float, int]
+) -> None:
+    found = recovered(steps, 100.0, 37)
+    assert (found.to_training, found.to_progress, found.steps_lost) == pytest.approx(expected)
+
+
+def test_a_run_that_did_not_go_on_is_no_recovery() -> None:
+    with pytest.raises(MeasureError, match="did not go on"):
+        recovered([(37, 99.9), (21, 105.0)], 100.0, 37)
+
+
+def test_table_has_a_line_a_row_and_names_what_failed() -> None:
+    row = Row(what="step", against="bare", ratio=paired([(1.01, 1.0)]), ours=0.0101, theirs=0.01)
+    measured = {"name": "step", "rows": [row.to_json()], "failed": ["no /proc"]}
+    lines = markdown([measured]).splitlines()
+    assert lines[2] == "| step | bare | 1.010 | 1.010 to 1.010 | 10.1 ms | 10 ms |  |"
+    assert "not measured: no /proc" in lines[3]
+    assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (0.00123, "s", "1.23 ms"),
+        (12.34, "s", "12.3 s"),
+        (17.0, "steps", "17 steps"),
+        (None, "s", ""),
+    ],
+)
+def test_amounts_in_peoples_units(value: float | None, unit: str, words: str) -> None:
+    assert amount(value, unit) == words
+
+
+def test_a_busy_machine_is_told(tmp_path: Path) -> None:
+    assert busy_warning(0.4, 2) is None
+    assert "load 3.00 on 2 cores" in str(busy_warning(3.0, 2))
+    (tmp_path / "cpuinfo").write_text("processor : 0\nmodel name\t: Some CPU @ 2 GHz\n")
+    assert cpu_model(tmp_path / "cpuinfo") == "Some CPU @ 2 GHz"
+    assert cpu_model(tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])
+def test_the_bare_loop_trains_as_the_runner_does(tmp_path: Path, kind: str) -> None:
+    """Same losses, or the comparison is of two trainings."""
+    told = [f"--folder={tmp_path}", f"--against=bare-{kind}", "--pairs=4", "--warmup=4"]
+    command = torchrun(2, "scripts.bench.pair", *told, "--block=2", f"parallel={kind}", *TINY)
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["pairs"]) == 4
+    ours, theirs = result["losses"]["ours"], result["losses"]["theirs"]
+    assert (len(ours), len(theirs)) == (16, 17), "the driver takes one step before the turns"
+    assert ours == pytest.approx(theirs[:16], abs=0.01)
+    assert ours[-1] < ours[0] - 0.05, "it learns"
+
+
+def test_one_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    told = ["--quick", "--only", "snapshot", "--out", str(out)]
+    small = ["model.dim=32", "model.layers=2", "model.heads=2", *TINY[1:3]]
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "bench.sh"), *told, *small],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(out.read_text())
+    assert results["machine"]["cores"] >= 1
+    assert results["versions"]["torch"] == torch.__version__
+    (measurement,) = results["measurements"]
+    assert not measurement["failed"]
+    for row in measurement["rows"]:
+        assert row["ratio"]["pairs"] == 3
+        assert row["ratio"]["p10"] <= row["ratio"]["median"] <= row["ratio"]["p90"]
+        assert f"| {row['what']} | {row['against']} |" in done.stdout
+    again = subprocess.run(
+        [sys.executable, "-m", "scripts.bench", "--table", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert again.stdout.strip() in done.stdout

@@ -1,0 +1,118 @@
+"""When a checkpoint is due: alike on all ranks, also after a rollback and a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runner.cadence import Auto, Fixed, journalled, num_failures
+from runner.check import check
+from runner.compose import compose
+from runner.error import ConfigError
+from runner.policy.history import History, Incident
+from runner.policy.interval import IntervalRules
+
+RULES = IntervalRules(clean_after=5, most=40, prior_seconds=86400.0)
+
+
+def auto(history: History, told: list[Any], *, updates: int = 0, rank: int = 0) -> Auto:
+    """One rank's; ``told`` is what rank 0 says, in order."""
+
+    def from_first(value: Any) -> Any:
+        if rank == 0:
+            told.append(value)
+            return value
+        return told.pop(0)
+
+    return Auto(
+        rules=RULES,
+        updates=updates,
+        history=history,
+        from_first=from_first,
+        spent=lambda: {"productive": 100.0, "restart": 7.0},
+        report=history.add,
+    )
+
+
+def drive(one: Auto, first: int, last: int, seconds: float) -> list[int]:
+    """Run these updates; returns those at which it saved."""
+    saved = []
+    for updates in range(first, last + 1):
+        one.step(seconds, busy=False)
+        if one.is_due(updates):
+            with one.save(updates):
+                pass
+            saved.append(updates)
+    return saved
+
+
+def test_ranks_with_other_clocks_save_at_the_same_steps() -> None:
+    histories, told = [History(), History()], list[Any]()
+    saved = [
+        drive(auto(history, told, rank=rank), 1, 200, 1.0 if rank == 0 else 1e-6)
+        for rank, history in enumerate(histories)
+    ]
+    assert saved[0] == saved[1] and told == []
+    assert saved[0][:4] == [10, 20, 30, 35]  # saves cost next to nothing: as soon as proven
+    assert histories[0].incidents == histories[1].incidents != []
+    assert journalled(histories[0], RULES) == 5
+
+
+def test_after_a_rollback_it_counts_from_where_the_run_went_back_to() -> None:
+    one = auto(History(), [])
+    assert drive(one, 1, 17, 1.0) == [10]
+    assert drive(one, 4, 16, 1.0) == [13]  # back at update 3
+
+
+def test_a_restart_begins_with_the_journalled_interval() -> None:
+    history = History()
+    assert auto(history, []).steps == 10
+    for steps in (30, 17):
+        history.add(
+            Incident(
+                kind="interval", step=1, decision="", reason="", detail={"interval_steps": steps}
+            )
+        )
+    assert drive(auto(history, [], updates=100), 101, 140, 1.0) == [117, 134]
+    damaged = Incident(kind="interval", step=1, decision="", reason="")
+    history.add(damaged)
+    history.add(
+        Incident(kind="interval", step=1, decision="", reason="", detail={"interval_steps": 10**9})
+    )
+    assert journalled(history, RULES) == RULES.most
+
+
+def test_an_incarnation_crashes_once_however_often_it_is_told() -> None:
+    history = History()
+    for number in (1, 1, 2):
+        crash = Incident(
+            kind="crash", step=3, decision="", reason="", detail={"incarnation": number}
+        )
+        history.add(crash)
+    assert num_failures(history) == 2
+
+
+def test_a_fixed_interval_falls_on_its_multiples() -> None:
+    assert [step for step in range(1, 31) if Fixed(10).is_due(step)] == [10, 20, 30]
+
+
+@pytest.mark.parametrize("value", ["often", "2.5", "true", "0", "-3", "[1]", "null", "Auto"])
+def test_what_is_no_interval_is_told_what_is(value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(compose([f"checkpoint.every={value}"]), world_size=1)
+    words = str(caught.value)
+    assert f"checkpoint.every={value}" in words
+    assert "auto" in words
+
+
+def test_auto_and_whole_numbers_are_taken() -> None:
+    for value, taken in (("auto", "auto"), ("25", 25)):
+        config = compose([f"checkpoint.every={value}"])
+        check(config, world_size=1)
+        assert config.checkpoint.every == taken
+
+
+def test_a_bound_below_the_probation_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.auto_most=7"):
+        check(compose(["checkpoint.auto_most=7"]), world_size=1)

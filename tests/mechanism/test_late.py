@@ -1,0 +1,519 @@
+"""Reading a step's numbers one step late is the same run as reading them at once.
+
+The loop, the stepper, the judge, the ladder and the recovery are the real ones; the engine is
+one number, and the losses are made up: any sequence of them must give the same end either way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from runner.cadence import Fixed
+from runner.checkpoint.protocol import Moment
+from runner.checkpoint.work import Told
+from runner.data.cursor import BatchPlan, SampleStream
+from runner.data.feed import Fetched, MicroBatch
+from runner.dist.agree import Ranks
+from runner.dist.group import end_group, start_group
+from runner.dist.heartbeat import Heartbeat
+from runner.dist.launcher import place_from
+from runner.engine.protocol import LocalSums, Sequences, Work
+from runner.error import RunnerError
+from runner.fault.inject import FaultInjector
+from runner.fault.spec import parse_faults
+from runner.loop import Intervals, Loop
+from runner.observe.journal import Journal
+from runner.policy.history import Incident
+from runner.policy.ledger import Ledger
+from runner.policy.ring import (
+    Record,
+    State,
+    Tier,
+    abandoned_by_rollback,
+    due_for_proof,
+    with_state,
+)
+from runner.policy.schedule import Schedule
+from runner.recover import Recovery
+from runner.state import TrainState
+from runner.step import Stepper
+from tests.policy.steps import judge_rules, remedy_rules
+
+CPU = torch.device("cpu")
+BATCH = 4
+STEPS = 48
+KINDS = ("discard", "episode", "rollback", "rebaseline", "halt")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    start_group(place_from({}), CPU, timeout_seconds=60)
+    yield
+    end_group()
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happens: extra nats (or NaN) by position, in half-open stretches of positions."""
+
+    stretches: tuple[tuple[int, int, float], ...] = ()
+    unreadable: int | None = None
+    stop_at: int | None = None
+    faults: tuple[str, ...] = ()
+    noise: float = 0.02
+    checkpoint: int = 7
+    evaluate: int = 0
+    inspect: int = 0
+    guarded: bool = True
+    rules: dict[str, Any] = field(default_factory=dict)
+
+    def extra(self, position: int) -> float:
+        height = sum(h for first, stop, h in self.stretches if first <= position < stop)
+        return height + random.Random(position).gauss(0, self.noise)
+
+
+class OneNumber:
+    """An engine whose state is one number and a count; its loss falls with the count."""
+
+    device = CPU
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.weight = torch.ones((), dtype=torch.float64)
+        self.count = torch.zeros((), dtype=torch.float64)
+        self.num_computed = 0
+        self._losses = torch.zeros(0)
+
+    def accumulate(self, works: Sequence[Work]) -> LocalSums:
+        self.num_computed += 1
+        [work] = works
+        positions = [p for p in work.batch.positions if p is not None]
+        level = 2.0 + torch.exp(-self.count / 10)
+        losses = torch.stack([level + self.story.extra(p) for p in positions] or [level])
+        fault = work.disturbance
+        if fault is not None and (fault.nan_grad or fault.loss_scale is not None):
+            losses = losses * math.nan
+        self._losses = losses
+        wild = (losses.sum() - 3.0 * len(losses)).abs()  # the norm feels a spike too
+        return LocalSums(
+            loss=losses.sum(),
+            grad_square=(len(losses) + wild + self.weight.abs()).square(),
+            nonfinite=(~torch.isfinite(losses)).any().double(),
+            sequences=Sequences(losses=(losses,), gradient_norms=()),
+        )
+
+    def apply(self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float) -> None:
+        moved = self.weight * 0.999 + learning_rate * self._losses.sum() / grad_scale.double()
+        self.weight = torch.where(skip > 0, self.weight, moved)
+        self.count = torch.where(skip > 0, self.count, self.count + 1)
+
+    def replicated(self) -> tuple[int, list[torch.Tensor]]:
+        return 0, []
+
+
+class Batches:
+    """In the feed's place."""
+
+    def __init__(self, story: Story) -> None:
+        self._unreadable = story.unreadable
+
+    def fetch(self, plan: BatchPlan, ledger: Ledger) -> Fetched:
+        failed = self._unreadable is not None and plan.start <= self._unreadable < plan.stop
+        positions = tuple(None if failed else int(p) for p in plan.positions)
+        nothing = torch.full((BATCH, 1), -100 if failed else 0)
+        batch = MicroBatch(tokens=nothing, targets=nothing, segments=None, positions=positions)
+        return Fetched(micro_batches=(batch,), wait_seconds=0.0, failure="torn" if failed else None)
+
+    def own_positions(self, plan: BatchPlan) -> list[int | None]:
+        return [int(p) for p in plan.positions]
+
+
+class Names:
+    """In the data set's place."""
+
+    def describe(self, index: int) -> str:
+        return f"sample {index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    serial: int
+    step: int
+    cursor: int
+    train_state: dict[str, Any]
+    tier: Tier = Tier.disk
+    weight: torch.Tensor
+    count: torch.Tensor
+
+
+class MemoryRing:
+    """The ring's rules without a disk: a save is committed at once, and proven when it is due."""
+
+    def __init__(self, engine: OneNumber) -> None:
+        self.records: list[Record] = []
+        self.next_serial = 1
+        self._engine = engine
+        self._saved: dict[int, Saved] = {}
+
+    @property
+    def saved_step(self) -> int:
+        return self.records[-1].step if self.records else -1
+
+    def save(self, moment: Moment, *, disk: bool = True) -> None:
+        serial, self.next_serial = self.next_serial, self.next_serial + 1
+        self.records.append(
+            Record(serial=serial, step=moment.step, cursor=moment.cursor, state=State.committed)
+        )
+        self._saved[serial] = Saved(
+            serial=serial,
+            step=moment.step,
+            cursor=moment.cursor,
+            train_state=dict(moment.train_state),
+            weight=self._engine.weight,
+            count=self._engine.count,
+        )
+
+    def after_step(self, step: int, clean_streak: int) -> None:
+        for record in due_for_proof(
+            self.records, step=step, clean_streak=clean_streak, clean_after=4
+        ):
+            self.records = with_state(self.records, record.serial, State.clean)
+
+    def restore(self, candidates: Sequence[Record]) -> Saved:
+        saved = self._saved[candidates[0].serial]
+        self._engine.weight, self._engine.count = saved.weight, saved.count
+        return saved
+
+    def abandon_after(self, serial: int) -> None:
+        for record in abandoned_by_rollback(self.records, serial):
+            self.records = with_state(self.records, record.serial, State.tainted)
+
+    is_busy = False
+
+    def tell(self) -> Told:
+        return Told(0.0, 0.0, ())
+
+    def settle(self, num_done: float, num_failed: float, jobs: Sequence[int]) -> None:
+        pass
+
+    def drain(self, is_late: Any = None) -> bool:
+        return True
+
+
+class Lines:
+    """In the reporter's place: everything it was told, and how far the engine was by then."""
+
+    def __init__(self, engine: OneNumber) -> None:
+        self.lines: list[Any] = []
+        self.computed: list[int] = []
+        self._engine = engine
+
+    def step(self, scene: Any, verdict: Any, action: str, **more: Any) -> None:
+        more["state"] = more["state"].to_json() if more["state"] else None
+        self.lines.append(plain((asdict(scene.signals), asdict(verdict), action, more)))
+        self.computed.append(self._engine.num_computed)
+
+    def incident(self, incident: Incident) -> None:
+        self.lines.append(told_by(incident))
+
+    def stall(self, kind: str) -> Any:
+        return contextlib.nullcontext()
+
+    def undo(self, to_step: int) -> None:
+        self.lines.append(("undo", to_step))
+
+    def metrics_bytes(self, *, durably: bool = True) -> int:
+        return len(self.lines)
+
+
+class Stop:
+    """A request that comes while a certain batch is the newest one planned."""
+
+    is_late = False
+
+    def __init__(self, story: Story, stream: SampleStream) -> None:
+        self._stop_at = story.stop_at
+        self.newest_start = 0
+        plan = stream.plan
+
+        def watched(cursor: int, ledger: Ledger) -> BatchPlan:
+            made = plan(cursor, ledger)
+            self.newest_start = made.start
+            return made
+
+        stream.plan = watched  # type: ignore[method-assign]
+
+    @property
+    def is_set(self) -> bool:
+        return self._stop_at is not None and self.newest_start >= self._stop_at
+
+
+@dataclass
+class End:
+    """All that must not depend on when the numbers are read."""
+
+    how: str
+    weights: str
+    state: Any
+    journal: list[Any]
+    lines: list[Any]
+    looked_at: str
+    ring: list[Record]
+
+
+def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
+    """One whole run."""
+    engine, ranks = OneNumber(story), Ranks(CPU)
+    stream = SampleStream(num_samples=100_000, seed=1, held_out_share=0.01, global_size=BATCH)
+    stop = Stop(story, stream)
+    fast = {"window": 12, "min_history": 6, "persist_window": 6, "level_steps": 4}
+    rules = fast | {"cooldown_steps": 9, "drift_nats": 0.5} | story.rules
+    judge = {k: v for k, v in rules.items() if hasattr(judge_rules(), k)}
+    remedy = {k: v for k, v in rules.items() if hasattr(remedy_rules(), k)}
+    state = TrainState(
+        judge_rules(**judge, enabled=story.guarded), remedy_rules(**remedy, batch=BATCH)
+    )
+    lines, ring = Lines(engine), MemoryRing(engine)
+    journal = Journal([], told_to_skip=[], file=None, clock=lambda: 0.0)
+    faults = FaultInjector(parse_faults(story.faults), rank=0, markers=folder)
+    evaluated: list[Any] = []
+    inspected: list[Any] = []
+    parts: dict[str, Any] = {
+        "engine": engine,
+        "feed": Batches(story),
+        "dataset": Names(),
+        "ring": ring,
+        "reporter": lines,
+        "stop": stop,
+    }
+    stepper = Stepper(
+        engine=parts["engine"],
+        feed=parts["feed"],
+        dataset=parts["dataset"],
+        ranks=ranks,
+        faults=faults,
+        seed=0,
+        clip=1.0,
+        guarded=story.guarded,
+        config_digest="",
+        code="",
+        heart=Heartbeat(),
+    )
+    recovery = Recovery(
+        stepper=stepper,
+        ring=parts["ring"],
+        journal=journal,
+        reporter=parts["reporter"],
+        faults=faults,
+    )
+    loop = Loop(
+        state=state,
+        stepper=stepper,
+        stream=stream,
+        ring=parts["ring"],
+        journal=journal,
+        recovery=recovery,
+        reporter=parts["reporter"],
+        schedule=Schedule(kind="cosine", peak=0.1, total=STEPS, warmup=5, floor=0.1, decay=0.2),
+        rules=remedy_rules(**remedy, batch=BATCH),
+        cadence=Fixed(story.checkpoint),
+        intervals=Intervals(
+            steps=STEPS,
+            memory=0,
+            evaluate=story.evaluate,
+            inspect=(story.inspect,),
+        ),
+        evaluate=lambda: evaluated.append(engine.weight.item()) or float(len(evaluated)),
+        stop=parts["stop"],
+        stop_reasons=lambda: ["asked"],
+        heart=Heartbeat(),
+        inspect=lambda updates: inspected.append(
+            (updates, engine.weight.item())
+            if story.inspect and updates % story.inspect == 0
+            else None
+        ),
+        known_discards=[],
+        late=late,
+    )
+    try:
+        loop.run()
+        how = "done"
+    except RunnerError as error:
+        how = f"{type(error).__name__}: {error}"
+    end = End(
+        how=how,
+        weights=plain([engine.weight.item(), engine.count.item()]),
+        state=plain(state.to_json()),
+        journal=[told_by(incident) for incident in journal.history.incidents],
+        lines=lines.lines,
+        looked_at=plain([evaluated, inspected]),
+        ring=ring.records,
+    )
+    return end, lines
+
+
+def told_by(incident: Incident) -> Any:
+    return plain(asdict(replace(incident, cost_seconds=0.0)))
+
+
+def plain(value: Any) -> Any:
+    """Compared as text, where NaN equals itself and every bit of a float shows."""
+    return repr(value)
+
+
+def same_either_way(story: Story, tmp_path: Path) -> tuple[End, Lines]:
+    """Both ways; the late one's end."""
+    made = [tmp_path / name for name in ("late", "at-once")]
+    for folder in made:
+        for marker in folder.glob("*"):
+            marker.unlink()
+    (late, told), (at_once, _) = (
+        live(story, folder, late=is_late)
+        for folder, is_late in zip(made, (True, False), strict=True)
+    )
+    assert late == at_once
+    return late, told
+
+
+HEIGHTS = st.sampled_from([math.nan, math.inf, 0.3, 0.35, 0.6, 5.0, 60.0, -0.5])
+STRETCH = st.tuples(st.integers(0, STEPS * BATCH), st.integers(1, 40), HEIGHTS).map(
+    lambda t: (t[0], t[0] + t[1], t[2])
+)
+FAULT = st.builds(
+    "{}@step={},rank=0".format, st.sampled_from(["nan_grad", "nan_loss"]), st.integers(1, STEPS)
+)
+STORIES = st.builds(
+    Story,
+    stretches=st.lists(STRETCH, max_size=4).map(tuple),
+    unreadable=st.none() | st.none() | st.integers(0, STEPS * BATCH),
+    stop_at=st.none() | st.none() | st.integers(0, STEPS * BATCH),
+    faults=st.lists(FAULT, max_size=2).map(tuple),
+    noise=st.sampled_from([0.0, 0.02, 0.1]),
+    checkpoint=st.sampled_from([5, 7, 10]),
+    evaluate=st.sampled_from([0, 9]),
+    inspect=st.sampled_from([0, 6]),
+    guarded=st.sampled_from([True, True, True, False]),
+    rules=st.fixed_dictionaries(
+        {},
+        optional={
+            "persist": st.sampled_from([1, 2, 3]),
+            "max_rollbacks": st.sampled_from([0, 1, 5]),
+            "max_discards": st.sampled_from([1, 3]),
+            "drift_slack": st.sampled_from([0.02, 0.12]),
+            "margin": st.sampled_from([0, 2]),
+            "skip": st.booleans(),
+        },
+    ),
+)
+LEVEL = ((100, 10_000, 0.6),)
+TOLD = {
+    "clean": (Story(), set()),
+    "evaluations": (Story(evaluate=5, inspect=3), set()),
+    "one NaN": (Story(stretches=((100, 101, math.nan),)), {"discard", "episode"}),
+    "a NaN at step 1": (Story(stretches=((0, 1, math.nan),)), {"discard", "episode"}),
+    "a NaN before a boundary": (Story(faults=("nan_grad@step=7,rank=0",)), {"discard"}),
+    "NaN after NaN": (
+        Story(faults=("nan_grad@step=20,rank=0", "nan_loss@step=21,rank=0")),
+        {"discard"},
+    ),
+    "poison": (Story(stretches=((100, 112, math.nan),)), {"discard", "rollback"}),
+    "spike": (Story(stretches=((100, 104, 9.0),)), {"discard"}),
+    # Under the limit of a single one.
+    "two high in a row": (
+        Story(stretches=((104, 113, 0.35),), noise=0.005, checkpoint=10),
+        {"discard"},
+    ),
+    "level shift": (
+        Story(stretches=LEVEL, rules={"drift_nats": 50.0, "pair_sigmas": 6.0}),
+        {"discard", "rollback", "rebaseline"},
+    ),
+    "drift": (
+        Story(stretches=LEVEL, rules={"loss_floor": 9.0, "pair_floor": 9.0}),
+        {"rollback"},
+    ),
+    "drift that settles": (
+        Story(
+            stretches=LEVEL,
+            rules={"loss_floor": 9.0, "pair_floor": 9.0, "margin": 0, "repeat_window": 999},
+        ),
+        {"rollback", "rebaseline"},
+    ),
+    "rate cut": (
+        Story(stretches=((100, 170, math.nan),), rules={"cooldown": 0.25}),
+        {"discard", "rollback"},
+    ),
+    "halt at once": (
+        Story(stretches=((100, 104, math.nan),), rules={"persist": 1, "max_rollbacks": 0}),
+        {"halt"},
+    ),
+    "halt at a drift": (
+        Story(stretches=LEVEL, rules={"loss_floor": 9.0, "pair_floor": 9.0, "max_rollbacks": 0}),
+        {"halt"},
+    ),
+    "asked to stop": (Story(stop_at=90), set()),
+    "asked to stop at a bad step": (
+        Story(stop_at=100, stretches=((100, 108, math.nan),)),
+        {"discard"},
+    ),
+    "unreadable": (Story(unreadable=90), set()),
+    "guard off": (Story(guarded=False, stretches=((100, 104, 9.0),)), set()),
+}
+
+
+ENDS = {
+    "halt": "Halted",
+    "asked to stop": "Preempted",
+    "unreadable": "RankError: a sample could not be read: rank 0: torn",
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_story_ends_alike(name: str, tmp_path: Path) -> None:
+    story, kinds = TOLD[name]
+    end, _ = same_either_way(story, tmp_path)
+    found = {kind for kind in KINDS if any(f"'kind': '{kind}'" in line for line in end.journal)}
+    assert found >= kinds, end.journal
+    assert name != "rate cut" or "'cut_factor': 0.25" in str(end.journal)
+    assert end.how.startswith(ENDS.get(name.split(" at ")[0], "done")), end.how
+
+
+def test_a_late_step_is_launched_before_the_one_before_is_read(tmp_path: Path) -> None:
+    _, told = live(Story(checkpoint=10), tmp_path, late=True)
+    ahead = [computed - number for number, computed in enumerate(told.computed, start=1)]
+    # Read at once only where a checkpoint wants the state of just that step.
+    assert ahead == [0 if step % 10 == 0 or step == STEPS else 1 for step in range(1, STEPS + 1)]
+    _, told = live(Story(checkpoint=10), tmp_path, late=False)
+    assert told.computed == list(range(1, STEPS + 1))
+
+
+def test_a_step_in_vain_is_computed_once_more(tmp_path: Path) -> None:
+    bad = Story(stretches=((100, 101, math.nan),), checkpoint=100)
+    _, late = live(bad, tmp_path / "late", late=True)
+    _, at_once = live(bad, tmp_path / "at-once", late=False)
+    assert late.computed[-1] == at_once.computed[-1] + 1
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=pytest.mark.full)])
+def test_any_story_ends_alike(examples: int, tmp_path: Path) -> None:
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(story=STORIES)
+    def check(story: Story) -> None:
+        same_either_way(story, tmp_path)
+
+    check()

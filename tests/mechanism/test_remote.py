@@ -1,0 +1,487 @@
+"""The remote ring: nothing partial is taken for whole, nothing foreign is touched or believed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.check import check, url_problem
+from runner.checkpoint.manifest import FileFacts
+from runner.checkpoint.remote import Claim, RemoteFault, RemoteRing, RemoteTaken
+from runner.checkpoint.store import RingStore, folder_name
+from runner.checkpoint.upload import Uploads
+from runner.checkpoint.work import AgreedWork
+from runner.command.ring import ring_command
+from runner.compose import compose, to_yaml
+from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.files import file_digest
+from runner.observe.journal import read_journal
+from runner.policy.history import Incident
+from runner.policy.ring import Record, State
+from runner.remote import RemoteRun, Restorer, is_lost, run_name
+from runner.rundir import RunDir
+from tests.mechanism.test_ring_on_disk import tensors, write
+from tests.store import BUCKET, Store
+
+RUN = "a" * 64
+
+
+class Alone:
+    """One rank."""
+
+    rank, world_size = 0, 1
+
+    def sum(self, numbers: list[float]) -> list[float]:
+        return numbers
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def from_first(self, value: Any) -> Any:
+        return json.loads(json.dumps(value))
+
+    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
+        return work()
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A run directory with four clean checkpoints, a journal, metrics and settings."""
+    folder = tmp_path / "run"
+    store = RingStore(folder / "ring")
+    for serial in range(1, 5):
+        record = write(folder / "ring", tensors(serial), serial=serial, step=10 * serial)
+        store.mark(record, State.clean)
+    line = Incident(kind="start", step=0, decision="begin", reason="command").to_json()
+    text = "".join(json.dumps({"seq": n, "time": 5.0 + n} | line) + "\n" for n in range(2))
+    (folder / "journal.jsonl").write_text(text)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"ste')  # a line being written
+    (folder / "config.yaml").write_text(to_yaml(compose([])))
+    return folder
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/remote"
+
+
+def uploads(
+    out: Path, url: str, *, number: int = 1, run: str = RUN, keep: int = 3, **changes: Any
+) -> tuple[Uploads, list[Incident]]:
+    said: list[Incident] = []
+    ring = changes.pop("ring", None) or RemoteRing(url, pauses=())
+    made = Uploads(
+        ring,
+        RingStore(out / "ring"),
+        out=out,
+        run=run,
+        claim=Claim(number=number, token="0" * 8),
+        stored=changes.pop("stored", []),
+        tainted=changes.pop("tainted", []),
+        keep=keep,
+        keep_every=0,
+        work=AgreedWork(Alone().gather),
+        ranks=Alone(),
+        check=changes.pop("check", lambda: None),
+        report=said.append,
+    )
+    assert not changes
+    return made, said
+
+
+def local(out: Path) -> list[Record]:
+    return [entry.record for entry in RingStore(out / "ring").entries()[0]]
+
+
+def send(out: Path, url: str, count: int | None = None, **options: Any) -> list[Incident]:
+    """Send the checkpoints one after another, as each becomes clean; the first ``count``."""
+    made, said = uploads(out, url, **options)
+    known = local(out)[:count]
+    for number in range(1, len(known) + 1):
+        made.finish(known[:number], seconds=30)
+    made.close()
+    return said
+
+
+def folders(url: str) -> list[str]:
+    return [folder_name(record) for record in RemoteRing(url).look().stored]
+
+
+# -- sending ------------------------------------------------------------------------------
+
+
+def test_what_is_sent_has_the_names_and_bytes_of_the_ring(out: Path, url: str) -> None:
+    assert send(out, url) == []
+    remote = Path(url.removeprefix("file://"))
+    kept = folders(url)
+    assert kept == [folder_name(record) for record in local(out)[1:]]
+    assert sorted(path.name for path in (remote / "ring").iterdir()) == kept
+    for folder in kept:
+        for path in (out / "ring" / folder).iterdir():
+            assert (remote / "ring" / folder / path.name).read_bytes() == path.read_bytes()
+        run = remote / "ring" / folder / "run"
+        assert (run / "journal.jsonl").read_bytes() == (out / "journal.jsonl").read_bytes()
+        assert (run / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert ring_command([url, "--verify"]) == 0
+    # Copied back with any tool, it is a ring.
+    shutil.copytree(remote / "ring", out.parent / "copied" / "ring")
+    assert ring_command([str(out.parent / "copied"), "--verify"]) == 0
+
+
+class Dies:
+    """A file system whose ``left``-th change fails, and all after it."""
+
+    def __init__(self, files: Any, left: int) -> None:
+        self._files, self.left = files, left
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._files, name)
+        if name not in ("put_file", "pipe_file", "rm_file", "rm"):
+            return found
+
+        def change(*arguments: Any, **options: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                if name == "put_file" and self.left == -1:  # torn, as file systems may leave it
+                    self._files.pipe_file(arguments[1], Path(arguments[0]).read_bytes()[:-5])
+                raise OSError(f"died before {name} {arguments}")
+            return found(*arguments, **options)
+
+        return change
+
+
+def test_dying_at_any_change_leaves_nothing_that_passes_for_whole(out: Path, url: str) -> None:
+    at = 0
+    while True:
+        shutil.rmtree(url.removeprefix("file://"), ignore_errors=True)
+        ring = RemoteRing(url, pauses=())
+        ring._files = Dies(ring._files, at)
+        said = send(out, url, ring=ring, keep=1)
+        entries, damaged = RemoteRing(url).entries(verify=True)
+        assert damaged == [], f"died at change {at}"
+        if not said:
+            break
+        assert {incident.kind for incident in said} == {"upload_failed"}
+        # The next start goes on where this one stopped.
+        stored = RemoteRing(url).look().stored
+        assert send(out, url, number=2, stored=stored, keep=1) == []
+        assert folders(url)[-1] == folder_name(local(out)[-1])
+        assert RemoteRing(url).entries(verify=True)[1] == []
+        at += 1
+    assert at > 40 and len(entries) == 1
+
+
+def test_a_file_that_is_there_already_is_not_sent_again(out: Path, url: str) -> None:
+    send(out, url)
+    entry = RingStore(out / "ring").entries()[0][-1]
+    marker = Path(url.removeprefix("file://")) / "ring" / entry.folder.name / "rank-00000.bin"
+    before = marker.stat().st_ino, marker.stat().st_mtime_ns
+    there = f"ring/{entry.folder.name}/rank-00000.bin"
+    facts = entry.manifest.files["rank-00000.bin"]
+    RemoteRing(url).put(entry.folder / "rank-00000.bin", there, facts)
+    assert (marker.stat().st_ino, marker.stat().st_mtime_ns) == before
+    marker.write_bytes(b"\0" * facts.num_bytes)  # the right size is not enough
+    RemoteRing(url).put(entry.folder / "rank-00000.bin", there, facts)
+    assert file_digest(marker) == facts.sha256
+
+
+def test_bytes_that_rotted_in_the_ring_are_not_published(out: Path, url: str) -> None:
+    path = out / "ring" / folder_name(local(out)[-1]) / "rank-00001.bin"
+    path.write_bytes(b"\1" + path.read_bytes()[1:])
+    (said,) = send(out, url)
+    assert "digest differs" in said.reason and "checkpoint 4" in said.reason
+    assert folders(url) == [folder_name(record) for record in local(out)[:3]]
+
+
+def test_a_checkpoint_of_the_same_name_and_other_bytes_is_replaced(out: Path, url: str) -> None:
+    send(out, url)
+    name = folder_name(local(out)[-1])
+    other = write(out / "ring2", tensors(99), serial=4, step=40)
+    RingStore(out / "ring2").mark(other, State.clean)
+    shutil.rmtree(out / "ring" / name)
+    shutil.move(out / "ring2" / name, out / "ring" / name)
+    assert send(out, url, number=2) == []
+    assert RemoteRing(url).entries(verify=True)[1] == []
+    marker = Path(url.removeprefix("file://")) / "ring" / name / "COMMITTED"
+    assert marker.read_bytes() == (out / "ring" / name / "COMMITTED").read_bytes()
+
+
+def test_what_a_rollback_leaves_behind_is_withdrawn(out: Path, url: str) -> None:
+    made, said = uploads(out, url)
+    known = local(out)
+    made.finish(known[:2], seconds=30)
+    made.finish(known[:3], seconds=30)
+    made.distrust(lambda record: record.serial > 2)
+    made.finish(known[:2], seconds=30)
+    assert folders(url) == [folder_name(known[1])] and said == []
+    made.close()
+    # And at a restart, when the run ended before it could be done.
+    send(out, url, number=2)
+    stored = RemoteRing(url).look().stored
+    made, said = uploads(out, url, number=3, stored=stored, tainted=[4])
+    made.finish(known[:3], seconds=30)
+    made.close()
+    assert folder_name(known[3]) not in folders(url) and said == []
+
+
+def test_an_upload_under_way_is_pinned_and_given_up_when_tainted(out: Path, url: str) -> None:
+    made, said = uploads(out, url)
+    known = local(out)
+    made.after_step(known[:2], 25)
+    assert made.pinned == {2}
+    made.distrust(lambda record: record.serial == 2)
+    made.finish([], seconds=30)
+    made.close()
+    assert made.pinned == set() and folders(url) == [] and said == []
+
+
+def test_a_remote_that_hangs_holds_up_no_end(out: Path, url: str) -> None:
+    ring = RemoteRing(url)
+    gone = threading.Event()
+    ring.claim = lambda claim, run: gone.wait(60)  # type: ignore[method-assign,assignment]
+    made, said = uploads(out, url, ring=ring)
+    began = time.monotonic()
+    made.finish(local(out), seconds=0.5)
+    made.close()
+    assert time.monotonic() - began < 30
+    assert ["not finished within" in incident.reason for incident in said] == [True]
+    gone.set()
+
+
+# -- who writes there ---------------------------------------------------------------------
+
+
+def test_an_older_incarnation_publishes_and_removes_nothing(out: Path, url: str) -> None:
+    older, said = uploads(out, url, number=4)
+    known = local(out)
+    older.finish(known[:1], seconds=30)
+    assert send(out, url, 2, number=5) == []  # elsewhere, from a copy of out
+    before = {path: path.read_bytes() for path in Path(url[7:]).rglob("*") if path.is_file()}
+    older.finish(known, seconds=30)
+    older.close()
+    after = {path: path.read_bytes() for path in Path(url[7:]).rglob("*") if path.is_file()}
+    assert after == before
+    assert "incarnation 5 has taken this run over" in said[0].reason
+
+
+def test_of_two_that_claim_at_once_one_wins(url: str) -> None:
+    one, two = Claim(number=3, token="a" * 8), Claim(number=3, token="b" * 8)
+    RemoteRing(url).claim(one, RUN)
+    RemoteRing(url).claim(two, RUN)
+    RemoteRing(url).check(two)
+    with pytest.raises(RemoteTaken, match="incarnation 3"):
+        RemoteRing(url).check(one)
+    with pytest.raises(RemoteTaken):
+        RemoteRing(url).claim(Claim(number=2, token="c" * 8), RUN)
+
+
+def test_another_run_is_not_written_over(out: Path, url: str) -> None:
+    send(out, url)
+    before = sorted(Path(url.removeprefix("file://")).rglob("*"))
+    (said,) = send(out, url, 1, run="b" * 64, number=9)
+    assert "another run" in said.reason
+    assert sorted(Path(url.removeprefix("file://")).rglob("*")) == before
+
+
+# -- taking a run back --------------------------------------------------------------------
+
+
+def restorer(into: Path, url: str, *overrides: str, fingerprint: str = "d") -> Restorer:
+    ring = RemoteRing(url, pauses=())
+    run_dir = RunDir(into)
+    run_dir.create()
+    config = compose([f"out={into}", *overrides])
+    remote = RemoteRun(ring, ring.look(), "", run_dir)
+    store = RingStore(run_dir.ring)
+    return Restorer(remote, run_dir, store, config, fingerprint, Alone())  # type: ignore[arg-type]
+
+
+def test_a_lost_directory_comes_back(out: Path, url: str, tmp_path: Path) -> None:
+    send(out, url)
+    made = restorer(tmp_path / "new", url)
+    restored = made.restore_if_lost()
+    assert restored is not None and restored.record.step == 40
+    (entry,), damaged = RingStore(tmp_path / "new" / "ring").entries()
+    assert damaged == [] and entry.record == local(out)[-1]
+    for path in entry.folder.iterdir():
+        assert path.read_bytes() == (out / "ring" / entry.folder.name / path.name).read_bytes()
+    assert run_name(RunDir(tmp_path / "new")) == run_name(RunDir(out))
+    assert read_journal(tmp_path / "new" / "journal.jsonl") == read_journal(out / "journal.jsonl")
+    assert made.restore_if_lost() is None  # it is there now
+
+
+def test_a_journal_that_is_there_is_kept(out: Path, url: str) -> None:
+    send(out, url)
+    with (out / "journal.jsonl").open("a") as file:
+        line = Incident(kind="start", step=0, decision="go on", reason="x").to_json()
+        file.write(json.dumps(line | {"time": 9.0}) + "\n")
+    text = (out / "journal.jsonl").read_text()
+    shutil.rmtree(out / "ring")
+    restored = restorer(out, url).restore_if_lost()
+    assert restored is not None and (out / "journal.jsonl").read_text() == text
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip(folder / "rank-00001.bin"),
+        lambda folder: flip(folder / "manifest.json"),
+        lambda folder: (folder / "rank-00000.bin").write_bytes(b"x" * 1_000_000),
+        lambda folder: (folder / "rank-00000.bin").unlink(),
+        lambda folder: (folder / "manifest.json").unlink(),
+        lambda folder: flip(folder / "COMMITTED"),
+        lambda folder: flip(folder / "run" / "journal.jsonl"),
+        lambda folder: flip(folder / "run" / "config.yaml"),
+        lambda folder: (folder / "run" / "files.json").write_text('{"journal.jsonl": 3}'),
+        lambda folder: (folder / "run" / "files.json").write_text("[" * 100_000),
+    ],
+)
+def test_damage_is_refused_and_an_older_one_used(
+    damage: Callable[[Path], Any], out: Path, url: str, tmp_path: Path
+) -> None:
+    send(out, url)
+    folder = Path(url.removeprefix("file://")) / "ring" / folders(url)[-1]
+    damage(folder)
+    restored = restorer(tmp_path / "new", url).restore_if_lost()
+    assert restored is not None and restored.record.step == 30
+    assert [incident.kind for incident in restored.incidents] == ["checkpoint_damaged", "restored"]
+    assert folder.name in restored.incidents[0].reason
+    entries, damaged = RingStore(tmp_path / "new" / "ring").entries()
+    assert [entry.record.step for entry in entries] == [30] and damaged == []
+
+
+def test_nothing_sound_there_is_an_error_and_leaves_no_checkpoint(
+    out: Path, url: str, tmp_path: Path
+) -> None:
+    send(out, url)
+    for path in Path(url.removeprefix("file://")).rglob("rank-00000.bin"):
+        flip(path)
+    with pytest.raises(CheckpointError, match="and none at"):
+        restorer(tmp_path / "new", url).restore_if_lost()
+    assert is_lost(RunDir(tmp_path / "new"), RingStore(tmp_path / "new" / "ring"))
+
+
+def test_not_a_byte_more_is_read_than_was_written(out: Path, url: str, tmp_path: Path) -> None:
+    send(out, url)
+    name = f"ring/{folders(url)[-1]}/rank-00000.bin"
+    Path(url.removeprefix("file://"), name).write_bytes(b"x" * 50_000_000)
+    facts = FileFacts(num_bytes=100, sha256="0" * 64)
+    with pytest.raises(CorruptCheckpoint, match="100 were written"):
+        RemoteRing(url).fetch(name, tmp_path / "got", facts)
+    assert (tmp_path / "got").stat().st_size == 0
+    with pytest.raises(CorruptCheckpoint, match="more than 1000 bytes"):
+        RemoteRing(url).read(name, 1000)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fingerprint", "words"),
+    [
+        (["seed=7"], "d", ["seed: was 0, now 7", "checkpoint.remote="]),
+        (["optim.lr=0.5"], "d", ["optim.lr"]),
+        ([], "other", ["another corpus"]),
+    ],
+)
+def test_other_settings_and_other_data_are_refused(
+    overrides: list[str], fingerprint: str, words: list[str], out: Path, url: str, tmp_path: Path
+) -> None:
+    send(out, url)
+    new = tmp_path / "new"
+    with pytest.raises(ConfigError) as caught:
+        restorer(new, url, *overrides, fingerprint=fingerprint).restore_if_lost()
+    assert all(word in str(caught.value) for word in words)
+    assert not (new / "journal.jsonl").exists() and not (new / "config.yaml").exists()
+    allowed = restorer(new, url, *overrides, "resume.allow_change=true", fingerprint=fingerprint)
+    assert allowed.restore_if_lost() is not None
+
+
+# -- settings -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://user:secret-password@bucket/x",
+        "https://host/x?key=secret-password",
+        "bucket/x",
+        "simplecache::s3://bucket",
+        "s3://",
+        "s3://[secret-password",
+    ],
+)
+def test_urls_that_cannot_be(url: str) -> None:
+    assert url_problem(url)
+    config = compose([])
+    config.checkpoint.remote = url
+    with pytest.raises(ConfigError, match=r"checkpoint\.remote=") as caught:
+        check(config, world_size=1)
+    if "[" not in url:
+        assert "secret-password" not in str(caught.value)
+
+
+def test_urls_that_can_be() -> None:
+    for url in ("s3://bucket/a/b", "file:///tmp/x", "memory://x", "abfs://box@account.host/x"):
+        assert url_problem(url) == ""
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    def missing(*_: Any, **__: Any) -> Any:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ConfigError, match=r"pip install 'holdfast\[remote\]'"):
+        RemoteRing("s3://bucket/x")
+
+
+def test_an_unknown_scheme_is_named() -> None:
+    with pytest.raises(ConfigError, match="nosuch://x"):
+        RemoteRing("nosuch://x")
+
+
+# -- against a real server ----------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    made = Store()
+    for name, value in made.env.items():
+        monkeypatch.setenv(name, value)
+    yield made
+    made.stop()
+
+
+def test_a_server_that_comes_back_in_time_costs_a_pause(store: Store, out: Path) -> None:
+    store.dies_at = 4
+    back = threading.Thread(target=lambda: (store.died.wait(30), store.start()))
+    back.start()
+    ring = RemoteRing(f"s3://{BUCKET}/p", pauses=(1.0, 2.0, 4.0, 8.0))
+    assert send(out, f"s3://{BUCKET}/p", 1, ring=ring) == []
+    back.join()
+    assert store.died.is_set()
+    assert RemoteRing(f"s3://{BUCKET}/p").entries(verify=True)[1] == []
+    for key in ("rank-00000.bin", "rank-00001.bin"):
+        assert sum(name.endswith(key) for name in store.puts) == 1, "sent once"
+
+
+def test_no_secret_is_in_what_a_failure_says(store: Store, out: Path) -> None:
+    (said,) = send(out, "s3://no-such-bucket/p", 1)
+    assert "bucket does not exist" in said.reason
+    with pytest.raises(RemoteFault) as caught:
+        RemoteRing(f"s3://{BUCKET}/p", pauses=())._try(
+            "x", lambda: (_ for _ in ()).throw(OSError("key a-very-secret-key"))
+        )
+    assert "a-very-secret-key" not in str(caught.value)

@@ -1,0 +1,97 @@
+"""A real S3 server for drills: it can die in the middle of an upload and come back."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import boto3
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import BaseWSGIServer, make_server
+
+BUCKET = "runs"
+
+
+class Store:
+    """What it holds outlives :meth:`stop`, as a store's disks would.
+
+    ``puts`` has the keys that were written, in order; ``dies_at`` the number of the write
+    (from 1) that brings the server down half way.
+    """
+
+    def __init__(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.puts: list[str] = []
+        self.dies_at: int | None = None
+        self.died = threading.Event()
+        self._app = DomainDispatcherApplication(create_backend_app)
+        self._lock = threading.Lock()
+        self._server: BaseWSGIServer | None = None
+        self.port = 0
+        self.start()
+        self.client.create_bucket(Bucket=BUCKET)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a run needs to find it; nothing of it is in the run's settings."""
+        return {
+            "AWS_ACCESS_KEY_ID": "an-access-key",
+            "AWS_SECRET_ACCESS_KEY": "a-very-secret-key",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_MAX_ATTEMPTS": "1",
+        }
+
+    @property
+    def client(self) -> Any:
+        return boto3.client(
+            "s3",
+            endpoint_url=f"http://127.0.0.1:{self.port}",
+            region_name="us-east-1",
+            aws_access_key_id="an-access-key",
+            aws_secret_access_key="a-very-secret-key",
+        )
+
+    def start(self) -> None:
+        """Listen, at the same port as before."""
+        self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True)
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        """Refuse connections from now on."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+    def _answer(self, environ: dict[str, Any], begin: Callable[..., Any]) -> Iterable[bytes]:
+        dies = False
+        if environ["REQUEST_METHOD"] == "PUT":
+            with self._lock:
+                dies = len(self.puts) + 1 == self.dies_at
+                self.dies_at = None if dies else self.dies_at
+                if not dies:
+                    self.puts.append(environ["PATH_INFO"].removeprefix(f"/{BUCKET}/"))
+        if dies:
+            self.stop()
+            self.died.set()
+        if self._server is None:  # a connection kept alive must not outlive the server
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            raise ConnectionAbortedError("the server is down")
+        return self._app(environ, begin)
+
+    def held(self, prefix: str) -> dict[str, bytes]:
+        """Every object under a prefix."""
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        keys = [item["Key"] for page in pages for item in page.get("Contents", [])]
+        return {key: self.get(key) for key in keys}
+
+    def get(self, key: str) -> bytes:
+        return self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=data)
