@@ -10,6 +10,7 @@ state is as if the later one had never been begun, and it is launched again if i
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from runner.engine.protocol import Engine, LocalSums, Sequences, Work
 from runner.error import RankError
 from runner.fault.inject import FaultInjector
 from runner.policy.ledger import Ledger
-from runner.policy.signals import NUM_LANES, Bounds, StepSignals, all_equal, lanes
+from runner.policy.signals import NUM_LANES, Bounds, Limits, StepSignals, all_equal, lanes
 
 # Places in the packed FP64 vector that is summed over ranks once a step.
 _LOSS, _GRAD_SQUARE, _NONFINITE, _TOKENS, _STOP, _UNREADABLE, _DONE, _FAILED = range(8)
@@ -38,6 +39,7 @@ _LANES = 8
 _SQUARES = _LANES + NUM_LANES
 # Appended to it on the device.
 _LOSS_PER_TOKEN, _GRAD_NORM, _CLOSED = range(-3, 0)
+_LARGEST = sys.float_info.max
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # told by one rank
 _NUM_LOUDEST = 3
@@ -212,6 +214,7 @@ class Stepper:
             RankError: a rank could not read a sample, or stands elsewhere than the others.
         """
         began = time.monotonic()
+        self._heart.enter("read", step=pending.order.step)
         numbers = pending.on_host()
         seconds = pending.seconds + time.monotonic() - began
         self._step_seconds.append(seconds)
@@ -323,14 +326,11 @@ class Stepper:
             closed = closed | (after.numbers[_CLOSED] > 0) | (after.numbers[_STOP] > 0)
         if not self._guarded:
             return closed
-        usual, again = bounds.usual, bounds.again
-        bounded = (loss <= usual.loss) & (norm <= usual.grad_norm)
+        bounded = is_within(bounds.usual, loss, norm)
         if after is not None:
-            bounded_again = (loss <= again.loss) & (norm <= again.grad_norm)
             was_low = after.numbers[_LOSS_PER_TOKEN] <= bounds.high
-            bounded = torch.where(was_low, bounded, bounded_again)
-        finite = torch.isfinite(loss) & torch.isfinite(norm) & (packed[_NONFINITE] == 0)
-        return ~(bounded & finite) | closed
+            bounded = torch.where(was_low, bounded, is_within(bounds.again, loss, norm))
+        return ~(bounded & (packed[_NONFINITE] == 0)) | closed
 
     def _raise_alike(self, numbers: Sequence[float], pending: Pending) -> None:
         if numbers[_UNREADABLE] > 0:
@@ -380,6 +380,12 @@ class Stepper:
                 rows.append([position, finite, loss if finite else 0.0])
         rows.sort(key=lambda row: (row[1], -row[2]))
         return rows[:_MAX_SUSPECTS]
+
+
+def is_within(limits: Limits, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Finite, and at or below both: NaN and Inf are not below the largest number."""
+    low_enough = (loss <= min(limits.loss, _LARGEST)) & (norm <= min(limits.grad_norm, _LARGEST))
+    return low_enough & (loss >= -_LARGEST)  # a norm is not negative
 
 
 def _flip_bit(copies: list[torch.Tensor]) -> None:

@@ -80,7 +80,8 @@ def train_with_rate_cut_only(overrides: Sequence[str]) -> int:
     """A run in this process with the two parts above in place of the runner's."""
     runner.state.Baseline = OpenBaseline  # type: ignore[misc]
     runner.train.Loop = RateCutLoop  # type: ignore[misc]
-    return runner_main(overrides)
+    # Every step is looked at before the next: this baseline's limits are no forecast.
+    return runner_main([*overrides, "guard.sync=true"])
 
 
 @dataclass(frozen=True)

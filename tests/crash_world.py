@@ -193,7 +193,8 @@ class World:
             report=self.add,
         )
         if self.inline is not None:
-            self.ring._work._thread = self.inline
+            for lane in self.ring._work.lanes:
+                lane._thread = self.inline
         restore = self.ring.restore
 
         def noted(candidates: Sequence[Record]) -> Manifest:

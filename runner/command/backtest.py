@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 import sys
 import time
 from collections import Counter
@@ -66,8 +68,9 @@ def backtest_command(given: Sequence[str]) -> int:
         replay.run()
         seconds = time.monotonic() - began
         sys.stdout.write(
-            (_json_line(recording, replay) if options.json else _report(recording, replay, seconds))
-            + "\n"
+            _json_line(recording, replay) + "\n"
+            if options.json
+            else _report(_with_scale(recording, config.guard.loss_floor), replay, seconds) + "\n"
         )
         if options.plot is not None:
             _plot(recording, replay, options.plot, number if len(files) > 1 else None)
@@ -120,6 +123,18 @@ def _json_line(recording: Recording, replay: Replay) -> str:
         for decision in replay.decisions
     ]
     return json.dumps({"file": recording.path, "rows": len(steps), "decisions": decisions})
+
+
+def _with_scale(recording: Recording, floor: float) -> Recording:
+    """With a note where the thresholds, which are in nats, are larger than the losses."""
+    finite = [loss for loss in recording.curve.losses if math.isfinite(loss)]
+    if not finite or abs(statistics.median(finite)) >= floor:
+        return recording
+    note = (
+        f"most losses lie below guard.loss_floor={floor:g}: a smaller jump is no trouble; set it, "
+        "guard.pair_floor and guard.drift_* in this loss's own unit"
+    )
+    return replace(recording, notes=(*recording.notes, note))
 
 
 def _report(recording: Recording, replay: Replay, seconds: float) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from runner.error import ConfigError
 
+_SHOWN = 80  # characters of a name: what is no curve may have one line of a megabyte
 STEP, LOSS, GRAD_NORM = "--step", "--loss", "--grad-norm"
 
 # Best first, written as `plain` writes them. "train" and "loss" may stand either way round.
@@ -65,7 +66,7 @@ def _only(fitting: Sequence[str], option: str, source: str) -> str:
 
 
 def _listed(names: Sequence[str], most: int = 20) -> str:
-    shown = ", ".join(repr(name) for name in names[:most])
+    shown = ", ".join(repr(name[:_SHOWN]) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

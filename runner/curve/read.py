@@ -96,7 +96,8 @@ def _once(rows: list[Row], notes: list[str]) -> list[Row]:
     """Rows that repeat the one before, as several loggers of one run leave them, are one step."""
     once = rows[:1]
     for before, row in pairwise(rows):
-        if row[0] is None or row[:2] != before[:2]:
+        # NaN twice is two attempts at one step, of ours, or a run that has ended: never one row.
+        if row[0] is None or not math.isfinite(row[1] or 0.0) or row[:2] != before[:2]:
             once.append(row)
         elif once[-1][2] is None:
             once[-1] = row

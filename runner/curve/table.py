@@ -70,17 +70,28 @@ def read_csv(path: Path, names: Names) -> Table:
         file.seek(0)
         separator = max(",\t;", key=head.count)
         lines = csv.reader(file, delimiter=separator)
-        fields = next(lines, [])
+        fields = next(_readable(lines), None) or []
         step, loss, norm = chosen(fields, names, str(path))
         places = [fields.index(name) if name is not None else None for name in (step, loss, norm)]
         table = Table(rows=[], has_steps=step is not None, has_norms=norm is not None)
-        for line in lines:
+        for line in _readable(lines):
             try:
-                table.rows.append(_numbers(line, places))
+                table.rows.append(_numbers(line or [], places))
             except (ValueError, IndexError):
                 table.num_unreadable += 1
-                table.unreadable = table.unreadable or separator.join(line)[:80]
+                table.unreadable = table.unreadable or separator.join(line or [])[:80]
     return table
+
+
+def _readable(lines: Iterator[list[str]]) -> Iterator[list[str] | None]:
+    """Each line's cells; None for one that is no CSV, such as a cell without end."""
+    while True:
+        try:
+            yield next(lines)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield None
 
 
 def _numbers(line: list[str], places: list[int | None]) -> Row:

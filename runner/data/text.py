@@ -210,6 +210,7 @@ class _ByteCodec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TokenizerCodec:
+    path: Path
     tokenizer: Any
     vocab_size: int
     end_token: int
@@ -217,7 +218,13 @@ class _TokenizerCodec:
 
     def encode(self, text: bytes) -> npt.NDArray[Any]:
         decoded = text.decode("utf-8", errors="replace")
-        encoded = self.tokenizer.encode(decoded, add_special_tokens=False)
+        try:
+            encoded = self.tokenizer.encode(decoded, add_special_tokens=False)
+        except Exception as error:  # the library's own, and bare: a vocabulary with a hole, say
+            raise DataError(
+                f"data.tokenizer={self.path}: cannot encode the corpus ({str(error)[:500]}); "
+                "mend it, or null for bytes"
+            ) from error
         return np.array(encoded.ids, dtype=np.uint32)
 
 
@@ -234,11 +241,12 @@ def _open_tokenizer(path: Path) -> Codec:
     # The library raises bare Exception for a file it cannot read as a tokenizer.
     except Exception as error:
         raise DataError(
-            f"data.tokenizer={path}: is no readable tokenizers JSON file ({error}); "
+            f"data.tokenizer={path}: is no readable tokenizers JSON file ({str(error)[:500]}); "
             "give a tokenizer.json, or null for bytes"
         ) from error
     vocab_size, end_token = _vocabulary(tokenizer.get_vocab())
     return _TokenizerCodec(
+        path=path,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         end_token=end_token,

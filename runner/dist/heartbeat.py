@@ -39,9 +39,9 @@ class Heartbeat:
         self._step_began = now
         self._now = (step, "fetch", now)
 
-    def enter(self, phase: str) -> None:
-        """The rank is moving: it is about to do something else."""
-        self._now = (self._now[0], phase, self._clock())
+    def enter(self, phase: str, *, step: int | None = None) -> None:
+        """The rank is moving: it is about to do something else, for this step or another."""
+        self._now = (self._now[0] if step is None else step, phase, self._clock())
 
     @property
     def step(self) -> int:

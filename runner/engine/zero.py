@@ -4,6 +4,9 @@ DeepSpeed partitions, reduces and gathers; the update itself is torch's fused Ad
 FP32 partitions, and so the gate is the same as everywhere: ``found_inf`` on that optimizer.
 DeepSpeed's own clipping, schedule and loss scaling are off. Every private name of DeepSpeed
 that is used stands in one of the three ``_Stage`` classes.
+
+On CUDA DeepSpeed waits for the device by itself (its reduction streams, stage 3 at every step):
+``guard.sync=false`` is the same run there too, and takes away no more than our own wait.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.drills.conftest import POISON
 from tests.drills.test_preempt import stopped
-from tests.run import Result, finish, train
+from tests.run import Result, finish, read_lines, train
 
 LATE, AT_ONCE = "guard.sync=false", "guard.sync=true"
 # A NaN on each rank, one high step, and a range long enough to force a rollback.
@@ -45,7 +45,13 @@ def assert_alike(late: Result, at_once: Result) -> None:
 
 
 def test_a_clean_run(tmp_path: Path, clean: Result) -> None:
-    assert_alike(finish(tmp_path / "late", LATE, "eval.every=0"), clean)
+    late = finish(tmp_path / "late", LATE)
+    assert_alike(late, clean)
+    lines = read_lines(late.out / "metrics.jsonl")
+    # Each second of the training thread is told of one step: of its launch or of its reading.
+    first_two = lines[0]["seconds"] + lines[1]["seconds"]
+    wall = lines[-1]["time"] - lines[0]["time"] + first_two
+    assert sum(line["seconds"] for line in lines) <= wall + 0.01
 
 
 @pytest.mark.parametrize(

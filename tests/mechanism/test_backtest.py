@@ -186,10 +186,24 @@ def test_rows_that_repeat_the_one_before_are_one_step(tmp_path: Path) -> None:
     for at, value in enumerate(values):
         rows += [[at, value, ""], [at, value, 0.5]]
     rows.append([99, 3.3, 0.5])  # another loss: another row
+    rows += [[100, "nan", 0.5], [100, "nan", 0.5]]  # tried twice
     recording = read_curve(str(write_csv(tmp_path / "a.csv", ["step", "loss", "norm"], rows)))
-    assert list(recording.curve.losses) == [*values, 3.3]
+    assert list(recording.curve.losses[:-2]) == [*values, 3.3]
+    assert [math.isnan(loss) for loss in recording.curve.losses[-2:]] == [True, True]
     assert set(recording.curve.grad_norms) == {0.5}
     assert "100 row(s) repeat the step and loss before: left out" in recording.notes
+
+
+def test_losses_below_the_thresholds_are_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for scale, said in ((0.01, True), (1.0, False)):
+        rows = [[at, scale * loss] for at, loss in enumerate(losses(bad=[]))]
+        path = write_csv(tmp_path / "a.csv", ["step", "loss"], rows)
+        assert main(["backtest", str(path)]) == 0
+        assert ("lie below guard.loss_floor=0.4" in capsys.readouterr().out) == said
+    assert main(["backtest", str(path), "guard.loss_floor=9"]) == 0
+    assert "lie below guard.loss_floor=9" in capsys.readouterr().out
 
 
 def test_a_recording_that_begins_late_is_said_to(tmp_path: Path) -> None:

@@ -89,6 +89,22 @@ def test_plans_in_a_row_are_all_allowed_positions_in_order(
         assert not held_out(plan.indices, share=share).any()
 
 
+@settings(deadline=None, max_examples=50)
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 60), LEDGERS), max_size=12),
+    size=st.integers(1, 20),
+)
+def test_a_plan_does_not_depend_on_what_was_asked_before(
+    asked: list[tuple[int, Ledger]], size: int
+) -> None:
+    """What is remembered of earlier answers is never a wrong one."""
+    one = stream(size=size)
+    for cursor, ledger in [*asked, *asked]:
+        told, fresh = one.plan(cursor, ledger), stream(size=size).plan(cursor, ledger)
+        assert told.positions.tolist() == fresh.positions.tolist()
+        assert told.indices.tolist() == fresh.indices.tolist()
+
+
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 50])
 def test_every_epoch_is_a_permutation_and_another_one(num_samples: int) -> None:
     one = stream(num_samples, share=0)
@@ -228,6 +244,30 @@ def test_going_back_gives_no_stale_batch(workers: int) -> None:
     with ranks(2, workers=workers) as feeds:
         for plan in [*ahead[:4], ahead[1], *ahead[1:4], ahead[0], ahead[5], *ahead[4:]]:
             check_fetch(feeds, plan, Ledger())
+
+
+class Counting:
+    """The language, and how often a sample of it was read."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    def __len__(self) -> int:
+        return len(LANGUAGE)
+
+    def __getitem__(self, index: int) -> Sample:
+        self.num_reads += 1
+        return LANGUAGE[index]
+
+
+def test_a_step_that_is_launched_again_reads_nothing_again() -> None:
+    """As after one that was launched in vain; the loader goes on from where it was."""
+    counting: Any = Counting()
+    first, second, third = plans(stream(), Ledger(), 3)
+    with ranks(1, counting) as feeds:
+        for plan in (first, second, second, third):
+            check_fetch(feeds, plan, Ledger())
+    assert counting.num_reads == 3 * 8
 
 
 @pytest.mark.parametrize(("workers", "offset"), [*((0, at) for at in range(8)), (2, 0), (2, 7)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -45,10 +46,11 @@ from runner.policy.ring import (
     with_state,
 )
 from runner.policy.schedule import Schedule
+from runner.policy.signals import Limits
 from runner.recover import Recovery
 from runner.state import TrainState
-from runner.step import Stepper
-from tests.policy.steps import judge_rules, remedy_rules
+from runner.step import Stepper, is_within
+from tests.policy.steps import attempted, judge_rules, remedy_rules
 
 CPU = torch.device("cpu")
 BATCH = 4
@@ -161,6 +163,7 @@ class MemoryRing:
     """The ring's rules without a disk: a save is committed at once, and proven when it is due."""
 
     def __init__(self, engine: OneNumber) -> None:
+        self.num_settled = 0
         self.records: list[Record] = []
         self.next_serial = 1
         self._engine = engine
@@ -200,12 +203,16 @@ class MemoryRing:
             self.records = with_state(self.records, record.serial, State.tainted)
 
     is_busy = False
+    num_settled = 0
 
     def tell(self) -> Told:
-        return Told(0.0, 0.0, ())
+        """Which job this is about; one is over at every settlement."""
+        return Told(float(self.num_settled), 0.0, (self.num_settled,))
 
     def settle(self, num_done: float, num_failed: float, jobs: Sequence[int]) -> None:
-        pass
+        if jobs == (self.num_settled,):  # else of a job that is over
+            assert num_done == self.num_settled, "told of a job that was over, taken for the next"
+            self.num_settled += 1
 
     def drain(self, is_late: Any = None) -> bool:
         return True
@@ -502,6 +509,19 @@ def test_a_step_in_vain_is_computed_once_more(tmp_path: Path) -> None:
     _, late = live(bad, tmp_path / "late", late=True)
     _, at_once = live(bad, tmp_path / "at-once", late=False)
     assert late.computed[-1] == at_once.computed[-1] + 1
+
+
+NUMBERS = [0.0, -0.0, 1.5, 1e300, sys.float_info.max, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.5, 1e300, math.inf])
+@pytest.mark.parametrize("norm", [number for number in NUMBERS if not number < 0])
+@pytest.mark.parametrize("loss", NUMBERS)
+def test_the_device_and_the_host_agree_on_a_limit(loss: float, norm: float, limit: float) -> None:
+    for limits in (Limits(loss=limit), Limits(grad_norm=limit), Limits(loss=1.5, grad_norm=limit)):
+        numbers = (torch.tensor(number, dtype=torch.float64) for number in (loss, norm))
+        told = is_within(limits, *numbers).item()
+        assert told is not limits.exceeded(attempted(1, loss, norm))
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=pytest.mark.full)])

@@ -7,14 +7,18 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runner.check import check, url_problem
 from runner.checkpoint.manifest import FileFacts
+from runner.checkpoint.protocol import Identity, Moment, RingRules
 from runner.checkpoint.remote import Claim, RemoteFault, RemoteRing, RemoteTaken
+from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore, folder_name
 from runner.checkpoint.upload import Uploads
 from runner.checkpoint.work import AgreedWork
@@ -485,3 +489,67 @@ def test_no_secret_is_in_what_a_failure_says(store: Store, out: Path) -> None:
             "x", lambda: (_ for _ in ()).throw(OSError("key a-very-secret-key"))
         )
     assert "a-very-secret-key" not in str(caught.value)
+
+
+# -- with the ring ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str = "param/a"
+    shape: tuple[int, ...] = (8,)
+    start: int = 0
+    local: torch.Tensor = field(default_factory=lambda: torch.ones(8))
+
+
+class Holder:
+    replica = (0, 1)
+
+    def shards(self) -> list[Shard]:
+        return [Shard()]
+
+    def update_counts(self) -> dict[str, int]:
+        return {}
+
+    def finish_load(self, update_counts: Any) -> None:
+        return
+
+
+def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) -> None:
+    folder = tmp_path / "run"
+    store = RingStore(folder / "ring")
+    store.sweep()
+    ring = Ring(
+        store,
+        holder=Holder(),
+        ranks=Alone(),
+        rules=RingRules(clean_after=1, keep=1, keep_every=0, background=True),
+        identity=Identity(config_digest="c", data_fingerprint="d"),
+        report=lambda incident: None,
+    )
+    remote, go_on = RemoteRing(url, pauses=()), threading.Event()
+    put = remote.put
+    remote.put = lambda *what: (go_on.wait(60), put(*what))  # type: ignore[method-assign]
+    ring.uploads, said = uploads(folder, url, ring=remote)
+
+    def step(number: int) -> None:
+        ring.save(Moment(step=number, cursor=0, train_state={}, metrics_bytes=0, journal_lines=0))
+        ring.drain()
+        ring.after_step(number + 1, 99)
+        ring.drain()
+        ring.after_step(number + 1, 99)
+
+    step(10)
+    # Begun: the store is being prepared, or the first file waits to be sent.
+    assert ring.uploads.pinned == {1} and ring.is_busy
+    for number in (20, 30, 40):
+        step(number)
+    assert [record.serial for record in ring.records] == [1, 4]
+    assert (folder / "ring" / folder_name(ring.records[0]) / "COMMITTED").exists()
+    go_on.set()
+    ring.uploads.finish(ring.records, seconds=60)
+    step(50)
+    assert [record.serial for record in ring.records] == [5]
+    ring.uploads.finish(ring.records, seconds=60)
+    ring.close()
+    assert said == [] and folders(url)[-1] == folder_name(ring.records[-1])
