@@ -14,6 +14,7 @@ from runner.compose import fields
 from runner.config import ParallelKind, Precision, RunConfig
 from runner.error import ConfigError
 
+_MOST_MIRRORED = 9_000  # a lane of background work more: see runner.checkpoint.work.Lanes
 _LAST_SAMPLE = 1 << 60  # positions are computed with in 64 bits
 
 _HOLDS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
@@ -105,6 +106,11 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
             ring.memory_every == 0 and ring.memory_mirror,
             "checkpoint.memory_mirror=true: there are no snapshots to mirror with "
             "checkpoint.memory_every=0; use checkpoint.memory_every=10",
+        ),
+        (
+            ring.memory_mirror and world_size > _MOST_MIRRORED,
+            f"checkpoint.memory_mirror=true: is for at most {_MOST_MIRRORED:,} ranks, and there "
+            f"are {world_size:,}; use checkpoint.memory_mirror=false",
         ),
         (
             ring.memory_every == 0 and ring.memory_slots is not None,

@@ -183,7 +183,7 @@ def take_up(
         journal.add_once(_damaged(sentence))
     unused = ring.inherit(
         _last_incarnation(found.journal),
-        is_refused=lambda record: record.serial in left_behind,
+        is_refused=lambda one: one.serial in left_behind or history.distrusts(one),
         metrics_bytes=found.metrics_bytes,
     )
     # In memory as well as on disk: the marks of a mismatch may have come too late for either.

@@ -185,6 +185,7 @@ def test_a_mistake_is_told(override: str, fragments: Sequence[str]) -> None:
             2,
             ["checkpoint.memory_mirror=true", "checkpoint.memory_every=10"],
         ),
+        (["checkpoint.memory_mirror=true"], 10_000, ["checkpoint.memory_mirror=true", "9,000"]),
         (
             ["checkpoint.memory_every=0", "checkpoint.memory_slots=3"],
             2,
