@@ -1,6 +1,6 @@
 """Guard and checkpoints together against a hand-written loop that saves nothing.
 
-Snapshots in memory every 10 steps where this version has them, on disk every 100. A pair is 100
+Snapshots in memory every 10 steps, on disk every 100. A pair is 100
 steps of each side, taken 25 by 25, so that each has one save and its proof. The save falls into
 the middle of a turn, and the turn ends when the background has ended too: it cannot be charged to
 the other side.
@@ -9,7 +9,6 @@ the other side.
 from __future__ import annotations
 
 from scripts.bench.compared import compared
-from scripts.bench.ours import has_memory_tier
 from scripts.bench.plan import Plan
 from scripts.bench.report import Row
 
@@ -21,8 +20,6 @@ _PHASE = 15
 
 
 def measure(plan: Plan) -> list[Row]:
-    memory = ["checkpoint.memory_every=10"] if has_memory_tier() else []
-    kept = "memory every 10, disk every 100" if memory else "disk every 100"
     rows = []
     cases = [(", short steps", plan.short, 1 if plan.quick else 8)]
     if not plan.quick:
@@ -31,10 +28,10 @@ def measure(plan: Plan) -> list[Row]:
         rows.append(
             compared(
                 plan,
-                f"step, guard and checkpoints ({kept}), fsdp{size}",
+                f"step, guard and checkpoints (memory every 10, disk every 100), fsdp{size}",
                 "bare FSDP2 loop that saves nothing",
                 f"checkpoint.every={_EVERY}",
-                *memory,
+                "checkpoint.memory_every=10",
                 *settings,
                 opponent="bare-fsdp",
                 block=_BLOCK,

@@ -74,7 +74,7 @@ def _bytes(plan: Plan, sizes: dict[str, list[str]]) -> list[Row]:
     for name, size in sizes.items():
         result = stalls(plan, size, rounds=3 if plan.quick else 6)
         seconds = result["seconds"]
-        ours = seconds.get("ring_memory", seconds["ring_disk"])
+        ours = seconds["ring_memory"]
         megabytes = result["bytes_per_rank"] / 1e6
         rows.append(
             Row(

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from scripts.bench.framework import OPPONENTS, environment_python
-from scripts.bench.ours import has_memory_tier, make_task, settings
+from scripts.bench.ours import make_task, settings
 from scripts.bench.plan import Plan
 from scripts.bench.process import MeasureError, descendants, finish, folder, running, torchrun
 from scripts.bench.ratio import paired
@@ -26,10 +26,8 @@ def measure(plan: Plan) -> list[Row]:
     kinds = ("fsdp",) if plan.quick else ("fsdp", "ddp")
     ours = {kind: [_peak(plan, kind, None) for _ in range(rounds)] for kind in kinds}
     rows = []
-    if has_memory_tier():
-        told = "checkpoint.memory_every=10"
-        kept = [_peak(plan, "fsdp", None, told) for _ in range(rounds)]
-        rows.append(_row(plan, "fsdp, with snapshots", "the runner without", kept, ours["fsdp"]))
+    snapshots = [_peak(plan, "fsdp", None, "checkpoint.memory_every=10") for _ in range(rounds)]
+    rows.append(_row(plan, "fsdp, with snapshots", "the runner without", snapshots, ours["fsdp"]))
     for kind in kinds:
         theirs = [_peak(plan, kind, f"bare-{kind}") for _ in range(rounds)]
         rows.append(_row(plan, kind, AGAINST[kind], ours[kind], theirs))

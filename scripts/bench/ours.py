@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import os
@@ -23,21 +22,19 @@ from runner.train import Run, Session
 from scripts.bench.task import Task
 
 # Neither evaluation nor checkpoints nor printing within the steps that are timed.
-_QUIET = ("eval.every=0", "checkpoint.every=1000000", "track.every=1000000")
+_QUIET = (
+    "eval.every=0",
+    "checkpoint.every=1000000",
+    "checkpoint.memory_every=0",
+    "track.every=1000000",
+)
 _ENDLESS = ("steps=1000000", "schedule=cosine", "schedule.total=2000")
 _NUM_STEPS = 256  # in the opponents' file of tokens, which goes round
 
 
 def settings(out: Path, overrides: Sequence[str]) -> RunConfig:
     """Of a run without end that does nothing but steps, unless ``overrides`` ask for more."""
-    quiet = [*_QUIET, "checkpoint.memory_every=0"] if has_memory_tier() else _QUIET
-    return compose([*quiet, *_ENDLESS, *overrides, f"out={out}"])
-
-
-def has_memory_tier() -> bool:
-    """Whether this version keeps snapshots in memory."""
-    checkpoint = {field.name for field in dataclasses.fields(RunConfig().checkpoint)}
-    return "memory_every" in checkpoint
+    return compose([*_QUIET, *_ENDLESS, *overrides, f"out={out}"])
 
 
 def first_losses(out: Path, count: int) -> list[float]:
@@ -56,7 +53,7 @@ def opened(config: RunConfig, place: Place, device: torch.device) -> Iterator[Ru
     run = Session(config, place, launch, device, run_dir, {}, witness, stop, []).open()
     run.loop.begin()
     yield run
-    run.ring.close()
+    run.ring.close(forget=True)  # nobody comes back for its snapshots in memory
     run.feed.close()
     run.reporter.close()
 

@@ -26,7 +26,7 @@ from runner.dist.launcher import place_from
 from runner.model.decoder import num_parameters
 from runner.train import Run
 from scripts.bench.opponent.bare import BareLoop, Saved
-from scripts.bench.ours import has_memory_tier, make_task, opened, settings
+from scripts.bench.ours import make_task, opened, settings
 from scripts.bench.task import Task, read_task, write_task
 from scripts.bench.turns import Clock
 
@@ -94,9 +94,9 @@ def main() -> None:
     device = choose_device("auto", place)
     start_group(place, device, timeout_seconds=300)
     folder = options.folder
-    # Odd steps: memory only, where there is that tier. Even ones: disk as well.
+    # Odd steps: memory only. Even ones: disk as well.
     due = ["checkpoint.every=2", "checkpoint.clean_after=1", "checkpoint.keep=1"]
-    due += ["checkpoint.memory_every=1"] if has_memory_tier() else []
+    due += ["checkpoint.memory_every=1"]
     config = settings(folder / "ours", [*due, *options.overrides])
     if place.is_first:
         write_task(make_task(config, folder, steps=8), folder / "task.json")
@@ -141,10 +141,10 @@ def _own(out: Path, rounds: int) -> dict[str, list[float]]:
     with (out / "metrics.jsonl").open() as file:
         stalls = [float(json.loads(line).get("stalls", {}).get("checkpoint", 0.0)) for line in file]
     after = stalls[1:]  # of the checkpoint at step 1, 2, ...
-    own = {"ring_disk": after[3 : 2 * rounds + 2 : 2]}
-    if has_memory_tier():
-        own["ring_memory"] = after[2 : 2 * rounds + 2 : 2]
-    return own
+    return {
+        "ring_memory": after[2 : 2 * rounds + 2 : 2],
+        "ring_disk": after[3 : 2 * rounds + 2 : 2],
+    }
 
 
 def _remove(folder: Path) -> None:

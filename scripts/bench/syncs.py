@@ -48,7 +48,9 @@ class SyncCount:
     def _begin(self) -> None:
         torch.cuda.synchronize()
         self._catcher = warnings.catch_warnings(record=True)
-        self._seen = self._catcher.__enter__() or []
+        seen = self._catcher.__enter__()
+        assert seen is not None
+        self._seen = seen
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
 

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from scripts.bench.process import MeasureError, environment, torchrun
 from scripts.bench.ratio import grouped, paired
 from scripts.bench.recovery import recovered
 from scripts.bench.report import Row, amount, markdown
+from scripts.bench.syncs import SyncCount
 from scripts.bench.turns import Turns
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,30 @@ def test_turns_alternate_blocks_and_end() -> None:
         order.append("d")
         done = turns.after_step()
     assert "".join(order) == "d" + 3 * "ddpps"
+
+
+def test_waits_for_the_device_are_counted_after_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten steps of each side more: here the driver waits twice a step, the passenger once."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    measured = iter([False, False, True])
+
+    def wait() -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    counting = SyncCount(lambda loss: next(measured), wait)
+    steps = 0
+    done = False
+    while not done:
+        if modes:
+            wait()
+            wait()
+        steps += 1
+        done = counting.after_step()
+    assert steps == 13
+    assert counting.per_step == {"theirs": 2.0, "ours": 1.0}
+    assert modes == ["warn", "default"] * 2
 
 
 @pytest.mark.parametrize(
