@@ -34,7 +34,8 @@ def test_a_second_launch_is_refused_in_words(tmp_path: Path, clean: Result) -> N
 
 def test_a_run_is_taken_over(tmp_path: Path, clean: Result) -> None:
     out = tmp_path / "run"
-    first = running(out)
+    # Not over before a busy machine has started the second.
+    first = running(out, "faults=[slow@step=10-60,seconds=1]")
     second = finish(out, "resume.take_over=true")
     old = first.wait(timeout=30)
     assert old.code != 0 and "has taken this run over" in old.text, old.tail
