@@ -96,14 +96,16 @@ def rollback_targets(records: Iterable[Record], *, cursor: int, step: int) -> li
 
 
 def older_targets(targets: Sequence[Record], repeat: int) -> list[Record]:
-    """What is left to choose from when trouble has come back ``repeat`` times.
+    """Where to go when trouble has come back ``repeat`` times, best first.
 
     As many checkpoints on disk are passed over: snapshots in memory lie a few steps apart, and
-    going back a few steps more is no other remedy.
+    going back a few steps more is no other remedy. Those passed over come last, the oldest
+    first: better than none where the others cannot be loaded.
     """
     serials = [record.serial for record in on_disk(targets) or targets]
     newest = serials[min(repeat, len(serials) - 1)] if repeat else targets[0].serial
-    return [record for record in targets if record.serial <= newest]
+    older = [record for record in targets if record.serial <= newest]
+    return older + [record for record in reversed(targets) if record.serial > newest]
 
 
 def resume_order(records: Iterable[Record]) -> list[Record]:

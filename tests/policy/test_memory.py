@@ -139,10 +139,10 @@ def test_trouble_that_comes_back_goes_back_by_checkpoints_on_disk() -> None:
         step=10_000,
     )
     assert [r.serial for r in older_targets(targets, 0)] == [11, 9, 7, 5, 5, 1]
-    assert [r.serial for r in older_targets(targets, 1)] == [5, 5, 1]
-    assert [r.serial for r in older_targets(targets, 2)] == [1]
-    assert [r.serial for r in older_targets(targets, 9)] == [1]
-    assert [r.serial for r in older_targets([memory(4, OK), memory(2, OK)], 1)] == [2]
+    assert [r.serial for r in older_targets(targets, 1)] == [5, 5, 1, 7, 9, 11]
+    assert [r.serial for r in older_targets(targets, 2)] == [1, 5, 5, 7, 9, 11]
+    assert [r.serial for r in older_targets(targets, 9)] == [1, 5, 5, 7, 9, 11]
+    assert [r.serial for r in older_targets([memory(4, OK), memory(2, OK)], 1)] == [2, 4]
 
 
 def test_a_state_is_one_copys_own() -> None:
