@@ -18,7 +18,7 @@ _OTHERS = {"dcp_save": "dcp.save", "dcp_async_save": "dcp.async_save", "torch_sa
 
 
 def measure(plan: Plan) -> list[Row]:
-    size = plan.size or _MEDIUM
+    size = plan.size if plan.has_gpu else _MEDIUM
     result = stalls(plan, size, rounds=3 if plan.quick else 12)
     copy = "plain copy of the same bytes"
     rows = [_row("snapshot in memory", "ring_memory", "copy", copy, result)]
