@@ -54,9 +54,14 @@ def shard_model(
     precision = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if layout.bf16 else None, reduce_dtype=torch.float32
     )
+    # gloo lets nothing run beside a collective, so where no parameter is gathered one for the
+    # whole model is best; NCCL reduces each block while the backward pass goes on.
+    by_block = layout.shard_size > 1 or mesh.device_type == "cuda"
     for block in blocks:
         if layout.compile:
             block.compile()
+        if not by_block:
+            continue
         fully_shard(
             block,
             mesh=mesh,
