@@ -14,7 +14,11 @@ from tests.run import Result, finish, train
 
 # The input, a matrix, and norms: ZeRO-3 keeps those gathered. What is tied stays tied.
 FROZEN = ("model.frozen=[embedding,blocks.0.attention.query,ffn_norm]", "schedule.total=60")
-ENGINES = ["fsdp", "ddp", "zero1", "zero2", "zero3"]
+ENGINES = [
+    "fsdp",
+    "zero3",
+    *(pytest.param(engine, marks=pytest.mark.full) for engine in ("ddp", "zero1", "zero2")),
+]
 FAULTS = "faults=[nan_grad@step=7,rank=1,poison@samples=600-700]"
 BF16_NOISE = 0.02
 
@@ -90,7 +94,7 @@ def test_offloaded_ones_too(tmp_path: Path, trained: Result) -> None:
     assert run.digest == trained.digest, run.tail
 
 
-@pytest.mark.parametrize("parallel", ["single", "zero2"])
+@pytest.mark.parametrize("parallel", ["single", pytest.param("zero2", marks=pytest.mark.full)])
 @pytest.mark.parametrize("pattern", ["nothing_is_called_so", "weight"])
 def test_a_pattern_that_cannot_be_meant_ends_the_command(
     tmp_path: Path, parallel: str, pattern: str
