@@ -72,6 +72,7 @@ def test_they_keep_their_bits_through_nan_and_rollback(
     assert_every_sample_once(run)
 
 
+@pytest.mark.full
 def test_any_engine_reads_what_another_wrote(tmp_path: Path) -> None:
     """A chain: each takes up the run where the one before left it, and changes no bit of it."""
     out = tmp_path / "run"

@@ -178,6 +178,7 @@ def test_a_link_that_heals_brings_the_node_back(
     assert_follows(run, clean)
 
 
+@pytest.mark.full
 def test_the_head_is_lost_and_the_supervisors_start_again(
     network: Network, job: Callable[..., Job], clean: Result
 ) -> None:
