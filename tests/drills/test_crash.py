@@ -25,7 +25,6 @@ ALWAYS = {
     ("raise", "forward", 1),
     ("raise", "rollback", 0),
     ("stop", "agree", 1),
-    ("stop", "fetch", 0),
     ("hang", "apply", 1),
 }
 MATRIX = [

@@ -45,6 +45,7 @@ def test_half_on_two_ranks_half_on_others(
     assert first_half == half.metrics(), "what was done stands"
 
 
+@pytest.mark.full
 def test_another_engine_with_every_command(tmp_path: Path, clean: Result) -> None:
     out = tmp_path / "run"
     for steps, ranks, engine in [

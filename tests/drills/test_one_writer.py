@@ -22,7 +22,7 @@ def running(out: Path, *overrides: str) -> Started:
 
 def test_a_second_launch_is_refused_in_words(tmp_path: Path, clean: Result) -> None:
     out = tmp_path / "run"
-    first = running(out, "faults=[slow@step=10-40,seconds=1]")
+    first = running(out, "faults=[slow@step=10-40,seconds=0.5]")
     second = train(out)
     assert second.code != 0 and "is in use by a living run" in second.text, second.tail
     assert "resume.take_over=true" in second.text, second.tail

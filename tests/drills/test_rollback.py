@@ -152,6 +152,7 @@ def test_a_lasting_level_becomes_the_new_normal(tmp_path: Path) -> None:
     assert_every_sample_once(hit)
 
 
+@pytest.mark.full
 def test_as_palm_did(tmp_path: Path) -> None:
     batch, back, ahead = 32, 100, 200
     hit = finish(
