@@ -7,6 +7,7 @@ batch is never used.
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import time
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from runner.policy.elastic import deal, share_out
 from runner.policy.ledger import Ledger
 
 NOT_COUNTED = -100  # torch's ignore_index: no loss, no gradient
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # Linux
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,8 +261,12 @@ def _quiet_worker(_: int) -> None:
     """A loading process must not act on the signals meant for the run.
 
     A scheduler sends them to every process, and the run still needs its batches to get to the
-    end of the step. It ends with the process that it loads for.
+    end of the step. It ends with the process that it loads for, and at once: it has copies of the
+    process group's sockets, and while one is open the other ranks wait for a rank that is dead.
+    torch's own look after the parent comes every five seconds.
     """
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

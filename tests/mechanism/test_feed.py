@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ from hypothesis import strategies as st
 
 from runner.data.cursor import BatchPlan, SampleStream
 from runner.data.dataset import Dataset, Sample
-from runner.data.feed import NOT_COUNTED, Feed, MicroBatch
+from runner.data.feed import NOT_COUNTED, Feed, MicroBatch, _quiet_worker
 from runner.data.permutation import held_out
 from runner.data.synthetic import SyntheticLanguage
 from runner.data.tokens import open_tokens
@@ -406,3 +409,20 @@ def test_a_batch_can_move() -> None:
     assert torch.equal(moved.tokens, batch.tokens)
     assert moved.positions == batch.positions
     assert moved.segments is None
+
+
+def _signal_at_the_parents_death(told: Any) -> None:
+    _quiet_worker(0)
+    number = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(number))  # PR_GET_PDEATHSIG
+    told.put(number.value)
+
+
+def test_a_loading_process_dies_with_its_rank() -> None:
+    """It holds the rank's sockets: the other ranks waited five seconds for one that was dead."""
+    context = multiprocessing.get_context("fork")
+    told = context.SimpleQueue()
+    worker = context.Process(target=_signal_at_the_parents_death, args=(told,))
+    worker.start()
+    assert told.get() == signal.SIGKILL
+    worker.join()
