@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.policy.episode import Before
 from runner.policy.signals import Bounds, Limits, StepSignals
-from runner.policy.window import MAD_TO_SIGMA, Window, median_of_sorted
+from runner.policy.window import Window, median_of_sorted
 
 
 class Kind(Enum):
@@ -102,12 +102,10 @@ def _noise(window: Window) -> _Noise:
     return _Noise(center, sigma, _PAIR_TAILS * (window.largest(_TAIL_RANK) - center))
 
 
-def _late_noise(window: Window) -> _Noise:
-    """The same of the newest steps, with an allowance for their being few."""
-    few = sorted(window.newest(_LATE_STEPS))
-    center = median_of_sorted(few)
-    sigma = MAD_TO_SIGMA * median_of_sorted(sorted(abs(value - center) for value in few))
-    tail = _LATE_TAIL * _PAIR_TAILS * (few[-1] - center)
+def _late_noise(late: Window) -> _Noise:
+    """The same of the newest steps alone, with an allowance for their being few."""
+    center, sigma = late.center_and_sigma()
+    tail = _LATE_TAIL * _PAIR_TAILS * (late.largest(1) - center)
     return _Noise(center, _LATE_SIGMAS * sigma, tail)
 
 
@@ -154,9 +152,12 @@ class Baseline:
         self, losses: Iterable[float], surprises: Iterable[float], log_norms: Iterable[float]
     ) -> None:
         size = self._rules.window
+        late = min(size, _LATE_STEPS)
         self._loss = Window(size, losses)
         self._surprise = Window(size, surprises)
         self._log_norm = Window(size, log_norms)
+        self._late_surprise = Window(late, self._surprise.values())
+        self._late_log_norm = Window(late, self._log_norm.values())
         self._measure_loss()
 
     def _measure_loss(self) -> None:
@@ -200,9 +201,13 @@ class Baseline:
             self._begin_with([*self._beginning, signals.loss])
         self._pile_up_drift(signals)
         if self._level is not None:
-            self._surprise.push(signals.loss - self._level)
+            surprise = signals.loss - self._level
+            self._surprise.push(surprise)
+            self._late_surprise.push(surprise)
+        log_norm = _log(signals.grad_norm)
         self._loss.push(signals.loss)
-        self._log_norm.push(_log(signals.grad_norm))
+        self._log_norm.push(log_norm)
+        self._late_log_norm.push(log_norm)
         self._measure_loss()
         level = median_of_sorted(sorted(self._loss.newest(_LEVEL_STEPS)))
         self._level, self._next_level = self._next_level, level
@@ -325,7 +330,7 @@ class Baseline:
         median, sigma = self._median, self._sigma
         self._best_level = min(self._best_level + self._slack / _DRIFT_MEMORY, median)
         tail = _PAIR_TAILS * (self._loss.largest(_TAIL_RANK) - median)
-        usual, late = _noise(self._surprise), _late_noise(self._surprise)
+        usual, late = _noise(self._surprise), _late_noise(self._late_surprise)
         short = level + min(0.0, max(usual.center, late.center, -_MOST_BIAS * rules.loss_floor))
         spread, short_tail = min(usual.sigma, late.sigma), min(usual.tail, late.tail)
         alone = min(
@@ -345,7 +350,7 @@ class Baseline:
         usual, sigma = self._log_norm.center_and_sigma()
         log_norm = usual + max(rules.norm_sigmas * sigma, rules.norm_floor)
         if rules.norm_sigmas * sigma > rules.norm_floor:
-            late = _late_noise(self._log_norm)
+            late = _late_noise(self._late_log_norm)
             least = max(rules.norm_sigmas * late.sigma, rules.norm_floor)
             log_norm = min(log_norm, max(usual, late.center) + least)
         return math.exp(min(log_norm, 700.0))
