@@ -318,7 +318,12 @@ class GuardConfig:
     )
     widen: float = key(2.0, "each repeat skips this many times as far ahead", trajectory=True, ge=1)
     cooldown: float = key(
-        0.5, "learning-rate factor from the second repeat on", trajectory=True, gt=0, le=1
+        0.5,
+        "learning-rate factor from the second repeat on; where the data is suspected, only at the "
+        "last rollback before a halt",
+        trajectory=True,
+        gt=0,
+        le=1,
     )
     cooldown_steps: int = key(100, "updates the factor lasts", trajectory=True, ge=0)
     level_steps: int = key(

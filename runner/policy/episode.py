@@ -137,6 +137,11 @@ def _finding(episode: Episode, shape: str, course: str) -> Finding:
     return Finding(episode=episode, shape=shape, course=course, cause=cause, why=why)
 
 
+def blames_data(episode: Episode) -> bool:
+    """Whether bad steps came out of nothing: then neither the rate nor the state is to blame."""
+    return episode.num_bad > 0 and episode.before.creep <= 1.0
+
+
 def _suspect(episode: Episode) -> tuple[str, str]:
     before = episode.before
     usual = f"{before.grad_norm:.3g}"

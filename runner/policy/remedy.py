@@ -2,7 +2,8 @@
 
 one bad step            discard it
 bad steps persist       back to the newest clean checkpoint before the onset, skip the range
-it comes back           an older checkpoint, a wider range; then a lower rate for a while
+it comes back           an older checkpoint, a wider range; then a lower rate for a while, unless
+                        it came out of nothing each time, as bad data does
 it comes back, level    finite and steady from other weights too: it is the data's new
                         level; take it as the new baseline
 budget spent            halt: a person must look
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.policy.episode import Before, Episode, Finding, scattered, transient
+from runner.policy.episode import Before, Episode, Finding, blames_data, scattered, transient
 from runner.policy.history import History
 from runner.policy.ring import Record, older_targets, rollback_targets
 from runner.policy.signals import StepSignals
@@ -328,7 +329,8 @@ def _go_back(case: Case) -> Rollback | Halt:
             reason=f"no clean checkpoint at or before sample position {skip[0]} to go back to: "
             f"{reason}"
         )
-    cool = rules.cooldown_steps if repeat >= 2 else 0
+    is_last = spent + 1 == rules.max_rollbacks
+    cool = rules.cooldown_steps if repeat >= 2 and (is_last or not _blames_data(case)) else 0
     return Rollback(
         reason=_explain(case, cool),
         targets=tuple(older_targets(targets, repeat)),
@@ -339,6 +341,12 @@ def _go_back(case: Case) -> Rollback | Halt:
         cut_factor=rules.cooldown if cool else 1.0,
         cut_steps=cool,
     )
+
+
+def _blames_data(case: Case) -> bool:
+    """A rate is not cut for the data's fault: that would only cost what was to be learned."""
+    episode = case.trouble.episode
+    return case.verdict.kind is not Kind.drift and episode is not None and blames_data(episode)
 
 
 def _skip_range(case: Case) -> tuple[int, int]:
@@ -364,4 +372,6 @@ def _explain(case: Case, cool: int) -> str:
         words.append(f"repeat {repeat}: an older checkpoint and a wider range")
     if cool:
         words.append(f"learning rate times {rules.cooldown:g} for {cool} updates from the onset")
+    elif repeat >= 2 and rules.cooldown_steps:
+        words.append("the data is suspected: the learning rate stays")
     return "; ".join(words)

@@ -50,8 +50,10 @@ class PaperRun:
         clean_after: int = 3,
         keep: int = 3,
         untrained_loss: float = 10.0,
+        before: Before = BEFORE,
     ) -> None:
         self.rules = rules
+        self.before = before
         self.history = History()
         self.trouble = Trouble(rules)
         self.records: list[Record] = []
@@ -94,7 +96,7 @@ class PaperRun:
         recent: Sequence[tuple[float, float]] = (),
     ) -> Action:
         """Decide on one step and do it."""
-        self.trouble.note(signals, BEFORE if verdict.kind in BAD_KINDS else None)
+        self.trouble.note(signals, self.before if verdict.kind in BAD_KINDS else None)
         action = decide(
             Case(
                 verdict=verdict,

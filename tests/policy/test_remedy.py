@@ -14,6 +14,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.policy.episode import Before
 from runner.policy.remedy import (
     Action,
     Apply,
@@ -53,9 +54,9 @@ def table_rules(**changes: Any) -> RemedyRules:
     return remedy_rules(**TABLE | changes)
 
 
-def run_to(steps: int, **rules: Any) -> PaperRun:
+def run_to(steps: int, *, before: Before = BEFORE, **rules: Any) -> PaperRun:
     """A run after so many healthy steps: a checkpoint every 10, proven by 3 clean steps."""
-    run = PaperRun(table_rules(**rules))
+    run = PaperRun(table_rules(**rules), before=before)
     run.healthy(steps)
     return run
 
@@ -162,8 +163,13 @@ def test_without_a_clean_checkpoint_the_run_halts() -> None:
     assert f"no clean checkpoint at or before sample position {24 * BATCH}" in action.reason
 
 
+# The grad norm had crept up before the onset: no bad data does that.
+CREPT = dataclasses.replace(BEFORE, creep=2.5, is_creep_clear=True)
+ROSE_A_LITTLE = dataclasses.replace(BEFORE, creep=1.3)
+
+
 def test_a_repeat_goes_further_back_and_skips_more_then_cuts_the_rate() -> None:
-    run = run_to(38)
+    run = run_to(38, before=CREPT)
     first = rolled_back(run)
     assert (first.repeat, first.targets[0].step) == (0, 30)
     assert first.skip == (37 * BATCH, 41 * BATCH)
@@ -185,6 +191,34 @@ def test_a_repeat_goes_further_back_and_skips_more_then_cuts_the_rate() -> None:
     assert "learning rate times 0.5 for 40 updates from the onset" in third.reason
     [cut] = run.history.cuts
     assert (cut.start, cut.stop, cut.factor) == (36, 36 + 40, 0.5)
+
+
+def come_back(run: PaperRun, times: int) -> list[Rollback]:
+    """The first rollback and so many repeats, each with a few clean steps before."""
+    rollbacks = [rolled_back(run)]
+    for _ in range(times):
+        run.healthy(12)
+        rollbacks.append(rolled_back(run))
+    return rollbacks
+
+
+def test_the_rate_is_not_cut_for_the_datas_fault() -> None:
+    rollbacks = come_back(run_to(38), 3)
+    assert [r.repeat for r in rollbacks] == [0, 1, 2, 3]
+    assert [r.cut_factor for r in rollbacks] == [1.0] * 4
+    assert "the data is suspected: the learning rate stays" in rollbacks[2].reason
+    assert "suspected" not in rollbacks[1].reason, "no cut was due"
+
+
+def test_where_the_norm_rose_a_little_the_rate_is_cut() -> None:
+    assert [r.cut_factor for r in come_back(run_to(38, before=ROSE_A_LITTLE), 2)] == [1.0, 1.0, 0.5]
+
+
+def test_the_last_rollback_cuts_the_rate_whatever_is_suspected() -> None:
+    run = run_to(38, max_rollbacks=3)
+    assert [r.cut_factor for r in come_back(run, 2)] == [1.0, 1.0, 0.5]
+    run.healthy(12)
+    assert isinstance(bad(run, 3, Kind.non_finite, math.nan)[-1], Halt)
 
 
 def test_trouble_beyond_the_repeat_window_is_new() -> None:
