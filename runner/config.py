@@ -461,6 +461,9 @@ class ResumeConfig:
     stale_seconds: float = key(
         10.0, "an owner on another host without a sign of life for so long is gone", ge=5
     )
+    without_remote: bool = key(
+        False, "begin in an out without checkpoints although checkpoint.remote does not answer"
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -215,12 +215,25 @@ class Restorer:
         return self._remote.silence
 
     def restore_if_lost(self) -> Restored | None:
-        """:meth:`restore` where ``out`` has nothing to load. Collective."""
+        """:meth:`restore` where ``out`` has nothing to load. Collective.
+
+        Raises:
+            RankError: the remote could not be looked at: to begin anew might throw a run away.
+        """
         lost = self._ranks.all_or_none(
             "reading the ring",
             lambda: self._ranks.rank == 0 and is_lost(self._dir, self._store),
         )
-        return self.restore() if self._ranks.from_first(lost) else None
+        if not self._ranks.from_first(lost):
+            return None
+        if self.silence and not self._config.resume.without_remote:
+            raise RankError(
+                f"out={self._dir.out} has no checkpoint to go on from, and checkpoint.remote="
+                f"{self._remote.ring.url} does not answer ({self.silence}), so it may hold this "
+                "run's: start again when it answers, or begin at step 0 with "
+                "resume.without_remote=true"
+            )
+        return self.restore()
 
     def restore(self) -> Restored | None:
         """The newest one whose every byte is as it was sent; None without any. Collective.

@@ -99,7 +99,11 @@ def test_a_server_that_is_down_changes_nothing_and_is_told(
 ) -> None:
     env = store.env | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}  # nobody listens there
     told = (f"checkpoint.remote={URL}", "checkpoint.remote_wait_seconds=2")
-    run = train(runs / "down", *told, env=env)
+    refused = train(runs / "down", *told, env=env)
+    assert refused.code == 1, refused.tail
+    assert "does not answer" in refused.text and "resume.without_remote=true" in refused.text
+    assert not (runs / "down" / "metrics.jsonl").exists(), "not a step was made"
+    run = train(runs / "down", *told, "resume.without_remote=true", env=env)
     assert run.code == 0, run.tail
     assert_same_run(run, clean)
     failed = run.journal("upload_failed")
