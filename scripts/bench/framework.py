@@ -24,7 +24,8 @@ REQUIREMENTS = ROOT / "scripts" / "bench" / "frameworks.txt"
 OPPONENTS = (
     ("lightning", "Lightning Trainer, DDP, bf16-mixed", "ddp"),
     ("hf-trainer", "HF Trainer, DDP, bf16", "ddp"),
-    ("accelerate-fsdp2", "HF Accelerate, FSDP2, bf16", "fsdp"),
+    ("accelerate-fsdp2", "HF Accelerate, FSDP2, bf16, gradients reduced in FP32", "fsdp"),
+    ("accelerate-fsdp2-bf16", "HF Accelerate, FSDP2, as it comes: reduced in BF16", "fsdp"),
     ("fabric", "Lightning Fabric, DDP, bf16-mixed", "ddp"),
     ("accelerate", "HF Accelerate, DDP, bf16", "ddp"),
 )

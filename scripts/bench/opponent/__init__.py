@@ -26,6 +26,7 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "lightning": ("lightning_trainer", {}),
     "accelerate": ("accelerate_loop", {}),
     "accelerate-fsdp2": ("accelerate_loop", {"fsdp": True}),
+    "accelerate-fsdp2-bf16": ("accelerate_loop", {"fsdp": True, "reduce_dtype": torch.bfloat16}),
     "hf-trainer": ("hf_trainer", {}),
 }
 NAMES = tuple(_KNOWN)

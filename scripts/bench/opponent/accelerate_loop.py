@@ -1,4 +1,8 @@
-"""Hugging Face Accelerate: its documented loop, with DDP or FSDP2, BF16."""
+"""Hugging Face Accelerate: its documented loop, with DDP or FSDP2, BF16.
+
+With FSDP2 it reduces gradients in BF16 unless told otherwise, which halves what is sent and rounds
+each sum. The other loops reduce in FP32, so it is told to as well; ``reduce_dtype`` says which.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,18 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from scripts.bench.task import Task, build_loader, build_model, build_optimizer, build_schedule
 
 
 def train(
-    task: Task, device: torch.device, after_step: Callable[..., bool], *, fsdp: bool = False
+    task: Task,
+    device: torch.device,
+    after_step: Callable[..., bool],
+    *,
+    fsdp: bool = False,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> None:
     """See the package's docstring."""
     plugin = None
@@ -22,6 +32,9 @@ def train(
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["Block"],
             reshard_after_forward=True,
+            mixed_precision_policy=MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
+            ),
         )
     accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu", fsdp_plugin=plugin)
     num_micro = task.num_micro_batches(accelerator.num_processes)
