@@ -62,9 +62,9 @@ class Forward:
         return training.sum()
 
     def told(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the step on this rank: summed cross-entropy, and 1.0 when its own losses or
+        """Of the step on this rank: summed cross-entropy, and 1.0 when anything was not finite.
 
-        backward passes met NaN or Inf, else 0.0. FP64 scalars.
+        Anything: its own losses or what its backward passes brought; else 0.0. FP64 scalars.
         """
         loss = seen = _total(self._losses)
         if self._gradient_norms:
