@@ -50,7 +50,7 @@ from runner.observe.goodput import Past, past
 from runner.observe.journal import Journal
 from runner.observe.lines import LineFile, iter_lines
 from runner.policy.history import Incident
-from runner.policy.ring import Tier
+from runner.policy.ring import Tier, on_disk
 from runner.policy.straggler import Stragglers
 from runner.recover import Recovery
 from runner.remote import RemoteRun, Restorer, open_remote, with_highest
@@ -144,8 +144,9 @@ class Session:
         end = _run_to_an_end(run)
         self._witness.heart.enter("finish")
         if run.ring.uploads is not None and end.status in ("done", "halted"):
-            on_disk = [record for record in run.ring.records if record.tier is Tier.disk]
-            run.ring.uploads.finish(on_disk, self._config.checkpoint.remote_wait_seconds)
+            run.ring.uploads.finish(
+                on_disk(run.ring.records), self._config.checkpoint.remote_wait_seconds
+            )
         run.ring.close(wait=end.in_time, forget=self._is_over(end, run))
         run.feed.close()
         run.reporter.close()
