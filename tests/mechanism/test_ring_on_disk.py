@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -512,23 +514,29 @@ class PowerCut(BaseException):
     """After it nothing is tidied up."""
 
 
+@contextlib.contextmanager
+def a_failing_sync(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[threading.Event]:
+    """The fsync with this number, from 0, fails with EIO; the event says that it has."""
+    failed, real, numbers = threading.Event(), os.fsync, count()
+
+    def fsync(descriptor: int) -> None:
+        if next(numbers) == number:
+            failed.set()
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        yield failed
+
+
 @pytest.mark.parametrize("number", range(8))
 def test_a_sync_that_fails_leaves_nothing_to_trust(
     ring: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Whichever it is of a commit's and a mark's; the next save is not in its way."""
     write(ring, tensors(), serial=1, step=10)
-    left = [number]
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        left[0] -= 1
-        if left[0] == -1:
-            raise OSError(errno.EIO, "Input/output error")
-        real(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
+    with a_failing_sync(monkeypatch, number) as failed:
         try:
             write(ring, tensors(), serial=2, step=20, ranks=1)
             RingStore(ring).mark(RingStore(ring).entries()[0][1].record, State.clean)
@@ -536,7 +544,7 @@ def test_a_sync_that_fails_leaves_nothing_to_trust(
             assert str(ring) in str(error), "names no file"
     RingStore(ring).sweep()
     entries, damaged = RingStore(ring).entries()
-    assert damaged == [] and left[0] < 0
+    assert damaged == [] and failed.is_set()
     assert [entry.record.serial for entry in entries] == [1]
     write(ring, tensors(), serial=3, step=20)
     assert [entry.record.serial for entry in RingStore(ring).entries()[0]] == [1, 3]
@@ -547,19 +555,11 @@ def test_a_mark_that_fails_is_no_mark(
     ring: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     record = write(ring, tensors())
-    left = [number]
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        left[0] -= 1
-        if left[0] == -1:
-            raise OSError(errno.EIO, "Input/output error")
-        real(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        with pytest.raises(OSError, match=r"CLEAN|000001-step"):
-            RingStore(ring).mark(record, State.clean)
+    with (
+        a_failing_sync(monkeypatch, number),
+        pytest.raises(OSError, match=r"CLEAN|000001-step"),
+    ):
+        RingStore(ring).mark(record, State.clean)
     assert only(ring).record.state is State.committed
 
 
