@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.memory import Memory
@@ -25,6 +24,7 @@ from runner.checkpoint.shards import (
     Stamp,
     collect_pieces,
     files_needed,
+    own_share,
     read_range,
     stamps,
     verify_files,
@@ -167,12 +167,10 @@ class Ring:
             self.drain()
 
     def _snapshots(self) -> list[Snapshot]:
-        index, count = self._holder.replica
+        pieces = ((shard.name, shard.start, shard.local) for shard in self._holder.shards())
         return [
-            Snapshot(name=shard.name, start=shard.start + first, values=part.detach().cpu().clone())
-            for shard in self._holder.shards()
-            for first, part in [_share(shard.local, index, count)]
-            if part.numel()
+            replace(part, values=part.values.detach().cpu().clone())
+            for part in own_share(pieces, self._holder.replica)
         ]
 
     def _write(self, serial: int, held: Held, snapshots: list[Snapshot]) -> None:
@@ -395,14 +393,9 @@ class Ring:
         )
 
     def _share_of_slot(self, slot: int) -> list[Snapshot]:
-        index, count = self._holder.replica
         assert self._memory is not None
-        return [
-            Snapshot(name=place.name, start=place.start + first, values=part)
-            for place, values in self._memory.pieces(slot)
-            for first, part in [_share(values, index, count)]
-            if part.numel()
-        ]
+        pieces = ((place.name, place.start, v) for place, v in self._memory.pieces(slot))
+        return own_share(pieces, self._holder.replica)
 
     def _drop(self, record: Record) -> None:
         """Give up a copy in memory, for this process and for any later one."""
@@ -786,13 +779,6 @@ class Ring:
         if self.uploads is not None:
             self.uploads.distrust(lambda record: record.serial > serial)
         self._retire()
-
-
-def _share(local: torch.Tensor, index: int, count: int) -> tuple[int, torch.Tensor]:
-    """Replicas hold the same bytes: each writes its own part. (first element, view)."""
-    size = -(-len(local) // count)
-    first = min(len(local), index * size)
-    return first, local[first : first + size]
 
 
 def _in_memory(serial: int, step: int, cursor: int) -> Record:

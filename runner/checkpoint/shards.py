@@ -36,6 +36,27 @@ class Snapshot:
     values: torch.Tensor
 
 
+def own_share(
+    pieces: Iterable[tuple[str, int, torch.Tensor]], replica: tuple[int, int]
+) -> list[Snapshot]:
+    """What this rank writes of (name, flat start, 1-D values) pieces, as views.
+
+    Replicas hold the same bytes: each writes its own part.
+
+    Args:
+        replica: which one this rank is, and how many there are.
+    """
+    index, count = replica
+    found = []
+    for name, start, values in pieces:
+        size = -(-len(values) // count)
+        first = min(len(values), index * size)
+        part = values[first : first + size]
+        if part.numel():
+            found.append(Snapshot(name=name, start=start + first, values=part))
+    return found
+
+
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.bin"
 

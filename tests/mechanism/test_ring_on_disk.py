@@ -25,6 +25,7 @@ from runner.checkpoint.manifest import Manifest, parse_manifest
 from runner.checkpoint.shards import (
     Snapshot,
     collect_pieces,
+    own_share,
     read_range,
     verify_files,
     write_rank_file,
@@ -512,6 +513,20 @@ def test_one_that_is_being_committed_does_not_count_yet(
 
 class PowerCut(BaseException):
     """After it nothing is tidied up."""
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 9])
+def test_replicas_write_each_element_once(replicas: int) -> None:
+    """Also where there are more of them than a tensor has elements."""
+    whole = {"a": torch.arange(7.0), "b": torch.arange(1.0), "c": torch.empty(0)}
+    pieces = [(name, 100, values) for name, values in whole.items()]
+    for name, values in whole.items():
+        parts = [p for r in range(replicas) for p in own_share(pieces, (r, replicas))]
+        parts = [part for part in parts if part.name == name]
+        assert all(len(part.values) for part in parts), "a file holds no empty piece"
+        assert torch.equal(torch.cat([torch.empty(0), *(p.values for p in parts)]), values)
+        ends = [100, *(part.start + len(part.values) for part in parts)]
+        assert [part.start for part in parts] == ends[:-1]
 
 
 @contextlib.contextmanager
