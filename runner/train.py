@@ -59,7 +59,7 @@ from runner.resume import Found, Resumed, find, take_out, take_up
 from runner.rundir import RunDir, keep_for_owner
 from runner.state import TrainState
 from runner.step import Stepper
-from runner.tier import MemoryTier, memory_every, node_folder, open_memory
+from runner.tier import MemoryParts, memory_every, node_folder, open_memory
 from runner.watch.crash import crash_incident, forget_last_words
 from runner.watch.inspection import PaceInspector, ReplicaInspector
 from runner.watch.stop import StopRequest
@@ -323,7 +323,7 @@ class Session:
             forget_last_words(self._dir, self._fence.number)
             self._witness.journal = lambda cause, number: journal.add(crash_incident(cause, number))
 
-    def _memory(self, engine: Engine, identity: Identity) -> MemoryTier:
+    def _memory(self, engine: Engine, identity: Identity) -> MemoryParts:
         """This rank's part of the tier in memory."""
         ranks, is_first = self._ranks, self._place.is_first
         name = ranks.all_or_none(
