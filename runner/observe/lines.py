@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +15,7 @@ from runner.files import naming, open_regular, sync_directory
 
 _BLOCK_BYTES = 1 << 20
 _LINE_BYTES = 1 << 24  # no line of ours comes near
+_TAIL_BYTES = 1 << 16  # some hundred lines
 _NO_FILE = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ELOOP)
 
 
@@ -67,6 +69,37 @@ def lines_after(path: Path, length: int) -> int:
         return sum(
             _parsed(raw) is not None for raw in iter(lambda: file.readline(_LINE_BYTES), b"")
         )
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The last line that :func:`iter_lines` gives, read from the end; None without any.
+
+    A line that is damaged further back than the first whole one it comes to is not noticed.
+
+    Raises:
+        ConfigError: as :func:`iter_lines`.
+    """
+    if not path.exists():
+        return None
+    size = path.stat().st_size
+    behind = _TAIL_BYTES
+    while True:
+        last = deque(_whole_lines(path, _line_after(path, size - behind)), maxlen=1)
+        if last:
+            return last[0][0]
+        if behind >= size:
+            return None
+        behind *= 4
+
+
+def _line_after(path: Path, position: int) -> int:
+    """Where the first line begins that does not begin before ``position``."""
+    if position <= 0:
+        return 0
+    with naming(path), _open(path) as file:
+        file.seek(position - 1)  # a line may begin right at the position
+        file.readline(_LINE_BYTES)
+        return file.tell()
 
 
 def step_of(line: dict[str, Any]) -> int:
