@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.manifest import whole
 from runner.checkpoint.region import open_own
 from runner.error import CorruptCheckpoint
+from runner.strict import whole
 
 FORMAT = "holdfast-snapshot"
 VERSION = 1

@@ -19,10 +19,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece, whole
+from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece
 from runner.checkpoint.store import Entry, read_rank_facts, unreadable
 from runner.error import CorruptCheckpoint
 from runner.files import blocks, naming, open_regular, write_json
+from runner.strict import whole
 
 _WRITE_BYTES = 1 << 22
 

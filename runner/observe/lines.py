@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from runner.error import ConfigError
 from runner.files import naming, open_regular, sync_directory
+from runner.strict import parse_json
 
 _BLOCK_BYTES = 1 << 20
 _LINE_BYTES = 1 << 24  # no line of ours comes near
@@ -121,14 +122,10 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     if not raw.endswith(b"\n"):
         return None
     try:
-        line = json.loads(raw, parse_constant=_no_number)
+        line = parse_json(raw)
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
 
 
 class LineFile:
