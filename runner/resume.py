@@ -180,13 +180,12 @@ def take_up(
     ring.adopt(usable, next_serial=found.next_serial)
     for sentence in found.damaged:
         journal.add_once(_damaged(sentence))
+    # In memory as well as on disk: the marks of a mismatch may have come too late for either.
     unused = ring.inherit(
         _last_incarnation(found.journal),
         is_refused=lambda one: one.serial in left_behind or history.distrusts(one),
         metrics_bytes=found.metrics_bytes,
     )
-    # In memory as well as on disk: the marks of a mismatch may have come too late for either.
-    ring.records = [record for record in ring.records if not history.distrusts(record)]
     if not ring.records:
         return _begin(found, run_dir)
     restored = ring.restore(resume_order(ring.records))
