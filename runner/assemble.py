@@ -52,7 +52,7 @@ from runner.rules import judge_rules as judge_rules
 from runner.rules import named
 from runner.rules import remedy_rules as remedy_rules
 from runner.rundir import RunDir
-from runner.tier import MemoryTier
+from runner.tier import MemoryParts
 from runner.watch.stop import StopRequest
 from runner.watch.witness import WatchRules, Witness
 
@@ -311,7 +311,7 @@ def ring(
     identity: Identity,
     report: Report,
     faults: FaultInjector,
-    tier: MemoryTier,
+    tier: MemoryParts,
 ) -> Ring:
     """The checkpoints."""
     return Ring(

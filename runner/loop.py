@@ -109,7 +109,7 @@ class Loop:
         while self._state.updates < self._intervals.steps:
             self.step()
         self._save_last()
-        saved = self._newest_step()
+        saved = self._ring.saved_step
         if saved != self._state.updates:
             raise SaveError(
                 f"all steps are applied, but the last checkpoint is of step {saved}: the end state "
@@ -301,20 +301,17 @@ class Loop:
     def _save_and_wait(self, is_late: Callable[[], bool]) -> bool:
         if not self._ring.drain(is_late):
             return False
-        if self._newest_step() == self._state.updates:
+        if self._ring.saved_step == self._state.updates:
             return True
         self._save()
         return self._ring.drain(is_late)
-
-    def _newest_step(self) -> int:
-        return self._ring.saved_step
 
     def _save_and_leave(self) -> None:
         asked = "; ".join(
             f"rank {rank}: {reason}" for rank, reason in enumerate(self._stop_reasons()) if reason
         )
         in_time = self._save_last(lambda: self._stop.is_late)
-        saved = self._newest_step()
+        saved = self._ring.saved_step
         if in_time and saved == self._state.updates:
             raise Preempted(f"asked to stop ({asked}); saved at step {saved}")
         why = "could not be saved" if in_time else "could not be saved in preempt.grace_seconds"

@@ -14,7 +14,7 @@ from runner.data.cursor import BatchPlan
 from runner.fault.inject import FaultInjector
 from runner.observe.journal import Journal
 from runner.policy.episode import Finding
-from runner.policy.history import Incident, discard_detail
+from runner.policy.history import Incident, discard_incident
 from runner.policy.remedy import Discard, Halt, Rebaseline, Rollback
 from runner.policy.ring import Tier
 from runner.policy.signals import StepSignals
@@ -66,21 +66,17 @@ class Recovery:
         if scene.known is not None:
             return
         ranks, names, where = self._who(scene)
-        self._journal.add(
-            Incident(
-                kind="discard",
-                step=scene.signals.step,
-                decision="discard",
-                reason=reason,
-                ranks=ranks,
-                samples=(scene.signals.start, scene.signals.stop),
-                sample_ids=names,
-                cost_steps=1,
-                cost_seconds=scene.seconds,
-                detail=discard_detail(scene.signals, verdict.kind.value) | {"suspects": where},
-            )
+        incident = discard_incident(scene.signals, verdict=verdict.kind.value, reason=reason)
+        incident = replace(
+            incident,
+            ranks=ranks,
+            sample_ids=names,
+            cost_steps=1,
+            cost_seconds=scene.seconds,
+            detail={**incident.detail, "suspects": where},
         )
-        self._reporter.incident(self._journal.history.incidents[-1])
+        self._journal.add(incident)
+        self._reporter.incident(incident)
 
     def rebaseline(
         self, state: TrainState, scene: Scene, verdict: Verdict, action: Rebaseline

@@ -18,7 +18,7 @@ from runner.dist.agree import Ranks
 from runner.dist.launcher import Launch
 from runner.error import CheckpointError, ConfigError
 from runner.observe.journal import Journal, read_journal
-from runner.observe.lines import iter_lines, step_of
+from runner.observe.lines import last_line, step_of
 from runner.policy.history import Incident
 from runner.policy.ring import Record, State, Tier, resume_order
 from runner.rundir import RunDir
@@ -125,7 +125,6 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) ->
     lines, length = read_journal(run_dir.journal)
     if entries:
         _refuse_lost_lines(run_dir, len(lines), entries[-1].manifest)
-    metrics = iter_lines(run_dir.metrics)
     serials = [0, *(entry.record.serial for entry in entries), *map(_serial_in, lines)]
     return {
         "journal": lines,
@@ -135,7 +134,7 @@ def _read(run_dir: RunDir, config: RunConfig, fingerprint: str, fence: Fence) ->
         ],
         "damaged": damaged,
         "torn": torn,
-        "last_metrics_step": max(map(step_of, metrics), default=0),
+        "last_metrics_step": step_of(last_line(run_dir.metrics) or {}),
         "metrics_bytes": run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0,
         "next_serial": max(serials) + 1 + len(damaged),
         "crashes": [i.to_json() for i in unexplained(run_dir, lines, fence.number)],
@@ -181,13 +180,12 @@ def take_up(
     ring.adopt(usable, next_serial=found.next_serial)
     for sentence in found.damaged:
         journal.add_once(_damaged(sentence))
+    # In memory as well as on disk: the marks of a mismatch may have come too late for either.
     unused = ring.inherit(
         _last_incarnation(found.journal),
         is_refused=lambda one: one.serial in left_behind or history.distrusts(one),
         metrics_bytes=found.metrics_bytes,
     )
-    # In memory as well as on disk: the marks of a mismatch may have come too late for either.
-    ring.records = [record for record in ring.records if not history.distrusts(record)]
     if not ring.records:
         return _begin(found, run_dir)
     restored = ring.restore(resume_order(ring.records))

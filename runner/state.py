@@ -9,6 +9,9 @@ from typing import Any
 from runner.error import CheckpointError
 from runner.policy.remedy import RemedyRules, Trouble
 from runner.policy.verdict import Baseline, JudgeRules
+from runner.strict import whole
+
+_LIMIT = 1 << 60
 
 
 class TrainState:
@@ -39,8 +42,8 @@ class TrainState:
         """
         try:
             _refuse_nonfinite(state)
-            self.updates = _whole(state["updates"])
-            self.cursor = _whole(state["cursor"])
+            self.updates = whole(state["updates"], "updates", below=_LIMIT)
+            self.cursor = whole(state["cursor"], "cursor", below=_LIMIT)
             self.last_loss = None if state["last_loss"] is None else float(state["last_loss"])
             self.baseline.load_json(state["baseline"])
             self.trouble.load_json(state["trouble"])
@@ -58,9 +61,3 @@ def _refuse_nonfinite(value: Any) -> None:
     if isinstance(value, Mapping | list):
         for item in value.values() if isinstance(value, Mapping) else value:
             _refuse_nonfinite(item)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 60:
-        raise ValueError(f"{str(value)[:40]!r} is no whole number of 0 or more")
-    return value

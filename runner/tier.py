@@ -31,8 +31,11 @@ _MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTier:
-    """``mirror`` is there where snapshots also go to another node."""
+class MemoryParts:
+    """What the ring makes its tier in memory of; without ``memory`` it has none.
+
+    ``mirror`` is there where snapshots also go to another node.
+    """
 
     memory: Memory | None = None
     mirror: Mirror | None = None
@@ -70,7 +73,7 @@ def open_memory(
     identity: Identity,
     timeout_seconds: float,
     say: Callable[[str], None],
-) -> MemoryTier:
+) -> MemoryParts:
     """This rank's slots, none of them made yet. Collective.
 
     Returns:
@@ -82,7 +85,7 @@ def open_memory(
     if memory_every(config) == 0:
         if place.local_rank == 0:
             node.remove(node.folder)  # it would never be looked at again
-        return MemoryTier()
+        return MemoryParts()
     layout = SlotLayout(engine.shards())
     told = ranks.gather(_look(node, place, layout))
     for line in (line for look in told for line in look["swept"]):
@@ -90,7 +93,7 @@ def open_memory(
     errors = list(dict.fromkeys(look["error"] for look in told if look["error"]))
     if errors:
         _do_without(config, "; ".join(errors), say)
-        return MemoryTier()
+        return MemoryParts()
     nodes = ranks_by_node(told)
     has_mirror = config.memory_mirror and len(nodes) > 1
     if config.memory_mirror and not has_mirror:
@@ -99,7 +102,7 @@ def open_memory(
     plan = plan_slots(needs, wanted=_wanted(config))
     if plan.slots == 0:
         _do_without(config, _too_little(plan.tightest, config), say)
-        return MemoryTier()
+        return MemoryParts()
     say(_announced(plan, layout, node, len(told), config))
     mark = empty_note(
         layout,
@@ -118,7 +121,7 @@ def open_memory(
     )
     ranks.all_or_none("making a folder in shared memory", memory.open)
     if not has_mirror:
-        return MemoryTier(memory=memory)
+        return MemoryParts(memory=memory)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
     mirror = Mirror(
         node,
@@ -128,7 +131,7 @@ def open_memory(
         mark=mark,
         group=group,
     )
-    return MemoryTier(memory=memory, mirror=mirror)
+    return MemoryParts(memory=memory, mirror=mirror)
 
 
 def ranks_by_node(looks: Sequence[dict[str, Any]]) -> list[list[int]]:

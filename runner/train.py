@@ -50,7 +50,7 @@ from runner.observe.goodput import Past, past
 from runner.observe.journal import Journal
 from runner.observe.lines import LineFile, iter_lines
 from runner.policy.history import Incident
-from runner.policy.ring import Tier
+from runner.policy.ring import Tier, on_disk
 from runner.policy.straggler import Stragglers
 from runner.recover import Recovery
 from runner.remote import RemoteRun, Restorer, open_remote, with_highest
@@ -59,7 +59,7 @@ from runner.resume import Found, Resumed, find, take_out, take_up
 from runner.rundir import RunDir, keep_for_owner
 from runner.state import TrainState
 from runner.step import Stepper
-from runner.tier import MemoryTier, memory_every, node_folder, open_memory
+from runner.tier import MemoryParts, memory_every, node_folder, open_memory
 from runner.watch.crash import crash_incident, forget_last_words
 from runner.watch.inspection import PaceInspector, ReplicaInspector
 from runner.watch.stop import StopRequest
@@ -144,8 +144,9 @@ class Session:
         end = _run_to_an_end(run)
         self._witness.heart.enter("finish")
         if run.ring.uploads is not None and end.status in ("done", "halted"):
-            on_disk = [record for record in run.ring.records if record.tier is Tier.disk]
-            run.ring.uploads.finish(on_disk, self._config.checkpoint.remote_wait_seconds)
+            run.ring.uploads.finish(
+                on_disk(run.ring.records), self._config.checkpoint.remote_wait_seconds
+            )
         run.ring.close(wait=end.in_time, forget=self._is_over(end, run))
         run.feed.close()
         run.reporter.close()
@@ -322,7 +323,7 @@ class Session:
             forget_last_words(self._dir, self._fence.number)
             self._witness.journal = lambda cause, number: journal.add(crash_incident(cause, number))
 
-    def _memory(self, engine: Engine, identity: Identity) -> MemoryTier:
+    def _memory(self, engine: Engine, identity: Identity) -> MemoryParts:
         """This rank's part of the tier in memory."""
         ranks, is_first = self._ranks, self._place.is_first
         name = ranks.all_or_none(

@@ -6,7 +6,6 @@ size can read what another wrote. Whatever is read from disk is checked before i
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.error import CorruptCheckpoint
+from runner.strict import parse_json, whole
 
 FORMAT = "holdfast-ring"
 VERSION = 2  # 2: the guard's memory has a short level
@@ -23,7 +23,6 @@ ITEM_BYTES = 4  # FP32, little endian
 MOST_BYTES = 1 << 30  # of a manifest; 1,000 tensors on 1,000 ranks need a fifth of it
 _FILE_NAME = re.compile(r"rank-[0-9]{5,7}\.bin")
 _MOST_DIMENSIONS = 64
-_LIMIT = 1 << 63
 _WORDS = 500  # of an error that quotes what it found
 
 
@@ -97,27 +96,12 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
         CorruptCheckpoint: not JSON, another format, or it does not add up.
     """
     try:
-        made = _from_json(json.loads(data, parse_constant=_no_number))
+        made = _from_json(parse_json(data))
         _check(made)
     except Exception as error:  # damage may take any form; json and int() raise many kinds
         words = f"{type(error).__name__}: {error}"
         raise CorruptCheckpoint(f"{path}: {words[:_WORDS]}") from None
     return made
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
-
-
-def whole(value: Any, what: str) -> int:
-    """``value``, which must be a whole number of 0 or more that fits 63 bits.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    if type(value) is not int or not 0 <= value < _LIMIT:
-        raise ValueError(f"{what} is {str(value)[:40]!r}, no whole number of 0 or more")
-    return value
 
 
 def _from_json(tree: Any) -> Manifest:

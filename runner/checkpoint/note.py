@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.manifest import whole
 from runner.checkpoint.region import open_own
 from runner.error import CorruptCheckpoint
+from runner.strict import whole
 
 FORMAT = "holdfast-snapshot"
 VERSION = 1
@@ -95,6 +95,7 @@ def parse_note(data: bytes) -> Note:
     if len(data) > _MOST_BYTES or promised != hashlib.sha256(text).hexdigest().encode():
         raise ValueError("its digest differs from what is written")
     tree: Any = json.loads(text)
+    json.dumps(tree, allow_nan=False)  # what is NaN, Infinity or 1e999 could not be written again
     if (tree["format"], tree["version"]) != (FORMAT, VERSION):
         raise ValueError(f"is of format {tree['format']} {tree['version']}")
     simple: dict[str, Any] = {name: whole(tree[name], name) for name in _NUMBERS}

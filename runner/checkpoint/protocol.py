@@ -1,14 +1,18 @@
-"""What the ring needs of others, and what it is told: protocols and values, nothing else."""
+"""What the ring needs of others, and what it is told: protocols and values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from runner.error import CheckpointError
 from runner.policy.ring import Tier
+
+Then = Callable[[list[str]], None]  # takes a job's failures, a sentence for each rank that failed
 
 
 class Shard(Protocol):
@@ -32,6 +36,18 @@ class Holder(Protocol):
     def shards(self) -> Sequence[Shard]: ...
     def update_counts(self) -> dict[str, int]: ...
     def finish_load(self, update_counts: Mapping[str, int]) -> None: ...
+
+
+def finish_load(holder: Holder, counts: Mapping[str, int], source: Path) -> None:
+    """The holder's shards are filled from ``source``.
+
+    Raises:
+        CheckpointError: it lacks the update count of a tensor.
+    """
+    try:
+        holder.finish_load(counts)
+    except KeyError as error:
+        raise CheckpointError(f"{source}: has no update count of {error}") from None
 
 
 class Ranks(Protocol):
@@ -78,6 +94,19 @@ class Moment:
     train_state: Mapping[str, Any]
     metrics_bytes: int
     journal_lines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A checkpoint in the making; ``counts`` are the optimizer's steps.
+
+    ``disk`` False: a snapshot in memory only.
+    """
+
+    serial: int
+    moment: Moment
+    counts: Mapping[str, int]
+    disk: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest, parse_manifest, whole
+from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest, parse_manifest
 from runner.checkpoint.store import (
     CLEAN,
     COMMITTED,
@@ -43,6 +43,7 @@ from runner.checkpoint.store import (
 from runner.error import ConfigError, CorruptCheckpoint, RunnerError
 from runner.policy.ring import Record, State
 from runner.redact import redacted
+from runner.strict import whole
 
 T = TypeVar("T")
 

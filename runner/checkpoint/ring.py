@@ -1,39 +1,27 @@
-"""The ring of one run on one rank: saves, proves, retires and restores checkpoints.
+"""The ring of one run on one rank: what becomes of its checkpoints.
 
-Every rank holds the same records and changes them at the same step. Rank 0 alone changes
-names on disk; each rank writes and verifies its own share of the bytes.
+Decides, by the records alone, what is saved, proven, retired, tainted and restored; the tiers
+handle the bytes (:mod:`~runner.checkpoint.disk_tier`, :mod:`~runner.checkpoint.memory_tier`).
+Every rank holds the same records and changes them at the same step.
 
 With a memory tier a save is a copy into a slot there; what goes to disk is written from the
-slot. Two lanes of background work: a slow disk holds no snapshot up.
+slot. Each tier has a lane of background work: a slow disk holds no snapshot up.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import torch
-
-from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.disk_tier import DiskTier
 from runner.checkpoint.memory import Memory
-from runner.checkpoint.mirror import Found, Mirror, on_every_rank
-from runner.checkpoint.protocol import Holder, Identity, Moment, Ranks, Restored, RingRules
-from runner.checkpoint.shards import (
-    Pace,
-    Snapshot,
-    Stamp,
-    collect_pieces,
-    files_needed,
-    read_range,
-    stamps,
-    verify_files,
-    write_rank_file,
-)
-from runner.checkpoint.slots import Held, Need, SlotBook
-from runner.checkpoint.store import Entry, RingStore
+from runner.checkpoint.memory_tier import MemoryTier
+from runner.checkpoint.mirror import Mirror
+from runner.checkpoint.protocol import Holder, Identity, Moment, Ranks, Restored, RingRules, Save
+from runner.checkpoint.shards import Pace, Snapshot
+from runner.checkpoint.store import RingStore
 from runner.checkpoint.upload import Uploads
-from runner.checkpoint.work import AgreedWork, Lanes, Told, wait_for_any
+from runner.checkpoint.work import AgreedWork, Lanes, Told
 from runner.error import (
     CheckpointError,
     CorruptCheckpoint,
@@ -55,9 +43,6 @@ from runner.policy.ring import (
     without,
 )
 
-_NO_SLOT = -1
-_PATIENCE_SECONDS = 0.2  # between looks at the time while a disk is slow
-
 
 class Ring:
     """See the module's docstring.
@@ -65,7 +50,7 @@ class Ring:
     Args:
         report: takes incidents, alike on every rank.
         before_write: called with the step in the background, before this rank's file.
-        memory: the tier in shared memory; None: there is none.
+        memory: this rank's slots in shared memory; None: there are none.
         mirror: sends its snapshots to other nodes.
     """
 
@@ -83,27 +68,39 @@ class Ring:
         mirror: Mirror | None = None,
     ) -> None:
         self.records: list[Record] = []
-        self._store = store
         self._holder = holder
         self._ranks = ranks
         self._rules = rules
-        self._identity = identity
         self._report = report
-        self._before_write = before_write
         self._next_serial = 1
         self._step = 0
         self._being_proven: set[tuple[int, Tier]] = set()
         self._saving = False
         self._left_behind: set[int] = set()
-        self._memory = memory
-        self._slots = SlotBook()
-        self._mirror = mirror
-        self._earlier: dict[int, Found] = {}
-        self._earlier_incarnation = 0
-        self._pace = Pace(rules.write_bytes_per_second)
         count = 3 if mirror is None else 4
         self._work = Lanes(ranks.gather, world_size=ranks.world_size, count=count)
-        self._near, self._far, self.uplink, *self._abroad = self._work.lanes
+        self._near, self._far, self.uplink, *abroad = self._work.lanes
+        self._not_waited_for = [self.uplink, *abroad]
+        self._pace = Pace(rules.write_bytes_per_second)
+        self._disk = DiskTier(
+            store,
+            holder=holder,
+            ranks=ranks,
+            identity=identity,
+            lane=self._far,
+            pace=self._pace,
+            before_write=before_write,
+        )
+        self._memory: MemoryTier | None = None
+        if memory is not None:
+            self._memory = MemoryTier(
+                memory,
+                mirror,
+                holder=holder,
+                ranks=ranks,
+                lane=self._near,
+                abroad=abroad[0] if abroad else None,
+            )
         self.uploads: Uploads | None = None
 
     @property
@@ -124,293 +121,21 @@ class Ring:
         """Whether a checkpoint is being written, proven, sent or removed."""
         return len(self._far) > 0 or len(self.uplink) > 0
 
+    def newest(self) -> Path | None:
+        """Folder of the newest committed checkpoint."""
+        record = self._newest_on_disk()
+        return self._disk.folder_of(record) if record else None
+
+    def snapshot_files(self) -> list[Path]:
+        """This rank's files of the snapshots in memory, oldest first."""
+        return self._memory.files() if self._memory else []
+
+    # -- what earlier processes left ------------------------------------------------------
+
     def adopt(self, records: Iterable[Record], *, next_serial: int) -> None:
         """Take over what an earlier process left on disk."""
         self.records = list(records)
         self._next_serial = next_serial
-
-    def newest(self) -> Path | None:
-        """Folder of the newest committed checkpoint."""
-        record = self._newest_on_disk()
-        return self._store.folder_of(record) if record else None
-
-    def snapshot_files(self) -> list[Path]:
-        """This rank's files of the snapshots in memory, oldest first."""
-        held = [held for _, held in sorted(self._slots.held.items())]
-        return [self._memory.path_of(one.slot) for one in held] if self._memory else []
-
-    # -- saving ---------------------------------------------------------------------------
-
-    def save(self, moment: Moment, *, disk: bool = True) -> None:
-        """Copy the state now; digest it, and write, sync and commit it, while training goes on.
-
-        Waits first for a save to disk that is still under way: a disk slower than the interval
-        must slow the run down rather than fill the memory with copies.
-
-        Args:
-            disk: False keeps a snapshot in memory only, and none where no slot can be spared.
-        """
-        if disk and self._saving:
-            self.drain()
-        slot = self._slot_for(must=disk)
-        if slot is None and not disk:
-            return
-        serial, self._next_serial = self._next_serial, self._next_serial + 1
-        counts = self._holder.update_counts()
-        held = Held(slot=_NO_SLOT if slot is None else slot, moment=moment, counts=counts)
-        self._saving = self._saving or disk
-        if slot is None:
-            self._write(serial, held, self._snapshots())
-        else:
-            self._take_snapshot(serial, held, disk=disk)
-        if not self._rules.background:
-            self.drain()
-
-    def _snapshots(self) -> list[Snapshot]:
-        index, count = self._holder.replica
-        return [
-            Snapshot(name=shard.name, start=shard.start + first, values=part.detach().cpu().clone())
-            for shard in self._holder.shards()
-            for first, part in [_share(shard.local, index, count)]
-            if part.numel()
-        ]
-
-    def _write(self, serial: int, held: Held, snapshots: list[Snapshot]) -> None:
-        folder, memory = self._store.writing_folder(serial), self._memory
-
-        def write() -> None:
-            self._before_write(held.moment.step)
-            write_rank_file(folder, self._ranks.rank, snapshots, self._pace)
-            if memory is not None and held.slot != _NO_SLOT:
-                # After the write: a byte that changed in the slot before is still changed, and
-                # what was written has a digest of its own that would hide it for good.
-                memory.check(held.slot)
-
-        self._far.submit(
-            f"write {serial}", write, lambda failures: self._written(serial, held, failures)
-        )
-
-    def _written(self, serial: int, held: Held, failures: list[str]) -> None:
-        self._slots.done(serial, Need.write)
-        if serial in self._left_behind:
-            self._saving = False
-            self._discard_unfinished(serial)
-            return
-        if failures:
-            self._save_failed(serial, held.moment, failures)
-            return
-        shapes = {shard.name: shard.shape for shard in self._holder.shards()}
-        self._far.submit(
-            f"commit {serial}",
-            lambda: self._commit(serial, held.moment, held.counts, shapes),
-            lambda failed: self._committed(serial, held.moment, failed),
-        )
-
-    def _commit(
-        self,
-        serial: int,
-        moment: Moment,
-        counts: Mapping[str, int],
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:
-        if self._ranks.rank != 0:
-            return
-        folder = self._store.writing_folder(serial)
-        pieces, files = collect_pieces(folder, self._ranks.world_size)
-        self._store.commit(
-            Manifest(
-                serial=serial,
-                step=moment.step,
-                cursor=moment.cursor,
-                world_size=self._ranks.world_size,
-                config_digest=self._identity.config_digest,
-                data_fingerprint=self._identity.data_fingerprint,
-                metrics_bytes=moment.metrics_bytes,
-                journal_lines=moment.journal_lines,
-                train_state=moment.train_state,
-                update_counts=counts,
-                shapes=shapes,
-                pieces=pieces,
-                files=files,
-            )
-        )
-
-    def _committed(self, serial: int, moment: Moment, failures: list[str]) -> None:
-        self._saving = False
-        if failures and serial not in self._left_behind:
-            self._save_failed(serial, moment, failures)
-        if failures:
-            return
-        record = Record(
-            serial=serial, step=moment.step, cursor=moment.cursor, state=State.committed
-        )
-        self.records.append(record)
-        if serial in self._left_behind:  # the run went back while it was being committed
-            self._taint(record)
-        self._retire()
-
-    def _save_failed(self, serial: int, moment: Moment, failures: list[str]) -> None:
-        self._saving = False
-        self._discard_unfinished(serial)
-        # A copy in memory is no comfort: it is gone with its node.
-        stands = [record for record in on_disk(self.records) if record.state is State.clean]
-        standing = f"clean checkpoint of step {stands[-1].step} stands" if stands else "none stands"
-        self._report(
-            Incident(
-                kind="save_failed",
-                step=moment.step,
-                decision="go on" if stands else "stop",
-                reason=f"checkpoint {serial}: {'; '.join(failures)}; {standing}",
-            )
-        )
-        if not stands:
-            raise CheckpointError(
-                f"cannot save to {self._store.folder}: {'; '.join(failures)}, and no clean "
-                "checkpoint stands; free space or choose another out"
-            )
-
-    def _discard_unfinished(self, serial: int) -> None:
-        if self._ranks.rank == 0:
-            # Give the space back; what is left of a failed write is never trusted.
-            shutil.rmtree(self._store.writing_folder(serial), ignore_errors=True)
-
-    # -- the tier in memory ---------------------------------------------------------------
-
-    def before_update(self) -> None:
-        """To be called before the optimizer changes the state; see :class:`Memory`."""
-        if self._memory is not None:
-            self._memory.before_update()
-
-    def begin_memory(self) -> None:
-        """The run is taken up: what earlier incarnations left goes, and own slots are made.
-
-        In the background, so that training need not wait for it.
-        """
-        if self._memory is None:
-            return
-        self.records = [
-            r for r in self.records if r.tier is Tier.disk or r.serial in self._slots.held
-        ]
-        self._earlier = {}
-        self._memory.forget_earlier()
-        for slot in range(self._memory.num_slots):
-            self._prepare(self._memory, slot)
-        if self._mirror is not None:
-            mirror = self._mirror
-            self._abroad[0].submit("prepare copies", mirror.prepare, self._mirror_prepared)
-
-    def _mirror_prepared(self, failures: list[str]) -> None:
-        if failures:
-            self._mirror = None
-            self._report_short("without copies on other nodes", failures)
-
-    def _prepare(self, memory: Memory, slot: int) -> None:
-        def prepared(failures: list[str]) -> None:
-            if not failures:
-                self._slots.add(slot)
-                return
-            self._report_short(f"without slot {slot}", failures)
-
-        self._near.submit(f"prepare {slot}", lambda: memory.prepare(slot), prepared)
-
-    def _report_short(self, without_what: str, failures: list[str]) -> None:
-        self._report(
-            Incident(
-                kind="memory_short",
-                step=self._step,
-                decision=f"go on {without_what}",
-                reason=f"no room for a snapshot in memory: {'; '.join(failures)}",
-            )
-        )
-
-    def _slot_for(self, *, must: bool) -> int | None:
-        """A slot to fill, its old snapshot given up."""
-        if self._memory is None:
-            return None
-        slot = self._slots.free()
-        if slot is None:
-            slot = self._room(must=False)
-        if slot is None and must:
-            self._drain([self._near])
-            slot = self._slots.free()
-            slot = self._room(must=True) if slot is None else slot
-        return slot
-
-    def _room(self, *, must: bool) -> int | None:
-        leaving = make_room(self.records, busy=self._slots.busy(), must=must)
-        if leaving is not None:
-            self._drop(leaving)
-        return self._slots.free()
-
-    def _take_snapshot(self, serial: int, held: Held, *, disk: bool) -> None:
-        memory = self._memory
-        assert memory is not None
-        held.needs = {Need.seal, Need.kept} | ({Need.write} if disk else set())
-        self._slots.held[serial] = held
-        memory.fill(held.slot, self._holder.shards())
-        self._near.submit(
-            f"seal {serial}",
-            lambda: memory.seal(held.slot, serial, held.moment, held.counts),
-            lambda failures: self._sealed(serial, held, failures),
-        )
-
-    def _sealed(self, serial: int, held: Held, failures: list[str]) -> None:
-        record = _in_memory(serial, held.moment.step, held.moment.cursor)
-        if serial in self._left_behind:  # the run went back in the meantime
-            if Need.write in held.needs:
-                self._slots.done(serial, Need.write)
-                self._saving = False
-            self._drop(record)
-        else:
-            if Need.write in held.needs:
-                self._write(serial, held, self._share_of_slot(held.slot))
-            if failures:
-                self._slots.done(serial, Need.kept)
-                self._report_unsealed(serial, held, failures)
-            else:
-                self.records.append(record)
-                self._send_abroad(serial, held.slot)
-        self._slots.done(serial, Need.seal)
-
-    def _send_abroad(self, serial: int, slot: int) -> None:
-        """To a peer on another node, unless the one before is still on its way."""
-        mirror = self._mirror
-        if mirror is None or len(self._abroad[0]):
-            return
-        self._slots.need(serial, Need.mirror)
-        self._abroad[0].submit(
-            f"mirror {serial}",
-            lambda: mirror.exchange(slot, serial),
-            lambda failures: self._slots.done(serial, Need.mirror),
-        )
-
-    def _report_unsealed(self, serial: int, held: Held, failures: list[str]) -> None:
-        self._report(
-            Incident(
-                kind="snapshot_failed",
-                step=held.moment.step,
-                decision="go on without it",
-                reason=f"snapshot {serial} in memory: {'; '.join(failures)}",
-            )
-        )
-
-    def _share_of_slot(self, slot: int) -> list[Snapshot]:
-        index, count = self._holder.replica
-        assert self._memory is not None
-        return [
-            Snapshot(name=place.name, start=place.start + first, values=part)
-            for place, values in self._memory.pieces(slot)
-            for first, part in [_share(values, index, count)]
-            if part.numel()
-        ]
-
-    def _drop(self, record: Record) -> None:
-        """Give up a copy in memory, for this process and for any later one."""
-        self.records = without(self.records, record.serial, Tier.memory)
-        held = self._slots.held.get(record.serial)
-        if held is not None and self._memory is not None:
-            self._memory.invalidate(held.slot)
-            self._slots.done(record.serial, Need.kept)
 
     def inherit(
         self, incarnation: int, *, is_refused: Callable[[Record], bool], metrics_bytes: int
@@ -426,31 +151,172 @@ class Ring:
         """
         if self._memory is None:
             return []
-        notes, refused = self._memory.left_by(incarnation)
-        rows = [[n.serial, n.step, n.cursor, n.metrics_bytes] for n in notes.values()]
-        copies = self._mirror.left_by(incarnation, metrics_bytes) if self._mirror else []
-        told = self._ranks.gather(
-            {
-                "layout": self._memory.layout.digest,
-                "own": [row[:3] for row in rows if row[3] <= metrics_bytes],
-                "copies": copies,
-                "refused": refused,
-            }
-        )
         saved = self._newest_on_disk()
         known = {(r.serial, r.step, r.cursor) for r in on_disk(self.records)}
-        self._earlier_incarnation = incarnation
-        for found in on_every_rank(told):
-            is_newer = saved is None or found.serial > saved.serial
-            is_known = (found.serial, found.step, found.cursor) in known
-            record = _in_memory(found.serial, found.step, found.cursor)
-            if (is_newer or is_known) and not is_refused(record):
-                self._earlier[found.serial] = found
-                self.records.append(record)
-        newest = [row[0] for said in told for row in said["own"]]
-        newest += [row[2] for said in told for row in said["copies"]]
-        self._next_serial = max(self._next_serial, max(newest, default=0) + 1)
-        return list(dict.fromkeys(words for said in told for words in said["refused"]))
+
+        def is_wanted(record: Record) -> bool:
+            is_newer = saved is None or record.serial > saved.serial
+            is_known = (record.serial, record.step, record.cursor) in known
+            return (is_newer or is_known) and not is_refused(record)
+
+        found = self._memory.inherit(incarnation, metrics_bytes=metrics_bytes, is_wanted=is_wanted)
+        self.records += found.records
+        self._next_serial = max(self._next_serial, found.highest + 1)
+        return found.refused
+
+    def begin_memory(self) -> None:
+        """The run is taken up: what earlier incarnations left goes, and own slots are made.
+
+        In the background, so that training need not wait for it.
+        """
+        memory = self._memory
+        if memory is None:
+            return
+        self.records = [r for r in self.records if r.tier is Tier.disk or memory.has(r.serial)]
+        memory.begin(self._report_short)
+
+    def _report_short(self, without_what: str, failures: list[str]) -> None:
+        self._report(
+            Incident(
+                kind="memory_short",
+                step=self._step,
+                decision=f"go on {without_what}",
+                reason=f"no room for a snapshot in memory: {'; '.join(failures)}",
+            )
+        )
+
+    # -- saving ---------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """To be called before the optimizer changes the state; see :class:`Memory`."""
+        if self._memory is not None:
+            self._memory.before_update()
+
+    def save(self, moment: Moment, *, disk: bool = True) -> None:
+        """Copy the state now; digest it, and write, sync and commit it, while training goes on.
+
+        Waits first for a save to disk that is still under way: a disk slower than the interval
+        must slow the run down rather than fill the memory with copies.
+
+        Args:
+            disk: False keeps a snapshot in memory only, and none where no slot can be spared.
+        """
+        if disk and self._saving:
+            self.drain()
+        memory = self._memory if self._has_room(must=disk) else None
+        if memory is None and not disk:
+            return
+        serial, self._next_serial = self._next_serial, self._next_serial + 1
+        save = Save(serial=serial, moment=moment, counts=self._holder.update_counts(), disk=disk)
+        self._saving = self._saving or disk
+        if memory is None:
+            self._write(save, self._disk.copies())
+        else:
+            self._take_snapshot(memory, save)
+        if not self._rules.background:
+            self.drain()
+
+    def _has_room(self, *, must: bool) -> bool:
+        """Whether a slot can be filled; an old snapshot may have been given up for it."""
+        memory = self._memory
+        if memory is None:
+            return False
+        if memory.has_room or self._make_room(memory, must=False):
+            return True
+        if not must:
+            return False
+        self._drain([self._near])
+        return memory.has_room or self._make_room(memory, must=True)
+
+    def _make_room(self, memory: MemoryTier, *, must: bool) -> bool:
+        leaving = make_room(self.records, busy=memory.busy(), must=must)
+        if leaving is not None:
+            self.records = without(self.records, leaving.serial, Tier.memory)
+            memory.drop(leaving.serial)
+        return memory.has_room
+
+    def _take_snapshot(self, memory: MemoryTier, save: Save) -> None:
+        def sealed(failures: list[str]) -> None:
+            if save.serial in self._left_behind:  # the run went back in the meantime
+                memory.drop(save.serial)
+                if save.disk:
+                    memory.written(save.serial)
+                    self._saving = False
+                return
+            if save.disk:
+                snapshots, check = memory.to_write(save.serial)
+                self._write(save, snapshots, check)
+            if failures:
+                memory.release(save.serial)
+                self._report_unsealed(save, failures)
+            else:
+                self.records.append(_committed(save, Tier.memory))
+                memory.send_abroad(save.serial)
+
+        memory.take(save, sealed)
+
+    def _report_unsealed(self, save: Save, failures: list[str]) -> None:
+        self._report(
+            Incident(
+                kind="snapshot_failed",
+                step=save.moment.step,
+                decision="go on without it",
+                reason=f"snapshot {save.serial} in memory: {'; '.join(failures)}",
+            )
+        )
+
+    def _write(
+        self,
+        save: Save,
+        snapshots: Sequence[Snapshot],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._disk.write(
+            save, snapshots, lambda failures: self._written(save, failures), check=check
+        )
+
+    def _written(self, save: Save, failures: list[str]) -> None:
+        if self._memory is not None:
+            self._memory.written(save.serial)
+        if save.serial in self._left_behind:
+            self._saving = False
+            self._disk.discard_unfinished(save.serial)
+        elif failures:
+            self._save_failed(save, failures)
+        else:
+            self._disk.commit(save, lambda failed: self._committed(save, failed))
+
+    def _committed(self, save: Save, failures: list[str]) -> None:
+        self._saving = False
+        if failures and save.serial not in self._left_behind:
+            self._save_failed(save, failures)
+        if failures:
+            return
+        record = _committed(save, Tier.disk)
+        self.records.append(record)
+        if save.serial in self._left_behind:  # the run went back while it was being committed
+            self._taint(record)
+        self._retire()
+
+    def _save_failed(self, save: Save, failures: list[str]) -> None:
+        self._saving = False
+        self._disk.discard_unfinished(save.serial)
+        # A copy in memory is no comfort: it is gone with its node.
+        stands = [record for record in on_disk(self.records) if record.state is State.clean]
+        standing = f"clean checkpoint of step {stands[-1].step} stands" if stands else "none stands"
+        self._report(
+            Incident(
+                kind="save_failed",
+                step=save.moment.step,
+                decision="go on" if stands else "stop",
+                reason=f"checkpoint {save.serial}: {'; '.join(failures)}; {standing}",
+            )
+        )
+        if not stands:
+            raise CheckpointError(
+                f"cannot save to {self._disk.folder}: {'; '.join(failures)}, and no clean "
+                "checkpoint stands; free space or choose another out"
+            )
 
     # -- proving and retiring -------------------------------------------------------------
 
@@ -470,27 +336,15 @@ class Ring:
             self.uploads.after_step(on_disk(self.records), step)
 
     def _prove(self, record: Record) -> None:
-        if record.tier is Tier.memory:
-            self._prove_snapshot(record)
-            return
-        self._far.submit(
-            f"verify {record.serial}",
-            lambda: self._check_bytes(record),
-            lambda failures: self._verified(record, failures),
-        )
-
-    def _prove_snapshot(self, record: Record) -> None:
-        memory, slot = self._memory, self._slots.held[record.serial].slot
-        assert memory is not None
-        self._slots.need(record.serial, Need.prove)
-        self._near.submit(
-            f"verify {record.serial} in memory",
-            lambda: memory.check(slot, finite=True),
-            lambda failures: self._snapshot_verified(record, failures),
-        )
+        if record.tier is Tier.disk:
+            self._disk.verify(record, lambda failures: self._verified(record, failures))
+        else:
+            assert self._memory is not None
+            self._memory.verify(
+                record.serial, lambda failures: self._snapshot_verified(record, failures)
+            )
 
     def _snapshot_verified(self, record: Record, failures: list[str]) -> None:
-        self._slots.done(record.serial, Need.prove)
         self._being_proven.discard((record.serial, record.tier))
         if record not in self.records:  # given up in the meantime
             return
@@ -499,23 +353,11 @@ class Ring:
         else:
             self.records = with_state(self.records, record.serial, State.clean, Tier.memory)
 
-    def _check_bytes(self, record: Record) -> None:
-        entry = self._store.read(self._store.folder_of(record))
-        verify_files(entry, self._share_of(entry), finite=True)
-
-    def _share_of(self, entry: Entry) -> list[str]:
-        """The files that this rank verifies for all."""
-        return sorted(entry.manifest.files)[self._ranks.rank :: self._ranks.world_size]
-
     def _verified(self, record: Record, failures: list[str]) -> None:
         if failures:
             self._found_damaged(record, failures, "never to be used")
-            return
-        self._far.submit(
-            f"mark {record.serial}",
-            lambda: self._on_first(lambda: self._store.mark(record, State.clean)),
-            lambda failed: self._proven(record, failed),
-        )
+        else:
+            self._disk.mark_clean(record, lambda failed: self._proven(record, failed))
 
     def _proven(self, record: Record, failures: list[str]) -> None:
         self._being_proven.discard((record.serial, record.tier))
@@ -535,15 +377,7 @@ class Ring:
 
     def remove(self, record: Record) -> None:
         """Delete a checkpoint's files in the background."""
-        self._far.submit(
-            f"retire {record.serial}",
-            lambda: self._on_first(lambda: self._store.remove(record)),
-            lambda failures: None,
-        )
-
-    def _on_first(self, work: Callable[[], None]) -> None:
-        if self._ranks.rank == 0:
-            work()
+        self._disk.remove(record)
 
     # -- agreement ------------------------------------------------------------------------
 
@@ -567,17 +401,9 @@ class Ring:
     ) -> bool:
         self._pace.hurry.set()
         try:
-            while any(map(len, lanes)):
-                wait_for_any(lanes, _PATIENCE_SECONDS)
-                late = float(is_late())
-                told = self._work.tell()
-                num_done, num_failed, num_late = self._ranks.sum([told.done, told.failed, late])
-                self.settle(num_done, num_failed, told.jobs)
-                if num_late and any(map(len, lanes)):
-                    return False
+            return self._work.drain(lanes, self._ranks.sum, is_late)
         finally:
             self._pace.hurry.clear()
-        return True
 
     def close(self, *, wait: bool = True, forget: bool = False) -> None:
         """End the background threads; ``wait`` False leaves a file that is written unfinished.
@@ -590,10 +416,8 @@ class Ring:
             self.uploads.close()
         for lane in (self._near, self._far):
             lane.close(wait=wait)
-        for lane in (self.uplink, *self._abroad):  # it may wait for what is gone
+        for lane in self._not_waited_for:  # it may wait for what is gone
             lane.close(wait=False)
-        if self._mirror is not None:
-            self._mirror.close(forget=forget)
         if self._memory is not None:
             self._memory.close(forget=forget)
 
@@ -610,8 +434,6 @@ class Ring:
         kind: type[RunnerError] = CheckpointError
         for record in candidates:
             try:
-                if record.tier is Tier.memory:
-                    return self._load_snapshot(record)
                 return self._load(record)
             except UnreadableCheckpoint as error:
                 # Never marked: what a disk refuses today may be the last clean one tomorrow.
@@ -622,149 +444,17 @@ class Ring:
                 faults.append(str(error))
                 self._found_damaged(record, [str(error)], "an older checkpoint is used")
         raise kind(
-            f"no checkpoint in {self._store.folder} can be loaded: "
+            f"no checkpoint in {self._disk.folder} can be loaded: "
             + ("; ".join(faults) or "there is none")
         )
 
-    def _load_snapshot(self, record: Record) -> Restored:
-        memory, serial = self._memory, record.serial
-        assert memory is not None
-        if serial in self._earlier:
-            self._take_over(memory, self._earlier[serial])
-        else:
-            slot = self._slots.held[serial].slot
-            self._ranks.all_or_none("verifying a snapshot", lambda: memory.check(slot, quick=True))
-        held = self._slots.held[serial]
-
-        def copy_back() -> None:
-            self.before_update()
-            memory.copy_out(held.slot, self._holder.shards())
-            self._finish_load(held.counts, memory.path_of(held.slot))
-
-        self._ranks.all_or_none("loading a snapshot", copy_back)
-        moment = held.moment
-        return Restored(
-            serial=serial,
-            step=moment.step,
-            cursor=moment.cursor,
-            train_state=moment.train_state,
-            metrics_bytes=moment.metrics_bytes,
-            tier=Tier.memory,
-        )
-
-    def _take_over(self, memory: Memory, found: Found) -> None:
-        """Make an earlier incarnation's snapshot one of our own, in the first slot."""
-        del self._earlier[found.serial]
-        rank, earlier = self._ranks.rank, self._earlier_incarnation
-
-        def take() -> None:
-            memory.room(0)
-            if rank not in found.holders:
-                memory.take_over(earlier, found.serial, 0)
-
-        self._ranks.all_or_none("taking a snapshot over", take)
-        mirror = self._mirror
-        if mirror is not None and found.holders:
-            self._ranks.all_or_none(
-                "fetching a snapshot from another node",
-                lambda: mirror.give_back(found.holders, found.serial, earlier),
-            )
-        note = memory.note_of(0)
-        # The lengths are those of the first rank's files.
-        told = self._ranks.from_first(
-            {
-                "step": note.step,
-                "cursor": note.cursor,
-                "train_state": note.train_state,
-                "metrics_bytes": note.metrics_bytes,
-                "journal_lines": note.journal_lines,
-            }
-        )
-        self._slots.add(0)
-        self._slots.held[found.serial] = Held(
-            slot=0, moment=Moment(**told), counts=note.update_counts, needs={Need.kept}
-        )
-
     def _load(self, record: Record) -> Restored:
-        # All ranks look at the files first: whoever changes one after another rank has found it
-        # sound is noticed by the rank that reads it.
-        looked: tuple[Entry, dict[str, Stamp]] = self._ranks.all_or_none(
-            "opening a checkpoint", lambda: self._look_at(record)
-        )
-        entry, seen = looked
-        self._ranks.all_or_none(
-            "verifying a checkpoint",
-            lambda: verify_files(entry, self._share_of(entry), finite=False, seen=seen),
-        )
-        self._ranks.all_or_none("loading a checkpoint", lambda: self._copy_in(entry, seen))
-        manifest = entry.manifest
-        return Restored(
-            serial=manifest.serial,
-            step=manifest.step,
-            cursor=manifest.cursor,
-            train_state=manifest.train_state,
-            metrics_bytes=manifest.metrics_bytes,
-            tier=Tier.disk,
-        )
+        if record.tier is Tier.disk:
+            return self._disk.load(record, before_copy=self.before_update)
+        assert self._memory is not None
+        return self._memory.load(record.serial)
 
-    def _look_at(self, record: Record) -> tuple[Entry, dict[str, Stamp]]:
-        entry = self._store.read(self._store.folder_of(record))
-        wanted = [(shard.name, shard.start, len(shard.local)) for shard in self._holder.shards()]
-        return entry, stamps(entry, {*files_needed(entry, wanted), *self._share_of(entry)})
-
-    def _copy_in(self, entry: Entry, seen: Mapping[str, Stamp]) -> None:
-        shards = self._holder.shards()
-        wanted = {shard.name: tuple(shard.shape) for shard in shards}
-        if wanted != dict(entry.manifest.shapes):
-            differing = sorted(set(wanted.items()) ^ set(entry.manifest.shapes.items()))
-            raise CheckpointError(
-                f"{entry.folder}: is of another model; first difference: {differing[0]}"
-            )
-        self.before_update()
-        for shard in shards:
-            values = read_range(entry, shard.name, shard.start, len(shard.local), seen=seen)
-            shard.local.copy_(values)
-        self._finish_load(entry.manifest.update_counts, entry.folder)
-
-    def _finish_load(self, counts: Mapping[str, int], source: Path) -> None:
-        try:
-            self._holder.finish_load(counts)
-        except KeyError as error:
-            raise CheckpointError(f"{source}: has no update count of {error}") from None
-
-    def _found_damaged(
-        self, record: Record, faults: list[str], decision: str, *, mark: bool = True
-    ) -> None:
-        self._being_proven.discard((record.serial, record.tier))
-        if mark:
-            self._taint(record)
-        where = f"{record.step}{' in memory' if record.tier is Tier.memory else ''}"
-        self._report(
-            Incident(
-                kind="checkpoint_damaged",
-                step=self._step,
-                decision=decision,
-                reason=f"checkpoint {record.serial} of step {where}: {'; '.join(faults)}",
-                detail={"serial": record.serial, "tier": record.tier.value},
-            )
-        )
-
-    def _taint(self, record: Record) -> None:
-        if record.tier is Tier.memory:
-            self._drop(record)
-            if self._mirror is not None:
-                self._mirror.forget(record.serial)
-            return
-        self.records = with_state(self.records, record.serial, State.tainted)
-        self._far.submit(
-            f"taint {record.serial}",
-            lambda: self._on_first(lambda: self._mark_if_there(record)),
-            lambda failures: None,
-        )
-
-    def _mark_if_there(self, record: Record) -> None:
-        if self._store.folder_of(record).exists():
-            self._store.mark(record, State.tainted)
+    # -- what is not to be used again -----------------------------------------------------
 
     def distrust_after(self, step: int) -> None:
         """Taint every checkpoint of a later step. Collective, durable when it returns."""
@@ -787,13 +477,38 @@ class Ring:
             self.uploads.distrust(lambda record: record.serial > serial)
         self._retire()
 
+    def _found_damaged(
+        self, record: Record, faults: list[str], decision: str, *, mark: bool = True
+    ) -> None:
+        self._being_proven.discard((record.serial, record.tier))
+        if mark:
+            self._taint(record)
+        where = f"{record.step}{' in memory' if record.tier is Tier.memory else ''}"
+        self._report(
+            Incident(
+                kind="checkpoint_damaged",
+                step=self._step,
+                decision=decision,
+                reason=f"checkpoint {record.serial} of step {where}: {'; '.join(faults)}",
+                detail={"serial": record.serial, "tier": record.tier.value},
+            )
+        )
 
-def _share(local: torch.Tensor, index: int, count: int) -> tuple[int, torch.Tensor]:
-    """Replicas hold the same bytes: each writes its own part. (first element, view)."""
-    size = -(-len(local) // count)
-    first = min(len(local), index * size)
-    return first, local[first : first + size]
+    def _taint(self, record: Record) -> None:
+        if record.tier is Tier.disk:
+            self.records = with_state(self.records, record.serial, State.tainted)
+            self._disk.taint(record)
+        else:
+            self.records = without(self.records, record.serial, Tier.memory)
+            if self._memory is not None:
+                self._memory.taint(record.serial)
 
 
-def _in_memory(serial: int, step: int, cursor: int) -> Record:
-    return Record(serial=serial, step=step, cursor=cursor, state=State.committed, tier=Tier.memory)
+def _committed(save: Save, tier: Tier) -> Record:
+    return Record(
+        serial=save.serial,
+        step=save.moment.step,
+        cursor=save.moment.cursor,
+        state=State.committed,
+        tier=tier,
+    )

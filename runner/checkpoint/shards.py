@@ -19,10 +19,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece, whole
+from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, Piece
 from runner.checkpoint.store import Entry, read_rank_facts, unreadable
 from runner.error import CorruptCheckpoint
 from runner.files import blocks, naming, open_regular, write_json
+from runner.strict import whole
 
 _WRITE_BYTES = 1 << 22
 
@@ -34,6 +35,27 @@ class Snapshot:
     name: str
     start: int
     values: torch.Tensor
+
+
+def own_share(
+    pieces: Iterable[tuple[str, int, torch.Tensor]], replica: tuple[int, int]
+) -> list[Snapshot]:
+    """What this rank writes of (name, flat start, 1-D values) pieces, as views.
+
+    Replicas hold the same bytes: each writes its own part.
+
+    Args:
+        replica: which one this rank is, and how many there are.
+    """
+    index, count = replica
+    found = []
+    for name, start, values in pieces:
+        size = -(-len(values) // count)
+        first = min(len(values), index * size)
+        part = values[first : first + size]
+        if part.numel():
+            found.append(Snapshot(name=name, start=start + first, values=part))
+    return found
 
 
 def file_name(rank: int) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _NICENESS = 10  # of 19
+_PATIENCE_SECONDS = 0.2  # between looks at the time while a disk is slow
 
 
 def _be_nice() -> None:
@@ -147,6 +148,26 @@ class Lanes:
             failed, failed_of_lane = divmod(failed, self._radix)
             if job == lane.num_settled:
                 lane.settle(of_lane, failed_of_lane, self._world_size)
+
+    def drain(
+        self,
+        lanes: Sequence[AgreedWork],
+        sum_over_ranks: Callable[[list[float]], list[float]],
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Finish every job of some of the lanes. Collective.
+
+        Returns False, on all ranks alike, when some rank said it is too late to wait longer.
+        """
+        while any(map(len, lanes)):
+            wait_for_any(lanes, _PATIENCE_SECONDS)
+            late = float(is_late())
+            told = self.tell()
+            num_done, num_failed, num_late = sum_over_ranks([told.done, told.failed, late])
+            self.settle(num_done, num_failed, told.jobs)
+            if num_late and any(map(len, lanes)):
+                return False
+        return True
 
     def wait(self, seconds: float) -> None:
         """See :func:`wait_for_any`."""

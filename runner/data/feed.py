@@ -7,7 +7,6 @@ batch is never used.
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import time
 from collections.abc import Iterator
@@ -21,12 +20,11 @@ from torch.utils.data import Dataset as TorchDataset
 
 from runner.data.cursor import BatchPlan, Indices, SampleStream
 from runner.data.dataset import Dataset
+from runner.linux import die_with_parent
 from runner.policy.elastic import deal, share_out
 from runner.policy.ledger import Ledger
 
 NOT_COUNTED = -100  # torch's ignore_index: no loss, no gradient
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1  # Linux
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,8 +263,7 @@ def _quiet_worker(_: int) -> None:
     process group's sockets, and while one is open the other ranks wait for a rank that is dead.
     torch's own look after the parent comes every five seconds.
     """
-    if hasattr(_LIBC, "prctl"):
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

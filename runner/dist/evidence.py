@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from runner.files import read_bounded, write_json
 from runner.redact import redacted
+from runner.strict import whole
 
 # Words in errors of gloo, NCCL and TCP that mean: the fault is at the other end.
 _CONTACT_WORDS = (
@@ -44,7 +45,6 @@ _MOST_ENTRIES = 400  # of the flight recorder, the newest
 _REPORT_BYTES = 1 << 26
 _FATAL_BYTES = 1 << 24
 _MOST_RANKS = 1 << 20
-_LIMIT = 1 << 63
 
 Frame = dict[str, Any]  # {"file", "line", "function"}
 
@@ -86,16 +86,16 @@ class Report:
             TypeError, ValueError, KeyError: it is no report.
         """
         return cls(
-            rank=_whole(value["rank"], _MOST_RANKS),
-            world_size=_whole(value["world_size"], _MOST_RANKS),
+            rank=whole(value["rank"], "rank", below=_MOST_RANKS),
+            world_size=whole(value["world_size"], "world_size", below=_MOST_RANKS),
             kind=str(value["kind"]),
-            step=_whole(value["step"], _LIMIT),
+            step=whole(value["step"], "step"),
             phase=str(value["phase"]),
             seconds=float(value["seconds"]),
             message=str(value["message"]),
             traceback=str(value["traceback"]),
             host=str(value["host"]),
-            pid=_whole(value["pid"], _LIMIT),
+            pid=whole(value["pid"], "pid"),
             time=float(value["time"]),
             stacks=[
                 {"thread": str(stack["thread"]), "frames": [_frame(f) for f in stack["frames"]]}
@@ -113,14 +113,8 @@ class Report:
         return ""
 
 
-def _whole(value: Any, most: int) -> int:
-    if type(value) is not int or not 0 <= value < most:
-        raise ValueError(f"{str(value)[:40]!r} is no whole number from 0 to {most - 1}")
-    return value
-
-
 def _frame(frame: Any) -> Frame:
-    line = _whole(frame["line"] or 0, _LIMIT)
+    line = whole(frame["line"] or 0, "line")
     return {"file": str(frame["file"]), "line": line, "function": str(frame["function"])}
 
 
@@ -128,9 +122,9 @@ def _told_entry(entry: Any) -> dict[str, Any]:
     """One of :func:`collectives`, as a file has it."""
     return {
         "group": str(entry["group"]),
-        "seq": _whole(entry["seq"], _LIMIT),
+        "seq": whole(entry["seq"], "seq"),
         "op": str(entry["op"]),
-        "sizes": [[_whole(length, _LIMIT) for length in size] for size in entry["sizes"]],
+        "sizes": [[whole(length, "size") for length in size] for size in entry["sizes"]],
         "dtypes": [str(dtype) for dtype in entry["dtypes"]],
         "finished": bool(entry["finished"]),
         "line": str(entry["line"]),

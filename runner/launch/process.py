@@ -7,7 +7,6 @@ a mark in the environment does, which children inherit. Linux: it reads /proc.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
@@ -15,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runner.dist.proc import parent
+from runner.linux import die_with_parent
 
 MARK = "HOLDFAST_MARK"
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 def marked(mark: str) -> list[int]:
@@ -69,7 +67,7 @@ def prepare_child(*, shielded: bool) -> Callable[[], None]:
     """
 
     def prepare() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if shielded:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -16,6 +16,7 @@ from runner.error import ConfigError
 from runner.observe.lines import LineFile, lines_after, read_lines
 from runner.policy.history import History, Incident, discarded_signals
 from runner.redact import redacted
+from runner.strict import whole
 
 _LIMIT = 1 << 63
 _LAST_SAMPLE = 1 << 60  # as data.skip has it
@@ -71,16 +72,16 @@ def _check(line: dict[str, Any], folded: History) -> None:
     if not isinstance(line["detail"], dict):
         raise TypeError(f"detail is {type(line['detail']).__name__}, no object")
     incident = Incident.from_json(line)
-    _bound("step", incident.step, _LIMIT)
+    whole(incident.step, "step")
     for rank in incident.ranks:
-        _bound("rank", rank, _MOST["world_size"])
+        whole(rank, "rank", below=_MOST["world_size"])
     for position in incident.samples or ():
-        _bound("sample", position, _LAST_SAMPLE + 1)
+        whole(position, "sample", below=_LAST_SAMPLE + 1)
     if not (math.isfinite(incident.cost_seconds) and 0 <= float(line.get("time", 0)) < 1e11):
         raise ValueError("time or cost_seconds is no number of seconds")
     for name, most in _MOST.items():
         if name in incident.detail:
-            _bound(name, incident.detail[name], most)
+            whole(incident.detail[name], name, below=most)
     if incident.kind in ("discard", "rollback") and incident.samples is None:
         raise ValueError(f"a {incident.kind} without samples")
     if incident.kind == "discard":
@@ -91,14 +92,10 @@ def _check(line: dict[str, Any], folded: History) -> None:
 
 
 def _check_rollback(detail: Mapping[str, Any]) -> None:
-    _bound("next_serial - serial", detail["next_serial"] - detail["serial"], _MOST_ABANDONED)
+    abandoned = detail["next_serial"] - detail["serial"]
+    whole(abandoned, "next_serial - serial", below=_MOST_ABANDONED)
     if detail["cut_steps"] and not 0 < float(detail["cut_factor"]) <= 1:
         raise ValueError(f"cut_factor is {detail['cut_factor']}")
-
-
-def _bound(name: str, value: Any, most: int) -> None:
-    if type(value) is not int or not 0 <= value < most:
-        raise ValueError(f"{name} is {str(value)[:40]!r}, no whole number from 0 to {most - 1}")
 
 
 class Journal:

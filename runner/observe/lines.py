@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.error import ConfigError
 from runner.files import naming, open_regular, sync_directory
+from runner.strict import parse_json
 
 _BLOCK_BYTES = 1 << 20
 _LINE_BYTES = 1 << 24  # no line of ours comes near
+_TAIL_BYTES = 1 << 16  # some hundred lines
 _NO_FILE = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ELOOP)
 
 
@@ -69,6 +72,37 @@ def lines_after(path: Path, length: int) -> int:
         )
 
 
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The last line that :func:`iter_lines` gives, read from the end; None without any.
+
+    A line that is damaged further back than the first whole one it comes to is not noticed.
+
+    Raises:
+        ConfigError: as :func:`iter_lines`.
+    """
+    if not path.exists():
+        return None
+    size = path.stat().st_size
+    behind = _TAIL_BYTES
+    while True:
+        last = deque(_whole_lines(path, _line_after(path, size - behind)), maxlen=1)
+        if last:
+            return last[0][0]
+        if behind >= size:
+            return None
+        behind *= 4
+
+
+def _line_after(path: Path, position: int) -> int:
+    """Where the first line begins that does not begin before ``position``."""
+    if position <= 0:
+        return 0
+    with naming(path), _open(path) as file:
+        file.seek(position - 1)  # a line may begin right at the position
+        file.readline(_LINE_BYTES)
+        return file.tell()
+
+
 def step_of(line: dict[str, Any]) -> int:
     """A metrics line's step; 0 where it has none."""
     step = line.get("step")
@@ -88,14 +122,10 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
     if not raw.endswith(b"\n"):
         return None
     try:
-        line = json.loads(raw, parse_constant=_no_number)
+        line = parse_json(raw)
     except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no JSON")
 
 
 class LineFile:

@@ -171,20 +171,27 @@ class History:
         return any(back.seq > seq and back.cursor <= position for back in self.rollbacks)
 
 
-def discard_detail(signals: StepSignals, kind: str) -> dict[str, Any]:
-    """What a discard's journal line must hold so that a restart can repeat the judgement."""
-    return {
-        "verdict": kind,
-        "loss": _word(signals.loss),
-        "grad_norm": _word(signals.grad_norm),
-        "tokens": signals.tokens,
-        "nonfinite_ranks": signals.nonfinite_ranks,
-        "withheld": signals.withheld,
-    }
+def discard_incident(signals: StepSignals, *, verdict: str, reason: str) -> Incident:
+    """A discard, with what its line must hold so that a restart can repeat the judgement."""
+    return Incident(
+        kind="discard",
+        step=signals.step,
+        decision="discard",
+        reason=reason,
+        samples=(signals.start, signals.stop),
+        detail={
+            "verdict": verdict,
+            "loss": _word(signals.loss),
+            "grad_norm": _word(signals.grad_norm),
+            "tokens": signals.tokens,
+            "nonfinite_ranks": signals.nonfinite_ranks,
+            "withheld": signals.withheld,
+        },
+    )
 
 
 def discarded_signals(incident: Incident) -> StepSignals:
-    """The signals of a journalled discard."""
+    """The signals of a journalled discard: the inverse of :func:`discard_incident`."""
     assert incident.samples is not None
     detail = incident.detail
     return StepSignals(

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from runner.policy.episode import Finding
-from runner.policy.history import History, Incident, discard_detail
+from runner.policy.history import History, Incident, discard_incident
 from runner.policy.ledger import Ledger
 from runner.policy.pilot import Ruling, rule
 from runner.policy.remedy import (
@@ -222,14 +222,7 @@ class Replay:
 
     def _discard(self, signals: StepSignals, verdict: Verdict) -> None:
         self._history.add(
-            Incident(
-                kind="discard",
-                step=signals.step,
-                decision="discard",
-                reason=verdict.reason,
-                samples=(signals.start, signals.stop),
-                detail=discard_detail(signals, verdict.kind.value),
-            )
+            discard_incident(signals, verdict=verdict.kind.value, reason=verdict.reason)
         )
 
     def _rebaseline(self, signals: StepSignals, verdict: Verdict, action: Rebaseline) -> None:

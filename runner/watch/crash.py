@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.dist.blame import Blame, blame
 from runner.dist.evidence import Report, last_words, read_reports
-from runner.observe.lines import iter_lines, step_of
+from runner.observe.lines import last_line, step_of
 from runner.policy.history import Incident
 from runner.rundir import RunDir
 from runner.watch.fence import has_ended, oldest_number
@@ -76,7 +76,4 @@ def _last_words(run_dir: RunDir, number: int, world_size: int) -> Iterable[Repor
 
 
 def _last_step(run_dir: RunDir) -> int:
-    step = 0
-    for line in iter_lines(run_dir.metrics):
-        step = step_of(line)
-    return step
+    return step_of(last_line(run_dir.metrics) or {})

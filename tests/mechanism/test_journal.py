@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from runner.error import ConfigError
 from runner.observe.journal import Journal, read_journal
-from runner.observe.lines import LineFile, iter_lines, read_lines
+from runner.observe.lines import LineFile, _parsed, iter_lines, last_line, read_lines
 from runner.observe.metrics import Metrics, MetricsLine, finite_or_none
 from runner.observe.summary import Summary
 from runner.observe.throughput import Throughput, peak_tflops
@@ -314,6 +314,37 @@ def test_lines_between_two_positions(tmp_path: Path) -> None:
     assert [found["a"] for found in iter_lines(path, stop=16)] == [1]
     assert list(iter_lines(path, stop=0)) == []
     assert list(iter_lines(tmp_path / "none")) == []
+
+
+@pytest.mark.parametrize("tail", [1, 7, 8, 9, 16, 17, 64, 1 << 16])
+@pytest.mark.parametrize(
+    "end", [b"", b'{"a":', b"{}", b"\0" * 40, b"\0" * 40 + b"\n", b'[]\n{"a":9}\n', b"\n"]
+)
+def test_the_last_line_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: int, end: bytes
+) -> None:
+    """However little is read at once, and whatever a crash left behind it."""
+    monkeypatch.setattr("runner.observe.lines._TAIL_BYTES", tail)
+    path = tmp_path / "m"
+    assert last_line(path) is None
+    for num in range(5):
+        path.write_bytes(b"".join(b'{"a":%d}\n' % at for at in range(num)) + end)
+        whole = [*iter_lines(path)]
+        if end != b'[]\n{"a":9}\n' or tail > 30:
+            assert last_line(path) == (whole[-1] if whole else None)
+        else:  # damaged before what was looked at
+            assert last_line(path) in ({"a": 9}, whole[-1] if whole else None)
+
+
+def test_a_long_file_is_not_read_for_its_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, parsed = tmp_path / "m", []
+    path.write_bytes(b"".join(b'{"step":%d}\n' % at for at in range(100_000)))
+    monkeypatch.setattr(
+        "runner.observe.lines._parsed", lambda raw: parsed.append(1) or _parsed(raw)
+    )
+    assert last_line(path) == {"step": 99_999} and len(parsed) < 10_000
 
 
 def test_other_ranks_write_no_metrics() -> None:

@@ -396,6 +396,19 @@ def test_a_note_reads_back(tmp_path: Path) -> None:
     assert found == note == parse_note(data)
 
 
+@pytest.mark.parametrize("word", ["NaN", "-Infinity", "1e999"])
+def test_a_note_with_a_number_that_is_none_is_refused(tmp_path: Path, word: str) -> None:
+    """Its digest is right: it was taken over, and then could not be written again."""
+    note = empty_note(
+        SlotLayout([]), incarnation=3, rank=0, world_size=1, identity=IDENTITY
+    ).to_bytes()
+    text = note.partition(b"\n")[2].replace(b'"train_state": {}', b'"train_state": {"a": 1.5}')
+    parse_note(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    text = text.replace(b"1.5", word.encode())
+    with pytest.raises(ValueError, match="JSON"):
+        parse_note(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+
+
 # The node's folder
 
 

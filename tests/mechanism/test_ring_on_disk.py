@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from runner.checkpoint.manifest import Manifest, parse_manifest
 from runner.checkpoint.shards import (
     Snapshot,
     collect_pieces,
+    own_share,
     read_range,
     verify_files,
     write_rank_file,
@@ -512,23 +515,43 @@ class PowerCut(BaseException):
     """After it nothing is tidied up."""
 
 
+@pytest.mark.parametrize("replicas", [1, 2, 3, 9])
+def test_replicas_write_each_element_once(replicas: int) -> None:
+    """Also where there are more of them than a tensor has elements."""
+    whole = {"a": torch.arange(7.0), "b": torch.arange(1.0), "c": torch.empty(0)}
+    pieces = [(name, 100, values) for name, values in whole.items()]
+    for name, values in whole.items():
+        parts = [p for r in range(replicas) for p in own_share(pieces, (r, replicas))]
+        parts = [part for part in parts if part.name == name]
+        assert all(len(part.values) for part in parts), "a file holds no empty piece"
+        assert torch.equal(torch.cat([torch.empty(0), *(p.values for p in parts)]), values)
+        ends = [100, *(part.start + len(part.values) for part in parts)]
+        assert [part.start for part in parts] == ends[:-1]
+
+
+@contextlib.contextmanager
+def a_failing_sync(monkeypatch: pytest.MonkeyPatch, number: int) -> Iterator[threading.Event]:
+    """The fsync with this number, from 0, fails with EIO; the event says that it has."""
+    failed, real, numbers = threading.Event(), os.fsync, count()
+
+    def fsync(descriptor: int) -> None:
+        if next(numbers) == number:
+            failed.set()
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        yield failed
+
+
 @pytest.mark.parametrize("number", range(8))
 def test_a_sync_that_fails_leaves_nothing_to_trust(
     ring: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Whichever it is of a commit's and a mark's; the next save is not in its way."""
     write(ring, tensors(), serial=1, step=10)
-    left = [number]
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        left[0] -= 1
-        if left[0] == -1:
-            raise OSError(errno.EIO, "Input/output error")
-        real(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
+    with a_failing_sync(monkeypatch, number) as failed:
         try:
             write(ring, tensors(), serial=2, step=20, ranks=1)
             RingStore(ring).mark(RingStore(ring).entries()[0][1].record, State.clean)
@@ -536,7 +559,7 @@ def test_a_sync_that_fails_leaves_nothing_to_trust(
             assert str(ring) in str(error), "names no file"
     RingStore(ring).sweep()
     entries, damaged = RingStore(ring).entries()
-    assert damaged == [] and left[0] < 0
+    assert damaged == [] and failed.is_set()
     assert [entry.record.serial for entry in entries] == [1]
     write(ring, tensors(), serial=3, step=20)
     assert [entry.record.serial for entry in RingStore(ring).entries()[0]] == [1, 3]
@@ -547,19 +570,11 @@ def test_a_mark_that_fails_is_no_mark(
     ring: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     record = write(ring, tensors())
-    left = [number]
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        left[0] -= 1
-        if left[0] == -1:
-            raise OSError(errno.EIO, "Input/output error")
-        real(descriptor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", fsync)
-        with pytest.raises(OSError, match=r"CLEAN|000001-step"):
-            RingStore(ring).mark(record, State.clean)
+    with (
+        a_failing_sync(monkeypatch, number),
+        pytest.raises(OSError, match=r"CLEAN|000001-step"),
+    ):
+        RingStore(ring).mark(record, State.clean)
     assert only(ring).record.state is State.committed
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from runner.policy.episode import Before
-from runner.policy.history import History, Incident, discard_detail
+from runner.policy.history import History, Incident, discard_incident
 from runner.policy.remedy import (
     Action,
     Apply,
@@ -144,14 +144,7 @@ class PaperRun:
     def _discard(self, signals: StepSignals, verdict: Verdict) -> None:
         self.cursor = signals.stop
         self.history.add(
-            Incident(
-                kind="discard",
-                step=signals.step,
-                decision="discard",
-                reason=verdict.reason,
-                samples=(signals.start, signals.stop),
-                detail=discard_detail(signals, verdict.kind.value),
-            )
+            discard_incident(signals, verdict=verdict.kind.value, reason=verdict.reason)
         )
 
     def _roll_back(self, action: Rollback) -> None:

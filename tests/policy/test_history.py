@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.history import History, Incident, discard_detail, discarded_signals
+from runner.policy.history import History, Incident, discard_incident, discarded_signals
 from runner.policy.schedule import RateCut
 from tests.policy.steps import attempted
 
@@ -35,14 +35,7 @@ INCIDENTS = st.builds(
 
 def discard(start: int, stop: int, step: int = 1) -> Incident:
     signals = attempted(step, 9.0, start=start, stop=stop)
-    return Incident(
-        kind="discard",
-        step=step,
-        decision="discard",
-        reason="made up",
-        samples=(start, stop),
-        detail=discard_detail(signals, "Spike"),
-    )
+    return discard_incident(signals, verdict="Spike", reason="made up")
 
 
 def rollback(to: int, next_serial: int, skip: tuple[int, int], **detail: Any) -> Incident:
@@ -183,14 +176,8 @@ def test_a_discarded_step_is_read_back_exactly(
 ) -> None:
     numbers = {"start": 48, "stop": 60, "tokens": 99, "nonfinite_ranks": 3, "gated": True}
     signals = attempted(7, loss, grad_norm, **numbers, withheld=withheld)
-    incident = Incident(
-        kind="discard",
-        step=7,
-        decision="discard",
-        reason="made up",
-        samples=(48, 60),
-        detail=discard_detail(signals, "NonFinite") | {"suspects": [50]},
-    )
+    incident = discard_incident(signals, verdict="NonFinite", reason="made up")
+    assert (incident.kind, incident.step, incident.samples) == ("discard", 7, (48, 60))
     line = json.dumps(incident.to_json(), allow_nan=False)
     again = discarded_signals(Incident.from_json(json.loads(line)))
     # repr: NaN equals nothing, itself included.
