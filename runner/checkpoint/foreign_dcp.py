@@ -34,7 +34,8 @@ class _Chunk:
 def open_dcp(folder: Path) -> Source:
     """Read and check the table of contents.
 
-    Where the names begin with ``model.`` and ``optimizer.``, only these two are looked at.
+    Where the names begin with ``model.`` and ``optimizer.`` (or ``optim.``), only these two are
+    looked at; one name around both, as torch's tutorial has ``app.``, is taken off.
 
     Raises:
         ConfigError: damaged or refused.
@@ -45,11 +46,20 @@ def open_dcp(folder: Path) -> Source:
         tensors = _tensors(folder, path, metadata)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"{path}: {type(error).__name__}: {str(error)[:300]}") from None
+    tensors = _unwrapped(tensors)
     weights = {name: found for name, found in tensors.items() if not name.startswith(_OPTIMIZER)}
     model = {name: found for name, found in weights.items() if name.startswith(_MODEL)}
     if model and len(weights) < len(tensors):
         weights = {name.removeprefix(_MODEL): found for name, found in model.items()}
     return Source(kind="torch DCP directory", weights=weights, moments=_moments(tensors, path))
+
+
+def _unwrapped(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Without a first part of the names that all share and that is followed by both."""
+    around = {name.partition(".")[0] for name in tensors}
+    inner = {name.partition(".")[2]: found for name, found in tensors.items()}
+    has_both = all(any(name.startswith(kind) for name in inner) for kind in (_MODEL, _OPTIMIZER))
+    return inner if len(around) == 1 and has_both else tensors
 
 
 def _tensors(folder: Path, path: Path, metadata: Shell) -> dict[str, Stored]:

@@ -2,8 +2,8 @@
 
 DeepSpeed partitions, reduces and gathers; the update itself is torch's fused AdamW on its flat
 FP32 partitions, and so the gate is the same as everywhere: ``found_inf`` on that optimizer.
-DeepSpeed's own clipping, schedule and loss scaling are off. Every private name of DeepSpeed
-that is used stands in one of the three ``_Stage`` classes.
+DeepSpeed's own clipping, schedule and loss scaling are off. Every name of DeepSpeed that is used
+stands in ``tests/mechanism/test_zero_contract.py``, which fails by name when an upgrade moves one.
 
 On CUDA DeepSpeed waits for the device by itself (its reduction streams, stage 3 at every step):
 ``guard.sync=false`` is the same run there too, and takes away no more than our own wait.
@@ -31,12 +31,24 @@ from runner.engine.forward import Forward, SequenceLosses
 from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Work
 from runner.error import CheckpointError, ConfigError
 
-# Settings of DeepSpeed that would break a promise, each with the reason.
+# Settings of DeepSpeed that are passed on. It ignores what it does not know, so that any other is
+# refused: a typing mistake, and what a later version may bring.
+PASSED = (
+    "zero_optimization",
+    "comms_logger",
+    "dump_state",
+    "memory_breakdown",
+    "steps_per_print",
+    "wall_clock_breakdown",
+)
+# Settings that would break a promise, each with the reason.
 REFUSED = {
     "optimizer": "the gate lives in our fused AdamW; use optim.*",
     "scheduler": "the rate is a function of applied updates; use schedule.*",
     "gradient_clipping": "the norm is agreed with the other signals; use optim.clip",
     "gradient_accumulation_steps": "follows from batch.* and the number of ranks",
+    "managed_gradient_accumulation": "micro-batches are counted by the engine",
+    "gradient_allreduce_op": "gradients are summed and divided by the global token count",
     "train_batch_size": "use batch.global_size",
     "train_micro_batch_size_per_gpu": "use batch.micro_size",
     "fp16": "loss scaling skips steps on its own; BF16 needs none",
@@ -59,20 +71,25 @@ REFUSED = {
 REFUSED_ZERO = {
     "stage": "use parallel=zero1, zero2 or zero3",
     "offload_param": "the state could not be read back exactly",
-    "zenflow_config": "its update is not the fused one, and comes steps late",
+    "cpu_offload": "use offload_optimizer: {device: cpu}",
+    "cpu_offload_param": "the state could not be read back exactly",
+    "cpu_offload_use_pin_memory": "use offload_optimizer: {device: cpu, pin_memory: true}",
+    "zenflow": "its update is not the fused one, and comes steps late",
+    "compute_grad_norm": "DeepSpeed's own norm is switched off anyway",
+    # Seen in 0.19.8 with stage 2: _hp_mapping is of the order before the parameters are dealt out.
+    "round_robin_gradients": "DeepSpeed then tells a wrong place for each parameter",
     "zero_quantized_weights": "weights would not be exact",
+    "zero_quantized_nontrainable_weights": "weights would not be exact",
     "zero_quantized_gradients": "gradients would not be exact",
     "zero_hpz_partition_size": "a second partition is not supported",
 }
-
-
-# Elements that one FP32 sum of squares takes in.
-_PIECE = 1 << 20
 REFUSED_OFFLOAD = {
     "nvme_path": "only offload to the CPU is supported",
     "ratio": "two optimizers would share one gate; all or nothing is offloaded",
     "super_offload": "it updates first and takes a bad step back afterwards",
 }
+# Elements that one FP32 sum of squares takes in.
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +113,17 @@ def check_plan(plan: ZeroPlan) -> None:
         ConfigError: naming the key and why.
     """
     zero = plan.extra.get("zero_optimization") or {}
+    if not isinstance(zero, Mapping):
+        raise ConfigError(
+            f"parallel.deepspeed.zero_optimization={zero}: must be a mapping, such as "
+            "{overlap_comm: true}"
+        )
     wrong = _named("", plan.extra, REFUSED) + _named("zero_optimization.", zero, REFUSED_ZERO)
+    wrong += [
+        f"{key}: is not passed on; these are: {', '.join(PASSED)}"
+        for key in plan.extra
+        if key not in REFUSED and key not in PASSED
+    ]
     if plan.offload:
         offload = zero["offload_optimizer"]
         where = "zero_optimization.offload_optimizer"
@@ -132,13 +159,32 @@ def deepspeed_settings(plan: ZeroPlan) -> dict[str, Any]:
 
 
 def build_module(make: Callable[[], nn.Module], plan: ZeroPlan, device: torch.device) -> nn.Module:
-    """Make the module on ``device``; for stage 3 partitioned while it is being made."""
+    """Make the module on ``device``; for stage 3 partitioned while it is being made.
+
+    Raises:
+        ConfigError: DeepSpeed does not take a setting, in its own words.
+    """
     deepspeed = _deepspeed(device)
+    _check_settings(deepspeed, plan)
     if plan.stage < 3:
         with torch.device(device):
             return make()
     with deepspeed.zero.Init(config_dict_or_path=deepspeed_settings(plan)):
         return make()
+
+
+def _check_settings(deepspeed: Any, plan: ZeroPlan) -> None:
+    """Have DeepSpeed read the settings as it will: what it refuses no restart would mend."""
+    import pydantic  # DeepSpeed's settings are its models
+
+    try:
+        deepspeed.DeepSpeedConfig(deepspeed_settings(plan))
+    except pydantic.ValidationError as error:
+        found = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+        words = "; ".join(f"{where}: {said}" if where else said for where, said in found)
+        raise ConfigError(f"parallel.deepspeed: DeepSpeed refuses {words}") from None
+    except (ValueError, TypeError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
+        raise ConfigError(f"parallel.deepspeed: DeepSpeed refuses it: {error}") from None
 
 
 def _deepspeed(device: torch.device) -> Any:
@@ -190,9 +236,10 @@ class ZeroEngine:
         self._learning_rate = torch.zeros((), device=self._home)
         dims = {name: len(shape) for name, shape in self._shapes.items()}
         self._optimizer = fused_adamw(trained, dims, settings, self._learning_rate)
+        deepspeed = _deepspeed(device)
         # It prints its memory use whatever its log level is.
         with contextlib.redirect_stdout(io.StringIO()):
-            self._engine, wrapped, _, _ = _deepspeed(device).initialize(
+            self._engine, wrapped, _, _ = deepspeed.initialize(
                 model=module,
                 optimizer=self._optimizer,
                 config=deepspeed_settings(plan),
@@ -382,7 +429,10 @@ def _stage(wrapped: Any) -> _Stage:
     }
     name = type(wrapped).__name__
     if name not in kinds:
-        raise ConfigError(f"parallel.deepspeed: leads to DeepSpeed's {name}, which is not known")
+        raise ConfigError(
+            f"parallel.deepspeed: leads to DeepSpeed's {name}, and only {', '.join(kinds)} are "
+            "known: leave the setting out that chose it"
+        )
     return kinds[name](wrapped)
 
 
@@ -399,10 +449,14 @@ class _Linked:
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
-        held, taken = mapping.hp_fragment_address, mapping.lp_fragment_address
+        address = mapping.hp_fragment_address
         fragment = mapping.get_hp_fragment()
-        flat = next(f for f in self.flats() if _holds(f, fragment))
-        return _Place(flat=flat, offset=held.start, start=taken.start, count=held.numel)
+        return _Place(
+            flat=next(flat for flat in self.flats() if _holds(flat, fragment)),
+            offset=address.start,
+            start=mapping.lp_fragment_address.start,
+            count=address.numel,
+        )
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
         self._wrapped.update_lp_params()
@@ -472,13 +526,13 @@ class _StageThree:
         return [self._wrapped.grad_partitions_flat_buffer]
 
     def locate(self, parameter: nn.Parameter) -> _Place | None:
-        whole: Any = parameter
+        partitioned: Any = parameter
         # Not the public safe_get_local_fp32_param: of an offloaded partition that is a copy.
         position = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
         group, offset, size = position
-        start = min(whole.ds_numel, size * dist.get_rank())
+        start = min(partitioned.ds_numel, size * dist.get_rank())
         # The last rank's part is padded to the others' length.
-        count = min(size, whole.ds_numel - start)
+        count = min(size, partitioned.ds_numel - start)
         return _Place(flat=self.flats()[group], offset=offset, start=start, count=count)
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
@@ -488,6 +542,6 @@ class _StageThree:
         for number in range(len(self.flats())):
             self._wrapped._reassign_or_swap_out_partitioned_parameters(number)
         for parameter, held in frozen:
-            whole: Any = parameter
-            whole.ds_tensor.data[: len(held.local)].copy_(held.local)
+            partitioned: Any = parameter
+            partitioned.ds_tensor.data[: len(held.local)].copy_(held.local)
         self._wrapped.checkpoint_event_epilogue()

@@ -7,10 +7,12 @@ import sys
 from typing import Any
 
 from scripts.bench.plan import Plan
-from scripts.bench.process import on_ranks
+from scripts.bench.process import MeasureError, on_ranks
 from scripts.bench.ratio import grouped, paired
 from scripts.bench.report import Row
 
+# BF16 rounds weights or activations at other places; more is another training.
+_NOISE_NATS = 0.1
 _ARMED = 24  # steps after which the guard judges all that it judges
 
 
@@ -29,7 +31,11 @@ def compared(
     aim: float | None = None,
     python: str = sys.executable,
 ) -> Row:
-    """Seconds a step of both, and the ratio over pairs of blocks, or of groups of blocks."""
+    """Seconds a step of both, and the ratio over pairs of blocks, or of groups of blocks.
+
+    Raises:
+        MeasureError: a rank failed, or the two did not train alike.
+    """
     steps = block or plan.block
     result = on_ranks(
         ranks or plan.ranks,
@@ -55,6 +61,18 @@ def compared(
         detail=_detail(result, list(settings), steps * group),
     )
     plan.say(f"  {what}: {row.ratio.median:.4f}" if row.ratio else what)
+    return alike(row)
+
+
+def alike(row: Row) -> Row:
+    """The row itself.
+
+    Raises:
+        MeasureError: the first losses of the two differ by more than BF16 makes them.
+    """
+    gap = row.detail.get("largest_gap_of_first_losses", 0.0)
+    if not gap <= _NOISE_NATS:
+        raise MeasureError(f"{row.against}: losses differ by {gap} nats: not the same training")
     return row
 
 

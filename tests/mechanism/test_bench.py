@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.bench.compared import alike
 from scripts.bench.machine import busy_warning, cpu_model
 from scripts.bench.process import MeasureError, environment, torchrun
 from scripts.bench.ratio import grouped, paired
@@ -165,10 +166,26 @@ def test_a_busy_machine_is_told(tmp_path: Path) -> None:
     assert cpu_model(tmp_path / "none")
 
 
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.full)])
-def test_the_bare_loop_trains_as_the_runner_does(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("gap", [0.2, math.nan])
+def test_two_trainings_that_are_not_the_same_are_not_compared(gap: float) -> None:
+    row = Row(what="step", against="bare", detail={"largest_gap_of_first_losses": gap})
+    with pytest.raises(MeasureError, match=f"bare: losses differ by {gap} nats"):
+        alike(row)
+
+
+@pytest.mark.parametrize(
+    ("kind", "opponent"),
+    [
+        ("fsdp", "bare-fsdp"),
+        pytest.param("ddp", "bare-ddp", marks=pytest.mark.full),
+        pytest.param("zero1", "zero1", marks=pytest.mark.full),
+        ("zero2", "zero2"),
+        pytest.param("zero3", "zero3", marks=pytest.mark.full),
+    ],
+)
+def test_the_bare_loop_trains_as_the_runner_does(tmp_path: Path, kind: str, opponent: str) -> None:
     """Same losses, or the comparison is of two trainings."""
-    told = [f"--folder={tmp_path}", f"--against=bare-{kind}", "--pairs=4", "--warmup=4"]
+    told = [f"--folder={tmp_path}", f"--against={opponent}", "--pairs=4", "--warmup=4"]
     command = torchrun(2, "scripts.bench.pair", *told, "--block=2", f"parallel={kind}", *TINY)
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False

@@ -99,9 +99,13 @@ DEEPSPEED_SCRIPT = """
 @pytest.fixture(scope="module")
 def deepspeed_places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with DeepSpeed's zero1, zero2, zero3 of two ranks, and zeroN.pt: what is in them."""
-    out = tmp_path_factory.mktemp("deepspeed")
+    return saved_by_two_ranks(DEEPSPEED_SCRIPT, tmp_path_factory.mktemp("deepspeed"))
+
+
+def saved_by_two_ranks(program: str, out: Path) -> Path:
+    """Run ``program`` on two ranks, told ``out`` and the settings."""
     script = out / "save.py"
-    script.write_text(textwrap.dedent(DEEPSPEED_SCRIPT))
+    script.write_text(textwrap.dedent(program))
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*launcher, "--nproc-per-node=2", str(script), str(out), *TINY],
@@ -301,6 +305,101 @@ def test_a_flat_dcp_directory(weights: Weights, import_: Import, tmp_path: Path)
     dcp.save(dict(weights), checkpoint_id=tmp_path / "dcp")
     assert import_(tmp_path / "dcp")[0] == 0
     assert_holds(imported(tmp_path), params(weights))
+
+
+# Saves a FSDP2 training of two ranks as torch's tutorials do, with the whole tensors beside it.
+DCP_SCRIPT = """
+    import os, sys
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.checkpoint.stateful import Stateful
+    from torch.distributed.fsdp import fully_shard
+    from runner import assemble
+    from runner.compose import compose
+    from runner.model.decoder import Decoder
+
+    class App(Stateful):
+        def state_dict(self):
+            weights, state = get_state_dict(model, optimizer)
+            return {"model": weights, "optim": state}
+
+        def load_state_dict(self, state):
+            raise NotImplementedError
+
+    out, overrides = Path(sys.argv[1]), sys.argv[2:]
+    dist.init_process_group("gloo")
+    config = compose(overrides)
+    torch.manual_seed(3)
+    model = Decoder(assemble.model_shape(config, assemble.open_dataset(config)))
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        tokens = torch.randint(0, 64, (2, 17))
+        logits = model(tokens[:, :-1]).float().flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    app = App()
+    dcp.save({"app": app}, checkpoint_id=out / "app")
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=out / "plain")
+    dcp.save({"model": weights}, checkpoint_id=out / "weights")
+    whole = StateDictOptions(full_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=whole)
+    truth = {f"param/{name}": tensor for name, tensor in weights.items()}
+    for name, of_one in state["state"].items():
+        truth |= {f"{kind}/{name}": of_one[kind] for kind in ("exp_avg", "exp_avg_sq")}
+    if dist.get_rank() == 0:
+        torch.save(truth, out / "truth.pt")
+    dist.barrier()
+    os._exit(0)  # gloo's threads do not always survive the end of the interpreter
+"""
+
+
+@pytest.fixture(scope="module")
+def dcp_places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with torch's own app, plain, weights of two ranks, and truth.pt."""
+    return saved_by_two_ranks(DCP_SCRIPT, tmp_path_factory.mktemp("dcp"))
+
+
+@pytest.mark.parametrize("layout", ["app", "plain"])
+def test_a_dcp_directory_of_two_fsdp_ranks_comes_bit_for_bit(
+    layout: str, dcp_places: Path, import_: Import, tmp_path: Path
+) -> None:
+    assert len(list((dcp_places / layout).glob("*.distcp"))) == 2
+    code, text = import_(dcp_places / layout, "--moments")
+    assert code == 0, text
+    entry = imported(tmp_path)
+    truth = torch.load(dcp_places / "truth.pt")
+    assert truth.keys() == entry.manifest.shapes.keys()
+    assert_holds(entry, truth)
+    assert set(entry.manifest.update_counts.values()) == {3}
+
+
+def test_a_dcp_directory_of_weights_alone(
+    dcp_places: Path, import_: Import, tmp_path: Path
+) -> None:
+    code, text = import_(dcp_places / "weights")
+    assert code == 0, text
+    truth = torch.load(dcp_places / "truth.pt")
+    assert_holds(imported(tmp_path), {n: t for n, t in truth.items() if n.startswith("param/")})
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "zero3"])
+def test_a_run_on_two_ranks_trains_on_from_a_dcp_directory(
+    parallel: str, dcp_places: Path, import_: Import, tmp_path: Path
+) -> None:
+    settings = ("steps=3", "batch.global_size=8", "schedule.warmup=1", f"parallel={parallel}")
+    assert import_(dcp_places / "app", "--moments", *settings)[0] == 0
+    run = finish(tmp_path / "run", *settings)
+    expected = source_loss(dcp_places / "truth.pt", settings)
+    assert run.counted()[1]["loss"] == pytest.approx(expected, rel=0.01)
+    assert set(RingStore(run.out / "ring").entries()[0][-1].manifest.update_counts.values()) == {6}
 
 
 def edit_metadata(place: Path, change: Callable[[Any], None]) -> None:

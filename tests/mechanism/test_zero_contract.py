@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from runner.data.feed import MicroBatch
 from runner.dist.group import end_group, start_group
 from runner.dist.launcher import Place
+from runner.engine import zero
 from runner.engine.adamw import AdamWSettings
 from runner.engine.protocol import Work
-from runner.engine.zero import ZeroEngine, ZeroPlan, build_module
+from runner.engine.zero import (
+    PASSED,
+    REFUSED,
+    REFUSED_OFFLOAD,
+    REFUSED_ZERO,
+    ZeroEngine,
+    ZeroPlan,
+    build_module,
+    check_plan,
+    deepspeed_settings,
+)
+from runner.error import ConfigError
 from runner.fault.inject import Disturbance
 from runner.model.decoder import Decoder, DecoderShape
 from runner.model.frozen import freeze
@@ -22,36 +35,65 @@ from runner.model.loss import sequence_losses
 
 CPU = torch.device("cpu")
 SHAPE = DecoderShape(vocab_size=16, dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, seq_len=8)
-OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-# Attributes of DeepSpeed's optimizer, its methods that we replace, attributes of its parameters.
-USED: dict[str, tuple[set[str], str, set[str]]] = {
-    "BF16_Optimizer": (
-        {
-            "fp32_groups_flat_partition",
-            "fp32_groups_gradient_flat_partition",
-            "update_lp_params",
-        },
-        "get_grads_for_norm",
-        {"_hp_mapping"},
-    ),
-    "DeepSpeedZeroOptimizer": (
-        {"single_partition_of_fp32_groups", "averaged_gradients", "update_lp_params"},
-        "scaled_global_norm",
-        {"_hp_mapping"},
-    ),
-    "DeepSpeedZeroOptimizer_Stage3": (
-        {
-            "fp32_partitioned_groups_flat",
-            "grad_partitions_flat_buffer",
-            "grad_position",
-            "get_param_id",
-            "checkpoint_event_prologue",
-            "checkpoint_event_epilogue",
-            "_reassign_or_swap_out_partitioned_parameters",
-        },
-        "_get_norm_groups",
-        {"ds_shape", "ds_numel", "ds_tensor"},
-    ),
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+# What of DeepSpeed runner/engine/zero.py touches: always, and by the kind of its optimizer.
+# "parameter" is one of the model that it wrapped, "gradients" a group's after a backward pass.
+USED = {
+    "always": {
+        "deepspeed.DeepSpeedConfig",
+        "deepspeed.DeepSpeedConfigError",
+        "deepspeed.initialize",
+        "deepspeed.ops.__compatible_ops__",
+        "deepspeed.zero.Init",
+        "engine.backward",
+        "engine.step",
+        "engine.was_step_applied",
+    },
+    "BF16_Optimizer": {
+        "optimizer.fp32_groups_flat_partition",
+        "optimizer.fp32_groups_gradient_flat_partition",
+        "optimizer.get_grads_for_norm",
+        "optimizer.update_lp_params",
+        "parameter._hp_mapping.get_hp_fragment",
+        "parameter._hp_mapping.hp_fragment_address.numel",
+        "parameter._hp_mapping.hp_fragment_address.start",
+        "parameter._hp_mapping.lp_fragment_address.start",
+    },
+    "DeepSpeedZeroOptimizer": {
+        "gradients.flat_partition",
+        "optimizer.averaged_gradients.items",
+        "optimizer.scaled_global_norm",
+        "optimizer.single_partition_of_fp32_groups",
+        "optimizer.update_lp_params",
+        "parameter._hp_mapping.get_hp_fragment",
+        "parameter._hp_mapping.hp_fragment_address.numel",
+        "parameter._hp_mapping.hp_fragment_address.start",
+        "parameter._hp_mapping.lp_fragment_address.start",
+    },
+    "DeepSpeedZeroOptimizer_Stage3": {
+        "optimizer._get_norm_groups",
+        "optimizer._reassign_or_swap_out_partitioned_parameters",
+        "optimizer.checkpoint_event_epilogue",
+        "optimizer.checkpoint_event_prologue",
+        "optimizer.fp32_partitioned_groups_flat",
+        "optimizer.get_param_id",
+        "optimizer.grad_partitions_flat_buffer",
+        "optimizer.grad_position",
+        "parameter.ds_numel",
+        "parameter.ds_shape",
+        "parameter.ds_tensor.data",
+    },
+}
+# How that file calls them.
+CALLED = {
+    "deepspeed": "deepspeed",
+    "self._engine": "engine",
+    "wrapped": "optimizer",
+    "self._wrapped": "optimizer",
+    "partitioned": "parameter",
+    "mapping": "parameter._hp_mapping",
+    "address": "parameter._hp_mapping.hp_fragment_address",
+    "group": "gradients",
 }
 OPTIMIZERS = {
     (1, False): "BF16_Optimizer",
@@ -61,6 +103,17 @@ OPTIMIZERS = {
     (2, True): "DeepSpeedZeroOptimizer",
     (3, True): "DeepSpeedZeroOptimizer_Stage3",
 }
+
+
+def settings_of(stage: int, *, offload: bool) -> dict[str, Any]:
+    """What is told to DeepSpeed beyond our own. Stage 3 as on a real model: matrices are cut up,
+
+    norms stay whole on each rank; and there are several groups of flat partitions.
+    """
+    zero: dict[str, Any] = dict(OFFLOAD) if offload else {}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": SHAPE.dim, "sub_group_size": 500}
+    return {"zero_optimization": zero}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,9 +131,15 @@ def stage(request: pytest.FixtureRequest) -> tuple[int, bool]:
     return key
 
 
-def build(stage: tuple[int, bool], frozen: str = "") -> ZeroEngine:
+def plan_of(stage: tuple[int, bool], *, num_micro_batches: int = 1) -> ZeroPlan:
+    number, offload = stage
+    extra = settings_of(number, offload=offload)
+    return ZeroPlan(stage=number, num_micro_batches=num_micro_batches, extra=extra)
+
+
+def build(stage: tuple[int, bool], frozen: str = "", *, num_micro_batches: int = 1) -> ZeroEngine:
     """One engine on one rank; parameters whose name has ``frozen`` in it are not trained."""
-    plan = ZeroPlan(stage=stage[0], num_micro_batches=1, extra=OFFLOAD if stage[1] else {})
+    plan = plan_of(stage, num_micro_batches=num_micro_batches)
     module = build_module(lambda: Decoder(SHAPE), plan, CPU)
     assert isinstance(module, Decoder)
     if frozen:
@@ -108,17 +167,17 @@ def wrapped(engine: ZeroEngine) -> Any:
     return engine._engine.optimizer  # the one place where a test looks inside: it is the contract
 
 
-def parameters(engine: ZeroEngine) -> list[nn.Parameter]:
-    return list(engine._engine.module.parameters())
+def work(first: int, *, nan: bool = False) -> Work:
+    """A micro-batch of one sequence that counts up from ``first``."""
+    ids = torch.arange(first, first + 9).view(1, 9)
+    batch = MicroBatch(tokens=ids[:, :-1], targets=ids[:, 1:], segments=None, positions=(0,))
+    fault = Disturbance(activation_scale=None, loss_scale=None, nan_grad=True) if nan else None
+    return Work(batch=batch, seed=0, disturbance=fault)
 
 
 def compute(engine: ZeroEngine, *, nan: bool = False) -> float:
     """One micro-batch's gradients; returns their norm."""
-    ids = torch.arange(9).view(1, 9)
-    batch = MicroBatch(tokens=ids[:, :-1], targets=ids[:, 1:], segments=None, positions=(0,))
-    fault = Disturbance(activation_scale=None, loss_scale=None, nan_grad=True) if nan else None
-    sums = engine.accumulate([Work(batch=batch, seed=0, disturbance=fault)])
-    return sums.grad_square.sqrt().item()
+    return engine.accumulate([work(0, nan=nan)]).grad_square.sqrt().item()
 
 
 def apply(engine: ZeroEngine, *, skip: bool = False) -> str | None:
@@ -138,20 +197,81 @@ def begin(engine: ZeroEngine) -> None:
     )
 
 
-def test_the_optimizer_is_the_one_we_know(engine: ZeroEngine, stage: tuple[int, bool]) -> None:
-    name = OPTIMIZERS[stage]
-    attributes, replaced, _ = USED[name]
-    assert type(wrapped(engine)).__name__ == name
-    missing = {name for name in attributes if not hasattr(wrapped(engine), name)}
-    assert not missing, f"deepspeed moved {missing} of {name}"
-    assert hasattr(type(wrapped(engine)), replaced), f"deepspeed moved {replaced} of {name}"
+@pytest.fixture(scope="module")
+def bare(stage: tuple[int, bool]) -> Iterator[dict[str, Any]]:
+    """DeepSpeed as it comes, nothing of ours around it, after one backward pass."""
+    plan = plan_of(stage)
+    module = build_module(lambda: Decoder(SHAPE), plan, CPU)
+    import deepspeed
+
+    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+    engine, wrapped, _, _ = deepspeed.initialize(
+        model=module,
+        optimizer=optimizer,
+        config=deepspeed_settings(plan),
+        dist_init_required=False,
+    )
+    tokens = torch.arange(8).view(1, 8)
+    engine.backward(engine(tokens).float().square().sum(), scale_wrt_gas=False)
+    groups = getattr(wrapped, "averaged_gradients", {})
+    yield {
+        "deepspeed": deepspeed,
+        "engine": engine,
+        "optimizer": wrapped,
+        "parameter": next(module.parameters()),
+        "gradients": next((group for group in groups.values() if group is not None), None),
+    }
+    engine.destroy()
 
 
-def test_the_parameters_carry_what_we_read(engine: ZeroEngine, stage: tuple[int, bool]) -> None:
-    for parameter in parameters(engine):
-        names = USED[OPTIMIZERS[stage]][2]
-        missing = {name for name in names if not hasattr(parameter, name)}
-        assert not missing, f"deepspeed moved {missing} of its parameters"
+def moved(root: Any, path: str) -> str | None:
+    """The first name along ``path`` that is not there."""
+    for name in path.split("."):
+        if not hasattr(root, name):
+            return f"{name} of {path}"
+        root = getattr(root, name)
+    return None
+
+
+def test_deepspeed_has_every_name_that_we_use(
+    bare: dict[str, Any], stage: tuple[int, bool]
+) -> None:
+    kind = OPTIMIZERS[stage]
+    assert type(bare["optimizer"]).__name__ == kind
+    gone = set()
+    for path in USED["always"] | USED[kind]:
+        root, _, rest = path.partition(".")
+        gone.add(moved(bare[root], rest))
+    assert gone == {None}, f"deepspeed moved {gone - {None}}, which {kind} had"
+    assert "deepspeed_shm_comm" in bare["deepspeed"].ops.__compatible_ops__
+
+
+def test_the_names_above_are_all_that_the_engine_uses() -> None:
+    """So that none comes into use without standing in the contract."""
+    tree = ast.parse(Path(zero.__file__).read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            path = ast.unparse(node)
+            root = next((root for root in CALLED if path.startswith(f"{root}.")), None)
+            if root is not None and path.replace(".", "").isidentifier():
+                found.add(CALLED[root] + path.removeprefix(root))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            named = ast.literal_eval(node.args[1])
+            found.add(f"parameter.{named}")
+    whole = {path for path in found if not any(o.startswith(f"{path}.") for o in found)}
+    assert whole == set().union(*USED.values())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_stage_3_is_tried_with_parameters_of_both_kinds(offload: bool) -> None:
+    """Cut up, and small ones that stay whole; and in several groups."""
+    engine = build((3, offload))
+    parameters = dict(engine._engine.module.named_parameters())
+    whole = {name for name, parameter in parameters.items() if parameter.ds_persist}
+    assert whole == {name for name in parameters if "norm" in name}
+    assert 0 < len(whole) < len(parameters)
+    assert len(wrapped(engine).fp32_partitioned_groups_flat) > 2
 
 
 def test_shards_cover_every_parameter_as_live_views(engine: ZeroEngine) -> None:
@@ -195,6 +315,23 @@ def test_the_norm_is_of_the_whole_gradient(engine: ZeroEngine, stage: tuple[int,
     square = sum(p.grad.float().square().sum() for p in plain.parameters() if p.grad is not None)
     assert compute(engine) == pytest.approx(float(square) ** 0.5, rel=0.02)
     assert apply(engine, skip=True) is None
+
+
+def test_micro_batches_add_up_in_fp32(stage: tuple[int, bool]) -> None:
+    """To their sum, not their mean (scale_wrt_gas), with bits that BF16 has not."""
+    found = []
+    for works in ([work(0)], [work(3)], [work(0), work(3)]):
+        engine = build(stage, num_micro_batches=len(works))
+        begin(engine)
+        engine.accumulate(works)
+        flats = engine._stage.gradients()
+        assert {flat.dtype for flat in flats} == {torch.float32}
+        found.append(torch.cat(flats).clone())
+        assert apply(engine) is None
+        assert set(engine.update_counts().values()) == {1}
+    first, second, both = found
+    torch.testing.assert_close(both, first + second, rtol=1e-6, atol=0)
+    assert (both != both.bfloat16().float()).any()
 
 
 def test_a_closed_gate_changes_nothing_whatever_the_gradient(engine: ZeroEngine) -> None:
@@ -245,3 +382,47 @@ def test_frozen_parameters_keep_their_bits_and_have_no_moments(stage: tuple[int,
     after = state(engine)
     assert {name for name in before if torch.equal(before[name], after[name])} == frozen
     assert not any(name.removeprefix("param/") in engine.update_counts() for name in frozen)
+
+
+def refused(extra: dict[str, Any]) -> str:
+    """What the settings end with before anything is built, or when DeepSpeed reads them."""
+    plan = ZeroPlan(stage=2, num_micro_batches=1, extra=extra)
+    with pytest.raises(ConfigError) as error:
+        check_plan(plan)
+        build_module(lambda: Decoder(SHAPE), plan, CPU)
+    return str(error.value)
+
+
+def test_every_setting_that_breaks_a_promise_is_refused_with_its_reason() -> None:
+    for key, why in REFUSED.items():
+        assert refused({key: 1}) == f"parallel.deepspeed.{key}: {why}"
+    for key, why in REFUSED_ZERO.items():
+        words = refused({"zero_optimization": {key: 1}})
+        assert words == f"parallel.deepspeed.zero_optimization.{key}: {why}"
+    for key, why in REFUSED_OFFLOAD.items():
+        words = refused({"zero_optimization": {"offload_optimizer": {"device": "cpu", key: 1}}})
+        assert words == f"parallel.deepspeed.zero_optimization.offload_optimizer.{key}: {why}"
+
+
+def test_what_is_refused_within_zero_optimization_is_called_so_by_deepspeed() -> None:
+    """Under another name the refusal would not be met, and the setting would be."""
+    build_module(lambda: Decoder(SHAPE), plan_of((2, False)), CPU)
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    assert REFUSED_ZERO.keys() <= DeepSpeedZeroConfig.model_fields.keys()
+    assert REFUSED_OFFLOAD.keys() <= DeepSpeedZeroOffloadOptimizerConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"grdient_clipping": 1.0}, f"grdient_clipping: is not passed on; these are: {PASSED[0]}"),
+        ({"zero_optimization": [1]}, "zero_optimization=[1]: must be a mapping"),
+        ({"zero_optimization": {"overlap_com": True}}, "DeepSpeed refuses overlap_com: Extra"),
+        ({"zero_optimization": {"reduce_bucket_size": "many"}}, "refuses reduce_bucket_size: Inp"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, "DeepSpeed refuses it: MiCS"),
+    ],
+)
+def test_a_typing_mistake_is_told_by_its_key(extra: dict[str, Any], words: str) -> None:
+    assert words in refused(extra)
