@@ -53,6 +53,7 @@ from runner.rules import named
 from runner.rules import remedy_rules as remedy_rules
 from runner.rundir import RunDir
 from runner.tier import MemoryParts
+from runner.watch.fence import Fence
 from runner.watch.stop import StopRequest
 from runner.watch.witness import WatchRules, Witness
 
@@ -372,6 +373,7 @@ def reporter(
     made: Ring,
     resumed: Resumed,
     past: Past,
+    fence: Fence,
 ) -> Reporter:
     """Metrics, trackers and the live line; files on rank 0 only."""
     peak = config.track.peak_tflops
@@ -379,9 +381,20 @@ def reporter(
         peak = peak_tflops(torch.cuda.get_device_name(device))
     trackers: list[Tracker] = []
     if config.track.tensorboard and place.is_first:
-        trackers.append(TensorBoardTracker(run_dir.tensorboard, first_step=resumed.step + 1))
+        trackers.append(
+            TensorBoardTracker(
+                run_dir.tensorboard,
+                first_step=resumed.step + 1,
+                number=fence.number,
+                check=fence.check,
+            )
+        )
     return Reporter(
-        metrics=Metrics(run_dir.metrics if place.is_first else None, length=resumed.metrics_bytes),
+        metrics=Metrics(
+            run_dir.metrics if place.is_first else None,
+            length=resumed.metrics_bytes,
+            check=fence.check,
+        ),
         trackers=trackers,
         console=console,
         throughput=Throughput(

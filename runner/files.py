@@ -11,9 +11,10 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -68,6 +69,44 @@ def write_json(path: Path, value: Any) -> None:
     """:func:`write_durably` of canonical JSON. NaN is refused: it is no JSON."""
     text = json.dumps(value, allow_nan=False, indent=1, sort_keys=True)
     write_durably(path, text.encode() + b"\n")
+
+
+def replace_for_writing(path: Path, *, length: int, check: Callable[[], None]) -> None:
+    """Put a copy of the first ``length`` bytes in a file's place; an empty one where none is.
+
+    Whoever has the old file open writes to one that is no longer there. And nobody replaces it
+    who may not: a process that stalls in here until another has done the same finds either that
+    ``check`` refuses, or that its copy is gone.
+
+    Args:
+        check: raises when this process may not write here any more. Between processes that both
+            may, the last one wins.
+    """
+    mine = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    stale = list(path.parent.glob(f"{path.name}.*.tmp"))
+    check()  # after looking: whoever came later has made his copy later, and keeps it
+    for other in stale:
+        other.unlink(missing_ok=True)
+    with naming(path), mine.open("wb") as fresh:
+        if path.exists():
+            with path.open("rb") as old:
+                _copy(old, fresh, length)
+        fresh.flush()
+        os.fsync(fresh.fileno())
+    try:
+        check()
+    except BaseException:
+        mine.unlink(missing_ok=True)
+        raise
+    mine.rename(path)
+    sync_directory(path.parent)
+
+
+def _copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
+    """The first ``length`` bytes."""
+    while length > 0 and (block := source.read(min(length, _BLOCK_BYTES))):
+        target.write(block)
+        length -= len(block)
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:

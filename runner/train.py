@@ -239,6 +239,7 @@ class Session:
             ring,
             resumed,
             past,
+            self._fence,
         )
         # After the reporter has cut the metrics: what is journalled as lost is lost once.
         lost = ranks.from_first(past.lost)
@@ -308,8 +309,9 @@ class Session:
     def _journal(self, found: Found) -> Journal:
         file = None
         if self._place.is_first:
+            self._fence.check()
             self._dir.store_config(self._config)
-            file = LineFile(self._dir.journal, length=found.journal_bytes)
+            file = LineFile(self._dir.journal, length=found.journal_bytes, check=self._fence.check)
         told = [(start, stop) for start, stop in self._config.data.skip]
         return Journal(found.journal, told_to_skip=told, file=file)
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -64,24 +67,66 @@ def main() -> int:
     """Run the drills; 1 when one of them did not heal."""
     options = _options()
     console = Console(soft_wrap=True)
+    if options.table:
+        _print(console, _read(options.table))
+        return 0
     with tempfile.TemporaryDirectory(prefix="holdfast-drill-") as own:
         folder = Path(options.keep or own)
         folder.mkdir(parents=True, exist_ok=True)
         rows = []
         peace: dict[str, str] = {}
-        for ending, point, rank in _drills(full=options.full):
+        for ending, point, rank in _drills(full=options.full, only=options.only):
             extra = POISON if point == "rollback" else ""
             if extra not in peace:
                 peace[extra] = _in_peace(folder / ("poisoned" if extra else "clean"), extra)
             rows.append(_drill(folder, ending, point, rank, extra, peace[extra]))
+            if options.json:  # after each: an hour's rows are not lost with the last one
+                _store(options.json, rows)
             console.print("  ".join(rows[-1].cells()), style="dim")
+    _print(console, rows)
+    return 0 if all(row.is_same and row.is_healed for row in rows) else 1
+
+
+def _print(console: Console, rows: list[Row]) -> None:
+    """Every row, then what they come to for each ending."""
     table = Table()
     for title in TITLES:
         table.add_column(title)
     for row in rows:
         table.add_row(*row.cells())
     console.print(table)
-    return 0 if all(row.is_same and row.is_healed for row in rows) else 1
+    for ending in dict.fromkeys(row.ending for row in rows):
+        here = [row for row in rows if row.ending == ending]
+        healed = sum(row.is_same and row.is_healed for row in here)
+        console.print(
+            f"{ending}: {healed} of {len(here)} healed with the same end, "
+            f"noticed after {_range([row.noticed for row in here])}, "
+            f"training again after {_range([row.again for row in here])}"
+        )
+
+
+def _range(seconds: list[float | None]) -> str:
+    known = [value for value in seconds if value is not None]
+    if not known:
+        return "-"
+    return f"{min(known):.1f} to {max(known):.1f} s (median {statistics.median(known):.1f} s)"
+
+
+def _store(path: Path, rows: list[Row]) -> None:
+    machine = {
+        "cores": os.cpu_count(),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+    }
+    told = {"machine": machine, "ranks": RANKS, "settings": SETTINGS.split()}
+    text = json.dumps(told | {"rows": [asdict(row) for row in rows]}, indent=1)
+    path.write_text(text + "\n")
+
+
+def _read(path: Path) -> list[Row]:
+    return [Row(**row) for row in json.loads(path.read_text())["rows"]]
 
 
 def _in_peace(out: Path, extra: str) -> str:
@@ -92,12 +137,26 @@ def _in_peace(out: Path, extra: str) -> str:
     return digest
 
 
-def _drills(*, full: bool) -> Iterator[tuple[str, str, int]]:
+def _drills(*, full: bool, only: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+    if only:
+        yield from (_named(text) for text in only)
+        return
     for ending in ENDINGS:
         for number, point in enumerate(POINTS):
             for rank in range(RANKS):
                 if full or point == "fetch" or (ending == "kill" and rank == number % RANKS):
                     yield ending, point, rank
+
+
+def _named(text: str) -> tuple[str, str, int]:
+    """``kill:save:1``: ending, point, rank."""
+    ending, point, rank = (*text.split(":"), "", "")[:3]
+    if ending not in ENDINGS or point not in POINTS or rank not in map(str, range(RANKS)):
+        sys.exit(
+            f"--only {text}: ENDING:POINT:RANK, of {', '.join(ENDINGS)}; {', '.join(POINTS)}; "
+            f"0 to {RANKS - 1}"
+        )
+    return ending, point, int(rank)
 
 
 def _drill(folder: Path, ending: str, point: str, rank: int, extra: str, expected: str) -> Row:
@@ -153,6 +212,15 @@ def _seconds(value: float | None) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="every fault at every point")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="ENDING:POINT:RANK",
+        help="one row, such as kill:save:1; several times for several",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print rows of an earlier run")
     parser.add_argument("--keep", metavar="DIR", help="leave runs and logs there")
     return parser.parse_args()
 

@@ -178,7 +178,7 @@ class World:
         mine = self.number = fence.number
         self._fact("incarnation", mine)
         found = find(self.dir, ANY_CONFIG, "d", ranks, fence)
-        file = LineFile(self.dir.journal, length=found.journal_bytes)
+        file = LineFile(self.dir.journal, length=found.journal_bytes, check=fence.check)
         states = [[r.serial, r.state.value] for r in found.records]
         self._fact("found", {"lines": found.journal, "records": states})
         self.journal = Journal(found.journal, told_to_skip=[], file=file, clock=lambda: 1.0)
@@ -206,7 +206,7 @@ class World:
         resumed = take_up(found, self.dir, self.ring, self.journal, cast(Any, self.state))
         self.begin = resumed.step
         self.ring.drain()  # what a rollback left behind is removed in the background
-        self.metrics = LineFile(self.dir.metrics, length=resumed.metrics_bytes)
+        self.metrics = LineFile(self.dir.metrics, length=resumed.metrics_bytes, check=fence.check)
         self.add(
             Incident(kind="start", step=resumed.step, decision="go on", reason="",
                      detail={"incarnation": mine, "world_size": 1})

@@ -149,7 +149,11 @@ class RingStore:
             remove_folder(folder)
 
     def sweep(self) -> list[str]:
-        """Remove what never committed; returns the names. Only at start-up, on one rank."""
+        """Remove what never committed; returns the names. Only at start-up, on one rank.
+
+        Raises:
+            Superseded: a newer incarnation owns the run.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         torn = [
             folder
@@ -158,6 +162,7 @@ class RingStore:
             and not (folder / COMMITTED).exists()
             and (folder.name.startswith(("writing-", _SWEPT)) or _NAME.fullmatch(folder.name))
         ]
+        self._check()  # after looking: what a newer incarnation is writing is not among them
         for folder in torn:
             # In one step, so that nobody commits a folder that is half gone.
             if folder.is_symlink():  # only the link is ours to remove

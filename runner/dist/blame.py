@@ -1,7 +1,7 @@
 """Who was at fault: from the ranks' reports to one sentence. Pure.
 
-An exception of a rank's own comes before a signal, a signal before what the collectives show,
-and that before silence. Ranks that only lost contact with others are never to blame while
+An exception of a rank's own comes before a signal, a signal before an exit without a word, that
+before what the collectives show, and that before silence. Ranks that only lost contact with others are never to blame while
 there is anybody else.
 """
 
@@ -15,6 +15,7 @@ from runner.dist.evidence import Report
 from runner.dist.flight import first_divergence
 
 _MOST_NAMED = 8
+_OWN_FAULTS = ("exception", "fatal", "signal", "exit")  # the surest sign first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Blame:
 def blame(reports: Sequence[Report], world_size: int) -> Blame:
     """The cause that the reports of one incarnation speak for. ``reports`` may be empty."""
     step = max((report.step for report in reports), default=0)
-    for kind in ("exception", "fatal", "signal"):
+    for kind in _OWN_FAULTS:
         guilty = [report for report in reports if report.kind == kind]
         if guilty:
             return _own_fault(kind, guilty, reports)
@@ -75,7 +76,7 @@ def _own_fault(kind: str, guilty: list[Report], reports: Sequence[Report]) -> Bl
     same = [r for r in guilty if _without_numbers(r.message) == _without_numbers(first.message)]
     ranks = tuple(sorted(report.rank for report in same))
     at = f" at {first.where}" if first.where else ""
-    others = [report for report in reports if report.kind not in ("exception", "fatal", "signal")]
+    others = [report for report in reports if report.kind not in _OWN_FAULTS]
     waiting = "" if kind == "exception" else changed_shape(others) or _waiting_in(others)
     return Blame(
         kind=kind,

@@ -56,7 +56,8 @@ class Report:
     Attributes:
         kind: ``exception`` (its own), ``lost_contact`` (a collective broke: somebody else's
             fault), ``hang`` (its watchdog fired), ``called`` (another rank's watchdog fired),
-            ``fatal`` (a signal that Python could still catch) or ``signal`` (seen from outside).
+            ``fatal`` (a signal that Python could still catch), and seen from outside: ``signal``,
+            or ``exit`` (it ended by itself, without a report).
         seconds: in the phase.
         stacks: of every thread, outermost frame first.
         collectives: the newest entries of torch's flight recorder, oldest first.

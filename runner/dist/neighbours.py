@@ -11,11 +11,11 @@ import select
 import threading
 from collections.abc import Mapping
 
-from runner.dist.proc import exit_signal
+from runner.dist.proc import exit_status
 
 
 class Neighbours:
-    """Watches processes by rank; ``deaths`` maps the dead to the signal that ended them."""
+    """Watches processes by rank; ``deaths`` maps the dead to exit code or minus the signal."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
         self.deaths: dict[int, int] = {}
@@ -41,9 +41,9 @@ class Neighbours:
         while left:
             for descriptor, _ in poll.poll():
                 rank = self._open[descriptor]
-                number = exit_signal(self._pids[rank])
-                if number is not None:
-                    self.deaths[rank] = number
+                status = exit_status(self._pids[rank])
+                if status is not None:
+                    self.deaths[rank] = status
                 poll.unregister(descriptor)
                 os.close(descriptor)
                 left -= 1

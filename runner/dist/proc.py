@@ -38,15 +38,15 @@ def parent(pid: int) -> int | None:
     return int(fields[_PARENT]) if fields else None
 
 
-def exit_signal(pid: int) -> int | None:
-    """The signal that ended a process which nobody has reaped yet.
+def exit_status(pid: int) -> int | None:
+    """How a process ended which nobody has reaped yet: its exit code, or minus the signal.
 
-    None: it lives, has ended otherwise, or is gone.
+    None: it lives, or is gone.
     """
     fields = _stat(pid)
     if not fields or not _has_ended(fields):
         return None
-    return int(fields[_EXIT_CODE]) & 0x7F or None
+    return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
 
 
 def own_process() -> dict[str, str | int]:

@@ -15,10 +15,14 @@ from runner.rundir import RunDir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Of one attempt. ``signature`` is None where no process said what failed."""
+    """Of one attempt. ``cause`` (a kind of :mod:`runner.dist.blame`) and ``signature`` are None
+
+    where no process said what failed.
+    """
 
     took_up: bool
     step: int
+    cause: str | None
     signature: str | None
     words: str | None
     ranks: tuple[int, ...]
@@ -48,7 +52,8 @@ def evidence(out: Path, *, since: int) -> Evidence:
         return Evidence(
             took_up=True,
             step=int(crash.get("step", 0)),
-            signature=_signature(crash),
+            cause=_detail(crash, "cause"),
+            signature=_detail(crash, "signature"),
             words=str(crash.get("reason", "")),
             ranks=tuple(int(rank) for rank in crash.get("ranks", [])),
         )
@@ -59,13 +64,14 @@ def evidence(out: Path, *, since: int) -> Evidence:
     return Evidence(
         took_up=bool(starts),
         step=max(done, begun) + 1,
+        cause=None,
         signature=None,
         words=None,
         ranks=(),
     )
 
 
-def _signature(crash: dict[str, Any]) -> str | None:
+def _detail(crash: dict[str, Any], name: str) -> str | None:
     detail = crash.get("detail")
-    told = detail.get("signature") if isinstance(detail, dict) else None
+    told = detail.get(name) if isinstance(detail, dict) else None
     return str(told) if told else None

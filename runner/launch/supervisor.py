@@ -82,6 +82,7 @@ class Supervisor:
             clean_after=newest_clean(self._out),
             took_up=found.took_up,
             step=found.step,
+            cause=found.cause,
             signature=found.signature,
             diagnosed=diagnose,
         )

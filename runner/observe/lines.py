@@ -6,15 +6,14 @@ import errno
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from runner.error import ConfigError
-from runner.files import naming, open_regular, sync_directory
+from runner.files import naming, open_regular, replace_for_writing
 from runner.strict import parse_json
 
-_BLOCK_BYTES = 1 << 20
 _LINE_BYTES = 1 << 24  # no line of ours comes near
 _TAIL_BYTES = 1 << 16  # some hundred lines
 _NO_FILE = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ELOOP)
@@ -131,20 +130,17 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
 class LineFile:
     """Appends JSON lines after ``length`` bytes; what lies behind is left out.
 
-    The file is made anew and put in the old one's place: a process of an earlier incarnation
-    that still has the old one open writes to a file that is no longer there.
+    Opening it is :func:`runner.files.replace_for_writing`: a process of an earlier incarnation
+    that still has the old file open writes to one that is no longer there.
+
+    Args:
+        check: raises when this process may not write here any more.
     """
 
-    def __init__(self, path: Path, *, length: int) -> None:
-        temporary = path.with_name(path.name + ".tmp")
-        with naming(path), temporary.open("wb") as fresh:
-            if path.exists():
-                with path.open("rb") as old:
-                    _copy(old, fresh, length)
-            fresh.flush()
-            os.fsync(fresh.fileno())
-        temporary.rename(path)
-        sync_directory(path.parent)
+    def __init__(
+        self, path: Path, *, length: int, check: Callable[[], None] = lambda: None
+    ) -> None:
+        replace_for_writing(path, length=length, check=check)
         self._path = path
         with naming(path):
             self._file = path.open("ab")
@@ -171,10 +167,3 @@ class LineFile:
     def close(self) -> None:
         with naming(self._path):
             self._file.close()
-
-
-def _copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
-    """The first ``length`` bytes."""
-    while length > 0 and (block := source.read(min(length, _BLOCK_BYTES))):
-        target.write(block)
-        length -= len(block)

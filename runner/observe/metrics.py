@@ -8,7 +8,7 @@ last line with action ``apply`` is the one that counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,12 @@ def finite_or_none(value: float) -> float | None:
 
 
 class Metrics:
-    """Rank 0 writes, the others' calls do nothing (``path`` None)."""
+    """Rank 0 writes, the others' calls do nothing (``path`` None). ``check``: see LineFile."""
 
-    def __init__(self, path: Path | None, *, length: int) -> None:
-        self._file = LineFile(path, length=length) if path is not None else None
+    def __init__(
+        self, path: Path | None, *, length: int, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._file = LineFile(path, length=length, check=check) if path is not None else None
 
     def write(self, line: MetricsLine) -> None:
         if self._file is not None:

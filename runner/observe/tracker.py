@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from runner.files import make_folder, naming, replace_for_writing
 from runner.observe.metrics import MetricsLine
 
 
@@ -16,13 +20,44 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Scalars under ``folder``; after a restart, points from ``first_step`` on are replaced."""
+    """Scalars under ``folder``, an event file a start, one record a step.
 
-    def __init__(self, folder: Path, *, first_step: int) -> None:
-        # Imported here: it costs a second, and few ranks and runs need it.
-        from torch.utils.tensorboard import SummaryWriter
+    After a restart, points from ``first_step`` on are replaced: TensorBoard drops what older
+    files have of them. Older files are put in place anew, so that an earlier incarnation which
+    still lives adds nothing to its own.
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+    Args:
+        number: the incarnation, a part of the file's name.
+        check: raises when this process may not write here any more.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_step: int,
+        number: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        # Imported here: it takes a while, and few ranks and runs need it.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        make_folder(folder)
+        for older in folder.glob("*tfevents*"):
+            if older.suffix != ".tmp":
+                replace_for_writing(older, length=older.stat().st_size, check=check)
+        # TensorBoard reads files in the order of their names.
+        now = f"{int(time.time()):010d}"
+        path = folder / f"events.out.tfevents.{now}.{socket.gethostname()}.{number:06d}"
+        replace_for_writing(path, length=0, check=check)
+        self._path = path
+        self._file = path.open("ab")
+        self._records = RecordWriter(self._file)
+        self._add(step=first_step, file_version="brain.Event:2")
+        self._add(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, line: MetricsLine) -> None:
         scalars = {
@@ -33,9 +68,19 @@ class TensorBoardTracker:
             "eval/loss": line.eval_loss,
             "guard/discarded": float(line.action != "apply"),
         }
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, line.step)
+        values = [
+            self._summary.Value(tag=name, simple_value=value)
+            for name, value in scalars.items()
+            if value is not None
+        ]
+        self._add(step=line.step, summary=self._summary(value=values))
+
+    def _add(self, **what: Any) -> None:
+        event = self._event(wall_time=time.time(), **what)
+        with naming(self._path):
+            self._records.write(event.SerializeToString())
+            self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        with naming(self._path):
+            self._file.close()

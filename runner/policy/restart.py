@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 # As runner.error has them; policy imports nothing of ours.
 _DONE, _CRASH, _HALTED, _PREEMPTED = 0, 1, 3, 75
+# What was seen, and not why: a rank that is gone or died in C++, a network where nothing moves.
+# gloo aborts a rank that receives another size than it expects.
+_UNEXPLAINED = (None, "silence", "exit", "fatal", "network")
 _FINAL = {2: "settings or data", 3: "halted by the guard", 4: "no loadable checkpoint"}
 
 
@@ -23,6 +26,7 @@ class Attempt:
         clean_before, clean_after: step of the newest clean checkpoint, -1 without one.
         took_up: it began to train; before that it cannot have failed in a step.
         step: the step it ended in.
+        cause: the kind of failure, as the ranks' blame has it; None where nobody said.
         signature: what failed where, in words that stay the same; None where nobody said.
         diagnosed: it ran with collectives checked.
     """
@@ -32,6 +36,7 @@ class Attempt:
     clean_after: int
     took_up: bool
     step: int
+    cause: str | None = None
     signature: str | None = None
     diagnosed: bool = False
 
@@ -117,7 +122,7 @@ def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | 
             code=last.code if last.code == _PREEMPTED else _CRASH,
         )
     what = "preempted" if last.code == _PREEMPTED else what_failed(last)
-    unexplained = last.took_up and last.signature is None and last.code != _PREEMPTED
+    unexplained = last.took_up and last.cause in _UNEXPLAINED and last.code != _PREEMPTED
     diagnosed = any(attempt.diagnosed for attempt in attempts[-max(1, failed) :])
     return Again(
         reason=f"{what} at step {last.step}, newest clean checkpoint {_or_none(last.clean_after)}",

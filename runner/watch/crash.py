@@ -45,11 +45,11 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
         world_size = _world_size(starts.get(earlier))
         reports = read_reports(run_dir.incident(earlier))
         by_rank = {report.rank: report for report in reports}
-        for report in _last_words(run_dir, earlier, world_size):
+        next_step = _last_step(run_dir) + 1  # it died in the one after the last told of
+        for report in _last_words(run_dir, earlier, world_size, next_step):
             by_rank.setdefault(report.rank, report)
         cause = blame(list(by_rank.values()), world_size)
-        step = cause.step or _last_step(run_dir)
-        found.append(crash_incident(replace(cause, step=step), earlier))
+        found.append(crash_incident(replace(cause, step=cause.step or next_step), earlier))
     return found
 
 
@@ -64,12 +64,14 @@ def _world_size(start: Mapping[str, Any] | None) -> int:
     return int(start["detail"].get("world_size", 1)) if start else 1
 
 
-def _last_words(run_dir: RunDir, number: int, world_size: int) -> Iterable[Report]:
+def _last_words(run_dir: RunDir, number: int, world_size: int, step: int) -> Iterable[Report]:
     for path in sorted(run_dir.debug.glob(f"fatal-{number:06d}-rank-*.txt")):
         rank = path.stem.rpartition("-")[2]
         if not (rank.isascii() and rank.isdecimal()) or int(rank) >= world_size:
             continue
-        seen = Report(rank=int(rank), world_size=world_size, kind="fatal", step=0, phase="a phase")
+        seen = Report(
+            rank=int(rank), world_size=world_size, kind="fatal", step=step, phase="some phase"
+        )
         report = last_words(path, seen)
         if report is not None:
             yield report

@@ -265,24 +265,31 @@ class Witness:
         """A dead neighbour cannot write itself."""
         assert self._neighbours is not None and self._fence is not None
         told = reported(self._folder())
-        for rank, number in list(self._neighbours.deaths.items()):
+        for rank, status in list(self._neighbours.deaths.items()):
             if rank in told:
                 continue
-            oom = num_oom_kills() > self._oom_kills and number == signal.SIGKILL
             report = Report(
                 rank=rank,
                 world_size=self._place.world_size,
-                kind="signal",
+                kind="signal" if status < 0 else "exit",
                 step=self.heart.step,
                 phase=self.heart.phase,
-                message=f"killed by {_signal_name(number)}"
-                + (" by the kernel, out of memory" if oom else ""),
+                message=self._death(status),
                 host=host_name(),
                 time=now(),
             )
             # Some signals leave a rank the time for its last words.
             fatal = self._dir.fatal(self._fence.number, rank)
             self._write(last_words(fatal, report) or report, for_other=True)
+
+    def _death(self, status: int) -> str:
+        """What a neighbour's status (see :func:`runner.dist.proc.exit_status`) means."""
+        if status >= 0:
+            return f"ended with exit code {status} and without a word"
+        oom = -status == signal.SIGKILL and num_oom_kills() > self._oom_kills
+        return f"killed by {_signal_name(-status)}" + (
+            " by the kernel, out of memory" if oom else ""
+        )
 
     def _write_down(self, cause: Blame) -> None:
         journal, fence = self.journal, self._fence

@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from runner.dist.proc import started_at
+from tests.conftest import MEMORY_DIR
 from tests.run import Result, finish
 
 # Three steps' worth of positions and a bit: enough bad steps to force a rollback.
 POISON = "faults=[poison@samples=700-790]"
+
+
+_MARK = "HOLDFAST_DRILL"
+_SHARED = Path("/dev/shm")
+_OF_PROCESS = re.compile(r"(?:torch|psm|sem)_?[^0-9]*([0-9]+)")  # torch_PID_NUMBER_NUMBER
+
+
+@pytest.fixture
+def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """After the drill: no process of it, so no port of it either, no file in shared memory.
+
+    Snapshots may stay in memory where the run itself did not come to its end: the next start
+    goes on from them.
+    """
+    mark = secrets.token_hex(8)
+    own = Path(
+        tempfile.mkdtemp(prefix="holdfast-drill-", dir=_SHARED if _SHARED.is_dir() else None)
+    )
+    monkeypatch.setenv(_MARK, mark)
+    monkeypatch.setenv(MEMORY_DIR, str(own))
+    before = _files_of_the_dead()
+    yield
+    limit = time.monotonic() + 5
+    while (left := _marked(mark)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    files = _files_of_the_dead() - before
+    snapshots = done_with_snapshots(own)
+    shutil.rmtree(own)
+    assert not left, f"processes left behind: {left}"
+    assert not files, f"left in shared memory: {sorted(files)}"
+    assert not snapshots, f"snapshots left of runs that are done: {snapshots}"
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Processes that this test's mark was handed down to, with their command lines."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(folder.name)] = words
+        except OSError:  # it has just ended
+            continue
+    found.pop(os.getpid(), None)
+    return found
+
+
+def _files_of_the_dead() -> set[str]:
+    """Files in shared memory whose names have the number of a process that is gone."""
+    names = [path.name for path in _SHARED.glob("*")]
+    makers = {name: match for name in names if (match := _OF_PROCESS.match(name))}
+    return {name for name, match in makers.items() if started_at(int(match[1])) is None}
+
+
+def done_with_snapshots(memory: Path) -> list[str]:
+    """Runs that are over, and still have snapshots in this folder of shared memory."""
+    owners = memory.glob("holdfast-*/*/*/owner.json")
+    outs = {Path(json.loads(owner.read_text())["out"]) for owner in owners}
+    return [str(out) for out in sorted(outs) if _is_over(out / "summary.json")]
+
+
+def _is_over(summary: Path) -> bool:
+    return summary.exists() and json.loads(summary.read_text())["status"] in ("done", "halted")
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 
 from runner.fault.spec import ENDINGS, POINTS
+from tests import cgroup
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.drills.conftest import POISON
-from tests.run import Result, finish, left_behind, train
+from tests.run import Result, finish, left_behind, metrics_step, start, train
+
+NO_MEMORY_GROUP = cgroup.unavailable()
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 # A tiny model's step takes 0.03 s; a start several seconds.
 QUICK = ("watchdog.floor_seconds=3", "watchdog.slow_seconds=20", "watchdog.settle_seconds=2")
@@ -129,6 +133,24 @@ def test_all_ranks_at_once(tmp_path: Path, clean: Result) -> None:
     run = finish(tmp_path / "run", "faults=[kill@step=27,at=agree]", restarts=1)
     assert len(run.journal("crash")) == 1, run.tail
     assert_same_run(run, clean)
+
+
+@pytest.mark.skipif(NO_MEMORY_GROUP is not None, reason=NO_MEMORY_GROUP or "")
+def test_a_rank_that_the_kernel_kills_for_memory(tmp_path: Path, clean: Result) -> None:
+    """A real OOM kill: the cause is told apart from any other SIGKILL."""
+    out = tmp_path / "run"
+    with cgroup.MemoryGroup() as group:
+        started = start(out, *QUICK, "faults=[slow@step=10-60,seconds=0.1]", restarts=1)
+        started.until(lambda out: metrics_step(out) >= 15)
+        group.enter(started.ranks()[1], 1 << 16)
+        run = started.wait()
+    assert run.code == 0, run.tail
+    (crash,) = run.journal("crash")
+    assert crash["ranks"] == [1] and crash["detail"]["cause"] == "signal", crash
+    assert "killed by SIGKILL by the kernel, out of memory" in crash["reason"], crash
+    _cause_before_the_rest(run, crash["reason"])
+    assert_same_run(run, clean)
+    assert_every_sample_once(run)
 
 
 def test_a_copy_that_went_wrong_is_found(tmp_path: Path) -> None:

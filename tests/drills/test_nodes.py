@@ -20,7 +20,10 @@ from tests.namespaces import Network
 from tests.run import TINY, Result, metrics_step
 
 REASON = namespaces.unavailable()
-pytestmark = [pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=REASON or ""),
+    pytest.mark.usefixtures("leaves_nothing"),
+]
 
 # Different shapes of the same sums round differently: nats per token.
 BF16_NOISE = 0.02

@@ -8,9 +8,13 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.drills.compare import assert_same_run
 from tests.run import Result, Started, finish, left_behind, metrics_step, start, train
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+EVENTS = ("track.tensorboard=true",)
 SLOWED = "faults=[slow@step=10-60,seconds=0.1]"
 
 
@@ -48,10 +52,10 @@ def test_a_frozen_incarnation_publishes_nothing_when_it_wakes(
     """As after a cut network: it goes on where it was, while another one has gone ahead."""
     out = tmp_path / "run"
     # Many commits, marks and journal lines to come.
-    first = running(out, SLOWED, "checkpoint.every=5")
+    first = running(out, SLOWED, "checkpoint.every=5", "track.tensorboard=true")
     for pid in first.pids():
         os.kill(pid, signal.SIGSTOP)
-    second = finish(out, "resume.take_over=true", "checkpoint.every=5")
+    second = finish(out, "resume.take_over=true", "checkpoint.every=5", "track.tensorboard=true")
     before = contents(out)
     for pid in first.pids():
         os.kill(pid, signal.SIGCONT)
@@ -64,6 +68,27 @@ def test_a_frozen_incarnation_publishes_nothing_when_it_wakes(
     assert not left_behind(out)
 
 
+def test_an_incarnation_frozen_while_it_starts_publishes_nothing(
+    tmp_path: Path, clean: Result
+) -> None:
+    """It owns the run, but has not opened its journal, metrics and events yet."""
+    out = tmp_path / "run"
+    first = start(out, *EVENTS)
+    first.until(lambda out: (out / "incarnation" / "000001.json").exists())
+    for pid in first.pids():
+        os.kill(pid, signal.SIGSTOP)
+    assert not (out / "metrics.jsonl").exists(), "too late for this test"
+    second = finish(out, "resume.take_over=true", *EVENTS)
+    before = contents(out)
+    for pid in first.pids():
+        os.kill(pid, signal.SIGCONT)
+    old = first.wait(timeout=30)
+    assert old.code != 0 and "has taken this run over" in old.text, old.tail
+    assert contents(out) == before, "nothing that counts was touched"
+    assert_same_run(second, clean)
+    assert not left_behind(out)
+
+
 def contents(out: Path) -> dict[str, bytes]:
     """All that a run publishes."""
     files = ("journal.jsonl", "metrics.jsonl", "summary.json", "config.yaml")
@@ -71,6 +96,8 @@ def contents(out: Path) -> dict[str, bytes]:
     for path in sorted((out / "ring").rglob("*")):
         if path.is_file() and "writing-" not in str(path):
             found[str(path.relative_to(out))] = path.read_bytes()
+    for path in (out / "tensorboard").glob("*"):
+        found[str(path.relative_to(out))] = path.read_bytes()
     return found
 
 

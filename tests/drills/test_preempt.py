@@ -12,6 +12,7 @@ import pytest
 from tests.drills.compare import assert_same_run
 from tests.run import Result, Started, finish, left_behind, metrics_step, start
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 SLOWED = "faults=[slow@step=15-60,seconds=0.05]"
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from tests import cluster as slurm
 from tests.cluster import Cluster, Namespaced
+from tests.conftest import MEMORY_DIR
 from tests.drills.compare import assert_every_sample_once, assert_same_run
+from tests.drills.conftest import done_with_snapshots
 from tests.run import TINY, Result, journalled, metrics_step
 
 REASON = slurm.unavailable()
@@ -91,6 +93,8 @@ def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submit]:
     nobody = lambda: not cluster.machines.left_behind()  # noqa: E731
     cluster.until(nobody, f"nobody left of {cluster.machines.left_behind()}")
     cluster.until(cluster.is_idle, f"all nodes idle, not {cluster.states()}")
+    left = set(done_with_snapshots(Path(cluster.environment[MEMORY_DIR])))
+    assert not left & {str(job.out) for job in jobs}
 
 
 def test_a_lost_node_puts_the_job_back_in_the_queue(

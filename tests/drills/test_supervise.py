@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from runner.observe.lines import read_lines
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.run import TINY, Result, Started, metrics_step
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 # Long enough to be hit in the middle.
 SLOW = "faults=[slow@step=20-60,seconds=0.05]"
 
@@ -22,8 +24,13 @@ SLOW = "faults=[slow@step=20-60,seconds=0.05]"
 def launch(out: Path, *overrides: str, options: tuple[str, ...] = ()) -> Started:
     """``python -m runner launch``, two ranks, in a session of its own."""
     words = ["launch", "--nproc", "2", "--pause", "0.1", *options]
+    return begun(out, [*words, f"out={out}", *TINY, *overrides])
+
+
+def begun(out: Path, words: Sequence[str]) -> Started:
+    """``python -m runner WORDS`` in a session of its own."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "runner", *words, f"out={out}", *TINY, *overrides],
+        [sys.executable, "-m", "runner", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -115,6 +122,61 @@ def test_a_poisoned_state_is_no_endless_loop(tmp_path: Path) -> None:
     attempts, _ = read_lines(run.out / "attempts.jsonl")
     assert [attempt["step"] for attempt in attempts] == [34, 34, 34]
     assert started.pids() == []
+
+
+def test_a_crash_in_gloo_is_diagnosed_once(tmp_path: Path, clean: Result) -> None:
+    """gloo aborts a rank in C++; the attempt with every collective checked says why."""
+    # Two faults: the attempt that looks closely shall meet one as well.
+    shapes = "other_shape@step=33,rank=1,other_shape@step=34,rank=1"
+    started = launch(
+        tmp_path / "run", f"faults=[{shapes}]", "debug.diagnose_on_crash=true", "debug=nccl"
+    )
+    run = assert_healed(started, clean, [1, 1, 0])
+    attempts, _ = read_lines(run.out / "attempts.jsonl")
+    assert [attempt["diagnosed"] for attempt in attempts] == [False, True, False], run.tail
+    unexplained, explained = run.journal("crash")
+    assert unexplained["detail"]["cause"] in ("fatal", "silence"), unexplained
+    assert "Detected mismatch between collectives" in explained["reason"], explained
+    assert "with collectives checked (debug.diagnose_on_crash)" in run.text, run.tail
+
+
+# A library that gives up: no exception, no signal, no report.
+LEAVES = """
+import os, pathlib, threading, time
+def leave():
+    out, left = pathlib.Path(os.environ["LEAVES"]), pathlib.Path(os.environ["LEAVES"], "left")
+    metrics = out / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 30:
+        time.sleep(0.02)
+    if not left.exists():
+        left.touch()
+        os._exit(9)
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=leave, daemon=True).start()
+"""
+
+
+def test_a_rank_that_leaves_without_a_word_is_diagnosed(
+    tmp_path: Path, clean: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torchrun as a person types it."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(LEAVES)
+    path = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("LEAVES", str(tmp_path / "run"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    overrides = [f"out={tmp_path / 'run'}", *TINY, SLOW, "debug.diagnose_on_crash=true"]
+    started = begun(
+        tmp_path / "run",
+        ["supervise", "--pause", "0.1", "--", *torchrun, "-m", "runner", *overrides],
+    )
+    run = assert_healed(started, clean, [1, 0])
+    attempts, _ = read_lines(run.out / "attempts.jsonl")
+    assert [attempt["diagnosed"] for attempt in attempts] == [False, True], run.tail
+    (crash,) = run.journal("crash")
+    assert crash["ranks"] == [1], crash
+    assert "rank 1: ended with exit code 9 and without a word" in crash["reason"], crash
 
 
 def test_a_wrong_setting_is_not_restarted(tmp_path: Path) -> None:

@@ -30,5 +30,5 @@ def test_each_incarnation_is_told_once(tmp_path: Path) -> None:
     run_dir.incarnation.mkdir()
     (run_dir.incarnation / "000005.ended").touch()
     found = unexplained(run_dir, lines, 6)
-    assert [(line.detail["incarnation"], line.step) for line in found] == [(1, 10), (2, 0), (3, 30)]
+    assert [(line.detail["incarnation"], line.step) for line in found] == [(1, 10), (2, 1), (3, 30)]
     assert "without a word" in found[1].reason

@@ -199,8 +199,8 @@ def test_nothing_promised_is_lost_in_many_states(disk: Path, seed: int) -> None:
 # The same with one care less: each must be noticed
 
 SYNCS = {
-    "lines.__init__": "a journal taken over is whole",
-    "sync_directory<lines.__init__": "and in its place",
+    "replace_for_writing<lines.__init__": "a journal taken over is whole",
+    "sync_directory<replace_for_writing<lines.__init__": "and in its place",
     "lines.append": "a journal line",
     "lines.sync": "the metrics up to a checkpoint",
     "shards.write_rank_file": "a rank's bytes",
@@ -289,7 +289,7 @@ def in_place(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def journal_in_place(self: LineFile, path: Path, *, length: int) -> None:
+def journal_in_place(self: LineFile, path: Path, *, length: int, check: Any) -> None:
     data = path.read_bytes()[:length] if path.exists() else b""
     with path.open("wb") as file:
         file.write(data)

@@ -174,6 +174,58 @@ def test_what_an_old_owner_writes_to_its_open_journal_is_not_there(tmp_path: Pat
     assert [line["by"] for line in read_lines(path)[0]] == ["old", "new"]
 
 
+@pytest.mark.parametrize("moment", ["at_the_start", "after_the_copy", "at_the_rename"])
+def test_an_old_owner_that_is_late_to_open_its_journal_does_not_replace_the_new_ones(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen while it started, wherever that was; in the meantime another has gone ahead."""
+    path, claims = tmp_path / "journal.jsonl", tmp_path / "incarnation"
+    path.write_text('{"by": "both"}\n')
+    old = taken(claims, job("a"))
+    opened: list[LineFile] = []
+
+    def go_ahead() -> None:
+        new = taken(claims, job("a", restart=1))
+        opened.append(LineFile(path, length=path.stat().st_size, check=new.check))
+        opened[0].append({"by": "new"}, durably=True)
+
+    checks = 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if (moment, checks) in (("at_the_start", 1), ("after_the_copy", 2)):
+            go_ahead()
+        old.check()
+
+    rename = Path.rename
+
+    def late(self: Path, target: Path) -> Path:
+        if moment == "at_the_rename" and not opened:
+            monkeypatch.setattr(Path, "rename", rename)
+            go_ahead()
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with pytest.raises((Superseded, FileNotFoundError)):
+        LineFile(path, length=path.stat().st_size, check=check)
+    opened[0].append({"by": "new"}, durably=True)
+    assert [line["by"] for line in read_lines(path)[0]] == ["both", "new", "new"]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_an_old_owner_that_is_late_to_sweep_leaves_the_new_ones_checkpoint(tmp_path: Path) -> None:
+    ring, claims = tmp_path / "ring", tmp_path / "incarnation"
+    old = taken(claims, job("a"))
+    new = taken(claims, job("a", restart=1))
+    fresh = RingStore(ring, owner=2, check=new.check)
+    fresh.writing_folder(1).mkdir(parents=True)
+    with pytest.raises(Superseded):
+        RingStore(ring, owner=1, check=old.check).sweep()
+    fresh.commit(manifest(1, 10))
+    assert fresh.entries()[0]
+
+
 def manifest(serial: int, step: int) -> Manifest:
     return Manifest(
         serial=serial,

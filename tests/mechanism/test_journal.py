@@ -357,12 +357,13 @@ def test_other_ranks_write_no_metrics() -> None:
 def test_tensorboard_has_the_points(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = TensorBoardTracker(tmp_path, first_step=1)
+    first = TensorBoardTracker(tmp_path, first_step=1, number=1)
     for step in (1, 2, 3):
         first.write(line(step, loss=float(step), eval_loss=None))
-    first.close()
-    second = TensorBoardTracker(tmp_path, first_step=3)  # started again from step 2
+    second = TensorBoardTracker(tmp_path, first_step=3, number=2)  # again from step 2
     second.write(line(3, loss=30.0, action="discard", eval_loss=4.0))
+    first.write(line(4, loss=40.0))  # cut off, it goes on
+    first.close()
     second.close()
     read = EventAccumulator(str(tmp_path))
     read.Reload()

@@ -8,7 +8,16 @@ import pytest
 
 from runner.policy.restart import Again, Attempt, End, RestartRules, after
 
-CRASH = Attempt(code=1, clean_before=20, clean_after=20, took_up=True, step=33, signature="s")
+CRASH = Attempt(
+    code=1,
+    clean_before=20,
+    clean_after=20,
+    took_up=True,
+    step=33,
+    cause="exception",
+    signature="s",
+)
+NOBODY_SAID = replace(CRASH, cause=None, signature=None)
 RULES = RestartRules(restarts=3, pause_seconds=1.0, max_pause_seconds=3.0)
 
 
@@ -120,11 +129,12 @@ def test_endless_preemption_without_progress_ends() -> None:
 @pytest.mark.parametrize(
     ("attempt", "diagnose"),
     [
-        (crash(33, signature=None), True),
-        (crash(33), False),
-        (replace(crash(33, signature=None), diagnosed=True), False),
-        (replace(crash(33, signature=None), took_up=False), False),
-        (replace(crash(33, signature=None), code=75), False),
+        (NOBODY_SAID, True),
+        *((replace(CRASH, cause=cause), True) for cause in ("silence", "exit", "fatal", "network")),
+        *((replace(CRASH, cause=cause), False) for cause in ("exception", "signal", "absent")),
+        (replace(NOBODY_SAID, diagnosed=True), False),
+        (replace(NOBODY_SAID, took_up=False), False),
+        (replace(NOBODY_SAID, code=75), False),
     ],
 )
 def test_an_unexplained_crash_is_diagnosed_once(attempt: Attempt, diagnose: bool) -> None:
