@@ -169,8 +169,9 @@ class Loop:
         return self._launch(plan, self._state.updates + 1, bounds, after=pending)
 
     def _may_run_ahead(self, pending: Pending) -> bool:
-        """Whether ``pending`` can only be applied, and nothing then look at the state, or else be
+        """Whether the step behind ``pending`` may be launched before that is read.
 
+        It may where ``pending`` can only be applied, and nothing then looks at the state, or be
         left out, with the gate of the step behind it closed. Alike on all ranks.
         """
         state, updates = self._state, self._state.updates + 1

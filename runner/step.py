@@ -347,9 +347,9 @@ class Stepper:
             raise RankError(f"ranks drifted apart: {difference(told)}")
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
-        """Who was at fault in the step read last: sequences that were not finite, or else the
+        """Who was at fault in the step read last. Collective.
 
-        loudest. Collective.
+        Sequences that were not finite, or else the loudest.
         """
         own = self._own_suspects(plan)
         told = [[rank, *row] for rank, rows in enumerate(self._ranks.gather(own)) for row in rows]

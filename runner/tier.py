@@ -47,9 +47,9 @@ def memory_every(config: CheckpointConfig) -> int:
 
 
 def node_folder(run_id: str, out: Path) -> NodeFolder:
-    """Where this node keeps the run's snapshots: in shared memory, unless HOLDFAST_MEMORY_DIR
+    """Where this node keeps the run's snapshots; a copy of ``out`` has another place.
 
-    names another place. Under a name that a copy of ``out`` does not share.
+    In shared memory, unless HOLDFAST_MEMORY_DIR names another folder.
     """
     where = out.resolve()
     run = hashlib.sha256(f"{run_id} {where}".encode()).hexdigest()[:32]

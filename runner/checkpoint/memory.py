@@ -112,10 +112,7 @@ class Memory:
         self._copier.copy(slot, [view for view, _ in pairs], [local for _, local in pairs])
 
     def before_update(self) -> None:
-        """To be called before the optimizer changes what is being copied. Nothing waits on the
-
-        host.
-        """
+        """Call before the optimizer changes what is being copied. The host does not wait."""
         self._copier.before_update()
 
     def seal(self, slot: int, serial: int, moment: Moment, counts: Mapping[str, int]) -> None:

@@ -162,9 +162,9 @@ class Engine(Protocol):
         ...
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
-        """Tensors of which other ranks hold copies, equal bit by bit; and the number that this
+        """The number that this rank's copies share with other ranks', and the copies.
 
-        rank's copies share with theirs. Empty where every rank holds its own part.
+        They are equal bit by bit. Empty where every rank holds its own part.
         """
         ...
 

@@ -385,9 +385,9 @@ class _Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where this rank's part of a parameter lies: elements ``[start, start + count)`` of it are
+    """Where this rank's part of a parameter lies.
 
-    elements ``[offset, offset + count)`` of ``flat``.
+    Its elements ``[start, start + count)`` are elements ``[offset, offset + count)`` of ``flat``.
     """
 
     flat: torch.Tensor

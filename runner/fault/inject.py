@@ -123,9 +123,9 @@ class FaultInjector:
         return "flip_bit" in self._step_faults
 
     def wrong_collective(self) -> str | None:
-        """``skip_collective``, ``other_collective`` or ``other_shape``, when this step is to
+        """The way in which this rank's collective is to go wrong in this step, if any.
 
-        go wrong that way on this rank.
+        ``skip_collective``, ``other_collective`` or ``other_shape``.
         """
         wrong = ("skip_collective", "other_collective", "other_shape")
         return next((kind for kind in wrong if kind in self._step_faults), None)

@@ -203,8 +203,9 @@ def one_tier_goodput(
 
 
 def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
-    """The share of wall time that counts, with snapshots in memory and every
-    ``per_disk``-th of them written to disk behind the training.
+    """The share of wall time that counts, with a ring in memory and on disk.
+
+    Every ``per_disk``-th snapshot in memory is written to disk behind the training.
 
     A failure goes back to the newest snapshot, or, where memory is lost with it, to disk. With E
     the time to the end of a disk period from its i-th snapshot, E_i = a + b E_(i+1) + (1-b) E_0

@@ -12,9 +12,10 @@ _WORTH = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """One rank's seconds: ``host`` from the step's begin to its first collective (data, Python),
+    """One rank's seconds.
 
-    ``device`` for one fixed small computation, ``step`` for a whole step.
+    ``host`` from the step's begin to its first collective (data, Python), ``device`` for one fixed
+    small computation, ``step`` for a whole step.
     """
 
     host: float

@@ -220,10 +220,7 @@ class Witness:
         )
 
     def _write(self, report: Report, *, for_other: bool = False) -> None:
-        """Evidence is worth having, but ending in time is worth more: a full disk is no reason
-
-        to stay.
-        """
+        # Evidence is worth having, ending in time is worth more: a full disk is no reason to stay.
         with contextlib.suppress(OSError):
             write_report(self._folder(), report, for_other=for_other)
 
