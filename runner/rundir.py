@@ -62,14 +62,19 @@ class RunDir:
 
     def identity(self) -> str:
         """The run's random name, made at its first start: another run in ``out`` has another."""
-        try:
-            name = read_bounded(self.run_id, _ID_BYTES).decode(errors="replace").strip()
-        except FileNotFoundError:
-            name = ""
-        if not _RUN_ID.fullmatch(name):
+        name = self.known_identity()
+        if name is None:
             name = secrets.token_hex(16)
             write_durably(self.run_id, name.encode() + b"\n")
         return name
+
+    def known_identity(self) -> str | None:
+        """The same where it has been made; only reads."""
+        try:
+            name = read_bounded(self.run_id, _ID_BYTES).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        return name if _RUN_ID.fullmatch(name) else None
 
     @property
     def is_open_to_all(self) -> bool:

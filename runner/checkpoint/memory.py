@@ -282,6 +282,11 @@ class Memory:
         return self._folder / f"slot-{slot}.{suffix}"
 
 
+def notes_on(node: NodeFolder) -> list[Note]:
+    """Of all whole snapshots that lie on this node, of whichever rank and incarnation."""
+    return [note for folder in node.of_ranks() for note, _ in _notes_in(folder)]
+
+
 def _notes_in(folder: Path) -> Iterator[tuple[Note, Path]]:
     """Sound notes, and where their data is."""
     for path in sorted(folder.glob("slot-*.json")):

@@ -112,7 +112,7 @@ class NodeFolder:
 
     def remove_before(self, incarnation: int) -> None:
         """Delete what older incarnations left on this node."""
-        for folder in _folders(self.folder, _FOLDER):
+        for folder in self.of_ranks():
             if int(folder.name.split("-")[0]) < incarnation:
                 self.remove(folder)
 
@@ -121,13 +121,13 @@ class NodeFolder:
         with contextlib.suppress(OSError):
             self.folder.rmdir()
 
+    def of_ranks(self) -> list[Path]:
+        """The folders of all incarnations' ranks that lie here."""
+        return _folders(self.folder, _FOLDER)
+
     def num_bytes(self) -> int:
         """Of all snapshots of this run that lie here."""
-        return sum(
-            _allocated(file)
-            for folder in _folders(self.folder, _FOLDER)
-            for file in folder.glob("*.bin")
-        )
+        return sum(_allocated(file) for folder in self.of_ranks() for file in folder.glob("*.bin"))
 
     def sweep(self) -> list[Abandoned]:
         """Remove what runs of this user left that nobody will come back for."""

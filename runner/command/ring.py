@@ -1,12 +1,13 @@
 """``python -m runner ring DIR|URL``: list, verify and export a run's checkpoints.
 
-Only reads; a run may be going on meanwhile. Of a ``checkpoint.remote`` the whole clean ones are
-listed; to export one, copy it back first.
+Only reads; a run may be going on meanwhile. Snapshots in this node's memory are listed as well. Of
+a ``checkpoint.remote`` the whole clean ones are listed; to export one, copy it back first.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,12 +17,16 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 from runner.check import url_problem
+from runner.checkpoint.memory import notes_on
+from runner.checkpoint.note import Note
 from runner.checkpoint.shards import read_range, verify_files
 from runner.checkpoint.store import Entry, RingStore
 from runner.command.arguments import Parser
 from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
 from runner.files import write_durably
 from runner.policy.ring import State
+from runner.rundir import RunDir
+from runner.tier import node_folder
 
 _SHARD_BYTES = 4 << 30
 
@@ -38,6 +43,8 @@ def ring_command(arguments: Sequence[str]) -> int:
     _print_table(console, entries, faults, verified=options.verify)
     for sentence in [*faults.values(), *damaged]:
         console.print(f"damaged: {sentence}", markup=False)
+    for sentence in _snapshots(folder.parent):
+        console.print(sentence, markup=False)
     if options.export:
         written = export(_best(entries, options.serial), Path(options.export))
         console.print(f"exported to {written}", markup=False)
@@ -79,6 +86,25 @@ def _ring_folder(run: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{run}: no such run directory")
     return folder
+
+
+def _snapshots(out: Path) -> list[str]:
+    """What of the run lies in this node's memory; which of it is clean only the run knows."""
+    try:
+        run_id = RunDir(out).known_identity()
+    except OSError:  # somebody else's run
+        return []
+    if run_id is None:
+        return []
+    by_serial: dict[tuple[int, int], list[Note]] = defaultdict(list)
+    for note in notes_on(node_folder(run_id, out)):
+        by_serial[note.serial, note.incarnation].append(note)
+    return [
+        f"in this node's memory: serial {serial}, step {notes[0].step}, "
+        f"{len({note.rank for note in notes})} of {notes[0].world_size} ranks, "
+        f"{_size(sum(note.num_bytes for note in notes))}, incarnation {incarnation}"
+        for (serial, incarnation), notes in sorted(by_serial.items())
+    ]
 
 
 def _verify(entries: Sequence[Entry]) -> dict[int, str]:

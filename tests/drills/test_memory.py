@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from runner.command.ring import ring_command
 from tests.conftest import MEMORY_DIR
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.drills.conftest import POISON
@@ -99,13 +100,21 @@ def test_a_restart_after_a_rollback_to_memory(
 
 @pytest.mark.parametrize("what", ["lost", "fewer ranks"])
 def test_where_they_are_of_no_use_the_disk_is_used(
-    tmp_path: Path, shared: Path, clean: Result, what: str
+    tmp_path: Path,
+    shared: Path,
+    clean: Result,
+    what: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "run"
     killed = train(out, *NEAR, *QUICK, KILLED)
     assert killed.code != 0 and len(snapshots(shared)) >= 4, killed.tail
+    assert ring_command([str(out)]) == 0
+    listed = capsys.readouterr().out
+    assert "in this node's memory: serial" in listed and "step 35, 2 of 2 ranks" in listed
     if what == "lost":
         empty(shared)
+        assert ring_command([str(out)]) == 0 and "memory" not in capsys.readouterr().out
     run = finish(out, *NEAR, *QUICK, KILLED, ranks=2 if what == "lost" else 1)
     assert started_at(run) == (20, "disk"), run.tail
     assert_every_sample_once(run)
