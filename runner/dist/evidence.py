@@ -205,7 +205,7 @@ class _PlainValues(pickle.Unpickler):
 def collectives() -> list[dict[str, Any]]:
     """The newest entries of the flight recorder of this process; empty when there is none.
 
-    Each has ``group`` (name), ``seq`` (collective sequence number in the group), ``op``,
+    Each has ``group`` (name, and its backend), ``seq`` (collective sequence number in the group), ``op``,
     ``sizes``, ``dtypes``, ``finished``, ``line``.
     """
     if not dist.is_initialized():
@@ -224,10 +224,14 @@ def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
         {"file": f["filename"], "line": f["line"], "function": f["name"]}
         for f in reversed(entry.get("frames", []))
     ]
+    name = str(entry["profiling_name"])  # nccl:all_reduce
+    backend, _, op = name.rpartition(":")
+    group = str(entry["process_group"][0])
     return {
-        "group": str(entry["process_group"][0]),
+        # A group with a backend for each device counts in each of them from one.
+        "group": f"{group}/{backend}" if backend else group,
         "seq": int(entry["collective_seq_id"]),
-        "op": str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"]),
+        "op": op,
         "sizes": entry["input_sizes"],
         "dtypes": entry["input_dtypes"],
         "finished": bool(entry["retired"]) or entry["state"] == "completed",

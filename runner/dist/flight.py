@@ -47,7 +47,7 @@ def first_divergence(recorded: Mapping[int, Sequence[Entry]]) -> Divergence | No
         }
         members = {rank: seqs for rank, seqs in by_rank.items() if seqs}
         # A rank that never entered anything in the whole-world group is missing from it too.
-        if group == "0":
+        if group.partition("/")[0] == "0":
             members = by_rank
         divergence = _in_group(group, members)
         if divergence is not None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import socket
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +25,7 @@ _LEADER = "holdfast/leader"
 _WELCOME = "welcome"
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 0.2
+_GRACE_SECONDS = 2.0
 _MOST_NAMED = 16
 
 
@@ -37,18 +41,49 @@ def meet(place: Place, *, seconds: float) -> Store:
     if point is not None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = point[0], str(point[1])
     _reach(place, seconds)
+    made: list[Store | Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(_store(place, seconds))
+        except (KeyError, RuntimeError, ValueError) as error:
+            made.append(error)
+
+    # In a thread: torch waits without end for the answer of a server that is no store.
+    maker = threading.Thread(target=make, daemon=True)
+    with _without_frames():
+        maker.start()
+        maker.join(seconds + _GRACE_SECONDS)
+    store = made[0] if made else TimeoutError("what listens there does not answer as a store")
+    if isinstance(store, Exception):
+        raise _unreachable(place, seconds, store)
+    return store
+
+
+def _store(place: Place, seconds: float) -> Store:
+    return TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        place.world_size,
+        _hosts_store(place),
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,  # the roll call waits, and can say for whom
+        multi_tenant=True,
+    )
+
+
+@contextlib.contextmanager
+def _without_frames() -> Iterator[None]:
+    """torch writes pages of C++ frames to descriptor 2 about each try that fails."""
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
     try:
-        return TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            place.world_size,
-            _hosts_store(place),
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,  # the roll call waits, and can say for whom
-            multi_tenant=True,
-        )
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise _unreachable(place, seconds, error) from None
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
 
 
 def _hosts_store(place: Place) -> bool:
@@ -74,11 +109,20 @@ def _reach(place: Place, seconds: float) -> None:
 
 def _unreachable(place: Place, seconds: float, error: Exception) -> StartError:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if _hosts_store(place):
+        words = f"cannot open the meeting point MASTER_ADDR:MASTER_PORT={where}"
+        advice = "another program may have the port: choose another MASTER_PORT on all ranks"
+    else:
+        words = (
+            f"cannot reach the meeting point MASTER_ADDR:MASTER_PORT={where} within "
+            f"parallel.start_seconds={seconds:g}"
+        )
+        advice = (
+            "check the name, that the port is not blocked or another program's, and that rank 0 "
+            "has started"
+        )
     return StartError(
-        f"rank {place.rank}: cannot reach the meeting point MASTER_ADDR:MASTER_PORT={where} "
-        f"within parallel.start_seconds={seconds:g} ({first_line(error)}); check the name, that "
-        "the port is free and not blocked, and that rank 0 has started",
-        is_local=True,
+        f"rank {place.rank}: {words} ({first_line(error)}); {advice}", is_local=True
     )
 
 

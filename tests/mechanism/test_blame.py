@@ -10,6 +10,7 @@ import pytest
 
 from runner.dist.blame import blame
 from runner.dist.evidence import Report, last_words, own_line, read_reports, write_report
+from runner.dist.evidence import _entry as evidence_entry
 from runner.dist.flight import first_divergence
 from runner.dist.heartbeat import Heartbeat, Patience
 
@@ -100,6 +101,40 @@ def test_groups_are_compared_each_for_itself() -> None:
     waits = entry(3, finished=False) | {"group": "7"}
     found = first_divergence({0: [*PAST, *other, waits], 1: [*PAST, *other], 2: PAST})
     assert found is not None and (found.group, found.ranks) == ("7", (1,))
+
+
+def dumped(rank: int, name: str, seq: int, state: str) -> dict[str, Any]:
+    """An entry as torch's recorder hands it over; NCCL and gloo write the same fields."""
+    frames = [{"filename": "/site-packages/torch/x.py", "line": 9, "name": "all_reduce"},
+              {"filename": "runner/step.py", "line": 7, "name": "attempt"}]  # fmt: skip
+    return {
+        "frames": frames, "record_id": seq, "pg_id": 0, "process_group": ("0", "default_pg"),
+        "collective_seq_id": seq, "p2p_seq_id": 0, "op_id": seq, "profiling_name": name,
+        "input_sizes": [[4]], "input_dtypes": ["Float"], "output_sizes": [[4]],
+        "output_dtypes": ["Float"], "state": state, "retired": state == "completed",
+        "is_p2p": False, "timeout_ms": 600000, "time_created_ns": seq,
+    }  # fmt: skip
+
+
+def test_two_backends_of_one_group_count_apart() -> None:
+    """On CUDA the default group has gloo beside NCCL, and both have a collective number 5."""
+    nccl = [("nccl:all_reduce", seq, "completed") for seq in range(1, 6)]
+    ahead = [*nccl, ("gloo:broadcast", 5, "started")]
+    gloo = [("gloo:broadcast", seq, "completed") for seq in range(1, 5)]
+    recorded = {
+        rank: [evidence_entry(dumped(rank, *told)) for told in [*gloo, *entries]]
+        for rank, entries in enumerate([ahead, ahead, nccl])
+    }
+    found = first_divergence(recorded)
+    assert found is not None and (found.kind, found.ranks) == ("absent", (2,)), found
+    assert "entered broadcast #5 (float[4]) at runner/step.py:7 attempt" in found.words
+
+
+def test_a_rank_that_left_without_a_word_is_the_cause() -> None:
+    told = [report(0, "lost_contact"), report(1, "exit", message="ended with exit code 9")]
+    found = blame(told, 2)
+    assert (found.kind, found.ranks) == ("exit", (1,)), found
+    assert "rank 1: ended with exit code 9" in found.reason
 
 
 def test_an_exception_comes_before_those_who_lost_contact() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -192,7 +194,22 @@ def test_torchrun_on_nodes_that_come_and_go() -> None:
     made = torchrun.environment(given, agent("1:2"))
     assert made == {
         "OMP_NUM_THREADS": "3", "HOME": "/h", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
     }  # fmt: skip
+
+
+def test_the_shell_around_it_adds_nothing(tmp_path: Path) -> None:
+    words = ["--print", "--nproc", "2", "--nodes", "2:4", "--head", "127.0.0.1", "model=tiny"]
+    script = Path(__file__).parents[2] / "launch" / "torchrun.sh"
+    done = subprocess.run(
+        ["bash", str(script), *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    own = subprocess.run(
+        [sys.executable, "-m", "runner", "launch", *words], cwd=tmp_path, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert "--nnodes=2:4" in done.stdout
+    assert done.stdout.split()[1:] == own.stdout.split()[1:]
 
 
 def test_who_is_the_head_is_found_by_address() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -76,6 +77,41 @@ def test_a_meeting_point_that_is_not_there(host: str) -> None:
     told = [line for line in text.splitlines() if "cannot reach the meeting point" in line]
     assert told and f"{host}:{port}" in told[0] and "parallel.start_seconds=3" in told[0], text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_a_meeting_point_that_is_something_else(answer: bytes | None) -> None:
+    """A proxy, or another program on the port: it takes the call, and says nothing or nonsense."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        calls: list[socket.socket] = []
+
+        def serve() -> None:
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    calls.append(server.accept()[0])
+                    if answer is not None:
+                        calls[-1].sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        process = started(1, 2, server.getsockname()[1])
+        try:
+            text = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+            over.set()
+    assert process.returncode == 1, text
+    assert len(text.splitlines()) == 1 and "cannot reach the meeting point" in text, text
+    assert "another program's" in text, text
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = started(0, 2, server.getsockname()[1])
+        text = process.communicate(timeout=60)[0]
+    assert process.returncode == 1, text
+    assert len(text.splitlines()) == 1 and "cannot open the meeting point" in text, text
+    assert "choose another MASTER_PORT" in text, text
 
 
 def roll(
