@@ -536,8 +536,9 @@ class _StageThree:
         return _Place(flat=self.flats()[group], offset=offset, start=start, count=count)
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
-        # Without the epilogue small, persistent parameters stay as they were: the digest is
-        # right and the next loss is wrong.
+        # The two events drop small, persistent parameters and gather them anew. Without, those that
+        # a forward pass has gathered stay as they were, seen after a rollback: the digest is right
+        # and the next loss is wrong.
         self._wrapped.checkpoint_event_prologue()
         for number in range(len(self.flats())):
             self._wrapped._reassign_or_swap_out_partitioned_parameters(number)

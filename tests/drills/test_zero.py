@@ -22,18 +22,30 @@ ALL_FAULTS = (
     "spike@samples=800-803,scale=900,poison@samples=1200-1290"
 )
 UP_TO_60 = "schedule.total=60"
+# Of the model's parameters the smaller half stays whole on each rank, the larger is cut up and
+# gathered when it is needed. By DeepSpeed's own threshold all of this small model would stay whole.
+SMALL = "stage3_param_persistence_threshold:1500"
 # Different shapes of the same sums round differently: nats per token.
 BF16_NOISE = 0.02
 
 
+def on(engine: str, *, offload: bool = False) -> list[str]:
+    """Settings that choose ``engine``, ZeRO-3 with parameters of both kinds."""
+    zero = [SMALL] if engine == "zero3" else []
+    zero += ["offload_optimizer:{device:cpu}"] if offload else []
+    settings = f"parallel.deepspeed={{zero_optimization:{{{','.join(zero)}}}}}"
+    return [f"parallel={engine}", *([settings] if zero else [])]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_all_faults_are_survived_exactly(tmp_path: Path, stage: str) -> None:
-    engine = f"parallel={stage}"
-    hit = finish(tmp_path / "hit", engine, f"faults=[{ALL_FAULTS}]")
+    engine = [*on(stage), "optim.clip=0.2"]  # below every norm: each update is clipped
+    hit = finish(tmp_path / "hit", *engine, f"faults=[{ALL_FAULTS}]")
     verdicts = {line["detail"]["verdict"] for line in hit.journal("discard")}
     assert verdicts == {"NonFinite", "Spike"} and len(hit.journal("rollback")) == 1, hit.tail
     assert [line["ranks"] for line in hit.journal("discard")[:2]] == [[0], [1]], hit.tail
-    told = finish(tmp_path / "told", engine, skip_override(hit.summary["skipped"]))
+    told = finish(tmp_path / "told", *engine, skip_override(hit.summary["skipped"]))
+    assert min(line["grad_norm"] for line in told.counted().values()) > 0.2
     assert not told.journal("discard"), told.tail
     assert_same_end(hit, told)
     assert_every_sample_once(hit)
@@ -45,7 +57,7 @@ def test_killed_and_damaged_it_ends_the_same(tmp_path: Path, clean: Result, stag
     out = tmp_path / "run"
     faults = "faults=[kill@step=28,rank=1,corrupt_checkpoint@step=45,kill@step=46,rank=0]"
     # In the foreground, so that the checkpoint of step 40 is the newest at step 45 on any disk.
-    engine = [f"parallel={stage}", "checkpoint.background=false", faults]
+    engine = [*on(stage), "checkpoint.background=false", faults]
     for _ in range(2):
         killed = train(out, *engine)
         assert killed.code != 0 and "SIGKILL" in killed.text, killed.tail
@@ -58,18 +70,16 @@ def test_killed_and_damaged_it_ends_the_same(tmp_path: Path, clean: Result, stag
     assert_every_sample_once(run)
 
 
-OFFLOAD = "parallel.deepspeed={zero_optimization:{offload_optimizer:{device:cpu}}}"
-
-
 @pytest.mark.parametrize("stage", ONE_ALWAYS)
 def test_offloaded_to_the_cpu_it_is_the_same_run(tmp_path: Path, stage: str) -> None:
     """Several micro-batches, all faults, a kill; with offload, without, and with it again."""
-    engine = [f"parallel={stage}", "batch.micro_size=4"]
+    offloaded = [*on(stage, offload=True), "batch.micro_size=4"]
+    engine = [*on(stage), "batch.micro_size=4"]
     faults = f"faults=[{ALL_FAULTS},kill@step=28,rank=1]"
-    killed = train(tmp_path / "hit", *engine, OFFLOAD, faults, "steps=35", UP_TO_60)
+    killed = train(tmp_path / "hit", *offloaded, faults, "steps=35", UP_TO_60)
     assert killed.code != 0 and "SIGKILL" in killed.text, killed.tail
     finish(tmp_path / "hit", *engine, faults, "steps=35", UP_TO_60)
-    hit = finish(tmp_path / "hit", *engine, OFFLOAD, faults, UP_TO_60)
+    hit = finish(tmp_path / "hit", *offloaded, faults, UP_TO_60)
     verdicts = {line["detail"]["verdict"] for line in hit.journal("discard")}
     assert verdicts == {"NonFinite", "Spike"} and len(hit.journal("rollback")) == 1, hit.tail
     told = finish(tmp_path / "told", *engine, UP_TO_60, skip_override(hit.summary["skipped"]))
@@ -96,8 +106,29 @@ def test_untied_weights_and_decay_groups_train_as_on_fsdp(
     tmp_path: Path, untied: Result, stage: str
 ) -> None:
     """Tied weights: every other test here."""
-    run = finish(tmp_path / "run", f"parallel={stage}", *UNTIED)
+    run = finish(tmp_path / "run", *on(stage), *UNTIED)
     assert run.digest == untied.digest, run.tail
+
+
+CLIPPED = ("optim.clip=0.2", "steps=25", UP_TO_60)
+
+
+@pytest.fixture(scope="session")
+def clipped(runs: Path) -> Result:
+    return finish(runs / "clipped", *CLIPPED)
+
+
+@pytest.mark.parametrize("stage", ONE_ALWAYS)
+def test_it_clips_by_the_same_norm_as_fsdp(tmp_path: Path, clipped: Result, stage: str) -> None:
+    """Its last bits differ: it is added up in another order."""
+    run = finish(tmp_path / "run", *on(stage), *CLIPPED)
+    pairs = list(zip(run.metrics(), clipped.metrics(), strict=True))
+    assert len(pairs) == 25
+    assert pairs[0][0]["grad_norm"] == pytest.approx(pairs[0][1]["grad_norm"], rel=1e-5)
+    for mine, theirs in pairs:
+        assert mine["grad_norm"] > 0.2 and theirs["grad_norm"] > 0.2
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.05)
+        assert abs(mine["loss"] - theirs["loss"]) < BF16_NOISE
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -155,7 +186,7 @@ def without_norms(run: Result) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_ddp_and_zero_follow_fsdp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_follows_fsdp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """100 steps from one checkpoint on each engine: the loss curves lie on each other."""
     start = finish(tmp_path / "start", "steps=10", "schedule.total=110")
     curves: dict[str, list[float]] = {}
@@ -215,7 +246,7 @@ def test_any_engine_reads_what_another_wrote(
     before = written[key]
     out = tmp_path / "run"
     shutil.copytree(before.out, out)
-    read = [f"parallel={reader}", UP_TO_60]
+    read = [*on(reader), UP_TO_60]
     loaded = finish(out, *read, "steps=30", ranks=reader_ranks)
     assert loaded.digest == before.digest, "loaded, nothing done: the same state"
     # The digest alone would not show parameters that were not remade from the FP32 ones.
@@ -243,6 +274,10 @@ def test_any_engine_reads_what_another_wrote(
             ["parallel.deepspeed={zero_optimization:{offload_param:{device:cpu}}}"],
             "zero_optimization.offload_param",
         ),
+        (
+            ["parallel.deepspeed={zero_optimization:{overlap_com:true}}"],
+            "parallel.deepspeed: DeepSpeed refuses overlap_com",
+        ),
         (["model.precision=fp32"], "needs model.precision=bf16"),
     ],
 )
@@ -254,14 +289,34 @@ def test_what_would_break_a_promise_is_refused(
     assert "Traceback" not in refused.text
 
 
-def test_further_settings_reach_deepspeed(tmp_path: Path, clean_alone: Result) -> None:
-    """Untied head, small buckets; and a key it does not know is told by DeepSpeed itself."""
+def test_further_settings_reach_deepspeed(tmp_path: Path) -> None:
+    """Small buckets; it says itself what it was told."""
+    program = tmp_path / "telling.py"
+    program.write_text(TELLING)
     run = finish(
         tmp_path / "run",
         "parallel=zero2",
         "parallel.deepspeed={zero_optimization:{reduce_bucket_size:5000,overlap_comm:false}}",
-        "model.tied_head=false",
-        "steps=20",
-        ranks=2,
+        "steps=12",
+        program=program,
     )
-    assert run.summary["steps"] == 20
+    assert run.summary["steps"] == 12 and "buckets of 5000, overlap False" in run.text, run.tail
+
+
+TELLING = """
+import sys
+import deepspeed
+from runner.__main__ import _run
+
+original = deepspeed.initialize
+
+def initialize(**settings):
+    made = original(**settings)
+    wrapped = made[0].optimizer
+    told = f"buckets of {wrapped.reduce_bucket_size}, overlap {wrapped.overlap_comm}"
+    print(told, file=sys.stderr)  # the engine leaves out what initialize prints
+    return made
+
+deepspeed.initialize = initialize
+_run()
+"""

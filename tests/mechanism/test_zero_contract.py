@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,12 @@ def test_deepspeed_has_every_name_that_we_use(
         gone.add(moved(bare[root], rest))
     assert gone == {None}, f"deepspeed moved {gone - {None}}, which {kind} had"
     assert "deepspeed_shm_comm" in bare["deepspeed"].ops.__compatible_ops__
+
+
+def test_it_is_imported_only_when_asked_for() -> None:
+    """It takes seconds, and needs a compiler on some machines."""
+    code = "import sys, runner.train, runner.engine.zero; sys.exit('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_names_above_are_all_that_the_engine_uses() -> None:

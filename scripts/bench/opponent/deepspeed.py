@@ -21,6 +21,7 @@ def train(task: Task, device: torch.device, after_step: Callable[..., bool], *, 
     num_micro = task.num_micro_batches(dist.get_world_size())
     plan = ZeroPlan(stage=stage, num_micro_batches=num_micro, extra={})
     model = build_model(task, device)
+    begun = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(task, model)
     engine: Any
     engine, *_ = deepspeed.initialize(
@@ -30,6 +31,9 @@ def train(task: Task, device: torch.device, after_step: Callable[..., bool], *, 
         config=deepspeed_settings(plan) | {"gradient_clipping": task.clip},
         dist_init_required=False,
     )
+    # It makes its FP32 weights from the BF16 ones: other losses from the second step on.
+    for name, parameter in engine.module.named_parameters():
+        deepspeed.utils.safe_set_full_fp32_param(parameter, begun[name])
     batches = iter(
         build_loader(
             task,
