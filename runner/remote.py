@@ -20,11 +20,11 @@ from runner.checkpoint.manifest import FileFacts, Manifest
 from runner.checkpoint.remote import (
     RUN_FILES,
     Claim,
-    RemoteFault,
     RemoteRing,
     Seen,
     folder_bytes,
 )
+from runner.checkpoint.remote_files import RemoteFault
 from runner.checkpoint.store import RingStore, folder_name
 from runner.checkpoint.upload import Uploads
 from runner.checkpoint.work import AgreedWork
@@ -309,7 +309,7 @@ class Restorer:
         if self._config.resume.allow_change:
             return
         name = f"ring/{folder}/run/config.yaml"
-        data = _answered(lambda: ring.read(name, _CONFIG_BYTES))
+        data = _answered(lambda: ring.files.read(name, _CONFIG_BYTES))
         if hashlib.sha256(data).hexdigest() != facts.sha256:
             raise CorruptCheckpoint(f"{ring.url}/{name}: digest differs: damaged at the remote")
         stored = from_yaml(data.decode(errors="replace"), source=Path(name))
@@ -339,7 +339,7 @@ class Restorer:
             self._get(f"ring/{folder}/{name}", writing / name, manifest.files[name])
 
     def _get(self, name: str, target: Path, facts: FileFacts) -> None:
-        _answered(lambda: self._remote.ring.fetch(name, target, facts))
+        _answered(lambda: self._remote.ring.files.fetch(name, target, facts))
 
     def _publish(self, manifest: Manifest, data: bytes) -> bool:
         self._store.take_back(manifest, data)

@@ -21,17 +21,20 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
-
-import fsspec
+from typing import Any
 
 from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest, parse_manifest
+from runner.checkpoint.remote_files import (
+    BLOCK_BYTES,
+    PAUSES_SECONDS,
+    RemoteFault,
+    RemoteFiles,
+    in_words,
+)
 from runner.checkpoint.store import (
     CLEAN,
     COMMITTED,
@@ -40,27 +43,14 @@ from runner.checkpoint.store import (
     folder_name,
     parse_name,
 )
-from runner.error import ConfigError, CorruptCheckpoint, RunnerError
+from runner.error import CorruptCheckpoint
 from runner.policy.ring import Record, State
-from runner.redact import redacted
 from runner.strict import whole
-
-T = TypeVar("T")
 
 RUN_FILES = ("journal.jsonl", "metrics.jsonl", "config.yaml")
 _FACTS = "run/files.json"
 _SMALL_BYTES = 1 << 16  # of markers, claims and files.json
-_BLOCK_BYTES = 1 << 23
-_PAUSES_SECONDS = (1.0, 4.0, 16.0)  # before the second, third and fourth attempt
 _CLAIM = re.compile(r"([0-9]{6,7})-([0-9a-f]{8,64})\.json")
-_FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"}  # no folders
-# Trying again would not help.
-_FINAL = (FileNotFoundError, PermissionError, NotImplementedError, RunnerError)
-_PACKAGES = {"s3": "holdfast[remote]", "s3a": "holdfast[remote]", "gs": "gcsfs", "gcs": "gcsfs"}
-
-
-class RemoteFault(RunnerError):
-    """Something at the remote failed, after all attempts; the text holds no secrets."""
 
 
 class RemoteTaken(RemoteFault):
@@ -81,8 +71,11 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What lies at a remote: whole clean checkpoints by serial, the highest serial of any
-    folder, and the newest claim's number and run (0 and empty without one)."""
+    """What lies at a remote.
+
+    Whole clean checkpoints by serial, the highest serial of any folder, and the newest claim's
+    number and run (0 and empty without one).
+    """
 
     stored: list[Record]
     highest: int
@@ -91,53 +84,29 @@ class Seen:
 
 
 class RemoteRing:
-    """File operations at a remote, each tried several times. Blocks; for background threads.
+    """Checkpoints and claims at a URL; ``files`` are what they are made of. Blocks, as these do.
 
     Args:
         pauses: seconds before each further attempt.
 
     Raises:
-        ConfigError: the URL's scheme is unknown, or its package is not installed.
+        ConfigError: as :class:`RemoteFiles`.
     """
 
-    def __init__(self, url: str, *, pauses: tuple[float, ...] = _PAUSES_SECONDS) -> None:
-        self.url = url.rstrip("/")
-        scheme = urlsplit(url).scheme
-        options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
-        try:
-            # No listing is remembered: others write there too.
-            self._files, root = fsspec.core.url_to_fs(
-                self.url, use_listings_cache=False, skip_instance_cache=True, **options
-            )
-        except ImportError as error:
-            package = _PACKAGES.get(scheme, f"what fsspec names for {scheme}")
-            raise ConfigError(
-                f"checkpoint.remote={self.url}: {error}; pip install '{package}'"
-            ) from None
-        except Exception as error:
-            raise ConfigError(
-                f"checkpoint.remote={self.url}: cannot be used ({_words(error)}); give an URL that "
-                "fsspec knows, such as s3://bucket/prefix or file:///path"
-            ) from None
-        self._root = str(root).rstrip("/")
-        self._makes_folders = scheme not in _FLAT
-        self._pauses = pauses
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        """From now on nothing is tried again."""
-        self._stopped.set()
+    def __init__(self, url: str, *, pauses: tuple[float, ...] = PAUSES_SECONDS) -> None:
+        self.files = RemoteFiles(url, pauses=pauses)
+        self.url = self.files.url
 
     # -- reading --------------------------------------------------------------------------
 
     def look(self) -> Seen:
         """Raises RemoteFault: it cannot be read."""
-        folders = {name: parse_name(name) for name in self._names("ring")}
+        folders = {name: parse_name(name) for name in self.files.names("ring")}
         known = {name: found for name, found in folders.items() if found is not None}
         stored = [
             Record(serial=serial, step=step, cursor=0, state=State.clean)
             for name, (serial, step) in sorted(known.items())
-            if {COMMITTED, CLEAN} <= set(self._names(f"ring/{name}"))
+            if {COMMITTED, CLEAN} <= set(self.files.names(f"ring/{name}"))
         ]
         claim = self._newest_claim()
         return Seen(
@@ -173,9 +142,9 @@ class RemoteRing:
 
     def _verify_all(self, folder: str, manifest: Manifest) -> None:
         for name, facts in manifest.files.items():
-            self.verify(f"ring/{folder}/{name}", facts)
+            self.files.verify(f"ring/{folder}/{name}", facts)
         for name, facts in self.run_facts(folder).items():
-            self.verify(f"ring/{folder}/run/{name}", facts)
+            self.files.verify(f"ring/{folder}/run/{name}", facts)
 
     def manifest(self, folder: str) -> tuple[Manifest, bytes]:
         """A checkpoint's manifest and its bytes, checked as a local one.
@@ -185,8 +154,8 @@ class RemoteRing:
             RemoteFault: it cannot be read.
         """
         where = f"{self.url}/ring/{folder}"
-        promised = self.read(f"ring/{folder}/{COMMITTED}", _SMALL_BYTES).strip()
-        data = self.read(f"ring/{folder}/{MANIFEST}", MOST_BYTES)
+        promised = self.files.read(f"ring/{folder}/{COMMITTED}", _SMALL_BYTES).strip()
+        data = self.files.read(f"ring/{folder}/{MANIFEST}", MOST_BYTES)
         if promised != hashlib.sha256(data).hexdigest().encode():
             raise CorruptCheckpoint(f"{where}/{MANIFEST}: digest differs from {COMMITTED}")
         manifest = parse_manifest(data, Path(f"{folder}/{MANIFEST}"))
@@ -202,7 +171,7 @@ class RemoteRing:
         """
         name = f"ring/{folder}/{_FACTS}"
         try:
-            tree = json.loads(self.read(name, _SMALL_BYTES))
+            tree = json.loads(self.files.read(name, _SMALL_BYTES))
             return {
                 file: FileFacts(
                     num_bytes=whole(tree[file]["bytes"], "bytes"), sha256=str(tree[file]["sha256"])
@@ -210,114 +179,9 @@ class RemoteRing:
                 for file in RUN_FILES
             }
         except (LookupError, TypeError, ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{self.url}/{name}: {_words(error)}") from None
-
-    def read(self, name: str, limit: int) -> bytes:
-        """A small file.
-
-        Raises:
-            CorruptCheckpoint: it has more than ``limit`` bytes, or is not there.
-            RemoteFault: it cannot be read.
-        """
-
-        def work() -> bytes:
-            data = b""
-            for block in self._blocks(name):
-                data += block
-                if len(data) > limit:
-                    raise CorruptCheckpoint(f"{self.url}/{name}: has more than {limit} bytes")
-            return data
-
-        return self._try(f"reading {name}", work)
-
-    def fetch(self, name: str, target: Path, facts: FileFacts) -> None:
-        """Copy a file to a new local one, synced; not one byte more than it should have.
-
-        Raises:
-            CorruptCheckpoint: size or digest differ from ``facts``, or it is not there.
-            RemoteFault: it cannot be read.
-            OSError: the local disk.
-        """
-
-        def work() -> None:
-            with target.open("wb") as file:
-                self._compare(name, facts, write=file.write)
-                file.flush()
-                os.fsync(file.fileno())
-
-        self._try(f"reading {name}", work)
-
-    def verify(self, name: str, facts: FileFacts) -> None:
-        """Read a file back whole. Raises as :meth:`fetch`."""
-        self._try(f"reading {name}", lambda: self._compare(name, facts))
-
-    def _compare(
-        self, name: str, facts: FileFacts, write: Callable[[bytes], Any] = lambda block: None
-    ) -> None:
-        digest, size = hashlib.sha256(), 0
-        for block in self._blocks(name):
-            size += len(block)
-            if size > facts.num_bytes:
-                break
-            digest.update(block)
-            write(block)
-        if size != facts.num_bytes:
-            raise CorruptCheckpoint(
-                f"{self.url}/{name}: {'over ' if size > facts.num_bytes else ''}{size} bytes, "
-                f"{facts.num_bytes} were written"
-            )
-        if digest.hexdigest() != facts.sha256:
-            raise CorruptCheckpoint(f"{self.url}/{name}: digest differs: damaged at the remote")
-
-    def _blocks(self, name: str) -> Iterator[bytes]:
-        try:
-            opened = self._files.open(self._at(name), "rb", cache_type="none")
-        except FileNotFoundError:
-            raise CorruptCheckpoint(f"{self.url}/{name}: is missing") from None
-        with opened as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield block
+            raise CorruptCheckpoint(f"{self.url}/{name}: {in_words(error)}") from None
 
     # -- writing --------------------------------------------------------------------------
-
-    def put(self, source: Path, name: str, facts: FileFacts) -> None:
-        """Make ``name`` be ``source``, read back and compared. Does nothing where it is already.
-
-        Raises:
-            RemoteFault: after all attempts it still is not, or not the same.
-        """
-
-        def work() -> None:
-            if self._has(name, facts):
-                return
-            self._make_folder_of(name)
-            self._files.put_file(str(source), self._at(name))
-            try:
-                self._compare(name, facts)
-            except CorruptCheckpoint as error:
-                raise OSError(f"after the upload of {source}: {error}") from None
-
-        self._try(f"writing {name}", work)
-
-    def put_bytes(self, name: str, data: bytes) -> None:
-        """The same for what is small, whatever was there before."""
-
-        def work() -> None:
-            self._make_folder_of(name)
-            self._files.pipe_file(self._at(name), data)
-            if b"".join(self._blocks(name)) != data:
-                raise OSError(f"{name} differs after the upload")
-
-        self._try(f"writing {name}", work)
-
-    def _has(self, name: str, facts: FileFacts) -> bool:
-        try:
-            if self._files.info(self._at(name))["size"] != facts.num_bytes:
-                return False
-            self._compare(name, facts)
-        except (FileNotFoundError, CorruptCheckpoint):
-            return False
-        return True
 
     def prepare(self, folder: str, committed: bytes) -> None:
         """Unpublish what stands under this name, unless it is the very same checkpoint.
@@ -325,11 +189,11 @@ class RemoteRing:
         Raises:
             RemoteFault: it cannot be done.
         """
-        there = self._names(f"ring/{folder}")
-        if COMMITTED in there and committed != self.read(
+        there = self.files.names(f"ring/{folder}")
+        if COMMITTED in there and committed != self.files.read(
             f"ring/{folder}/{COMMITTED}", _SMALL_BYTES
         ):
-            self._delete(f"ring/{folder}/{COMMITTED}")
+            self.files.delete(f"ring/{folder}/{COMMITTED}")
 
     def put_run_files(self, folder: str, out: Path, scratch: Path) -> None:
         """Copies of the run's own files, and what they should be.
@@ -341,41 +205,25 @@ class RemoteRing:
         for name in RUN_FILES:
             copy = scratch / name
             facts[name] = _copy_whole_lines(out / name, copy)
-            self.put(copy, f"ring/{folder}/run/{name}", facts[name])
+            self.files.put(copy, f"ring/{folder}/run/{name}", facts[name])
         told = {n: {"bytes": f.num_bytes, "sha256": f.sha256} for n, f in facts.items()}
-        self.put_bytes(f"ring/{folder}/{_FACTS}", json.dumps(told, indent=1).encode() + b"\n")
+        self.files.put_bytes(f"ring/{folder}/{_FACTS}", json.dumps(told, indent=1).encode() + b"\n")
 
     def remove(self, folder: str) -> None:
         """Delete a checkpoint, its marker first."""
-        names = self._names(f"ring/{folder}")
-        inner = [f"run/{name}" for name in self._names(f"ring/{folder}/run")]
+        names = self.files.names(f"ring/{folder}")
+        inner = [f"run/{name}" for name in self.files.names(f"ring/{folder}/run")]
         for name in sorted([*names, *inner], key=lambda name: name != COMMITTED):
             if name != "run":
-                self._delete(f"ring/{folder}/{name}")
-        if self._makes_folders:
-            self._try("removing", lambda: self._remove_folder(f"ring/{folder}"))
+                self.files.delete(f"ring/{folder}/{name}")
+        self.files.delete_folder(f"ring/{folder}")
 
     def sweep(self, kept: set[int], *, below: int) -> None:
         """Remove every checkpoint, whole or not, under serial ``below`` but the ``kept``."""
-        for name in self._names("ring"):
+        for name in self.files.names("ring"):
             found = parse_name(name)
             if found is not None and found[0] < below and found[0] not in kept:
                 self.remove(name)
-
-    def _delete(self, name: str) -> None:
-        def work() -> None:
-            try:
-                self._files.rm_file(self._at(name))
-            except FileNotFoundError:
-                return
-
-        self._try(f"removing {name}", work)
-
-    def _remove_folder(self, name: str) -> None:
-        try:
-            self._files.rm(self._at(name), recursive=True)
-        except FileNotFoundError:
-            return
 
     # -- who writes there -----------------------------------------------------------------
 
@@ -394,11 +242,11 @@ class RemoteRing:
             if owner == run and (newest.number, newest.token) > (claim.number, claim.token):
                 raise RemoteTaken(_taken(self.url, newest))
         told = {"run": run, "host": os.uname().nodename, "time": time.time()}
-        self.put_bytes(f"incarnation/{claim.name}", json.dumps(told).encode() + b"\n")
-        for name in self._names("incarnation"):
+        self.files.put_bytes(f"incarnation/{claim.name}", json.dumps(told).encode() + b"\n")
+        for name in self.files.names("incarnation"):
             other = _parse_claim(name)
             if other is not None and (other.number < claim.number or self._is_foreign(other, run)):
-                self._delete(f"incarnation/{name}")
+                self.files.delete(f"incarnation/{name}")
         self.check(claim)
 
     def _is_foreign(self, claim: Claim, run: str) -> bool:
@@ -414,60 +262,21 @@ class RemoteRing:
             raise RemoteTaken(_taken(self.url, newest))
 
     def _newest_claim(self) -> Claim | None:
-        claims = [_parse_claim(name) for name in self._names("incarnation")]
+        claims = [_parse_claim(name) for name in self.files.names("incarnation")]
         found = [claim for claim in claims if claim is not None]
         return max(found, key=lambda claim: (claim.number, claim.token), default=None)
 
     def _run_of(self, claim: Claim) -> str:
         try:
-            told = json.loads(self.read(f"incarnation/{claim.name}", _SMALL_BYTES))
+            told = json.loads(self.files.read(f"incarnation/{claim.name}", _SMALL_BYTES))
             return str(told["run"])
         except (LookupError, TypeError, ValueError, RecursionError, CorruptCheckpoint):
             return "damaged claim"
-
-    # -- underneath -----------------------------------------------------------------------
-
-    def _at(self, name: str) -> str:
-        return f"{self._root}/{name}"
-
-    def _names(self, folder: str) -> list[str]:
-        """Last parts of the names in a folder, which need not be there."""
-
-        def work() -> list[str]:
-            try:
-                found = self._files.ls(self._at(folder), detail=False)
-            except FileNotFoundError:
-                return []
-            return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found} - {""})
-
-        return self._try(f"listing {folder}", work)
-
-    def _make_folder_of(self, name: str) -> None:
-        if self._makes_folders:
-            self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
-
-    def _try(self, what: str, work: Callable[[], T]) -> T:
-        for pause in (*self._pauses, None):
-            try:
-                return work()
-            except CorruptCheckpoint:
-                raise
-            except _FINAL as error:
-                raise RemoteFault(f"{what}: {_words(error)}") from None
-            except Exception as error:  # each backend has its own; the network may do anything
-                if pause is None or self._stopped.wait(pause):
-                    raise RemoteFault(f"{what}: {_words(error)}") from None
-        raise AssertionError("the last attempt returns or raises")
 
 
 def folder_bytes(manifest: Manifest, facts: Mapping[str, FileFacts]) -> int:
     """What a download needs on the disk."""
     return sum(f.num_bytes for f in (*manifest.files.values(), *facts.values()))
-
-
-def _words(error: Exception) -> str:
-    text = str(redacted(" ".join(f"{type(error).__name__}: {error}".split())))
-    return text[:400]
 
 
 def _taken(url: str, newest: Claim | None) -> str:
@@ -493,7 +302,7 @@ def _copy_whole_lines(source: Path, target: Path) -> FileFacts:
         target.write_bytes(b"")
     digest = hashlib.sha256()
     with target.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+        while block := file.read(BLOCK_BYTES):
             digest.update(block)
     return FileFacts(num_bytes=size, sha256=digest.hexdigest())
 

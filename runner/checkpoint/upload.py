@@ -119,7 +119,7 @@ class Uploads:
 
     def close(self) -> None:
         """Leave what is under way: the next start goes on with it."""
-        self._remote.stop()
+        self._remote.files.stop()
 
     # -- one checkpoint -------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Uploads:
         names = sorted(entry.manifest.files)[self._ranks.rank :: self._ranks.world_size]
         for name in names:
             there = f"ring/{entry.folder.name}/{name}"
-            self._remote.put(entry.folder / name, there, entry.manifest.files[name])
+            self._remote.files.put(entry.folder / name, there, entry.manifest.files[name])
 
     def _sent(self, record: Record, failures: list[str]) -> None:
         if self._goes_on(record, failures):
@@ -182,10 +182,10 @@ class Uploads:
         with tempfile.TemporaryDirectory(prefix="writing-run-", dir=self._store.folder) as scratch:
             self._remote.put_run_files(folder.name, self._out, Path(scratch))
         for name in (MANIFEST, CLEAN):
-            self._remote.put_bytes(f"{there}/{name}", (folder / name).read_bytes())
+            self._remote.files.put_bytes(f"{there}/{name}", (folder / name).read_bytes())
         committed = (folder / COMMITTED).read_bytes()
         self._own()
-        self._remote.put_bytes(f"{there}/{COMMITTED}", committed)
+        self._remote.files.put_bytes(f"{there}/{COMMITTED}", committed)
 
     def _published(self, record: Record, failures: list[str]) -> None:
         if not failures:

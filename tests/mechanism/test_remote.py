@@ -17,7 +17,8 @@ import torch
 from runner.check import check, url_problem
 from runner.checkpoint.manifest import FileFacts
 from runner.checkpoint.protocol import Identity, Moment, RingRules
-from runner.checkpoint.remote import Claim, RemoteFault, RemoteRing, RemoteTaken
+from runner.checkpoint.remote import Claim, RemoteRing, RemoteTaken
+from runner.checkpoint.remote_files import RemoteFault
 from runner.checkpoint.ring import Ring
 from runner.checkpoint.store import RingStore, folder_name
 from runner.checkpoint.upload import Uploads
@@ -166,7 +167,7 @@ def test_dying_at_any_change_leaves_nothing_that_passes_for_whole(out: Path, url
     while True:
         shutil.rmtree(url.removeprefix("file://"), ignore_errors=True)
         ring = RemoteRing(url, pauses=())
-        ring._files = Dies(ring._files, at)
+        ring.files._files = Dies(ring.files._files, at)
         said = send(out, url, ring=ring, keep=1)
         entries, damaged = RemoteRing(url).entries(verify=True)
         assert damaged == [], f"died at change {at}"
@@ -189,10 +190,10 @@ def test_a_file_that_is_there_already_is_not_sent_again(out: Path, url: str) -> 
     before = marker.stat().st_ino, marker.stat().st_mtime_ns
     there = f"ring/{entry.folder.name}/rank-00000.bin"
     facts = entry.manifest.files["rank-00000.bin"]
-    RemoteRing(url).put(entry.folder / "rank-00000.bin", there, facts)
+    RemoteRing(url).files.put(entry.folder / "rank-00000.bin", there, facts)
     assert (marker.stat().st_ino, marker.stat().st_mtime_ns) == before
     marker.write_bytes(b"\0" * facts.num_bytes)  # the right size is not enough
-    RemoteRing(url).put(entry.folder / "rank-00000.bin", there, facts)
+    RemoteRing(url).files.put(entry.folder / "rank-00000.bin", there, facts)
     assert file_digest(marker) == facts.sha256
 
 
@@ -384,10 +385,10 @@ def test_not_a_byte_more_is_read_than_was_written(out: Path, url: str, tmp_path:
     Path(url.removeprefix("file://"), name).write_bytes(b"x" * 50_000_000)
     facts = FileFacts(num_bytes=100, sha256="0" * 64)
     with pytest.raises(CorruptCheckpoint, match="100 were written"):
-        RemoteRing(url).fetch(name, tmp_path / "got", facts)
+        RemoteRing(url).files.fetch(name, tmp_path / "got", facts)
     assert (tmp_path / "got").stat().st_size == 0
     with pytest.raises(CorruptCheckpoint, match="more than 1000 bytes"):
-        RemoteRing(url).read(name, 1000)
+        RemoteRing(url).files.read(name, 1000)
 
 
 @pytest.mark.parametrize(
@@ -485,7 +486,7 @@ def test_no_secret_is_in_what_a_failure_says(store: Store, out: Path) -> None:
     (said,) = send(out, "s3://no-such-bucket/p", 1)
     assert "bucket does not exist" in said.reason
     with pytest.raises(RemoteFault) as caught:
-        RemoteRing(f"s3://{BUCKET}/p", pauses=())._try(
+        RemoteRing(f"s3://{BUCKET}/p", pauses=()).files._try(
             "x", lambda: (_ for _ in ()).throw(OSError("key a-very-secret-key"))
         )
     assert "a-very-secret-key" not in str(caught.value)
@@ -528,8 +529,8 @@ def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) 
         report=lambda incident: None,
     )
     remote, go_on = RemoteRing(url, pauses=()), threading.Event()
-    put = remote.put
-    remote.put = lambda *what: (go_on.wait(60), put(*what))  # type: ignore[method-assign]
+    put = remote.files.put
+    remote.files.put = lambda *what: (go_on.wait(60), put(*what))  # type: ignore[method-assign]
     ring.uploads, said = uploads(folder, url, ring=remote, work=ring.uplink)
 
     def step(number: int) -> None:
