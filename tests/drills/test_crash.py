@@ -153,17 +153,34 @@ def test_a_rank_that_the_kernel_kills_for_memory(tmp_path: Path, clean: Result) 
     assert_every_sample_once(run)
 
 
-def test_a_copy_that_went_wrong_is_found(tmp_path: Path) -> None:
-    """One bit of one copy of three: named, and nothing that came after it is kept."""
-    ddp = ("parallel=ddp", "steps=40", "schedule.total=60", "batch.global_size=30")
+@pytest.mark.parametrize(
+    ("engine", "ranks", "named"),
+    [
+        pytest.param("parallel=ddp", 3, [1], id="one of three"),
+        # Each shard has two copies: which of them strayed nobody can say.
+        pytest.param(
+            "parallel=hsdp parallel.shard_size=2", 4, [1, 3], marks=pytest.mark.full, id="of shards"
+        ),
+    ],
+)
+def test_a_copy_that_went_wrong_is_found(
+    tmp_path: Path, engine: str, ranks: int, named: list[int]
+) -> None:
+    """One bit of one copy: named, and nothing that came after it is kept."""
+    common = (*engine.split(), "steps=40", "schedule.total=60", "batch.global_size=60")
     check = "debug.replica_check_every=5"
-    healthy = finish(tmp_path / "healthy", *ddp, check, ranks=3)
+    healthy = finish(tmp_path / "healthy", *common, check, ranks=ranks)
     assert not healthy.journal("replica_mismatch")
     flipped = finish(
-        tmp_path / "run", *ddp, check, "faults=[flip_bit@step=24,rank=1]", ranks=3, restarts=1
+        tmp_path / "run",
+        *common,
+        check,
+        "faults=[flip_bit@step=24,rank=1]",
+        ranks=ranks,
+        restarts=1,
     )
     (found,) = flipped.journal("replica_mismatch")
-    assert found["ranks"] == [1] and found["step"] == 25, found
+    assert found["ranks"] == named and found["step"] == 25, found
     assert flipped.digest == healthy.digest, flipped.tail
 
 
