@@ -112,6 +112,7 @@ def test_the_grace_ends_a_step_that_does_not_end(tmp_path: Path) -> None:
     assert "preempt.grace_seconds=2" in started.wait().text
 
 
+@pytest.mark.full  # always with Slurm's own limit: tests/drills/test_slurm.py
 def test_the_schedulers_limit_is_kept(tmp_path: Path, clean: Result) -> None:
     """Known from the environment, as a batch script sets it."""
     out = tmp_path / "run"

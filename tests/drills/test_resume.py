@@ -56,6 +56,7 @@ def episodes(run: Result) -> list[list[object]]:
     return [[line[key] for key in keys] for line in run.journal("episode")]
 
 
+@pytest.mark.full
 def test_a_discard_that_is_older_than_the_checkpoint_before_it(
     tmp_path: Path, discarding: Result
 ) -> None:

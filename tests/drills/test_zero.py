@@ -70,7 +70,8 @@ def test_killed_and_damaged_it_ends_the_same(tmp_path: Path, clean: Result, stag
     assert_every_sample_once(run)
 
 
-@pytest.mark.parametrize("stage", ONE_ALWAYS)
+@pytest.mark.full  # always in small: tests/mechanism/test_zero_contract.py
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_offloaded_to_the_cpu_it_is_the_same_run(tmp_path: Path, stage: str) -> None:
     """Several micro-batches, all faults, a kill; with offload, without, and with it again."""
     offloaded = [*on(stage, offload=True), "batch.micro_size=4"]
