@@ -29,7 +29,6 @@ from typing import Any
 
 from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest, parse_manifest
 from runner.checkpoint.remote_files import (
-    BLOCK_BYTES,
     PAUSES_SECONDS,
     RemoteFault,
     RemoteFiles,
@@ -44,6 +43,7 @@ from runner.checkpoint.store import (
     parse_name,
 )
 from runner.error import CorruptCheckpoint
+from runner.files import file_digest
 from runner.policy.ring import Record, State
 from runner.strict import whole
 
@@ -300,11 +300,7 @@ def _copy_whole_lines(source: Path, target: Path) -> FileFacts:
             file.truncate(size)
     else:
         target.write_bytes(b"")
-    digest = hashlib.sha256()
-    with target.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return FileFacts(num_bytes=size, sha256=digest.hexdigest())
+    return FileFacts(num_bytes=size, sha256=file_digest(target))
 
 
 def _end_of_last_line(file: Any) -> int:

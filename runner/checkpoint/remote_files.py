@@ -18,7 +18,7 @@ from runner.redact import redacted
 
 T = TypeVar("T")
 
-BLOCK_BYTES = 1 << 23
+_BLOCK_BYTES = 1 << 23
 PAUSES_SECONDS = (1.0, 4.0, 16.0)  # before the second, third and fourth attempt
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"}  # no folders
 # Trying again would not help.
@@ -143,7 +143,7 @@ class RemoteFiles:
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{self.url}/{name}: is missing") from None
         with opened as file:
-            while block := file.read(BLOCK_BYTES):
+            while block := file.read(_BLOCK_BYTES):
                 yield block
 
     def put(self, source: Path, name: str, facts: FileFacts) -> None:

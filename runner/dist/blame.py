@@ -1,8 +1,8 @@
 """Who was at fault: from the ranks' reports to one sentence. Pure.
 
 An exception of a rank's own comes before a signal, a signal before an exit without a word, that
-before what the collectives show, and that before silence. Ranks that only lost contact with others are never to blame while
-there is anybody else.
+before what the collectives show, and that before silence. Ranks that only lost contact with others
+are never to blame while there is anybody else.
 """
 
 from __future__ import annotations

@@ -205,8 +205,8 @@ class _PlainValues(pickle.Unpickler):
 def collectives() -> list[dict[str, Any]]:
     """The newest entries of the flight recorder of this process; empty when there is none.
 
-    Each has ``group`` (name, and its backend), ``seq`` (collective sequence number in the group), ``op``,
-    ``sizes``, ``dtypes``, ``finished``, ``line``.
+    Each has ``group`` (name, and its backend), ``seq`` (collective sequence number in the group),
+    ``op``, ``sizes``, ``dtypes``, ``finished``, ``line``.
     """
     if not dist.is_initialized():
         return []

@@ -15,9 +15,10 @@ from runner.rundir import RunDir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Of one attempt. ``cause`` (a kind of :mod:`runner.dist.blame`) and ``signature`` are None
+    """Of one attempt.
 
-    where no process said what failed.
+    ``cause`` (a kind of :mod:`runner.dist.blame`) and ``signature`` are None where no process
+    said what failed.
     """
 
     took_up: bool
