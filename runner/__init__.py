@@ -1,6 +1,27 @@
 """Holdfast: a training runner that survives bad data, spikes and crashes by itself.
 
 The command line is ``python -m runner`` (one process) or ``torchrun -m runner``.
+
+For a training loop of your own: :class:`Guard`, :class:`Ring`, :class:`Sampler`.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.embed.guard import Guard as Guard
+
 __version__ = "0.1.0"
+
+_PUBLIC = {"Guard": "runner.embed.guard"}
+__all__ = ["Guard", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, when they are asked for: the command line is not to wait for torch."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_PUBLIC[name]), name)

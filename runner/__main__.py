@@ -1,4 +1,4 @@
-"""The command line: ``python -m runner`` (one process), ``torchrun -m runner``.
+"""The command line: ``holdfast`` or ``python -m runner`` (one process), ``torchrun -m runner``.
 
 Without a subcommand it trains; what is not an option is a Hydra override.
 """
@@ -6,20 +6,26 @@ Without a subcommand it trains; what is not an option is a Hydra override.
 from __future__ import annotations
 
 import importlib
-import os
+import logging
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 
 from runner.command.arguments import Parser
-from runner.error import EXIT_CRASH, RunnerError, StartError
-from runner.redact import redacted
+from runner.distributed.env import own_local_rank, own_rank, place_from
+from runner.health.leave import leave
+from runner.system import log, output
+from runner.system.environment import variables
+from runner.system.error import EXIT_CRASH, MissingPackage, RunnerError, StartError
+
+_log = logging.getLogger("runner.__main__")  # __name__ is "__main__" under python -m runner
 
 # Command, and the function that takes its arguments. Imported when asked for: most want no torch.
 COMMANDS = {
     "ring": "runner.command.ring:ring_command",
+    "export": "runner.command.export:export_command",
     "import": "runner.command.import_:import_command",
+    "check-model": "runner.command.check_model:check_model_command",
     "backtest": "runner.command.backtest:backtest_command",
     "launch": "runner.command.launch:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
@@ -27,21 +33,32 @@ COMMANDS = {
     "slurm-job": "runner.command.slurm_job:slurm_job_command",
     "k8s": "runner.command.k8s:k8s_command",
     "plan": "runner.command.plan:plan_command",
+    "demo": "runner.command.demo:demo_command",
+    "report": "runner.command.report:report_command",
+    "top": "runner.command.top:top_command",
+    "live": "runner.command.live:live_command",
 }
+# Those that watch over a run: nobody who reads, or does not, may stop them.
+_LASTING = ("launch", "supervise", "slurm-job")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code (see :mod:`runner.error`)."""
+    """Run one command; returns its exit code (see :mod:`runner.system.error`)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    is_rank = not (given and given[0] in COMMANDS)
+    log.begin(as_json=_wants_json(given), rank=own_rank(variables()) if is_rank else None)
     try:
-        if given and given[0] in COMMANDS:
-            return _command(given[0])(given[1:])
-        return _train_command(given)
+        return _train_command(given) if is_rank else _command(given[0])(given[1:])
     except RunnerError as error:
-        if isinstance(error, StartError) and error.is_local and not _is_first():
-            sys.stderr.write(redacted(f"error: {error}\n"))
-        _say_once(redacted(f"error: {error}"))
+        if _is_first() or _is_known_here_alone(error):
+            _log.error("%s", error, extra={"fields": {"exit_code": error.exit_code}})
         return error.exit_code
+
+
+def _wants_json(given: Sequence[str]) -> bool:
+    """Before the settings are composed, for what is wrong with them."""
+    told = [word for word in given if word.startswith("track.log=")]
+    return told[-1:] == ["track.log=json"]
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
@@ -52,7 +69,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 def _train_command(given: Sequence[str]) -> int:
     options = _parser().parse_args(given)
-    from runner.compose import compose, to_yaml, value_of
+    from runner.config.compose import compose, to_yaml, value_of
 
     if options.help:
         from runner.command.help import help_text
@@ -60,19 +77,19 @@ def _train_command(given: Sequence[str]) -> int:
         _print_once(help_text())
         return 0
     config = compose(options.overrides, config_dir=options.config_dir)
-    from runner.dist.launcher import place_from
-
-    place = place_from(os.environ)
+    place = place_from(variables())
+    log.begin(as_json=config.track.log.value == "json", rank=place.rank)
     if options.cfg or options.get:
-        from runner.check import check
+        from runner.config.validate import check
         from runner.fault.spec import parse_faults
 
         check(config, world_size=place.world_size)
         parse_faults(config.faults)
         _print_once(to_yaml(config).rstrip() if options.cfg else value_of(config, options.get))
         return 0
-    from runner.train import train
+    from runner.session.session import train
 
+    output.install()
     return train(config, place)
 
 
@@ -86,40 +103,62 @@ def _parser() -> Parser:
     return parser
 
 
+def _is_known_here_alone(error: RunnerError) -> bool:
+    """Whether the first rank may not know of it, so that this one has to say it."""
+    if isinstance(error, MissingPackage):  # a node's
+        return own_local_rank(variables()) == 0
+    return isinstance(error, StartError) and error.is_local
+
+
 def _is_first() -> bool:
     """Every rank fails alike; one of them saying it is enough."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _say_once(text: str) -> None:
-    if _is_first():
-        sys.stderr.write(text + "\n")
+    return own_rank(variables()) == 0
 
 
 def _print_once(text: str) -> None:
     if _is_first():
         sys.stdout.write(text + "\n")
+        output.finish(None)  # all of it, however slow the reader: there is nothing else to do
 
 
-def _run() -> None:
-    is_rank = sys.argv[1:2] == [] or sys.argv[1] not in COMMANDS
+def run() -> None:
+    """The process's whole life: what ``holdfast`` and ``python -m runner`` call."""
+    command = sys.argv[1] if sys.argv[1:] else ""
+    is_rank = command not in COMMANDS
+    if is_rank or command in _LASTING:
+        output.install()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN and is_rank:
         # Inherited from a torchrun that was shielded from it. Until the run listens to it, a
         # rank must die of it, or torchrun waits 30 s for each that waits for a dead one.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not is_rank:
+        code = _code()
+        output.finish()
+        sys.exit(code)
+    code = EXIT_CRASH
     try:
-        code = main()
-    except Exception:
+        code = _code()
+    finally:
+        # Whatever came: an interpreter that ends by itself waits for threads and processes.
+        leave(code)
+
+
+def _code() -> int:
+    """The exit code, also of what no command expected."""
+    try:
+        return main()
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            _log.error("%s", error.code)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
         # This rank alone is ill. Leaving at once, the others see the connection close, where
         # an orderly shutdown would wait for collectives that will never come.
-        sys.stderr.write(redacted(traceback.format_exc()))
-        code = EXIT_CRASH
-    if not is_rank:
-        sys.exit(code)
-    from runner.dist.group import leave
-
-    leave(code)
+        _log.critical("%s: %s", type(error).__name__, error, exc_info=True)
+        return EXIT_CRASH
 
 
 if __name__ == "__main__":
-    _run()
+    run()

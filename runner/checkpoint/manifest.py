@@ -2,28 +2,51 @@
 
 Flat FP32 shards keyed by (tensor name, flat start, count), so that any engine and any world
 size can read what another wrote. Whatever is read from disk is checked before it is used.
+
+Version 2 lists every piece. That grows with ranks times tensors: on many ranks version 3 says
+where pieces lie in runs (:mod:`runner.checkpoint.layout`), and each rank's file has an index
+beside it, of which a rank reads those that it needs (:mod:`runner.checkpoint.disk.index`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from runner.error import CorruptCheckpoint
-from runner.strict import parse_json, whole
+from runner.checkpoint.layout import Run, check_coverage
+from runner.system.error import CorruptCheckpoint
+from runner.system.parsing import parse_json, refuse_flagged, whole
 
 FORMAT = "holdfast-ring"
-VERSION = 2  # 2: the guard's memory has a short level
+LISTED, INDEXED = 2, 3  # versions; 2: the guard's memory has a short level
 ITEM_BYTES = 4  # FP32, little endian
-MOST_BYTES = 1 << 30  # of a manifest; 1,000 tensors on 1,000 ranks need a fifth of it
-_FILE_NAME = re.compile(r"rank-[0-9]{5,7}\.bin")
+MOST_BYTES = 1 << 30  # of a manifest; 1,000 tensors on 1,000 ranks, listed, need a fifth of it
+MOST_LISTED_RANKS = 256  # 1,000 tensors: 20 MB that every rank parses in about a second
+_FILE_NAME = re.compile(r"rank-[0-9]{5,7}\.(?:bin|idx)")
 _MOST_DIMENSIONS = 64
 _WORDS = 500  # of an error that quotes what it found
+
+
+def data_name(rank: int) -> str:
+    return f"rank-{rank:05d}.bin"
+
+
+def index_name(rank: int) -> str:
+    return f"rank-{rank:05d}.idx"
+
+
+def is_index(name: str) -> bool:
+    return name.endswith(".idx")
+
+
+def by_kind(names: Iterable[str]) -> list[str]:
+    """Files in the order in which ranks share them out: data first, then indexes."""
+    return sorted(names, key=lambda name: (is_index(name), name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +67,10 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """``train_state`` is what the loop rolls back; ``update_counts`` the optimizer's steps."""
+    """``train_state`` is what the loop rolls back; ``update_counts`` the optimizer's steps.
+
+    A version has ``pieces`` or ``runs``: see the module's docstring.
+    """
 
     serial: int
     step: int
@@ -59,12 +85,21 @@ class Manifest:
     shapes: Mapping[str, tuple[int, ...]]
     pieces: Mapping[str, tuple[Piece, ...]]
     files: Mapping[str, FileFacts]
+    runs: Mapping[str, tuple[Run, ...]] | None = None
+
+    @property
+    def version(self) -> int:
+        return LISTED if self.runs is None else INDEXED
+
+    def numel(self, name: str) -> int:
+        """Elements of a tensor; 0 where there is none of this name."""
+        return math.prod(self.shapes[name]) if name in self.shapes else 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             "serial": self.serial,
             "step": self.step,
             "cursor": self.cursor,
@@ -76,10 +111,7 @@ class Manifest:
             "train_state": self.train_state,
             "update_counts": self.update_counts,
             "tensors": {
-                name: {
-                    "shape": list(shape),
-                    "pieces": [[p.start, p.count, p.file, p.offset] for p in self.pieces[name]],
-                }
+                name: {"shape": list(shape), **self._places(name)}
                 for name, shape in self.shapes.items()
             },
             "files": {
@@ -87,6 +119,11 @@ class Manifest:
                 for name, facts in self.files.items()
             },
         }
+
+    def _places(self, name: str) -> dict[str, list[list[Any]]]:
+        if self.runs is not None:
+            return {"runs": [run.to_json() for run in self.runs[name]]}
+        return {"pieces": [[p.start, p.count, p.file, p.offset] for p in self.pieces[name]]}
 
 
 def parse_manifest(data: bytes, path: Path) -> Manifest:
@@ -105,11 +142,15 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
 
 
 def _from_json(tree: Any) -> Manifest:
-    if tree["format"] != FORMAT or tree["version"] != VERSION:
+    if tree["format"] != FORMAT or tree["version"] not in (LISTED, INDEXED):
         raise ValueError(
-            f"format {tree['format']} version {tree['version']}; need {FORMAT} {VERSION}"
+            f"format {tree['format']} version {tree['version']}; need {FORMAT} {LISTED} or "
+            f"{INDEXED}"
         )
+    refuse_flagged(tree)
     tensors = tree["tensors"]
+    is_indexed = tree["version"] == INDEXED
+    num_data = sum(not is_index(name) for name in tree["files"])
     return Manifest(
         serial=whole(tree["serial"], "serial"),
         step=whole(tree["step"], "step"),
@@ -122,7 +163,19 @@ def _from_json(tree: Any) -> Manifest:
         train_state=dict(tree["train_state"]),
         update_counts={k: whole(v, "update count") for k, v in tree["update_counts"].items()},
         shapes={n: tuple(whole(s, "shape") for s in t["shape"]) for n, t in tensors.items()},
-        pieces={n: tuple(_piece(p) for p in t["pieces"]) for n, t in tensors.items()},
+        pieces=(
+            {}
+            if is_indexed
+            else {n: tuple(_piece(p) for p in t["pieces"]) for n, t in tensors.items()}
+        ),
+        runs=(
+            {
+                n: tuple(Run.from_json(run, num_files=num_data) for run in t["runs"])
+                for n, t in tensors.items()
+            }
+            if is_indexed
+            else None
+        ),
         files={
             name: FileFacts(num_bytes=whole(facts["bytes"], "bytes"), sha256=str(facts["sha256"]))
             for name, facts in tree["files"].items()
@@ -145,13 +198,30 @@ def _check(manifest: Manifest) -> None:
         # The name is joined to a path: nothing but our own pattern may pass.
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"file name {name!r}")
-        if facts.num_bytes % ITEM_BYTES:
+        if facts.num_bytes % ITEM_BYTES and not is_index(name):
             raise ValueError(f"{name}: {facts.num_bytes} bytes are no whole number of elements")
+    for name, shape in manifest.shapes.items():
+        if len(shape) > _MOST_DIMENSIONS:
+            raise ValueError(f"{name}: {len(shape)} dimensions")
     for name, pieces in manifest.pieces.items():
-        if len(manifest.shapes[name]) > _MOST_DIMENSIONS:
-            raise ValueError(f"{name}: {len(manifest.shapes[name])} dimensions")
-        _check_coverage(name, math.prod(manifest.shapes[name]), pieces)
-    _check_files(manifest)
+        _check_coverage(name, manifest.numel(name), pieces)
+    if manifest.runs is None:
+        _check_files(manifest)
+        return
+    for name, runs in manifest.runs.items():
+        check_coverage(name, manifest.numel(name), runs)
+    ranks = range(len(manifest.files) // 2)
+    if manifest.files.keys() != {name(rank) for rank in ranks for name in (data_name, index_name)}:
+        raise ValueError(f"files: not those of {len(ranks)} ranks, each with an index")
+    _check_total(manifest)
+
+
+def _check_total(manifest: Manifest) -> None:
+    """As much is stored as is needed; which bytes are whose the indexes say."""
+    needed = ITEM_BYTES * sum(map(manifest.numel, manifest.shapes))
+    stored = sum(f.num_bytes for name, f in manifest.files.items() if not is_index(name))
+    if needed != stored:
+        raise ValueError(f"files: {stored} bytes for tensors of {needed}")
 
 
 def _check_coverage(name: str, numel: int, pieces: tuple[Piece, ...]) -> None:

@@ -9,10 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from runner.error import CheckpointError
-from runner.policy.ring import Tier
-
-Then = Callable[[list[str]], None]  # takes a job's failures, a sentence for each rank that failed
+from runner.policy.retention.records import Tier
+from runner.system.error import CheckpointError
 
 
 class Shard(Protocol):
@@ -28,30 +26,31 @@ class Shard(Protocol):
     def local(self) -> torch.Tensor: ...
 
 
-class Holder(Protocol):
-    """What has state to save: the part of an engine that the ring needs."""
+class ShardedState(Protocol):
+    """State to save, in shards: the part of an engine that the ring needs."""
 
     @property
     def replica(self) -> tuple[int, int]: ...
     def shards(self) -> Sequence[Shard]: ...
     def update_counts(self) -> dict[str, int]: ...
-    def finish_load(self, update_counts: Mapping[str, int]) -> None: ...
+    def finish_load(self, update_counts: Mapping[str, int]) -> None:
+        """Collective: called when every rank has filled its shards, never by some alone."""
+        ...
 
 
-def finish_load(holder: Holder, counts: Mapping[str, int], source: Path) -> None:
-    """The holder's shards are filled from ``source``.
+def check_counts(sharded: ShardedState, counts: Mapping[str, int], source: Path) -> None:
+    """Check the argument of :meth:`ShardedState.finish_load`, while a rank may still fail alone.
 
     Raises:
-        CheckpointError: it lacks the update count of a tensor.
+        CheckpointError: ``source`` lacks the update count of a tensor.
     """
-    try:
-        holder.finish_load(counts)
-    except KeyError as error:
-        raise CheckpointError(f"{source}: has no update count of {error}") from None
+    missing = sorted(set(sharded.update_counts()) - set(counts))
+    if missing:
+        raise CheckpointError(f"{source}: has no update count of {missing[0]!r}")
 
 
 class Ranks(Protocol):
-    """See ``runner.dist.agree.Ranks``."""
+    """See ``runner.distributed.agreement.Ranks``."""
 
     @property
     def rank(self) -> int: ...
@@ -61,6 +60,7 @@ class Ranks(Protocol):
     def gather(self, value: Any) -> list[Any]: ...
     def from_first(self, value: Any) -> Any: ...
     def all_or_none(self, what: str, work: Callable[[], Any]) -> Any: ...
+    def all_or_none_patiently(self, what: str, work: Callable[[], Any]) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """The run's own state at the time of a save; JSON values only.
+class CheckpointMetadata:
+    """What a checkpoint holds besides its tensors: the run's own state; JSON values only.
 
     ``metrics_bytes`` and ``journal_lines`` are the lengths of rank 0's files.
     """
@@ -97,21 +97,21 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
-    """A checkpoint in the making; ``counts`` are the optimizer's steps.
+class PendingCheckpoint:
+    """A checkpoint that is being saved; ``counts`` are the optimizer's steps.
 
     ``disk`` False: a snapshot in memory only.
     """
 
     serial: int
-    moment: Moment
+    metadata: CheckpointMetadata
     counts: Mapping[str, int]
     disk: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What was loaded, and from where; see :class:`Moment`."""
+    """What was loaded, and from where; see :class:`CheckpointMetadata`."""
 
     serial: int
     step: int

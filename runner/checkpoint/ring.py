@@ -1,11 +1,14 @@
 """The ring of one run on one rank: what becomes of its checkpoints.
 
 Decides, by the records alone, what is saved, proven, retired, tainted and restored; the tiers
-handle the bytes (:mod:`~runner.checkpoint.disk_tier`, :mod:`~runner.checkpoint.memory_tier`).
+handle the bytes (:mod:`~runner.checkpoint.disk.tier`, :mod:`~runner.checkpoint.memory.tier`).
 Every rank holds the same records and changes them at the same step.
 
 With a memory tier a save is a copy into a slot there; what goes to disk is written from the
-slot. Each tier has a lane of background work: a slow disk holds no snapshot up.
+slot. Each tier has a queue of background work: a slow disk holds no snapshot up.
+
+The life of a checkpoint (:mod:`runner.checkpoint.life`) is read in ``_make`` (snapshot, seal,
+write, commit) and ``_prove`` (verify, mark clean); ``_retire`` and ``_taint`` end it.
 """
 
 from __future__ import annotations
@@ -13,24 +16,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from runner.checkpoint.disk_tier import DiskTier
-from runner.checkpoint.memory import Memory
-from runner.checkpoint.memory_tier import MemoryTier
-from runner.checkpoint.mirror import Mirror
-from runner.checkpoint.protocol import Holder, Identity, Moment, Ranks, Restored, RingRules, Save
-from runner.checkpoint.shards import Pace, Snapshot
-from runner.checkpoint.store import RingStore
-from runner.checkpoint.upload import Uploads
-from runner.checkpoint.work import AgreedWork, Lanes, Told
-from runner.error import (
-    CheckpointError,
-    CorruptCheckpoint,
-    ReadError,
-    RunnerError,
-    UnreadableCheckpoint,
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.disk.shards import Pace
+from runner.checkpoint.disk.tier import DiskTier
+from runner.checkpoint.jobs import (
+    JobProgress,
+    LockstepQueue,
+    LockstepQueues,
+    Process,
+    start,
+    start_alone,
 )
-from runner.policy.history import Incident
-from runner.policy.ring import (
+from runner.checkpoint.life import Copy, Life
+from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts, MemoryTier
+from runner.checkpoint.protocol import (
+    CheckpointMetadata,
+    Identity,
+    PendingCheckpoint,
+    Ranks,
+    Restored,
+    RingRules,
+    ShardedState,
+)
+from runner.checkpoint.remote.upload import Uploads
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import (
+    Reach,
     Record,
     State,
     Tier,
@@ -39,8 +50,13 @@ from runner.policy.ring import (
     make_room,
     on_disk,
     retire,
-    with_state,
-    without,
+)
+from runner.system.error import (
+    CheckpointError,
+    CorruptCheckpoint,
+    ReadError,
+    RunnerError,
+    UnreadableCheckpoint,
 )
 
 
@@ -50,58 +66,63 @@ class Ring:
     Args:
         report: takes incidents, alike on every rank.
         before_write: called with the step in the background, before this rank's file.
-        memory: this rank's slots in shared memory; None: there are none.
-        mirror: sends its snapshots to other nodes.
+        memory: this rank's slots in shared memory, and what copies them to other nodes.
     """
 
     def __init__(
         self,
-        store: RingStore,
+        directory: CheckpointDirectory,
         *,
-        holder: Holder,
+        sharded: ShardedState,
         ranks: Ranks,
         rules: RingRules,
         identity: Identity,
         report: Callable[[Incident], None],
         before_write: Callable[[int], None] = lambda step: None,
-        memory: Memory | None = None,
-        mirror: Mirror | None = None,
+        memory: MemoryParts = NO_MEMORY,
     ) -> None:
-        self.records: list[Record] = []
-        self._holder = holder
+        self._copies: dict[tuple[int, Tier], Copy] = {}  # those that are not gone
+        self._sharded = sharded
         self._ranks = ranks
         self._rules = rules
         self._report = report
         self._next_serial = 1
         self._step = 0
-        self._being_proven: set[tuple[int, Tier]] = set()
-        self._saving = False
-        self._left_behind: set[int] = set()
-        count = 3 if mirror is None else 4
-        self._work = Lanes(ranks.gather, world_size=ranks.world_size, count=count)
-        self._near, self._far, self.uplink, *abroad = self._work.lanes
-        self._not_waited_for = [self.uplink, *abroad]
+        self._reach: Reach | None = None
+        count = 3 if memory.replica is None else 4
+        self._queues = LockstepQueues(ranks.gather, world_size=ranks.world_size, count=count)
+        self._snapshot_queue, self._disk_queue, self.upload_queue, *peer_queues = (
+            self._queues.queues
+        )
+        self._not_waited_for = [self.upload_queue, *peer_queues]
         self._pace = Pace(rules.write_bytes_per_second)
         self._disk = DiskTier(
-            store,
-            holder=holder,
+            directory,
+            sharded=sharded,
             ranks=ranks,
             identity=identity,
-            lane=self._far,
+            queue=self._disk_queue,
             pace=self._pace,
             before_write=before_write,
         )
         self._memory: MemoryTier | None = None
-        if memory is not None:
+        if memory.memory is not None:
             self._memory = MemoryTier(
-                memory,
-                mirror,
-                holder=holder,
+                memory.memory,
+                memory.replica,
+                sharded=sharded,
                 ranks=ranks,
-                lane=self._near,
-                abroad=abroad[0] if abroad else None,
+                queue=self._snapshot_queue,
+                peer_queue=peer_queues[0] if peer_queues else None,
             )
         self.uploads: Uploads | None = None
+        # Told which checkpoint comes next, before its tensors are asked for. Collective.
+        self.before_load: Callable[[Record], None] = lambda record: None
+
+    @property
+    def records(self) -> list[Record]:
+        """One for each copy that is whole, in the order in which they were begun."""
+        return [copy.record for copy in self._copies.values() if copy.is_recorded]
 
     @property
     def next_serial(self) -> int:
@@ -109,9 +130,22 @@ class Ring:
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint on disk; -1: there is none."""
+        """Of the newest checkpoint on disk, unless that is tainted; -1: there is none."""
         record = self._newest_on_disk()
-        return record.step if record else -1
+        return record.step if record and record.state is not State.tainted else -1
+
+    @property
+    def last_state(self) -> State:
+        """Of the newest checkpoint on disk."""
+        record = self._newest_on_disk()
+        assert record is not None
+        return record.state
+
+    @property
+    def clean_step(self) -> int:
+        """Of the newest clean checkpoint on disk; -1: there is none."""
+        clean = [record for record in on_disk(self.records) if record.state is State.clean]
+        return max(clean, key=lambda record: record.serial).step if clean else -1
 
     def _newest_on_disk(self) -> Record | None:
         return max(on_disk(self.records), key=lambda record: record.serial, default=None)
@@ -119,7 +153,7 @@ class Ring:
     @property
     def is_busy(self) -> bool:
         """Whether a checkpoint is being written, proven, sent or removed."""
-        return len(self._far) > 0 or len(self.uplink) > 0
+        return len(self._disk_queue) > 0 or len(self.upload_queue) > 0
 
     def newest(self) -> Path | None:
         """Folder of the newest committed checkpoint."""
@@ -134,17 +168,26 @@ class Ring:
 
     def adopt(self, records: Iterable[Record], *, next_serial: int) -> None:
         """Take over what an earlier process left on disk."""
-        self.records = list(records)
+        self._copies = {}
+        self._add_found(records)
         self._next_serial = next_serial
 
+    def _add_found(self, records: Iterable[Record]) -> None:
+        self._copies |= {(r.serial, r.tier): Copy.found(r) for r in records}
+
     def inherit(
-        self, incarnation: int, *, is_refused: Callable[[Record], bool], metrics_bytes: int
+        self,
+        incarnation: int,
+        *,
+        is_refused: Callable[[Record], bool],
+        metrics_bytes: int,
+        journal_lines: int,
     ) -> list[str]:
         """Add the snapshots that ``incarnation`` left in memory on every rank. Collective.
 
         Args:
             is_refused: whether the journal forbids one, as a rollback has left it behind.
-            metrics_bytes: length of the metrics file; what was taken later is of no use.
+            metrics_bytes, journal_lines: lengths of the files; what was taken later is of no use.
 
         Returns:
             Sentences that say what is of no use, and why.
@@ -159,20 +202,56 @@ class Ring:
             is_known = (record.serial, record.step, record.cursor) in known
             return (is_newer or is_known) and not is_refused(record)
 
-        found = self._memory.inherit(incarnation, metrics_bytes=metrics_bytes, is_wanted=is_wanted)
-        self.records += found.records
+        found = self._memory.inherit(
+            incarnation,
+            metrics_bytes=metrics_bytes,
+            journal_lines=journal_lines,
+            is_wanted=is_wanted,
+        )
+        self._add_found(found.records)
         self._next_serial = max(self._next_serial, found.highest + 1)
         return found.refused
 
-    def begin_memory(self) -> None:
-        """The run is taken up: what earlier incarnations left goes, and own slots are made.
+    def replace_memory(self, memory: MemoryParts) -> None:
+        """Keep snapshots in other slots from now on, or in none. Collective.
+
+        For a loop whose optimizer makes its state late. To be called when nothing is under way
+        (:meth:`drain`); what the slots of before held is given up.
+        """
+        if self._memory is not None:
+            for copy in [c for c in self._copies.values() if c.tier is Tier.memory]:
+                self._forget(copy)
+            self._memory.close(forget=True)
+        self._memory = None
+        if memory.memory is not None:
+            self._memory = MemoryTier(
+                memory.memory,
+                None,
+                sharded=self._sharded,
+                ranks=self._ranks,
+                queue=self._snapshot_queue,
+                peer_queue=None,
+            )
+            self._begin_memory()
+
+    def begin(self, uploads: Uploads | None = None) -> None:
+        """The run is taken up: what earlier incarnations left in memory goes, own slots are made.
 
         In the background, so that training need not wait for it.
+
+        Args:
+            uploads: sends clean checkpoints to a remote from now on.
         """
+        self.uploads = uploads
+        self._begin_memory()
+
+    def _begin_memory(self) -> None:
         memory = self._memory
         if memory is None:
             return
-        self.records = [r for r in self.records if r.tier is Tier.disk or memory.has(r.serial)]
+        for copy in list(self._copies.values()):
+            if copy.tier is Tier.memory and not memory.has(copy.serial):
+                self._forget(copy)
         memory.begin(self._report_short)
 
     def _report_short(self, without_what: str, failures: list[str]) -> None:
@@ -192,7 +271,7 @@ class Ring:
         if self._memory is not None:
             self._memory.before_update()
 
-    def save(self, moment: Moment, *, disk: bool = True) -> None:
+    def save(self, metadata: CheckpointMetadata, *, disk: bool = True) -> None:
         """Copy the state now; digest it, and write, sync and commit it, while training goes on.
 
         Waits first for a save to disk that is still under way: a disk slower than the interval
@@ -201,18 +280,16 @@ class Ring:
         Args:
             disk: False keeps a snapshot in memory only, and none where no slot can be spared.
         """
-        if disk and self._saving:
+        if disk and self._is_saving_to_disk:
             self.drain()
         memory = self._memory if self._has_room(must=disk) else None
         if memory is None and not disk:
             return
         serial, self._next_serial = self._next_serial, self._next_serial + 1
-        save = Save(serial=serial, moment=moment, counts=self._holder.update_counts(), disk=disk)
-        self._saving = self._saving or disk
-        if memory is None:
-            self._write(save, self._disk.copies())
-        else:
-            self._take_snapshot(memory, save)
+        pending = PendingCheckpoint(
+            serial=serial, metadata=metadata, counts=self._sharded.update_counts(), disk=disk
+        )
+        start(self._make(pending, memory))
         if not self._rules.background:
             self.drain()
 
@@ -225,91 +302,125 @@ class Ring:
             return True
         if not must:
             return False
-        self._drain([self._near])
+        self._drain([self._snapshot_queue])
         return memory.has_room or self._make_room(memory, must=True)
 
     def _make_room(self, memory: MemoryTier, *, must: bool) -> bool:
         leaving = make_room(self.records, busy=memory.busy(), must=must)
         if leaving is not None:
-            self.records = without(self.records, leaving.serial, Tier.memory)
+            self._forget(self._copy_of(leaving))
             memory.drop(leaving.serial)
         return memory.has_room
 
-    def _take_snapshot(self, memory: MemoryTier, save: Save) -> None:
-        def sealed(failures: list[str]) -> None:
-            if save.serial in self._left_behind:  # the run went back in the meantime
-                memory.drop(save.serial)
-                if save.disk:
-                    memory.written(save.serial)
-                    self._saving = False
+    @property
+    def _is_saving_to_disk(self) -> bool:
+        return any(c.tier is Tier.disk and c.is_being_saved for c in self._copies.values())
+
+    def _make(self, pending: PendingCheckpoint, memory: MemoryTier | None) -> Process[None]:
+        """Make a checkpoint: copy the state, seal the copy, write it, commit what was written."""
+        copy = self._begin(pending, Tier.disk) if pending.disk else None
+        if memory is None:
+            pieces, check = self._disk.copies(), _nothing
+        else:
+            yield from self._make_snapshot(pending, memory)
+            if copy is None:
                 return
-            if save.disk:
-                snapshots, check = memory.to_write(save.serial)
-                self._write(save, snapshots, check)
-            if failures:
-                memory.release(save.serial)
-                self._report_unsealed(save, failures)
-            else:
-                self.records.append(_committed(save, Tier.memory))
-                memory.send_abroad(save.serial)
+            if copy.is_left_behind:
+                memory.written(pending.serial)
+                self._forget(copy)
+                return
+            pieces, check = memory.to_write(pending.serial)
+        assert copy is not None
+        failures = yield self._disk.write(pending, pieces, check)
+        if memory is not None:
+            memory.written(pending.serial)
+        if not failures and not copy.is_left_behind:
+            failures = yield self._disk.commit(pending)
+            if not failures:
+                self._commit(copy)
+                self._retire()
+                return
+        is_left_behind = copy.is_left_behind
+        self._forget(copy)
+        self._disk.discard_unfinished(pending.serial)
+        if not is_left_behind:
+            self._report_unsaved(pending, failures)
 
-        memory.take(save, sealed)
+    def _make_snapshot(self, pending: PendingCheckpoint, memory: MemoryTier) -> Process[None]:
+        """Copy the state into a slot and seal it there; it is a checkpoint of its own then."""
+        copy = self._begin(pending, Tier.memory)
+        failures = yield from memory.take(pending)
+        if copy.is_left_behind:
+            self._forget(copy)
+            memory.drop(pending.serial)
+        elif failures:
+            self._forget(copy)
+            memory.release(pending.serial)
+            self._report_unsealed(pending, failures)
+        else:
+            self._commit(copy)
+            memory.replicate(pending.serial)
 
-    def _report_unsealed(self, save: Save, failures: list[str]) -> None:
+    def _begin(self, pending: PendingCheckpoint, tier: Tier) -> Copy:
+        """A copy that is not a checkpoint yet."""
+        metadata = pending.metadata
+        record = Record(
+            serial=pending.serial,
+            step=metadata.step,
+            cursor=metadata.cursor,
+            state=State.committed,
+            tier=tier,
+        )
+        copy = self._copies[pending.serial, tier] = Copy(record, Life.saving)
+        return copy
+
+    def _commit(self, copy: Copy) -> None:
+        """It is a checkpoint from now on, unless the run went back while it was published."""
+        if copy.is_left_behind:
+            self._taint(copy)
+            return
+        is_due = copy.life is Life.served
+        copy.move(Life.committed)
+        if is_due:
+            start(self._prove(copy))
+
+    def _forget(self, copy: Copy) -> None:
+        copy.move(Life.gone)
+        del self._copies[copy.serial, copy.tier]
+
+    def _copy_of(self, record: Record) -> Copy:
+        return self._copies[record.serial, record.tier]
+
+    def _report_unsealed(self, pending: PendingCheckpoint, failures: list[str]) -> None:
         self._report(
             Incident(
                 kind="snapshot_failed",
-                step=save.moment.step,
+                step=pending.metadata.step,
                 decision="go on without it",
-                reason=f"snapshot {save.serial} in memory: {'; '.join(failures)}",
+                reason=f"snapshot {pending.serial} in memory: {'; '.join(failures)}",
             )
         )
 
-    def _write(
-        self,
-        save: Save,
-        snapshots: Sequence[Snapshot],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._disk.write(
-            save, snapshots, lambda failures: self._written(save, failures), check=check
-        )
+    def _report_unsaved(self, pending: PendingCheckpoint, failures: list[str]) -> None:
+        """Journal a save that failed.
 
-    def _written(self, save: Save, failures: list[str]) -> None:
-        if self._memory is not None:
-            self._memory.written(save.serial)
-        if save.serial in self._left_behind:
-            self._saving = False
-            self._disk.discard_unfinished(save.serial)
-        elif failures:
-            self._save_failed(save, failures)
-        else:
-            self._disk.commit(save, lambda failed: self._committed(save, failed))
-
-    def _committed(self, save: Save, failures: list[str]) -> None:
-        self._saving = False
-        if failures and save.serial not in self._left_behind:
-            self._save_failed(save, failures)
-        if failures:
-            return
-        record = _committed(save, Tier.disk)
-        self.records.append(record)
-        if save.serial in self._left_behind:  # the run went back while it was being committed
-            self._taint(record)
-        self._retire()
-
-    def _save_failed(self, save: Save, failures: list[str]) -> None:
-        self._saving = False
-        self._disk.discard_unfinished(save.serial)
+        Raises:
+            CheckpointError: no checkpoint stands to go back to.
+        """
         # A copy in memory is no comfort: it is gone with its node.
-        stands = [record for record in on_disk(self.records) if record.state is State.clean]
-        standing = f"clean checkpoint of step {stands[-1].step} stands" if stands else "none stands"
+        # One that no proof could be written for is something to come back to as well.
+        stands = [r for r in on_disk(self.records) if r.state is not State.tainted]
+        standing = "none stands"
+        if stands:
+            is_clean = stands[-1].state is State.clean
+            kind = "clean checkpoint" if is_clean else "checkpoint, not yet proven,"
+            standing = f"{kind} of step {stands[-1].step} stands"
         self._report(
             Incident(
                 kind="save_failed",
-                step=save.moment.step,
+                step=pending.metadata.step,
                 decision="go on" if stands else "stop",
-                reason=f"checkpoint {save.serial}: {'; '.join(failures)}; {standing}",
+                reason=f"checkpoint {pending.serial}: {'; '.join(failures)}; {standing}",
             )
         )
         if not stands:
@@ -320,88 +431,131 @@ class Ring:
 
     # -- proving and retiring -------------------------------------------------------------
 
-    def after_step(self, step: int, clean_streak: int) -> None:
-        """Begin to prove the checkpoints whose probation is over."""
-        self._step = step
+    def after_step(
+        self,
+        step: int,
+        clean_streak: int,
+        *,
+        reach: Reach | None = None,
+        may_prove: bool = True,
+    ) -> None:
+        """Begin to prove the checkpoints whose probation is over.
+
+        Those that are still being written serve theirs as well: whether one becomes clean must
+        not depend on how slow the disk is.
+
+        Args:
+            reach: how far back the next rollback may have to go; it stays until the next call.
+            may_prove: False: a checkpoint is not proven yet, for a reason that all ranks share.
+        """
+        self._step, self._reach = step, reach
+        if may_prove:
+            self._prove_due(step, clean_streak)
+        if self.uploads is not None:
+            self.uploads.after_step(on_disk(self.records), step)
+
+    def _prove_due(self, step: int, clean_streak: int) -> None:
+        waiting = [c for c in self._copies.values() if c.life in (Life.saving, Life.committed)]
         for record in due_for_proof(
-            self.records,
+            [copy.record for copy in waiting],
             step=step,
             clean_streak=clean_streak,
             clean_after=self._rules.clean_after,
         ):
-            if (record.serial, record.tier) not in self._being_proven:
-                self._being_proven.add((record.serial, record.tier))
-                self._prove(record)
-        if self.uploads is not None:
-            self.uploads.after_step(on_disk(self.records), step)
+            copy = self._copy_of(record)
+            if copy.life is Life.saving:
+                copy.move(Life.served)
+            else:
+                start(self._prove(copy))
 
-    def _prove(self, record: Record) -> None:
-        if record.tier is Tier.disk:
-            self._disk.verify(record, lambda failures: self._verified(record, failures))
+    def finish_proofs(self) -> None:
+        """Wait for what is being written and proven. Collective.
+
+        What is clean then follows from the steps alone, not from how long a disk took.
+        """
+        self.drain()
+        self._retire()
+
+    def prove_last(self) -> list[str]:
+        """Read the newest checkpoint on disk back, whatever followed it. Collective.
+
+        Returns why it is not clean; it is tainted where it is damaged.
+        """
+        record = self._newest_on_disk()
+        assert record is not None
+        copy = self._copy_of(record)
+        copy.faults = []
+        if copy.life is Life.committed:
+            start(self._prove(copy))
+        self.drain()
+        return [] if self.last_state is State.clean else copy.faults or ["it could not be read"]
+
+    def _prove(self, copy: Copy) -> Process[None]:
+        """Read every byte of a copy back; then it is clean, or tainted."""
+        copy.move(Life.proving)
+        if copy.tier is Tier.disk:
+            copy.faults = yield self._disk.verify(copy.record)
         else:
             assert self._memory is not None
-            self._memory.verify(
-                record.serial, lambda failures: self._snapshot_verified(record, failures)
-            )
-
-    def _snapshot_verified(self, record: Record, failures: list[str]) -> None:
-        self._being_proven.discard((record.serial, record.tier))
-        if record not in self.records:  # given up in the meantime
+            copy.faults = yield from self._memory.verify(copy.serial)
+        if copy.life is Life.gone:  # given up in the meantime
             return
-        if failures:
-            self._found_damaged(record, failures, "never to be used")
+        if copy.faults:
+            self._found_damaged(copy, copy.faults, "never to be used")
+            return
+        if copy.tier is Tier.disk:
+            copy.faults = yield self._disk.mark_clean(copy.record)
+        if copy.life is Life.condemned:
+            copy.move(Life.tainted)
+        elif copy.faults:
+            copy.move(Life.committed)
         else:
-            self.records = with_state(self.records, record.serial, State.clean, Tier.memory)
-
-    def _verified(self, record: Record, failures: list[str]) -> None:
-        if failures:
-            self._found_damaged(record, failures, "never to be used")
-        else:
-            self._disk.mark_clean(record, lambda failed: self._proven(record, failed))
-
-    def _proven(self, record: Record, failures: list[str]) -> None:
-        self._being_proven.discard((record.serial, record.tier))
-        known = {r.serial: r.state for r in on_disk(self.records)}
-        if not failures and known.get(record.serial) is State.committed:
-            self.records = with_state(self.records, record.serial, State.clean)
-            self._retire()
+            copy.move(Life.clean)
+            if copy.tier is Tier.disk:
+                self._retire()
 
     def _retire(self) -> None:
-        leaving = retire(self.records, keep=self._rules.keep, keep_every=self._rules.keep_every)
+        rules = self._rules
+        leaving = retire(
+            self.records, keep=rules.keep, keep_every=rules.keep_every, reach=self._reach
+        )
         pinned = self.uploads.pinned if self.uploads else set()
-        for record in leaving:
-            is_needed = (record.serial, record.tier) in self._being_proven
-            if not is_needed and record.serial not in pinned:
-                self.records = without(self.records, record.serial, Tier.disk)
-                self.remove(record)
+        for copy in map(self._copy_of, leaving):
+            if not copy.is_being_proven and copy.serial not in pinned:
+                self._forget(copy)
+                self.remove(copy.record)
 
     def remove(self, record: Record) -> None:
         """Delete a checkpoint's files in the background."""
-        self._disk.remove(record)
+        start_alone(self._disk.remove(record))
 
     # -- agreement ------------------------------------------------------------------------
 
-    def tell(self) -> Told:
-        """This rank's numbers for the step's packed agreement."""
-        return self._work.tell()
+    def progress(self) -> JobProgress:
+        """This rank's counts for the numbers that a step sums over ranks."""
+        return self._queues.progress()
 
-    def settle(self, num_done: float, num_failed: float, jobs: Sequence[int]) -> None:
-        """Take the sums of what was told of ``jobs``; records change here, on all ranks alike."""
-        self._work.settle(num_done, num_failed, jobs)
+    def apply_progress(self, sums: Sequence[float], jobs: Sequence[int]) -> None:
+        """Take the summed counts of ``jobs``; records change here, on all ranks alike."""
+        self._queues.apply_progress(sums, jobs)
 
     def drain(self, is_late: Callable[[], bool] = lambda: False) -> bool:
         """Finish everything that is under way. Collective.
 
         Returns False, on all ranks alike, when some rank said it is too late to wait longer.
         """
-        return self._drain([self._near, self._far], is_late)
+        return self._drain([self._snapshot_queue, self._disk_queue], is_late)
+
+    def turn(self) -> None:
+        """Wait a moment for any work in the background, and take what is done. Collective."""
+        self._queues.turn(self._ranks.sum)
 
     def _drain(
-        self, lanes: Sequence[AgreedWork], is_late: Callable[[], bool] = lambda: False
+        self, queues: Sequence[LockstepQueue], is_late: Callable[[], bool] = lambda: False
     ) -> bool:
         self._pace.hurry.set()
         try:
-            return self._work.drain(lanes, self._ranks.sum, is_late)
+            return self._queues.drain(queues, self._ranks.sum, is_late)
         finally:
             self._pace.hurry.clear()
 
@@ -414,10 +568,10 @@ class Ring:
         self._pace.hurry.set()
         if self.uploads is not None:
             self.uploads.close()
-        for lane in (self._near, self._far):
-            lane.close(wait=wait)
-        for lane in self._not_waited_for:  # it may wait for what is gone
-            lane.close(wait=False)
+        for queue in (self._snapshot_queue, self._disk_queue):
+            queue.close(wait=wait)
+        for queue in self._not_waited_for:  # it may wait for what is gone
+            queue.close(wait=False)
         if self._memory is not None:
             self._memory.close(forget=forget)
 
@@ -439,16 +593,19 @@ class Ring:
                 # Never marked: what a disk refuses today may be the last clean one tomorrow.
                 faults.append(str(error))
                 kind = ReadError
-                self._found_damaged(record, [str(error)], "an older checkpoint is used", mark=False)
+                self._report_damaged(record, [str(error)], "an older checkpoint is used")
             except CorruptCheckpoint as error:
                 faults.append(str(error))
-                self._found_damaged(record, [str(error)], "an older checkpoint is used")
+                self._found_damaged(
+                    self._copy_of(record), [str(error)], "an older checkpoint is used"
+                )
         raise kind(
             f"no checkpoint in {self._disk.folder} can be loaded: "
             + ("; ".join(faults) or "there is none")
         )
 
     def _load(self, record: Record) -> Restored:
+        self.before_load(record)
         if record.tier is Tier.disk:
             return self._disk.load(record, before_copy=self.before_update)
         assert self._memory is not None
@@ -460,29 +617,37 @@ class Ring:
         """Taint every checkpoint of a later step. Collective, durable when it returns."""
         self.drain()
         for record in [r for r in self.records if r.step > step]:
-            self._taint(record)
+            self._taint(self._copy_of(record))
         if self.uploads is not None:
             self.uploads.distrust(lambda record: record.step > step)
         self.drain()
 
-    def abandon_after(self, serial: int) -> None:
+    def abandon_after(self, serial: int, *, reach: Reach | None = None) -> None:
         """Taint every checkpoint newer than the one the run went back to, then retire them.
 
         Those that are being written count as well: they come to nothing.
+
+        Args:
+            reach: of the state that was restored, see :meth:`after_step`.
         """
-        self._left_behind.update(range(serial + 1, self._next_serial))
+        self._reach = reach
+        for copy in self._copies.values():
+            if copy.serial > serial and copy.life in (Life.saving, Life.served):
+                copy.move(Life.left_behind)
         for record in abandoned_by_rollback(self.records, serial):
-            self._taint(record)
+            self._taint(self._copy_of(record))
         if self.uploads is not None:
             self.uploads.distrust(lambda record: record.serial > serial)
         self._retire()
 
-    def _found_damaged(
-        self, record: Record, faults: list[str], decision: str, *, mark: bool = True
-    ) -> None:
-        self._being_proven.discard((record.serial, record.tier))
-        if mark:
-            self._taint(record)
+    def _found_damaged(self, copy: Copy, faults: list[str], decision: str) -> None:
+        record = copy.record
+        if copy.is_being_proven and copy.tier is Tier.disk:
+            copy.move(Life.tainted)  # and not condemned: its proof is over
+        self._taint(copy)
+        self._report_damaged(record, faults, decision)
+
+    def _report_damaged(self, record: Record, faults: list[str], decision: str) -> None:
         where = f"{record.step}{' in memory' if record.tier is Tier.memory else ''}"
         self._report(
             Incident(
@@ -494,21 +659,19 @@ class Ring:
             )
         )
 
-    def _taint(self, record: Record) -> None:
-        if record.tier is Tier.disk:
-            self.records = with_state(self.records, record.serial, State.tainted)
-            self._disk.taint(record)
-        else:
-            self.records = without(self.records, record.serial, Tier.memory)
+    def _taint(self, copy: Copy) -> None:
+        """It is never to be used again; one in memory is given up."""
+        if copy.tier is Tier.memory:
+            self._forget(copy)
             if self._memory is not None:
-                self._memory.taint(record.serial)
+                self._memory.taint(copy.serial)
+            return
+        if copy.life is Life.proving:
+            copy.move(Life.condemned)
+        elif copy.record.state is not State.tainted:
+            copy.move(Life.tainted)
+        start_alone(self._disk.taint(copy.record))
 
 
-def _committed(save: Save, tier: Tier) -> Record:
-    return Record(
-        serial=save.serial,
-        step=save.moment.step,
-        cursor=save.moment.cursor,
-        state=State.committed,
-        tier=tier,
-    )
+def _nothing() -> None:
+    pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-from runner.error import ConfigError
+from runner.system.error import ConfigError
 
 
 class Parser(argparse.ArgumentParser):

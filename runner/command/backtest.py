@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -12,14 +11,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from runner.check import check
+from runner.backtest.read import Recording, read_curve
+from runner.backtest.table import Names
 from runner.command.arguments import Parser
-from runner.compose import compose
-from runner.curve.read import Recording, read_curve
-from runner.curve.table import Names
-from runner.error import ConfigError
-from runner.policy.replay import Decision, Replay
-from runner.rules import judge_rules, remedy_rules, save_rules
+from runner.config.compose import compose
+from runner.config.rules import judge_rules, remedy_rules, save_rules
+from runner.config.validate import check
+from runner.observe.bar import Bar
+from runner.policy.decision.replay import Decision, Replay
+from runner.system.error import ConfigError
+from runner.system.parsing import json_text
 
 _USAGE = """\
 python -m runner backtest FILE... [guard.key=value ...] [options]
@@ -65,7 +66,8 @@ def backtest_command(given: Sequence[str]) -> int:
             saves=save_rules(config),
             keep_limits=options.plot is not None,
         )
-        replay.run()
+        with Bar("backtesting", len(recording.curve.steps), unit="rows") as bar:
+            replay.run(bar.at)
         seconds = time.monotonic() - began
         sys.stdout.write(
             _json_line(recording, replay) + "\n"
@@ -102,7 +104,7 @@ def _refuse_other_keys(overrides: Sequence[str]) -> None:
 
 
 def _plot(recording: Recording, replay: Replay, told: str, number: int | None) -> None:
-    from runner.curve.plot import plot
+    from runner.backtest.plot import plot
 
     path = Path(told)
     if number is not None:
@@ -122,7 +124,7 @@ def _json_line(recording: Recording, replay: Replay) -> str:
         }
         for decision in replay.decisions
     ]
-    return json.dumps({"file": recording.path, "rows": len(steps), "decisions": decisions})
+    return json_text({"file": recording.path, "rows": len(steps), "decisions": decisions})
 
 
 def _with_scale(recording: Recording, floor: float) -> Recording:

@@ -2,36 +2,43 @@
 
 Writes one ordinary checkpoint of step 0 into ``out``; the training command with the same settings
 then starts from it. SOURCE: a DeepSpeed directory, a torch DCP directory, a torch file,
-safetensors.
+safetensors. A config.json beside the weights (Hugging Face: llama, mistral, qwen3) gives the
+model's settings and the names of its parameters; what it asks for and this decoder cannot do is
+refused.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
 from rich.console import Console
 
-from runner import assemble
-from runner.check import check
-from runner.checkpoint.foreign import Moments, Source, Stored, open_source
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.disk.shards import Snapshot, collect_pieces, write_rank_file
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.shards import Snapshot, collect_pieces, write_rank_file
-from runner.checkpoint.store import RingStore
 from runner.command.arguments import Parser
-from runner.compose import compose, digest, flat
-from runner.config import RunConfig
-from runner.dist.launcher import place_from
-from runner.error import ConfigError
-from runner.model.decoder import Decoder
+from runner.config.compose import compose, digest, flat
+from runner.config.schema import RunConfig
+from runner.config.validate import check
+from runner.convert.model_config import NAME as CONFIG_NAME
+from runner.convert.model_config import RENAMES, ForeignModel, config_beside, read_model
+from runner.convert.sources import open_source
+from runner.convert.stored import Moments, Source, Stored
+from runner.distributed.env import place_from
+from runner.model.decoder import Decoder, default_ffn_dim
 from runner.model.frozen import frozen_names
-from runner.rundir import RunDir
-from runner.state import TrainState
+from runner.run_dir.paths import RunDir
+from runner.session import parts
+from runner.system.environment import variables
+from runner.system.error import ConfigError
+from runner.train.state import TrainState
 
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _SHOWN = 5
@@ -46,18 +53,22 @@ def import_command(arguments: Sequence[str]) -> int:
     """
     # Intermixed: settings may stand before and after the options.
     options = _parser().parse_intermixed_args(arguments)
-    config = compose(options.overrides, config_dir=options.config_dir)
-    if place_from(os.environ).world_size != 1:
+    place = Path(options.source)
+    foreign = _foreign_model(options, place)
+    overrides = _with_model(options, foreign)
+    config = compose(overrides, config_dir=options.config_dir)
+    if place_from(variables()).world_size != 1:
         raise ConfigError("import: runs in one process; start it without torchrun")
     check(config, world_size=config.parallel.shard_size or 1)
     run_dir = RunDir(Path(config.out))
     _refuse_used(run_dir)
-    dataset = assemble.open_dataset(config)
+    dataset = parts.open_dataset(config)
     with torch.device("meta"):
-        model = Decoder(assemble.model_shape(config, dataset))
+        model = Decoder(parts.model_shape(config, dataset))
     wanted = {name: tuple(value.shape) for name, value in sorted(model.named_parameters())}
-    source = open_source(Path(options.source))
-    found = named(source, [_rename(text) for text in options.rename])
+    source = open_source(place)
+    known = [(re.compile(one), other) for one, other in RENAMES] if foreign else []
+    found = named(source, [*(_rename(text) for text in options.rename), *known])
     refuse_misfit(wanted, {name: source.weights[was] for name, was in found.items()})
     frozen = frozen_names(wanted, config.model.frozen)
     trained = {name: shape for name, shape in wanted.items() if name not in frozen}
@@ -70,7 +81,63 @@ def import_command(arguments: Sequence[str]) -> int:
         f"{'with' if moments else 'without'} moments; out={run_dir.out} starts from them",
         markup=False,
     )
+    if added := overrides[len(options.overrides) :]:
+        assert foreign is not None
+        sys.stdout.write(f"{foreign.path} sets: {' '.join(added)}\n")
+        sys.stdout.write("give these to the training command as well\n")
     return 0
+
+
+def _foreign_model(options: argparse.Namespace, place: Path) -> ForeignModel | None:
+    """What the weights' own ``config.json`` says; None where there is none."""
+    told = options.model_config
+    path = config_beside(place) if told is None else Path(told)
+    if told == "none" or path is None:
+        if options.ignore:
+            raise ConfigError(f"--ignore {options.ignore[0]}: no {CONFIG_NAME} is read")
+        return None
+    config = compose(options.overrides, config_dir=options.config_dir)
+    return read_model(path, seq_len=config.data.seq_len, ignored=options.ignore)
+
+
+def _with_model(options: argparse.Namespace, foreign: ForeignModel | None) -> list[str]:
+    """The overrides, and behind them what ``config.json`` says and they do not.
+
+    Raises:
+        ConfigError: they say something else; every such key is named.
+    """
+    if foreign is None:
+        return list(options.overrides)
+    values = flat(compose(options.overrides, config_dir=options.config_dir))
+    values |= {key: now for key, now in _nulls(foreign).items() if values[key] is None}
+    differing = {key: now for key, now in foreign.settings.items() if values[key] != now}
+    typed = {text.partition("=")[0].lstrip("+") for text in options.overrides}
+    wrong = [
+        f"  {key}={values[key]}: {foreign.path} says {_text(differing[key])}"
+        for key in differing
+        if key in typed
+    ]
+    if wrong:
+        raise ConfigError(
+            "settings contradict the model that the weights are of:\n"
+            + "\n".join(wrong)
+            + "\nLeave them out: they are taken from there"
+        )
+    return [*options.overrides, *(f"{key}={_text(now)}" for key, now in differing.items())]
+
+
+def _nulls(foreign: ForeignModel) -> dict[str, Any]:
+    """What null stands for in a model of the other sizes."""
+    sizes = foreign.settings
+    dim = sizes.get("model.dim")
+    return {
+        "model.kv_heads": sizes.get("model.heads"),
+        "model.ffn_dim": default_ffn_dim(int(dim)) if dim else None,
+    }
+
+
+def _text(value: int | float | bool) -> str:
+    return str(value).lower()
 
 
 def _parser() -> Parser:
@@ -85,6 +152,18 @@ def _parser() -> Parser:
         help="rename parameters (re.sub), in the order given; what becomes empty is left out",
     )
     parser.add_argument("--moments", action="store_true", help="take AdamW's moments as well")
+    parser.add_argument(
+        "--model-config",
+        metavar="FILE",
+        help=f"the model's {CONFIG_NAME}; default: the one beside the weights; none: read none",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help=f"pass over a key of {CONFIG_NAME}: it changes nothing that the model computes",
+    )
     parser.add_argument("--config-dir", help="your own presets")
     return parser
 
@@ -206,14 +285,14 @@ def _write(
     moments: Mapping[str, Moments] | None,
     trained: set[str],
 ) -> None:
-    store = RingStore(run_dir.ring)
+    store = CheckpointDirectory(run_dir.ring)
     store.sweep()
     folder = store.writing_folder(_SERIAL)
     tensors = _tensors(weights, moments, trained)
     try:
         write_rank_file(folder, 0, _Snapshots(tensors))
         pieces, files = collect_pieces(folder, 1)
-        state = TrainState(assemble.judge_rules(config), assemble.remedy_rules(config))
+        state = TrainState(parts.judge_rules(config), parts.remedy_rules(config))
         manifest = Manifest(
             serial=_SERIAL,
             step=0,

@@ -1,7 +1,8 @@
 """``python -m runner k8s --image IMAGE --nodes 4 key=value ...``: manifests for kubectl apply.
 
---kind trainjob (Kubeflow Trainer v2) or jobset. The image holds this package; out must lie on a
-volume that all pods share (--claim).
+Experimental: the manifests fit the published schemas, but no cluster has run them.
+--kind trainjob (Kubeflow Trainer v2) or jobset. The image holds this package (pip install
+'holdfast-train[EXTRAS]'); out must lie on a volume that all pods share (--claim).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Sequence
 
 import yaml
 
-from runner.check import check
 from runner.command.arguments import Parser
-from runner.error import ConfigError
-from runner.launch import given
+from runner.config.validate import check
+from runner.launch import command_line
 from runner.launch.kubernetes import Pods, job_set, train_job
+from runner.system.error import ConfigError
 
 # A pod's host name is NAME-node-0-INDEX and may have 63 letters.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,45}[a-z0-9])?")
@@ -26,7 +27,7 @@ def k8s_command(arguments: Sequence[str]) -> int:
     """Parse and print; returns the exit code."""
     options, overrides = _parser().parse_known_args(arguments)
     pods = _pods(options)
-    check(given.settings(overrides), world_size=pods.nodes * pods.num_ranks)
+    check(command_line.settings(overrides), world_size=pods.nodes * pods.num_ranks)
     if options.kind == "jobset":
         manifests = [job_set(pods, overrides)]
     else:

@@ -6,19 +6,20 @@ two nodes when others are lost, and takes them back. Prints nothing of its own w
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.check import check
 from runner.command.arguments import Parser
 from runner.command.supervise import add_restart_options, run_supervised
-from runner.error import ConfigError
+from runner.config.extras import check_extras
+from runner.config.validate import check
 from runner.fault.spec import parse_faults
-from runner.launch import given, torchrun
-from runner.launch.step import meeting
+from runner.launch import command_line, torchrun
+from runner.launch.node_rendezvous import meeting
+from runner.system.environment import variables
+from runner.system.error import ConfigError
 
 _YES_NO = {"auto": None, "yes": True, "no": False}
 
@@ -27,13 +28,14 @@ def launch_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit code of the job."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    met = meeting(os.environ)
+    met = meeting(variables())
     nodes = torchrun.parse_nodes(options.nodes or str(met.num_nodes if met else 1))
     num_ranks = _num_ranks(options.nproc)
     # A wrong setting is told here, in one line, before any process is started.
-    config = given.settings(overrides)
+    config = command_line.settings(overrides)
     check(config, world_size=nodes.least * num_ranks)
     parse_faults(config.faults)
+    check_extras(config)
     out = Path(config.out)
     agent = torchrun.Agent(
         nodes=nodes,
@@ -43,12 +45,13 @@ def launch_command(arguments: Sequence[str]) -> int:
         hosts=_YES_NO[options.hosts] if options.head or not met else met.hosts,
         local_address=options.local_address or (met.local_address if met else None),
         torchrun_restarts=options.torchrun_restarts,
+        number=met.number if met and not options.head else None,
     )
     command = torchrun.command(agent, overrides)
     if options.print:
         sys.stdout.write(shlex.join(command) + "\n")
         return 0
-    environment = torchrun.environment(os.environ, agent)
+    environment = torchrun.environment(variables(), agent)
     return run_supervised(
         options,
         command,
@@ -80,7 +83,7 @@ def _parser() -> Parser:
 
 def _num_ranks(text: str) -> int:
     if text == "auto":
-        return torchrun.num_ranks_here()
+        return torchrun.num_ranks_here(variables())
     if not text.isdigit() or not int(text):
         raise ConfigError(f"--nproc {text}: auto, or a number of ranks of at least 1")
     return int(text)

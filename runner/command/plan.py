@@ -7,7 +7,6 @@ comes from a run's own records (--run), then from a preset.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from array import array
@@ -21,11 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.command.arguments import Parser
-from runner.error import ConfigError
 from runner.observe.console import duration
 from runner.observe.journal import read_journal
-from runner.observe.lines import iter_lines
-from runner.policy.plan import (
+from runner.policy.retention.goodput import (
     BYTES_PER_PARAMETER,
     LLAMA3_DAYS,
     LLAMA3_FAILURES,
@@ -41,6 +38,9 @@ from runner.policy.plan import (
     share_in_memory,
     young_interval,
 )
+from runner.system.error import ConfigError
+from runner.system.json_lines import iter_lines
+from runner.system.parsing import json_text
 
 _TIERS = {"sync": Strategy.synchronous, "async": Strategy.asynchronous, "ring": Strategy.ring}
 
@@ -84,7 +84,7 @@ def plan_command(arguments: Sequence[str]) -> int:
     costs = _costs(values, mirrored=options.mirror)
     plans = [plan(costs, _TIERS[name]) for name in _tiers(options.tiers)]
     if options.json:
-        sys.stdout.write(json.dumps(_json(values, costs, plans), indent=1, allow_nan=False) + "\n")
+        sys.stdout.write(json_text(_json(values, costs, plans), indent=1) + "\n")
     else:
         _print(values, costs, plans)
     return 0
@@ -242,10 +242,12 @@ def _median(numbers: Iterable[float]) -> float | None:
 
 def _ring(out: Path, when: dict[int, float]) -> tuple[list[int], list[float]]:
     """Bytes of the checkpoints, and seconds from their step's end to their commit marker."""
-    from runner.checkpoint.store import RingStore
+    from runner.checkpoint.disk.directory import CheckpointDirectory
 
     sizes, writes = [], []
-    entries, _ = RingStore(out / "ring").entries() if (out / "ring").is_dir() else ([], [])
+    entries, _ = (
+        CheckpointDirectory(out / "ring").entries() if (out / "ring").is_dir() else ([], [])
+    )
     for entry in entries:
         sizes.append(entry.num_bytes)
         marker = entry.folder / "COMMITTED"

@@ -11,14 +11,18 @@ import sys
 from collections.abc import Sequence
 
 from runner.command.arguments import Parser
-from runner.error import ConfigError
-from runner.launch import given, slurm
+from runner.config.extras import check_extras
+from runner.launch import command_line, slurm
+from runner.system.error import ConfigError
 
 
 def slurm_command(arguments: Sequence[str]) -> int:
     """Parse, print or submit; returns the exit code."""
     options, overrides = _parser().parse_known_args(arguments)
-    given.settings(overrides)  # a mistake is told now, not when the job has come to its turn
+    # A mistake is told now, not when the job has come to its turn.
+    config = command_line.settings(overrides)
+    if options.python == sys.executable:
+        check_extras(config)
     if options.nodes < 1 or options.spares < 0 or options.chain < 1 or options.warning < 1:
         raise ConfigError("--nodes, --chain and --warning are at least 1, --spares at least 0")
     batch = slurm.Batch(

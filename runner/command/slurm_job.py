@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from runner.command.arguments import Parser
 from runner.command.supervise import add_restart_options, rules_of, say
-from runner.error import ConfigError
-from runner.launch import given
+from runner.launch import command_line
 from runner.launch.slurm_job import SlurmJob, end_the_chain
+from runner.system.environment import variables
+from runner.system.error import ConfigError
 
 
 def slurm_job_command(arguments: Sequence[str]) -> int:
@@ -20,16 +20,16 @@ def slurm_job_command(arguments: Sequence[str]) -> int:
         ConfigError: this is no Slurm job, or it has no node beside its spares.
     """
     options, overrides = _parser().parse_known_args(arguments)
-    if "SLURM_JOB_ID" not in os.environ:
+    if "SLURM_JOB_ID" not in variables():
         raise ConfigError("slurm-job: runs inside a Slurm job; `python -m runner slurm` starts one")
-    num_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+    num_nodes = int(variables()["SLURM_JOB_NUM_NODES"])
     if not 0 <= options.spares < num_nodes:
         raise ConfigError(
             f"--spares {options.spares}: at least 0, fewer than the job's {num_nodes} nodes"
         )
-    config = given.settings(overrides)
+    config = command_line.settings(overrides)
     job = SlurmJob(
-        os.environ,
+        variables(),
         out=Path(config.out),
         spares=options.spares,
         requeues=not options.chained,
@@ -40,7 +40,7 @@ def slurm_job_command(arguments: Sequence[str]) -> int:
     )
     code = job.run()
     if options.chained:
-        end_the_chain(os.environ, code)
+        end_the_chain(variables(), code)
     return code
 
 

@@ -7,20 +7,25 @@ is; the same failure at the same step three times ends it with 3.
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from runner.command.arguments import Parser
-from runner.dist.launcher import EXIT_DIR, tell_exit
-from runner.error import ConfigError
-from runner.launch import given
-from runner.launch.running import Forward, Job, Stop, run_once
+from runner.config.schema import RunConfig
+from runner.distributed.env import EXIT_DIR, tell_exit
+from runner.launch import command_line
+from runner.launch.attempt import Forward, Job, Stop, run_once
+from runner.launch.nodes import BadNodes
 from runner.launch.supervisor import Supervisor, new_launch_id
 from runner.policy.restart import RestartRules
+from runner.system.environment import variables
+from runner.system.error import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 def supervise_command(arguments: Sequence[str]) -> int:
@@ -31,8 +36,8 @@ def supervise_command(arguments: Sequence[str]) -> int:
     command = words[place + 1 :]
     if not command:
         raise ConfigError("supervise: no command; write: supervise [options] -- torchrun ...")
-    out = given.out_of(command, options.out)
-    return run_supervised(options, command, out=out, environment=os.environ)
+    out = command_line.out_of(command, options.out)
+    return run_supervised(options, command, out=out, environment=variables())
 
 
 def _parser() -> Parser:
@@ -94,20 +99,26 @@ def run_supervised(
     Args:
         rendezvous: where this is one of several nodes, each with a supervisor: its name.
     """
-    diagnose = False
+    diagnose, begin_seconds = False, None
     if "runner" in command:
-        overrides = given.overrides_of(command)
-        diagnose = given.settings(overrides).debug.diagnose_on_crash
+        overrides = command_line.overrides_of(command)
+        config = command_line.settings(overrides)
+        diagnose, begin_seconds = config.debug.diagnose_on_crash, begin_limit(config)
 
     def make_job(_: int, diagnosing: bool) -> Job:
         chosen = list(command)
         if diagnosing:
-            chosen[len(chosen) - len(overrides) :] = given.diagnosing(overrides)
-        return Job(command=chosen, environment=environment, shielded=shielded)
+            chosen[len(chosen) - len(overrides) :] = command_line.diagnosing(overrides)
+        return Job(
+            command=chosen,
+            environment=environment,
+            shielded=shielded,
+            begin_seconds=begin_seconds,
+        )
 
     rules = rules_of(options, diagnose=diagnose)
     if EXIT_DIR in environment:
-        return _run_as_a_part(make_job(1, False))
+        return _run_as_a_part(make_job(1, False), out)
     supervisor = Supervisor(
         out=out,
         launch_id=rendezvous or new_launch_id(environment),
@@ -122,7 +133,13 @@ def run_supervised(
     return end.code
 
 
-def _run_as_a_part(job: Job) -> int:
+def begin_limit(config: RunConfig) -> float:
+    """Seconds in which ranks that are there begin, or end by themselves."""
+    parallel = config.parallel
+    return parallel.start_seconds + parallel.timeout_seconds + config.watchdog.slow_seconds
+
+
+def _run_as_a_part(job: Job, out: Path) -> int:
     """One attempt on one node of a larger job, which decides what follows."""
     part_of = Path(job.environment[EXIT_DIR])
     # Within a step Slurm signals every process by itself.
@@ -130,12 +147,16 @@ def _run_as_a_part(job: Job) -> int:
     stop = Stop()
     stop.listen()
     ended = run_once(replace(job, forward=forward, part_of=part_of), stop)
+    if ended.words:
+        say(ended.words)
     name = job.environment.get("SLURMD_NODENAME") or os.uname().nodename
+    if ended.stuck:
+        pids = ", ".join(map(str, ended.stuck))
+        BadNodes(out).add([name], f"processes that do not end (state D): {pids}")
     tell_exit(job.environment, name, ended.code)
     return ended.code
 
 
 def say(text: str) -> None:
     """A line for a person, told apart from the job's own."""
-    sys.stderr.write(f"supervise: {text}\n")
-    sys.stderr.flush()
+    _log.info("supervise: %s", text)

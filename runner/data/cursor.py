@@ -10,20 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from runner.data.permutation import epoch_key, held_out, permute
-from runner.error import DataError
-from runner.policy.ledger import Ledger
+from runner.data.permutation import EVAL_EPOCH, epoch_key, held_out, permute
+from runner.policy.decision.ledger import Ledger
+from runner.system.error import DataError
 
 Indices = npt.NDArray[np.int64]
 
 # Below this size the train/held-out split is counted exactly before training.
 _COUNTED_BELOW = 1_000_000
-# Counts as one more epoch: keeps the evaluation order apart from every training epoch.
-_EVAL_EPOCH = (1 << 62) - 1
 _FIRST_RANGES = 4  # of the ledger's allowed ones: a batch nearly always comes from the first
 _PLANS_KEPT = 64  # the loader is that many batches ahead at most, or they are computed again
 
@@ -50,13 +49,78 @@ class BatchPlan:
         return int(self.positions[-1]) + 1
 
 
-class SampleStream:
-    """The order of samples of one run.
+class Order(Protocol):
+    """Which sample stands at each position of the stream, and which are never trained on."""
+
+    @property
+    def num_samples(self) -> int: ...
+
+    def indices(self, positions: Indices) -> Indices:
+        """Data set indices of stream positions, int64, same shape."""
+
+    def is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
+        """Which data set indices are not trained on, same shape."""
+
+    def held_out_indices(self, count: int) -> Indices:
+        """A fixed set of held-out samples, int64; empty when none is held out."""
+
+
+class OneSource:
+    """An order of one data set: each epoch a permutation of its own.
 
     Args:
         num_samples: samples in the data set, N.
         seed: of the order.
         held_out_share: share of samples never trained on, chosen by hash of their index.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+
+    def __init__(self, *, num_samples: int, seed: int, held_out_share: float) -> None:
+        self.num_samples = num_samples
+        self._seed = seed
+        self._share = held_out_share
+        if num_samples < _COUNTED_BELOW and self.is_held_out(np.arange(num_samples)).all():
+            raise DataError(
+                f"data.held_out={held_out_share}: all {num_samples} samples are held out; use "
+                "more data, a shorter data.seq_len or a smaller share"
+            )
+
+    def indices(self, positions: Indices) -> Indices:
+        epochs, offsets = np.divmod(positions, self.num_samples)
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            found[chosen] = self._permuted(offsets[chosen], int(epoch))
+        return found
+
+    def is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
+        return held_out(indices, share=self._share)
+
+    def held_out_indices(self, count: int) -> Indices:
+        if self._share <= 0:
+            return np.empty(0, dtype=np.int64)
+        found: list[Indices] = []
+        num_found = 0
+        for at in range(0, self.num_samples, 1 << 16):
+            offsets = np.arange(at, min(self.num_samples, at + (1 << 16)), dtype=np.int64)
+            indices = self._permuted(offsets, EVAL_EPOCH)
+            found.append(indices[self.is_held_out(indices)])
+            num_found += len(found[-1])
+            if num_found >= count:
+                break
+        return np.concatenate(found)[:count]
+
+    def _permuted(self, offsets: Indices, epoch: int) -> Indices:
+        return permute(offsets, size=self.num_samples, key=epoch_key(self._seed, epoch))
+
+
+class SampleStream:
+    """The samples of one run in their order, step by step.
+
+    Args:
+        num_samples, seed, held_out_share: see :class:`OneSource`; :meth:`of` takes other orders.
         global_size: samples per step.
 
     Raises:
@@ -66,16 +130,28 @@ class SampleStream:
     def __init__(
         self, *, num_samples: int, seed: int, held_out_share: float, global_size: int
     ) -> None:
-        self.num_samples = num_samples
-        self._seed = seed
-        self._share = held_out_share
+        self.order: Order = OneSource(
+            num_samples=num_samples, seed=seed, held_out_share=held_out_share
+        )
         self._global_size = global_size
         self._made: dict[_Asked, BatchPlan] = {}
-        if num_samples < _COUNTED_BELOW and self._is_held_out(np.arange(num_samples)).all():
-            raise DataError(
-                f"data.held_out={held_out_share}: all {num_samples} samples are held out; use "
-                "more data, a shorter data.seq_len or a smaller share"
-            )
+
+    @classmethod
+    def of(cls, order: Order, *, global_size: int) -> SampleStream:
+        """A stream in another order."""
+        made = cls.__new__(cls)
+        made.order = order
+        made._global_size = global_size
+        made._made = {}
+        return made
+
+    @property
+    def num_samples(self) -> int:
+        return self.order.num_samples
+
+    def forget(self) -> None:
+        """The order is another one from now on."""
+        self._made.clear()
 
     def plan(self, cursor: int, ledger: Ledger) -> BatchPlan:
         """The next global batch at or after ``cursor`` that the ledger allows."""
@@ -92,6 +168,17 @@ class SampleStream:
             self._made[cursor, first] = plan
         return plan
 
+    def plan_before(self, cursor: int, ledger: Ledger) -> BatchPlan:
+        """The newest global batch that reads nothing from ``cursor`` on, or the first one."""
+        count = self._global_size
+        while True:
+            start = ledger.before(cursor, count)
+            plan = self.plan(start, ledger)
+            behind = int((plan.positions >= cursor).sum())
+            if start == 0 or not behind:
+                return plan
+            count += behind  # so many that it passed over are held out
+
     def _plan(self, allowed: Iterable[_Range]) -> tuple[BatchPlan, int]:
         """And from how many of the ranges it came."""
         parts: list[tuple[Indices, Indices]] = []
@@ -104,7 +191,7 @@ class SampleStream:
                 end = start + span if stop is None else min(stop, start + span)
                 positions = np.arange(start, end, dtype=np.int64)
                 indices = self.indices(positions)
-                usable = np.flatnonzero(~self._is_held_out(indices))[:missing]
+                usable = np.flatnonzero(~self.order.is_held_out(indices))[:missing]
                 parts.append((positions[usable], indices[usable]))
                 missing -= len(usable)
                 start = end
@@ -118,30 +205,8 @@ class SampleStream:
 
     def indices(self, positions: Indices) -> Indices:
         """Data set indices of stream positions, int64, same shape."""
-        epochs, offsets = np.divmod(positions, self.num_samples)
-        found = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            found[chosen] = self._permuted(offsets[chosen], int(epoch))
-        return found
+        return self.order.indices(positions)
 
     def held_out_indices(self, count: int) -> Indices:
-        """A fixed set of held-out samples, int64 [up to count]; empty when none is held out."""
-        if self._share <= 0:
-            return np.empty(0, dtype=np.int64)
-        found: list[Indices] = []
-        num_found = 0
-        for at in range(0, self.num_samples, 1 << 16):
-            offsets = np.arange(at, min(self.num_samples, at + (1 << 16)), dtype=np.int64)
-            indices = self._permuted(offsets, _EVAL_EPOCH)
-            found.append(indices[self._is_held_out(indices)])
-            num_found += len(found[-1])
-            if num_found >= count:
-                break
-        return np.concatenate(found)[:count]
-
-    def _permuted(self, offsets: Indices, epoch: int) -> Indices:
-        return permute(offsets, size=self.num_samples, key=epoch_key(self._seed, epoch))
-
-    def _is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
-        return held_out(indices, share=self._share)
+        """A fixed set of held-out samples, int64; empty when none is held out."""
+        return self.order.held_out_indices(count)

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from runner.error import DataError
-from runner.files import open_regular
+from runner.system.error import DataError
+from runner.system.files import naming, open_regular
 
 Tokens = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32]
 
+NOT_COUNTED: Final = -100  # torch's ignore_index: no loss, no gradient
 WHOLE_CORPUS_BYTES: Final = 64 << 20
 _HASH_BLOCK_BYTES: Final = 16 << 10
 _NUM_BLOCKS: Final = 64
@@ -36,14 +38,27 @@ class Sample:
     ``tokens`` is int64 [seq_len + 1]: inputs are all but the last, targets all but the
     first. ``segments`` is int32 [seq_len + 1], the number of the document within the
     window (0, 1, 2, ...), or None where boundaries are unknown or were not asked for.
+    ``labels`` is int64 [seq_len + 1], the tokens themselves, or -100 (:data:`NOT_COUNTED`) for
+    one that no loss is to be taken of; None: all of them count.
     """
 
     tokens: Tokens
     segments: Segments | None
+    labels: Tokens | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Record:
+    """A sample that is no window of tokens: ``item`` is what a user's own data set gave."""
+
+    item: Any
 
 
 class Dataset(Protocol):
-    """Numbered samples. Reading one is free of side effects and the same every time."""
+    """Numbered samples. Reading one is free of side effects and the same every time.
+
+    All are a :class:`Sample`, or all are a :class:`Record`: then it is a :class:`RecordDataset`.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -51,7 +66,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Sample | Record:
         """Sample ``index``, from 0.
 
         Raises:
@@ -66,12 +81,22 @@ class Dataset(Protocol):
         """SHA-256 (hex) of the contents and the windowing, not of where the files lie."""
 
 
-class MapStyle(Protocol):
-    """The least a user's own dataset must have."""
+@runtime_checkable
+class RecordDataset(Dataset, Protocol):
+    """Samples that a model of the user's own knows what to do with.
 
-    def __len__(self) -> int: ...
+    ``example`` stands in where a micro-batch has room for a sequence and no sample for it.
+    """
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    @property
+    def example(self) -> Record: ...
+
+    def collate(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Tensors by name, each with len(records) as its first dimension.
+
+        Raises:
+            DataError: the records do not go together.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +126,26 @@ class TokenFile:
         """
         dtype = np.dtype(self.dtype)
         offset = self.offset_bytes + start * dtype.itemsize
-        found = np.fromfile(self.path, dtype=dtype, count=stop - start, offset=offset)
+        # Not np.fromfile: an error of the storage looks like the file's end there.
+        with naming(self.path), self.path.open("rb", buffering=0) as file:
+            data = _read_at(file.fileno(), (stop - start) * dtype.itemsize, offset)
+        found = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype=dtype)
         if found.size != stop - start:
             raise DataError(
                 f"{self.path}: tokens {start}-{stop} end early, after {found.size}; the file "
                 f"held {self.num_tokens} tokens when it was opened. Restore it and start again"
             )
         return found
+
+
+def _read_at(descriptor: int, num_bytes: int, offset: int) -> bytes:
+    """Up to ``num_bytes``; fewer only where the file ends."""
+    parts = []
+    while num_bytes and (part := os.pread(descriptor, num_bytes, offset)):
+        parts.append(part)
+        num_bytes -= len(part)
+        offset += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class TokenStream:
@@ -131,36 +169,59 @@ class TokenStream:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Places:
-    """Names for stretches of a stream.
+class FilePlaces:
+    """Names for the files of a stream.
 
-    ``starts`` is int64 [len(names) + 1], the last being the stream's length. ``marks`` is
-    how many tokens at the end of each stretch stand for nothing in the file.
+    ``starts`` is int64 [len(names) + 1], the last being the stream's length.
     """
 
     names: Sequence[str]
     starts: npt.NDArray[np.int64]
     unit: str
-    marks: int = 0
 
     def describe(self, start: int, stop: int) -> str:
-        """Such as "json/decoder.py bytes 1200-1457", half open."""
+        """Such as "a.bin tokens 1200-1457", half open."""
         found = list(_overlaps(self.starts, start, stop))
         named = [self._piece(*piece) for piece in found[:_NAMED_PIECES]]
         rest = len(found) - len(named)
         return ", ".join(named) + (f" and {rest} more files" if rest else "")
 
     def _piece(self, number: int, low: int, high: int) -> str:
-        limit = int(self.starts[number + 1] - self.starts[number]) - self.marks
-        return f"{self.names[number]} {self.unit} {min(low, limit)}-{min(high, limit)}"
+        return f"{self.names[number]} {self.unit} {low}-{high}"
+
+
+class Places(Protocol):
+    """Names for stretches of a stream."""
+
+    def describe(self, start: int, stop: int) -> str:
+        """Such as "json/decoder.py bytes 1200-1457", half open."""
+
+
+class DocumentStarts(Protocol):
+    """Where documents begin in a stream."""
+
+    def between(self, low: int, high: int) -> npt.NDArray[np.int64]:
+        """Stream offsets in ``[low, high)``, sorted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StartsInMemory:
+    """``starts`` are int64, sorted, stream offsets."""
+
+    starts: npt.NDArray[np.int64]
+
+    def between(self, low: int, high: int) -> npt.NDArray[np.int64]:
+        first, last = np.searchsorted(self.starts, (low, high), side="left")
+        return self.starts[first:last]
 
 
 class Windows:
     """A Dataset: sample ``i`` is tokens ``[i * seq_len, i * seq_len + seq_len + 1)``.
 
     Neighbours share one token, the last target of the one being the first input of the
-    next. Documents are told apart where ``document_starts`` (int64, sorted, stream
-    offsets) say so or after each ``end_token``; with neither, ``segments`` is None.
+    next. Documents are told apart where ``document_starts`` say so or after each
+    ``end_token``; with neither, ``segments`` is None. ``sampled_files`` are the (name, path)
+    of files of which ``source`` covers samples only; see :func:`sampled_files`.
 
     Raises:
         DataError: the stream is too short for one sample.
@@ -174,8 +235,9 @@ class Windows:
         seq_len: int,
         vocab_size: int,
         source: str,
-        document_starts: npt.NDArray[np.int64] | None = None,
+        document_starts: DocumentStarts | None = None,
         end_token: int | None = None,
+        sampled_files: Sequence[tuple[str, Path]] = (),
     ) -> None:
         _check_length(stream.num_tokens, seq_len)
         self.vocab_size = vocab_size
@@ -185,6 +247,7 @@ class Windows:
         self._source = source
         self._document_starts = document_starts
         self._end_token = end_token
+        self.sampled_files = tuple(sampled_files)
 
     def __len__(self) -> int:
         return (self._stream.num_tokens - 1) // self._seq_len
@@ -218,70 +281,9 @@ class Windows:
         if self._end_token is not None:
             begins[1:] = tokens[:-1] == self._end_token
         if self._document_starts is not None:
-            window = (start + 1, start + tokens.size)
-            low, high = np.searchsorted(self._document_starts, window, side="left")
-            begins[self._document_starts[low:high] - start] = True
+            inside = self._document_starts.between(start + 1, start + tokens.size)
+            begins[inside - start] = True
         return np.cumsum(begins, dtype=np.int32)
-
-
-class Adapted:
-    """A Dataset around a user's own map-style object. Build it with :func:`adapt`."""
-
-    def __init__(self, dataset: MapStyle, *, vocab_size: int, seq_len: int, name: str) -> None:
-        self.vocab_size = vocab_size
-        self._dataset = dataset
-        self._seq_len = seq_len
-        self._name = name
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
-        sample = _as_sample(self._dataset[int(index)])
-        if sample.tokens.shape != (self._seq_len + 1,):
-            raise DataError(
-                f"{self.describe(index)}: tokens have shape {list(sample.tokens.shape)}, "
-                f"data.seq_len={self._seq_len} needs [{self._seq_len + 1}]; mend the dataset"
-            )
-        bad = first_outside(sample.tokens, self.vocab_size)
-        if bad is not None:
-            place = f"{self.describe(index)}, token {bad} of it"
-            raise outside(place, int(sample.tokens[bad]), self.vocab_size)
-        return sample
-
-    def describe(self, index: int) -> str:
-        own = getattr(self._dataset, "describe", None)
-        return str(own(index)) if own else f"{self._name} sample {index}"
-
-    def fingerprint(self) -> str:
-        own = getattr(self._dataset, "fingerprint", None)
-        contents = str(own()) if own else self._sampled()
-        return digest([contents, self.vocab_size, self._seq_len])
-
-    def _sampled(self) -> str:
-        hashed = hashlib.sha256(json.dumps([self._name, len(self)]).encode())
-        for start, _ in spread(len(self), block=1, whole=False):
-            hashed.update(self[start].tokens.astype("<i8").tobytes())
-        return hashed.hexdigest()
-
-
-def adapt(dataset: MapStyle, *, vocab_size: int, seq_len: int, name: str = "dataset") -> Dataset:
-    """Make a Dataset of any object with ``__len__`` and ``__getitem__``.
-
-    Items are a :class:`Sample`, ``seq_len + 1`` token ids as a sequence, array or CPU
-    tensor, or a mapping that has them under ``input_ids``. The object's own ``describe``
-    and ``fingerprint`` are used where it has them; the default fingerprint covers the
-    length and up to 64 samples, first and last among them.
-
-    Raises:
-        DataError: the object is empty; and on reading, an item of another shape or with
-            an id outside ``[0, vocab_size)``.
-    """
-    if len(dataset) < 1:
-        raise DataError(f"{name} has {len(dataset)} samples; training needs at least 1")
-    return Adapted(dataset, vocab_size=vocab_size, seq_len=seq_len, name=name)
 
 
 def first_outside(tokens: npt.NDArray[Any], vocab_size: int) -> int | None:
@@ -337,6 +339,19 @@ def fingerprint_files(
     return hashed.hexdigest()
 
 
+def is_sampled(num_bytes: int) -> bool:
+    """Whether :func:`fingerprint_files` does not cover every byte of so large a corpus."""
+    return num_bytes > WHOLE_CORPUS_BYTES
+
+
+def sampled_files(dataset: Dataset) -> list[tuple[str, Path]]:
+    """(name, path) of the files of which the dataset's fingerprint covers samples only.
+
+    A change in place between the samples is seen by :func:`runner.data.whole.whole_digest`.
+    """
+    return list(getattr(dataset, "sampled_files", ()))
+
+
 def digest(value: Any) -> str:
     """SHA-256 (hex) of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
@@ -388,10 +403,3 @@ def _check_length(num_tokens: int, seq_len: int) -> None:
             f"data.seq_len={seq_len} needs {seq_len + 1} tokens for one sample, the corpus has "
             f"{num_tokens}; lower data.seq_len or give more data in data.path"
         )
-
-
-def _as_sample(item: Any) -> Sample:
-    if isinstance(item, Sample):
-        return item
-    ids = item["input_ids"] if isinstance(item, Mapping) else item
-    return Sample(tokens=np.asarray(ids, dtype=np.int64), segments=None)

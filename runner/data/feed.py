@@ -7,11 +7,18 @@ batch is never used.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, tee
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 
 import numpy as np
 import torch
@@ -19,12 +26,24 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
 from runner.data.cursor import BatchPlan, Indices, SampleStream
-from runner.data.dataset import Dataset
-from runner.linux import die_with_parent
-from runner.policy.elastic import deal, share_out
-from runner.policy.ledger import Ledger
+from runner.data.dataset import (
+    NOT_COUNTED,
+    Dataset,
+    Record,
+    RecordDataset,
+    Sample,
+    first_outside,
+    outside,
+)
+from runner.policy.batch_shards import shard_batch, share_out
+from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.unreadable import Unreadable
+from runner.system.error import DataError
+from runner.system.process import die_with_parent
 
-NOT_COUNTED = -100  # torch's ignore_index: no loss, no gradient
+_FIRST_PAUSE_SECONDS = 0.05  # before a read is tried again; doubled each time
+_LOOKED_AT = 16  # samples, for a few that can be read
+_WORDS = 300  # of what a sample raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +51,50 @@ class MicroBatch:
     """Tensors of one forward/backward on one rank.
 
     ``tokens`` and ``targets`` are int64 [B, T], targets being -100 where nothing is counted;
-    ``segments`` int32 [B, T] or None. ``positions`` are stream positions, None for padding.
+    ``segments`` int32 [B, T] or None. ``positions`` are stream positions (in a fixed set: places
+    in it), None for padding. What could not be read is padding in the tensors.
+
+    Samples that are no tokens are in ``fields``, tensors by name with first dimension B, and
+    ``real`` is bool [B], False for padding: a copy of another sequence, to count for nothing.
+    ``tokens`` and ``targets`` are [B, 0] then.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     segments: torch.Tensor | None
     positions: tuple[int | None, ...]
+    unreadable: tuple[Unreadable, ...] = ()
+    fields: Mapping[str, torch.Tensor] | None = None
+    real: torch.Tensor | None = None
 
     @property
     def num_counted(self) -> int:
+        """Tokens that a loss is taken of; of samples that are no tokens, how many there are."""
+        if self.real is not None:
+            return int(self.real.sum())
         return int((self.targets != NOT_COUNTED).sum())
+
+    def counts(self) -> list[int]:
+        """The same of each row."""
+        if self.real is not None:
+            return [int(real) for real in self.real.tolist()]
+        return [int(count) for count in (self.targets != NOT_COUNTED).sum(dim=1).tolist()]
+
+    @property
+    def shape(self) -> list[int]:
+        """[B, T], alike on all ranks; of samples that are no tokens [B]."""
+        return list(self.tokens.shape) if self.fields is None else [len(self.positions)]
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What a model's own ``losses`` is called with.
+
+        ``fields``; of tokens ``input_ids`` and ``labels`` (``labels[b, t]`` is what follows
+        ``input_ids[b, t]``, or -100), and ``segments`` where there are any.
+        """
+        if self.fields is not None:
+            return dict(self.fields)
+        segments = {} if self.segments is None else {"segments": self.segments}
+        return {"input_ids": self.tokens, "labels": self.targets, **segments}
 
     def pin_memory(self) -> MicroBatch:
         """Called by the DataLoader's pinning thread."""
@@ -58,6 +110,10 @@ class MicroBatch:
             tokens=move(self.tokens),
             targets=move(self.targets),
             segments=None if self.segments is None else move(self.segments),
+            real=None if self.real is None else move(self.real),
+            fields=None
+            if self.fields is None
+            else {name: move(tensor) for name, tensor in self.fields.items()},
         )
 
 
@@ -71,36 +127,72 @@ class MicroPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
-    """A rank's share of one global batch. ``failure`` is set when a sample could not be read;
+class RankBatch:
+    """A rank's share of one global batch.
 
-    the micro-batches are then padding only, so that the rank can still take part in the
-    collectives that tell the others.
+    ``failure`` is set when the loader itself failed; the micro-batches are then padding only, so
+    that the rank can still take part in the collectives that tell the others.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     wait_seconds: float
     failure: str | None = None
 
+    @property
+    def unreadable(self) -> tuple[Unreadable, ...]:
+        """The samples that could not be read."""
+        return tuple(one for batch in self.micro_batches for one in batch.unreadable)
+
+    @property
+    def num_samples(self) -> int:
+        """Without padding."""
+        return sum(p is not None for batch in self.micro_batches for p in batch.positions)
+
 
 class _Reader(TorchDataset[MicroBatch]):
-    """Maps a micro-plan to tensors; runs in the loader's processes."""
+    """Maps a micro-plan to tensors; runs in the loader's processes.
 
-    def __init__(self, dataset: Dataset, seq_len: int) -> None:
+    Args:
+        retry_seconds: how long a sample that the system refuses is asked for again. After one
+            that never came the next are asked for once, until one comes: a storage that is gone
+            must not hold a step up for each of its samples.
+    """
+
+    def __init__(
+        self, dataset: Dataset, seq_len: int, *, rank: int = 0, retry_seconds: float = 0.0
+    ) -> None:
         self._dataset = dataset
         self._seq_len = seq_len
+        self._rank = rank
+        self._retry_seconds = retry_seconds
+        self._is_refused = False
+        self._records = dataset if isinstance(dataset, RecordDataset) else None
 
     def __getitem__(self, plan: MicroPlan) -> MicroBatch:
-        shape = (len(plan.indices), self._seq_len)
+        rows: list[Sample | Record | None] = []
+        unreadable = []
+        for position, index in zip(plan.positions, plan.indices, strict=True):
+            rows.append(None)
+            if position is None:
+                continue
+            try:
+                rows[-1] = self._read(index)
+            except Exception as error:  # whatever it is: the ranks decide on it together
+                unreadable.append(self._unreadable(position, index, error))
+        batch = self._tensors(rows) if self._records is None else _fields(rows, self._records)
+        return replace(batch, positions=plan.positions, unreadable=tuple(unreadable))
+
+    def _tensors(self, rows: Sequence[Sample | Record | None]) -> MicroBatch:
+        """Windows of tokens; padding where there is no sample."""
+        shape = (len(rows), self._seq_len)
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, NOT_COUNTED, dtype=np.int64)
         segments: np.ndarray | None = None
-        for row, index in enumerate(plan.indices):
-            if index < 0:
+        for row, sample in enumerate(rows):
+            if not isinstance(sample, Sample):
                 continue
-            sample = self._dataset[index]
             tokens[row] = sample.tokens[:-1]
-            targets[row] = sample.tokens[1:]
+            targets[row] = (sample.tokens if sample.labels is None else sample.labels)[1:]
             if sample.segments is not None:
                 if segments is None:
                     segments = np.zeros(shape, dtype=np.int32)
@@ -111,8 +203,90 @@ class _Reader(TorchDataset[MicroBatch]):
             tokens=torch.from_numpy(tokens),
             targets=torch.from_numpy(targets),
             segments=None if segments is None else torch.from_numpy(segments),
-            positions=plan.positions,
+            positions=(),
         )
+
+    def _read(self, index: int) -> Sample | Record:
+        """The sample, asked for again where the system refuses it: storage on a network stutters.
+
+        Raises:
+            Exception: whatever the data set raises.
+            DataError: what it gives is no sample of ours.
+        """
+        limit = time.monotonic() + (0.0 if self._is_refused else self._retry_seconds)
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                sample = self._dataset[index]
+                break
+            except OSError:
+                if time.monotonic() + pause > limit:
+                    self._is_refused = True
+                    raise
+                time.sleep(pause)
+                pause *= 2
+        self._is_refused = False
+        if isinstance(sample, Sample):
+            self._check(sample)
+        return sample
+
+    def _check(self, sample: Sample) -> None:
+        for values in (sample.tokens, sample.segments, sample.labels):
+            if values is not None and values.shape != (self._seq_len + 1,):
+                raise DataError(f"is of shape {values.shape}, not ({self._seq_len + 1},)")
+        bad = first_outside(sample.tokens, self._dataset.vocab_size)
+        if bad is not None:  # on a GPU a bare assertion, which ends the process
+            raise outside(f"token {bad} of it", int(sample.tokens[bad]), self._dataset.vocab_size)
+
+    def _unreadable(self, position: int, index: int, error: Exception) -> Unreadable:
+        return Unreadable(
+            rank=self._rank,
+            position=position,
+            index=index,
+            name=describe(self._dataset, index),
+            words=f"{type(error).__name__}: {error}"[:_WORDS],
+            refused=isinstance(error, OSError),
+        )
+
+
+def _fields(rows: Sequence[Sample | Record | None], dataset: RecordDataset) -> MicroBatch:
+    """Samples that are no tokens. Padding is a copy: zeros might be no lawful sample."""
+    found = [row for row in rows if isinstance(row, Record)]
+    filler = found[0] if found else dataset.example
+    fields = dataset.collate([row if isinstance(row, Record) else filler for row in rows])
+    nothing = torch.zeros((len(rows), 0), dtype=torch.int64)
+    return MicroBatch(
+        tokens=nothing,
+        targets=nothing,
+        segments=None,
+        positions=(),
+        fields=fields,
+        real=torch.tensor([row is not None for row in rows]),
+    )
+
+
+def few(dataset: Dataset, seq_len: int, number: int) -> MicroBatch:
+    """The first samples that can be read, as a micro-batch of no place in the stream.
+
+    Raises:
+        DataError: none of those looked at can be read.
+    """
+    reader = _Reader(dataset, seq_len)
+    for start in range(0, min(len(dataset), _LOOKED_AT), number):
+        indices = tuple(min(start + n, len(dataset) - 1) for n in range(number))
+        plan = MicroPlan(batch_start=-1, positions=tuple(range(number)), indices=indices)
+        batch = reader[plan]
+        if not batch.unreadable:
+            return replace(batch, positions=(None,) * number)
+    raise DataError(f"none of the first {_LOOKED_AT} samples can be read")
+
+
+def describe(dataset: Dataset, index: int) -> str:
+    """What the data set calls the sample, which it may have to read for that. Never raises."""
+    try:
+        return dataset.describe(index)
+    except Exception:
+        return f"sample {index}"
 
 
 class _PlanSampler(Sampler[MicroPlan]):
@@ -125,16 +299,41 @@ class _PlanSampler(Sampler[MicroPlan]):
         return self.ahead
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """Which part of a global batch is one rank's, and in what pieces: sizes in sequences."""
+
+    global_size: int
+    micro_size: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """By whom samples are read, and how far ahead.
+
+    Args:
+        workers: loading processes; 0 loads in the calling one.
+        prefetch: micro-batches each worker keeps ready.
+        pin_memory: page-locked tensors (CUDA only).
+        retry_seconds: how long a sample that the system refuses is asked for again.
+    """
+
+    workers: int
+    prefetch: int
+    pin_memory: bool
+    retry_seconds: float = 0.0
+
+
 class Feed:
     """One rank's loader.
 
     Args:
         dataset: map-style samples of ``seq_len + 1`` tokens.
         stream: the order.
-        global_size, micro_size, rank, world_size: how a batch is dealt.
-        workers: loading processes; 0 loads in the calling one.
-        prefetch: micro-batches each worker keeps ready.
-        pin_memory: page-locked tensors (CUDA only).
+        share: which part of a batch is this rank's.
+        loading: by whom samples are read, and how far ahead.
     """
 
     def __init__(
@@ -143,44 +342,43 @@ class Feed:
         stream: SampleStream,
         *,
         seq_len: int,
-        global_size: int,
-        micro_size: int,
-        rank: int,
-        world_size: int,
-        workers: int,
-        prefetch: int,
-        pin_memory: bool,
+        share: RankShare,
+        loading: Loading,
     ) -> None:
         self._stream = stream
-        self._reader = _Reader(dataset, seq_len)
-        self._slots = deal(global_size, micro_size, world_size, rank)
-        self._micro_size = micro_size
-        self._rank, self._world_size = rank, world_size
+        self._reader = _Reader(
+            dataset, seq_len, rank=share.rank, retry_seconds=loading.retry_seconds
+        )
+        self._share = share
+        self._slots = shard_batch(share.global_size, share.micro_size, share.world_size, share.rank)
         self._sampler = _PlanSampler()
         self._loading: Iterator[MicroBatch] | None = None
         self._expected: Iterator[MicroPlan] = iter(())
         self._newest: tuple[list[MicroPlan], tuple[MicroBatch, ...]] = ([], ())
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        # With a priority it comes before multiprocessing joins its processes; without close() too.
+        self._end_workers = Finalize(self, _tell_workers, args=(writer,), exitpriority=100)
         self._loader: DataLoader[MicroBatch] = DataLoader(
             self._reader,
             sampler=self._sampler,
             batch_size=None,
-            num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
-            persistent_workers=workers > 0,
-            pin_memory=pin_memory,
-            worker_init_fn=_quiet_worker if workers else None,
+            num_workers=loading.workers,
+            prefetch_factor=loading.prefetch if loading.workers else None,
+            persistent_workers=loading.workers > 0,
+            pin_memory=loading.pin_memory,
+            worker_init_fn=partial(_begin_worker, reader, writer) if loading.workers else None,
         )
 
     @property
     def num_micro_batches(self) -> int:
         return len(self._slots)
 
-    def fetch(self, plan: BatchPlan, ledger: Ledger) -> Fetched:
+    def fetch(self, plan: BatchPlan, ledger: Ledger) -> RankBatch:
         """This rank's share of ``plan``. Never raises for a sample that cannot be read."""
         began = time.monotonic()
         wanted = self._micro_plans(plan)
         if wanted == self._newest[0]:  # a step that was launched in vain is launched again
-            return Fetched(micro_batches=self._newest[1], wait_seconds=time.monotonic() - began)
+            return RankBatch(micro_batches=self._newest[1], wait_seconds=time.monotonic() - began)
         if self._loading is None or self._expect(len(wanted)) != wanted:
             self._restart(plan.start, ledger)
             self._expect(len(wanted))
@@ -190,23 +388,31 @@ class Feed:
             self._loading = None
             empty = tuple(self._padding(len(slots)) for slots in self._slots)
             words = f"{type(error).__name__}: {error}"
-            return Fetched(
+            return RankBatch(
                 micro_batches=empty, wait_seconds=time.monotonic() - began, failure=words
             )
         self._newest = wanted, loaded
-        return Fetched(micro_batches=loaded, wait_seconds=time.monotonic() - began)
+        return RankBatch(micro_batches=loaded, wait_seconds=time.monotonic() - began)
 
     def fixed(self, indices: Indices) -> list[MicroBatch]:
-        """This rank's share of a fixed set of samples, loaded at once (evaluation)."""
+        """This rank's share of a fixed set of samples, loaded at once (evaluation).
+
+        Never raises for a sample that cannot be read.
+        """
         return [
             self._reader[
                 MicroPlan(
                     batch_start=-1,
-                    positions=tuple(None for _ in slots),
+                    positions=slots,
                     indices=tuple(-1 if slot is None else int(indices[slot]) for slot in slots),
                 )
             ]
-            for slots in share_out(len(indices), self._micro_size, self._world_size, self._rank)
+            for slots in share_out(
+                len(indices),
+                self._share.micro_size,
+                self._share.world_size,
+                self._share.rank,
+            )
         ]
 
     def own_positions(self, plan: BatchPlan) -> list[int | None]:
@@ -223,7 +429,8 @@ class Feed:
     def close(self) -> None:
         """End the loading processes; the feed is of no use afterwards."""
         self._loading = None
-        del self._loader
+        del self._loader  # which ends them in order, unless an error's traceback still holds it
+        self._end_workers()
 
     def _restart(self, cursor: int, ledger: Ledger) -> None:
         # Computed once for both: what the loader is given, and what it will deliver.
@@ -255,15 +462,39 @@ class Feed:
         return self._reader[nothing]
 
 
-def _quiet_worker(_: int) -> None:
+def _begin_worker(reader: Connection, writer: Connection, _: int) -> None:
+    """In a loading process: see to it that it goes on while it is wanted, and no longer.
+
+    Since it ignores SIGTERM nothing else would end it: not DataLoader, nor multiprocessing at the
+    end of the interpreter, which sends that signal to its processes and joins them without
+    limit. It ends when anything, or the end of file, can be read from ``reader``.
+    """
+    writer.close()
+    _quiet_worker()
+    threading.Thread(target=_end_when_told, args=(reader,), name="lifeline", daemon=True).start()
+
+
+def _end_when_told(reader: Connection) -> None:
+    reader.poll(None)
+    os._exit(0)  # torch's handler of SIGCHLD would take anything else for a crash
+
+
+def _tell_workers(writer: Connection) -> None:
+    """They are all to end. Nobody reads it: that it can be read is what they wait for."""
+    with contextlib.suppress(OSError):
+        writer.send_bytes(b"end")
+    writer.close()
+
+
+def _quiet_worker() -> None:
     """A loading process must not act on the signals meant for the run.
 
-    A scheduler sends them to every process, and the run still needs its batches to get to the
-    end of the step. It ends with the process that it loads for, and at once: it has copies of the
-    process group's sockets, and while one is open the other ranks wait for a rank that is dead.
-    torch's own look after the parent comes every five seconds.
+    A scheduler or a terminal sends them to every process, and the run still needs its batches to
+    get to the end of the step. It ends with the process that it loads for, and at once: it has
+    copies of the process group's sockets, and while one is open the other ranks wait for a rank
+    that is dead. torch's own look after the parent comes every five seconds.
     """
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.dataset import TokenFile, cumulative, file_size, unreadable
-from runner.error import DataError
+from runner.system.error import DataError
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
 _HEADER: Final = struct.Struct("<9sQBQQ")

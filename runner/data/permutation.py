@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_SIZE = 2**48
+# Counts as one more epoch: keeps the evaluation order apart from every training epoch.
+EVAL_EPOCH = (1 << 62) - 1
 
 _ROUNDS = 6
 _WORD = 2**64 - 1

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.dataset import Sample
-from runner.error import DataError
+from runner.system.error import DataError
 
 SUCCESSORS: Final = 4
 # Chances 0.70, 0.15, 0.10, 0.05: an entropy of 0.914 nats a token, the loss to reach.

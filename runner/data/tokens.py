@@ -7,6 +7,7 @@ only messages name the keys a user would change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.dataset import (
+    NOT_COUNTED,
     Dataset,
-    Places,
+    FilePlaces,
+    Sample,
+    StartsInMemory,
     TokenFile,
     TokenStream,
     Windows,
@@ -25,14 +29,15 @@ from runner.data.dataset import (
     file_size,
     fingerprint_files,
     first_outside,
+    is_sampled,
     outside,
     spread,
     unreadable,
 )
 from runner.data.megatron import open_megatron
-from runner.error import DataError
+from runner.system.error import DataError
 
-TokenDtypeName = Literal["auto", "uint8", "uint16", "uint32"]
+TokenDtypeName = Literal["auto", "uint8", "uint16", "uint32", "int32", "uint64"]
 
 SCAN_ALL_BYTES: Final = 256 << 20
 _SCAN_BLOCK: Final = 1 << 16
@@ -45,6 +50,57 @@ class _Part:
     tokens: TokenFile
     files: tuple[Path, ...]
     document_starts: npt.NDArray[np.int64] | None = None
+    width: int | None = None  # of a table: tokens in a row
+
+
+class TokenRows:
+    """A Dataset of tables: each row is a sample, padded to ``seq_len + 1`` tokens.
+
+    Raises:
+        DataError: rows are longer than that, or shorter than two tokens.
+    """
+
+    def __init__(
+        self, stream: TokenStream, files: Sequence[Path], *, width: int, seq_len: int,
+        vocab_size: int, source: str,
+    ) -> None:  # fmt: skip
+        if not 2 <= width <= seq_len + 1:
+            raise DataError(
+                f"{files[0]}: its rows have {width} tokens, and a sample has 2 to data.seq_len + 1 "
+                f"(data.seq_len={seq_len}); set data.seq_len={max(width - 1, 1)}, or save it with "
+                "one dimension to have windows cut"
+            )
+        if stream.num_tokens < width:
+            raise DataError(f"{files[0]}: holds no rows; give more data in data.path")
+        self.vocab_size = vocab_size
+        self.sampled_files = tuple(_sampled([(file.name, file) for file in files]))
+        self._stream = stream
+        self._names = [file.name for file in files]
+        self._width = width
+        self._seq_len = seq_len
+        self._source = source
+
+    def __len__(self) -> int:
+        return self._stream.num_tokens // self._width
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
+        tokens = self._stream.read(index * self._width, (index + 1) * self._width)
+        bad = first_outside(tokens, self.vocab_size)
+        if bad is not None:
+            raise outside(f"{self.describe(index)}, token {bad}", int(tokens[bad]), self.vocab_size)
+        missing = self._seq_len + 1 - self._width
+        labels = np.pad(tokens, (0, missing), constant_values=NOT_COUNTED) if missing else None
+        return Sample(tokens=np.pad(tokens, (0, missing)), segments=None, labels=labels)
+
+    def describe(self, index: int) -> str:
+        starts = self._stream.starts // self._width
+        number = int(np.searchsorted(starts, index, side="right")) - 1
+        return f"{self._names[number]} row {index - int(starts[number])}"
+
+    def fingerprint(self) -> str:
+        return digest([self._source, self.vocab_size, self._seq_len, "rows", self._width])
 
 
 def open_tokens(
@@ -53,15 +109,16 @@ def open_tokens(
     token_dtype: TokenDtypeName,
     vocab_size: int | None,
     seq_len: int,
-    end_token: int | None,
+    end_token: int | str | None,
     isolate_documents: bool,
     scan_all_bytes: int = SCAN_ALL_BYTES,
 ) -> Dataset:
     """Open token files as one stream, in the order given.
 
-    A path is a ``.npy`` file (1-D, integers), a Megatron corpus (``NAME``, ``NAME.idx``, or
-    ``NAME.bin`` beside ``NAME.idx``), a raw little-endian file of ``token_dtype``, or a
-    directory, which stands for its ``.npy`` and ``.bin`` files by name.
+    A path is a ``.npy`` file of integers (with two dimensions its rows are the samples), a
+    Megatron corpus (``NAME``, ``NAME.idx``, or ``NAME.bin`` beside ``NAME.idx``), a raw
+    little-endian file of ``token_dtype``, or a directory, which stands for its ``.npy`` and
+    ``.bin`` files by name.
 
     Ids are checked in full for corpora up to ``scan_all_bytes``, in blocks from head to
     tail beyond that, and in every sample when it is read.
@@ -81,19 +138,27 @@ def open_tokens(
     parts = [_open_part(path, token_dtype) for path in _expand(paths)]
     whole = sum(part.tokens.num_bytes for part in parts) <= scan_all_bytes
     known_size = _require_vocab_size(vocab_size, parts, whole)
-    _check_end_token(end_token, known_size)
+    end_id = _end_id(end_token, known_size)
     for part in parts:
         _scan(part.tokens, vocab_size=known_size, whole=whole)
     stream = TokenStream([part.tokens for part in parts])
+    width = _width(parts)
+    if width is not None:
+        files = [part.tokens.path for part in parts]
+        return TokenRows(
+            stream, files, width=width, seq_len=seq_len, vocab_size=known_size,
+            source=_fingerprint(parts),
+        )  # fmt: skip
     names = [part.tokens.path.name for part in parts]
     return Windows(
         stream=stream,
-        places=Places(names=names, starts=stream.starts, unit="tokens"),
+        places=FilePlaces(names=names, starts=stream.starts, unit="tokens"),
         seq_len=seq_len,
         vocab_size=known_size,
         source=_fingerprint(parts),
         document_starts=_boundaries(parts, stream) if isolate_documents else None,
-        end_token=_marking_token(parts, end_token) if isolate_documents else None,
+        end_token=_marking_token(parts, end_id) if isolate_documents else None,
+        sampled_files=_sampled(_files(parts)),
     )
 
 
@@ -126,8 +191,25 @@ def _open_part(path: Path, token_dtype: TokenDtypeName) -> _Part:
             files=(index, corpus.tokens.path),
             document_starts=corpus.document_starts,
         )
-    tokens = _open_npy(path) if path.suffix == ".npy" else _open_raw(path, token_dtype)
-    return _Part(tokens=tokens, files=(path,))
+    if path.suffix == ".npy":
+        return _open_npy(path)
+    return _Part(tokens=_open_raw(path, token_dtype), files=(path,))
+
+
+def _width(parts: Sequence[_Part]) -> int | None:
+    """Of the rows, where the files are tables.
+
+    Raises:
+        DataError: some are and some are not, or their rows differ.
+    """
+    widths = {part.width: part.tokens.path for part in parts}
+    if len(widths) > 1:
+        told = ", ".join(
+            f"{path} has " + (f"rows of {width} tokens" if width else "one dimension")
+            for width, path in widths.items()
+        )
+        raise DataError(f"data.path: {told}; all files must be alike")
+    return next(iter(widths))
 
 
 def _megatron_index(path: Path) -> Path | None:
@@ -149,7 +231,7 @@ def _open_raw(path: Path, token_dtype: TokenDtypeName) -> TokenFile:
     if token_dtype == "auto":
         raise DataError(
             f"{path}: a raw file does not say the type of its tokens; set data.token_dtype to "
-            "uint8, uint16 or uint32 (now auto)"
+            "uint8, uint16, uint32, int32 or uint64 (now auto)"
         )
     dtype = np.dtype(token_dtype).newbyteorder("<")
     if size % dtype.itemsize:
@@ -160,38 +242,42 @@ def _open_raw(path: Path, token_dtype: TokenDtypeName) -> TokenFile:
     return TokenFile(path=path, dtype=dtype.str, num_tokens=size // dtype.itemsize)
 
 
-def _open_npy(path: Path) -> TokenFile:
+def _open_npy(path: Path) -> _Part:
     size = file_size(path)
     try:
         with path.open("rb") as handle:
-            shape, dtype = _npy_header(handle)
+            shape, by_columns, dtype = _npy_header(handle)
             offset = handle.tell()
     except OSError as error:
         raise unreadable(path, error) from error
     # numpy reads the header as Python source: a hostile one also raises SyntaxError, TokenError...
     except Exception as error:
         raise DataError(f"{path}: is no .npy file ({error}); save it with numpy.save") from error
-    if len(shape) != 1 or dtype.kind not in "iu":
+    if len(shape) not in (1, 2) or dtype.kind not in "iu" or (by_columns and len(shape) == 2):
         raise DataError(
-            f"{path}: holds {dtype} of shape {list(shape)}; allowed is one dimension of integers"
+            f"{path}: holds {dtype} of shape {list(shape)}{', by columns' if by_columns else ''}; "
+            "allowed are integers of one dimension, or of two whose rows are the samples"
         )
-    if shape[0] < 0 or size != offset + shape[0] * dtype.itemsize:
+    num_tokens = math.prod(shape)
+    if min(shape) < 0 or size != offset + num_tokens * dtype.itemsize:
         raise DataError(
-            f"{path}: declares {shape[0]} tokens of {dtype}, but {size - offset} bytes follow its "
-            "header; the file is truncated or damaged, write it again"
+            f"{path}: declares {num_tokens} tokens of {dtype}, but {size - offset} bytes follow "
+            "its header; the file is truncated or damaged, write it again"
         )
-    return TokenFile(path=path, dtype=dtype.str, num_tokens=shape[0], offset_bytes=offset)
+    tokens = TokenFile(path=path, dtype=dtype.str, num_tokens=num_tokens, offset_bytes=offset)
+    return _Part(tokens=tokens, files=(path,), width=shape[1] if len(shape) == 2 else None)
 
 
-def _npy_header(handle: BinaryIO) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
+def _npy_header(handle: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+    """Shape, whether it is stored by columns, and type."""
     version = np.lib.format.read_magic(handle)
     if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(handle)
+        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(handle)
     elif version == (2, 0):
-        shape, _, dtype = np.lib.format.read_array_header_2_0(handle)
+        shape, by_columns, dtype = np.lib.format.read_array_header_2_0(handle)
     else:
         raise ValueError(f"version {version} is unknown")
-    return shape, dtype
+    return shape, by_columns, dtype
 
 
 def _require_vocab_size(vocab_size: int | None, parts: Sequence[_Part], whole: bool) -> int:
@@ -205,11 +291,16 @@ def _require_vocab_size(vocab_size: int | None, parts: Sequence[_Part], whole: b
     return vocab_size
 
 
-def _check_end_token(end_token: int | None, vocab_size: int) -> None:
+def _end_id(end_token: int | str | None, vocab_size: int) -> int | None:
+    if isinstance(end_token, str):
+        raise DataError(
+            f"data.end_token={end_token}: token files hold ids, and no texts of tokens; give the id"
+        )
     if end_token is not None and not 0 <= end_token < vocab_size:
         raise DataError(
             f"data.end_token={end_token} is not in 0..{vocab_size - 1} (data.vocab_size)"
         )
+    return end_token
 
 
 def _largest_id(tokens: TokenFile, *, whole: bool) -> int:
@@ -225,20 +316,28 @@ def _scan(tokens: TokenFile, *, vocab_size: int, whole: bool) -> None:
             raise outside(f"{tokens.path}: token {start + bad}", int(found[bad]), vocab_size)
 
 
+def _files(parts: Sequence[_Part]) -> list[tuple[str, Path]]:
+    return [(path.name, path) for part in parts for path in part.files]
+
+
+def _sampled(files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    return files if is_sampled(sum(file_size(path) for _, path in files)) else []
+
+
 def _fingerprint(parts: Sequence[_Part]) -> str:
-    files = [(path.name, path) for part in parts for path in part.files]
+    files = _files(parts)
     layout = [[part.tokens.dtype, part.tokens.num_tokens] for part in parts]
     return digest([fingerprint_files(files), layout])
 
 
-def _boundaries(parts: Sequence[_Part], stream: TokenStream) -> npt.NDArray[np.int64] | None:
+def _boundaries(parts: Sequence[_Part], stream: TokenStream) -> StartsInMemory | None:
     """Document starts the formats know. A document ends where its file ends, too."""
     known = [
         np.append(part.document_starts, part.tokens.num_tokens) + start
         for part, start in zip(parts, stream.starts[:-1], strict=True)
         if part.document_starts is not None
     ]
-    return np.unique(np.concatenate(known)) if known else None
+    return StartsInMemory(starts=np.unique(np.concatenate(known))) if known else None
 
 
 def _marking_token(parts: Sequence[_Part], end_token: int | None) -> int | None:

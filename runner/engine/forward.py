@@ -1,7 +1,7 @@
 """Forward passes and what they tell of each sequence; shared by all engines.
 
-Owns the faults' way into the computation and the probe at the embedding: the end of the
-backward pass, before any reduction has mixed the ranks.
+Owns the probe at the embedding: the end of the backward pass, before any reduction has mixed
+the ranks.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from runner.engine.protocol import Batch, Disturbance, Sequences, Work
+from runner.engine.protocol import Batch, Evaluated, MicroStep, Sequences
 
-# (logits, targets) -> summed cross-entropy and summed training loss per sequence, [B] FP32.
-SequenceLosses = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# Of one micro-batch: cross-entropy, the loss to train on and what is counted, summed over each
+# sample, [B] each.
+Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Disturb = Callable[[Losses], Losses]
 
 
 class Forward:
     """One rank's forward passes.
 
     Args:
-        model: called with (tokens, segments), gives logits.
+        model: called with a batch's tensors by name, gives :data:`Losses`.
         embedding: the module whose output is the first activation of each sequence.
         probe: note the norm of each sequence's gradient at the embedding.
+        disturb: what is done to the losses on purpose, if anything.
     """
 
     def __init__(
@@ -31,34 +34,34 @@ class Forward:
         model: nn.Module,
         *,
         embedding: nn.Module,
-        sequence_losses: SequenceLosses,
         device: torch.device,
         probe: bool,
+        disturb: Disturb | None = None,
     ) -> None:
         self._model = model
-        self._sequence_losses = sequence_losses
         self._device = device
         self._probe = probe
-        self._disturbance: Disturbance | None = None
+        self._disturb = disturb
+        self._rows = 0
         self._losses: list[torch.Tensor] = []
-        self._gradient_norms: list[torch.Tensor] = []
+        self._counts: list[torch.Tensor] = []
+        # Of each micro-batch, once for every time that the embedding was called.
+        self._norms: list[list[torch.Tensor]] = []
+        self._norms_of_nobody: list[torch.Tensor] = []
         embedding.register_forward_hook(self._at_embedding)
 
     def begin(self) -> None:
         """Forget the last step's numbers."""
-        self._losses, self._gradient_norms = [], []
+        self._losses, self._counts = [], []
+        self._norms, self._norms_of_nobody = [], []
 
-    def training_loss(self, work: Work) -> torch.Tensor:
+    def training_loss(self, work: MicroStep) -> torch.Tensor:
         """Summed training loss of one micro-batch, a scalar to call backward on."""
-        torch.manual_seed(work.seed)
-        self._disturbance = work.disturbance
-        logits = self._model(work.batch.tokens, work.batch.segments)
-        self._disturbance = None
-        cross_entropy, training = self._sequence_losses(logits, work.batch.targets)
-        if work.disturbance is not None and work.disturbance.loss_scale is not None:
-            scale = torch.tensor(work.disturbance.loss_scale, device=self._device)
-            cross_entropy, training = cross_entropy * scale, training * scale
+        _seed_generators(work.seed, self._device)
+        self._norms.append([])
+        cross_entropy, training, counts = self._sums(work.batch)
         self._losses.append(cross_entropy.detach())
+        self._counts.append(counts)
         return training.sum()
 
     def told(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,54 +70,88 @@ class Forward:
         Anything: its own losses or what its backward passes brought; else 0.0. FP64 scalars.
         """
         loss = seen = _total(self._losses)
-        if self._gradient_norms:
+        norms = [norm for of_one in self._norms for norm in of_one] + self._norms_of_nobody
+        if norms:
             # Norms are not negative: what is not finite in one of them stays so in the sum.
-            seen = loss + _total(self._gradient_norms)
+            seen = loss + _total(norms)
         return loss, (~torch.isfinite(seen)).double()
+
+    def count(self) -> torch.Tensor:
+        """What the step's loss on this rank is a sum of, FP64 scalar."""
+        return _total(self._counts)
 
     def sequences(self) -> Sequences:
         """Per-sequence numbers of the step."""
-        return Sequences(losses=tuple(self._losses), gradient_norms=tuple(self._gradient_norms))
+        norms: tuple[torch.Tensor, ...] = ()
+        if any(self._norms):
+            pairs = zip(self._norms, self._losses, strict=True)
+            norms = tuple(_together(of_one, losses) for of_one, losses in pairs)
+        return Sequences(losses=tuple(self._losses), gradient_norms=norms)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
-        """Summed cross-entropy (FP64 scalar) and number of counted tokens. Waits once."""
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
+        """Forward passes without a backward. Waits once."""
         self._model.eval()
+        parts = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        count = torch.zeros((), dtype=torch.int64, device=self._device)
+        count = torch.zeros((), dtype=torch.float64, device=self._device)
         for batch in batches:
-            logits = self._model(batch.tokens, batch.segments)
-            losses, _ = self._sequence_losses(logits, batch.targets)
+            losses, _, counts = self._sums(batch)
+            parts.append(losses)
             total += losses.sum(dtype=torch.float64)
-            count += (batch.targets >= 0).sum()
+            count += counts.sum(dtype=torch.float64)
         self._model.train()
-        return total, int(count)
+        return Evaluated(losses=tuple(parts), total=total, num_tokens=int(count))
 
-    def _at_embedding(
-        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
-    ) -> torch.Tensor:
-        fault = self._disturbance
-        if fault is not None and fault.in_forward is not None:
-            fault.in_forward()
-        if fault is not None and fault.activation_scale is not None:
-            scale = torch.tensor(fault.activation_scale, device=output.device, dtype=output.dtype)
-            output = output * scale[:, None, None]
-        if torch.is_grad_enabled() and (self._probe or fault is not None):
-            if not output.requires_grad:
-                output.requires_grad_()  # a frozen embedding; who was at fault shows here only
-            output.register_hook(  # type: ignore[no-untyped-call]
-                lambda grad: self._at_embedding_gradient(grad, fault)
+    def _sums(self, batch: Batch) -> Losses:
+        inputs = batch.inputs()
+        self._rows = len(next(iter(inputs.values())))
+        if batch.real is not None:
+            inputs["real"] = batch.real
+        losses: Losses = self._model(inputs)
+        return losses if self._disturb is None else self._disturb(losses)
+
+    def _at_embedding(self, module: nn.Module, inputs: object, output: object) -> object:
+        first = output[0] if isinstance(output, tuple) else output
+        if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+            return output
+        if self._probe and torch.is_grad_enabled():
+            if not first.requires_grad:
+                first.requires_grad_()  # a frozen embedding; who was at fault shows here only
+            rows, norms = self._rows, self._norms[-1]
+            first.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: self._at_embedding_gradient(grad, rows, norms)
             )
         return output
 
-    def _at_embedding_gradient(self, grad: torch.Tensor, fault: Disturbance | None) -> torch.Tensor:
-        if fault is not None and fault.in_backward is not None:
-            fault.in_backward()
-        if fault is not None and fault.nan_grad:
-            grad = grad * torch.nan
-        norms = torch.linalg.vector_norm(grad, dim=(1, 2), dtype=torch.float32)
-        self._gradient_norms.append(norms)
-        return grad
+    def _at_embedding_gradient(
+        self, grad: torch.Tensor, rows: int, norms: list[torch.Tensor]
+    ) -> None:
+        """Of each sample; where it is not their number of rows, of a few runs of all of them."""
+        if not rows or not grad.dim() or len(grad) % rows:
+            total = torch.linalg.vector_norm(grad, dtype=torch.float32)
+            self._norms_of_nobody.append(total)
+            return
+        found = torch.linalg.vector_norm(grad.reshape(len(grad), -1), dim=1, dtype=torch.float32)
+        norms.append(found if len(grad) == rows else found.view(-1, rows).norm(dim=0))
+
+
+def _together(norms: list[torch.Tensor], losses: torch.Tensor) -> torch.Tensor:
+    """Of several calls of the embedding in one forward pass; of none, zeros."""
+    if not norms:
+        return torch.zeros_like(losses, dtype=torch.float32)
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    """Seed what a forward pass on this device draws from.
+
+    As ``torch.manual_seed``, which also notes the call's stack for every absent kind of device:
+    a tenth of a small step.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:

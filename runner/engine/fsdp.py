@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
-from runner.engine.forward import Forward, SequenceLosses
-from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Work
+from runner.engine.forward import Disturb, Forward
+from runner.engine.norm import squared_norm
+from runner.engine.protocol import Batch, Evaluated, InitialValues, LocalSums, MicroStep, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +81,9 @@ class FsdpEngine:
     """See :class:`runner.engine.protocol.Engine`.
 
     Args:
-        model: built on the meta device and sharded by :func:`shard_model`, already
-            materialised on ``device`` with its buffers made.
+        model: from a batch to losses, see :class:`runner.engine.forward.Forward`; its
+            ``network`` has the parameters. Built on the meta device and sharded by
+            :func:`shard_model`, already materialised on ``device`` with its buffers made.
         embedding: the module whose output is the first activation of each sequence.
     """
 
@@ -91,12 +92,12 @@ class FsdpEngine:
         model: nn.Module,
         *,
         embedding: nn.Module,
-        sequence_losses: SequenceLosses,
         settings: AdamWSettings,
         layout: Layout,
         mesh: DeviceMesh,
         device: torch.device,
         probe: bool,
+        disturb: Disturb | None = None,
     ) -> None:
         self.device = device
         self._model = model
@@ -105,11 +106,12 @@ class FsdpEngine:
         self._forward = Forward(
             model,
             embedding=embedding,
-            sequence_losses=sequence_losses,
             device=device,
             probe=probe,
+            disturb=disturb,
         )
-        self._parameters = dict(sorted(model.named_parameters()))
+        self._network = network = model.get_submodule("network")
+        self._parameters = dict(sorted(network.named_parameters()))
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         self._learning_rate = torch.zeros((), device=device)
         # The optimizer gets the shards as plain tensors: the update is element by element, and
@@ -134,22 +136,30 @@ class FsdpEngine:
                 fresh = values(name, shard.shape, shard.start, len(shard.local))
                 shard.local.copy_(fresh)
 
-    def accumulate(self, works: Sequence[Work]) -> LocalSums:
+    def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         self._forward.begin()
         root = self._root()
         for number, work in enumerate(works, start=1):
             if not self._layout.reduce_each_micro_batch:
-                root.set_requires_gradient_sync(number == len(works))
+                self._reduce_once(root, is_last=number == len(works))
             self._forward.training_loss(work).backward()  # type: ignore[no-untyped-call]
         self._check_held()
-        square = self._gradient_norm().double().square() / self._layout.replicas
+        square = squared_norm(self._own_gradients(), self.device) / self._layout.replicas
         loss, nonfinite = self._forward.told()
         return LocalSums(
             loss=loss,
             grad_square=square,
             nonfinite=nonfinite,
+            count=self._forward.count(),
             sequences=self._forward.sequences(),
         )
+
+    def _reduce_once(self, root: FSDPModule, *, is_last: bool) -> None:
+        """Between copies once a step. Within a copy each time: else whole gradients are kept."""
+        if self._layout.replicas > 1 and self._layout.shard_size > 1:
+            root.set_requires_all_reduce(is_last)
+        else:
+            root.set_requires_gradient_sync(is_last)
 
     def _check_held(self) -> None:
         """Once, after FSDP2's lazy start: were it to move a shard, the update would go astray."""
@@ -158,15 +168,15 @@ class FsdpEngine:
                 assert _local(parameter).data_ptr() == self._held[name].data_ptr(), name
             self._is_checked = True
 
-    def _gradient_norm(self) -> torch.Tensor:
-        """Of this rank's shares of the gradients, which the optimizer gets on the way."""
+    def _own_gradients(self) -> list[torch.Tensor]:
+        """This rank's shares of the gradients, which the optimizer gets on the way."""
         grads = []
         for name, parameter in self._trained.items():
             if parameter.grad is not None:
                 grad = _own_part(parameter.grad)
                 self._held[name].grad = grad
                 grads.append(grad)
-        return get_total_norm(grads, foreach=True)
+        return grads
 
     def _forget_gradients(self) -> None:
         for parameter, held in zip(self._trained.values(), self._held.values(), strict=True):
@@ -181,11 +191,14 @@ class FsdpEngine:
         self._forget_gradients()
         return None
 
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         return self._forward.evaluate(batches)
 
     def shards(self) -> list[Shard]:
         return [self._shard(name, local) for name, local in self._tensors().items()]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return dict(self._network.named_buffers())
 
     def full(self, name: str) -> torch.Tensor:
         parameter, local = self._parameters[name.partition("/")[2]], self._tensors()[name]

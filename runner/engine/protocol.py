@@ -20,35 +20,21 @@ class Batch(Protocol):
     """Tensors of one micro-batch on the engine's device; see ``runner.data.feed``."""
 
     @property
-    def tokens(self) -> torch.Tensor: ...
-    @property
-    def targets(self) -> torch.Tensor: ...
-    @property
-    def segments(self) -> torch.Tensor | None: ...
+    def real(self) -> torch.Tensor | None:
+        """Bool [B], False for rows that are padding; None where the labels say it."""
+        ...
 
-
-class Disturbance(Protocol):
-    """What a fault does to a micro-batch; see ``runner.fault.inject``."""
-
-    @property
-    def activation_scale(self) -> tuple[float, ...] | None: ...
-    @property
-    def loss_scale(self) -> tuple[float, ...] | None: ...
-    @property
-    def nan_grad(self) -> bool: ...
-    @property
-    def in_forward(self) -> Callable[[], None] | None: ...
-    @property
-    def in_backward(self) -> Callable[[], None] | None: ...
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """By name, each with first dimension B."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class MicroStep:
     """One micro-batch to compute. ``seed`` drives dropout, so that a replay repeats it."""
 
     batch: Batch
     seed: int
-    disturbance: Disturbance | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +68,33 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """This rank's part of an evaluation.
+
+    ``losses`` are summed cross-entropy in nats per sequence, FP32 [B] a micro-batch, on the
+    device; ``total`` their sum, an FP64 scalar; ``num_tokens`` what was counted.
+    """
+
+    losses: tuple[torch.Tensor, ...]
+    total: torch.Tensor
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSums:
     """This rank's part of a step, FP64 scalars on the device.
 
     ``loss`` is summed cross-entropy in nats, ``grad_square`` the squared norm of this rank's
     share of the reduced gradient such that the sum over ranks is the global one (of the
     gradient summed, not averaged, over tokens), ``nonfinite`` 1.0 when this rank's own loss
-    or backward pass met NaN or Inf. ``sequences`` says the same of each sequence by itself.
+    or backward pass met NaN or Inf, ``count`` what the loss is a sum of (tokens; a model's own
+    losses may count something else). ``sequences`` says the same of each sequence by itself.
     """
 
     loss: torch.Tensor
     grad_square: torch.Tensor
     nonfinite: torch.Tensor
+    count: torch.Tensor
     sequences: Sequences
 
 
@@ -126,7 +127,7 @@ class Engine(Protocol):
         """Fill this rank's shards of the parameters; moments and counts are zero."""
         ...
 
-    def accumulate(self, works: Sequence[Work]) -> LocalSums:
+    def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         """Forward and backward of all micro-batches; gradients are left reduced (summed)."""
         ...
 
@@ -146,8 +147,8 @@ class Engine(Protocol):
         """
         ...
 
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
-        """This rank's summed cross-entropy (FP64 scalar) and number of counted tokens."""
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
+        """Forward passes alone, of this rank's batches. Waits once."""
         ...
 
     def shards(self) -> list[Shard]:
@@ -155,6 +156,10 @@ class Engine(Protocol):
 
         A frozen parameter has "param/..." only.
         """
+        ...
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Tensors of the network that are no parameters, by name; the same on all ranks."""
         ...
 
     def full(self, name: str) -> torch.Tensor:

@@ -15,7 +15,6 @@ import contextlib
 import io
 import logging
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import get_total_norm
 
 from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
-from runner.engine.forward import Forward, SequenceLosses
-from runner.engine.protocol import Batch, InitialValues, LocalSums, Shard, Work
-from runner.error import CheckpointError, ConfigError
+from runner.engine.forward import Disturb, Forward
+from runner.engine.norm import squared_norm
+from runner.engine.protocol import Batch, Evaluated, InitialValues, LocalSums, MicroStep, Shard
+from runner.system.environment import changeable
+from runner.system.error import CheckpointError, ConfigError
 
 # Settings of DeepSpeed that are passed on. It ignores what it does not know, so that any other is
 # refused: a typing mistake, and what a later version may bring.
@@ -88,8 +88,6 @@ REFUSED_OFFLOAD = {
     "ratio": "two optimizers would share one gate; all or nothing is offloaded",
     "super_offload": "it updates first and takes a bad step back afterwards",
 }
-# Elements that one FP32 sum of squares takes in.
-_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +187,11 @@ def _check_settings(deepspeed: Any, plan: ZeroPlan) -> None:
 
 def _deepspeed(device: torch.device) -> Any:
     """The package, quiet, on the accelerator of ``device``."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", "0")  # it refuses to start without, even alone
+    variables = changeable()
+    variables.setdefault("DS_ACCELERATOR", device.type)
+    variables.setdefault("LOCAL_RANK", "0")  # it refuses to start without, even alone
+    if device.type == "cuda":  # srun has no such variable; where a task sees one GPU, that is 0
+        variables["LOCAL_RANK"] = str(device.index)
     # It calls deprecated names of torch.distributed at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     import deepspeed
@@ -206,7 +207,8 @@ class ZeroEngine:
     """See :class:`runner.engine.protocol.Engine`.
 
     Args:
-        module: from :func:`build_module`, its buffers made.
+        module: from a batch to losses, see :class:`runner.engine.forward.Forward`; its
+            ``network`` is from :func:`build_module`, its buffers made.
         embedding: the module whose output is the first activation of each sequence.
     """
 
@@ -215,17 +217,18 @@ class ZeroEngine:
         module: nn.Module,
         *,
         embedding: nn.Module,
-        sequence_losses: SequenceLosses,
         settings: AdamWSettings,
         plan: ZeroPlan,
         device: torch.device,
         probe: bool,
+        disturb: Disturb | None = None,
     ) -> None:
         self.device = device
         # Where the optimizer works.
         self._home = torch.device("cpu") if plan.offload else device
         self._world_size = dist.get_world_size()
-        self._parameters = dict(sorted(module.named_parameters()))
+        self._network = network = module.get_submodule("network")
+        self._parameters = dict(sorted(network.named_parameters()))
         self._shapes = {name: _whole_shape(p) for name, p in self._parameters.items()}
         self._frozen = {
             name: _Slice.of(math.prod(self._shapes[name]), self._home)
@@ -250,9 +253,9 @@ class ZeroEngine:
         self._forward = Forward(
             self._engine,
             embedding=embedding,
-            sequence_losses=sequence_losses,
             device=device,
             probe=probe,
+            disturb=disturb,
         )
 
     @property
@@ -272,7 +275,7 @@ class ZeroEngine:
     def _trained(self) -> list[str]:
         return [name for name in self._parameters if name not in self._frozen]
 
-    def accumulate(self, works: Sequence[Work]) -> LocalSums:
+    def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         self._forward.begin()
         for number, work in enumerate(works, start=1):
             loss = self._forward.training_loss(work)
@@ -280,14 +283,13 @@ class ZeroEngine:
             self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
             if number < len(works):
                 self._engine.step()  # counts the micro-batch; nothing is updated
-        # In pieces: one long FP32 sum of squares on a CPU stops growing.
-        pieces = [piece for flat in self._stage.gradients() for piece in torch.split(flat, _PIECE)]
-        norm = get_total_norm(pieces, foreach=True).to(self.device)
+        square = squared_norm(self._stage.gradients(), self.device)
         loss, nonfinite = self._forward.told()
         return LocalSums(
             loss=loss,
-            grad_square=norm.double().square(),
+            grad_square=square,
             nonfinite=nonfinite,
+            count=self._forward.count(),
             sequences=self._forward.sequences(),
         )
 
@@ -303,7 +305,7 @@ class ZeroEngine:
             return None
         return "DeepSpeed skipped by itself an update that the gate had let through"
 
-    def evaluate(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+    def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         return self._forward.evaluate(batches)
 
     def shards(self) -> list[Shard]:
@@ -325,6 +327,9 @@ class ZeroEngine:
                 local = whole.narrow(0, place.offset, place.count)
                 start = place.start
             yield Shard(name=f"{kind}/{name}", shape=shape, start=start, local=local)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return dict(self._network.named_buffers())
 
     def full(self, name: str) -> torch.Tensor:
         shard = next(s for s in self._shards_of(name.partition("/")[2]) if s.name == name)

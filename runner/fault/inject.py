@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.fault.spec import ENDINGS, Fault
+from runner.fault.spec import ENDINGS, LASTING, Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,20 +42,33 @@ class FaultInjector:
         *,
         rank: int,
         markers: Path,
-        newest_checkpoint: Callable[[], Path | None] = lambda: None,
     ) -> None:
         self._faults = faults
         self._rank = rank
         self._markers = markers
-        self.newest_checkpoint = newest_checkpoint
-        self.snapshots: Callable[[], Sequence[Path]] = tuple
+        self._newest_checkpoint: Callable[[], Path | None] = lambda: None
+        self._snapshots: Callable[[], Sequence[Path]] = tuple
         self._step_faults: set[str] = set()
         self._step = 0
+
+    def aim_at(
+        self,
+        *,
+        newest_checkpoint: Callable[[], Path | None],
+        snapshots: Callable[[], Sequence[Path]] = tuple,
+    ) -> None:
+        """Say which files the faults that damage files are to damage."""
+        self._newest_checkpoint, self._snapshots = newest_checkpoint, snapshots
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything was asked for."""
+        return bool(self._faults)
 
     def is_due(self, step: int) -> bool:
         """Whether something happens once at this step, on whichever rank."""
         return any(
-            fault.kind != "slow" and fault.steps[0] <= step < fault.steps[1]
+            fault.kind not in LASTING and fault.steps[0] <= step < fault.steps[1]
             for fault in self._faults
         )
 
@@ -68,6 +81,8 @@ class FaultInjector:
                 continue
             if fault.kind == "slow":
                 time.sleep(fault.seconds)
+            elif fault.kind in LASTING:
+                continue
             elif self._fires_first_time(fault):
                 self._note(fault)
         self.at("fetch", step)
@@ -81,12 +96,12 @@ class FaultInjector:
 
     def _note(self, fault: Fault) -> None:
         if fault.kind == "corrupt_snapshots":
-            for file in self.snapshots():
+            for file in self._snapshots():
                 _flip_byte(file)
         elif fault.kind != "corrupt_checkpoint":
             self._step_faults.add(fault.kind)
         elif self._rank == 0:
-            _damage(self.newest_checkpoint())
+            _damage(self._newest_checkpoint())
 
     def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:
         """What happens to the micro-batch of these stream positions (None: padding)."""
@@ -121,6 +136,13 @@ class FaultInjector:
     def flips_bit(self) -> bool:
         """Whether this rank's copy of the state is to be damaged before this step."""
         return "flip_bit" in self._step_faults
+
+    def never_breaks(self, step: int) -> bool:
+        """Whether this rank's collectives are to wait for ever where they would break."""
+        return any(
+            fault.kind == "no_break" and step >= fault.steps[0] and fault.rank in (None, self._rank)
+            for fault in self._faults
+        )
 
     def wrong_collective(self) -> str | None:
         """The way in which this rank's collective is to go wrong in this step, if any.

@@ -14,6 +14,8 @@
     other_collective@step=30,rank=1  it enters a broadcast instead
     other_shape@step=30,rank=1       it hands over one number more
     mismatch@step=30,rank=1          the rank claims to be somewhere else
+    no_break@step=1,rank=0           from this step on the rank waits for ever in a collective
+                                     that breaks, as it would over NCCL; also after a restart
     flip_bit@step=30,rank=1          one bit of the rank's copy of replicated state
     slow@step=30-60,rank=1,seconds=0.2
     corrupt_checkpoint@step=40       one byte of the newest checkpoint on disk is flipped
@@ -29,7 +31,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runner.error import ConfigError
+from runner.system.error import ConfigError
 
 _REQUIRED = {
     "nan_grad": {"step"},
@@ -47,11 +49,13 @@ _REQUIRED = {
     "flip_bit": {"step"},
     "mismatch": {"step"},
     "slow": {"step", "seconds"},
+    "no_break": {"step"},
     "corrupt_checkpoint": {"step"},
     "corrupt_snapshots": {"step"},
 }
 # What ends or freezes a rank, and where in a step it may.
 ENDINGS = ("kill", "abort", "raise", "stop", "hang")
+LASTING = ("slow", "no_break")  # not bound to one step, and so no marker is left
 POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
     **{kind: {"rank", "at"} for kind in ENDINGS},

@@ -1,4 +1,5 @@
-"""What goes on around a run: starting it, starting it again, on one node or many.
+"""Around a run: starts it, watches it from outside, starts it again; on one node or many.
 
-Nothing here is imported by a training process but the writing of its exit code.
+Owns the processes of torchrun, Slurm and Kubernetes. Must not know the
+loop or the ring; only ``agent``, which is torchrun itself, imports torch.
 """

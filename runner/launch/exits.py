@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.error import (
+from runner.system.error import (
     EXIT_CONFIG,
     EXIT_CRASH,
     EXIT_DONE,

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from runner.error import ConfigError, RunnerError
+from runner.system.error import ConfigError, RunnerError
 
 # Seconds before the time limit; Slurm looks at limits every 30 s and may be that much late.
 DEFAULT_WARNING = 120
 _COMMAND_SECONDS = 60
+_AT_ONCE = 400  # nodes that one command is asked about
 _UNUSABLE = ("down", "fail", "error", "unknown", "power")
 
 
@@ -92,25 +93,34 @@ def hostnames(node_list: str) -> list[str]:
 
 def addresses(nodes: Sequence[str]) -> dict[str, str]:
     """Node to the address under which Slurm reaches it."""
-    text = _run(["scontrol", "--oneliner", "show", "node", ",".join(nodes)])
     found: dict[str, str] = {}
-    for line in text.splitlines():
-        pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
-        if "NodeName" in pairs:
-            found[pairs["NodeName"]] = pairs.get("NodeAddr", pairs["NodeName"])
+    for some in _some_at_a_time(nodes):
+        text = _run(["scontrol", "--oneliner", "show", "node", ",".join(some)])
+        for line in text.splitlines():
+            pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
+            if "NodeName" in pairs:
+                found[pairs["NodeName"]] = pairs.get("NodeAddr", pairs["NodeName"])
     return found
 
 
 def unusable(nodes: Sequence[str]) -> set[str]:
     """Those of ``nodes`` that Slurm holds for dead."""
-    text = _run(["sinfo", "--noheader", "--Node", "--format=%N %T", f"--nodes={','.join(nodes)}"])
-    states = dict(line.split()[:2] for line in text.splitlines() if line.strip())
+    states: dict[str, str] = {}
+    for some in _some_at_a_time(nodes):
+        asked = f"--nodes={','.join(some)}"
+        text = _run(["sinfo", "--noheader", "--Node", "--format=%N %T", asked])
+        states |= dict(line.split()[:2] for line in text.splitlines() if line.strip())
     return {
         node
         for node, state in states.items()
         # A star: it does not answer.
         if state.endswith("*") or state.lower().startswith(_UNUSABLE)
     }
+
+
+def _some_at_a_time(nodes: Sequence[str]) -> list[Sequence[str]]:
+    """An argument of a command has at most 128 KiB."""
+    return [nodes[at : at + _AT_ONCE] for at in range(0, len(nodes), _AT_ONCE)]
 
 
 def end_time(job_id: str) -> float | None:

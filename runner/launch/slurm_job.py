@@ -6,25 +6,25 @@ part ended, while others do, has failed: it is listed and left out where a spare
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from runner.dist.launcher import END_TIME
-from runner.error import EXIT_DONE, EXIT_PREEMPTED, RunnerError
-from runner.launch import given, slurm
+from runner.distributed.env import END_TIME
+from runner.launch import command_line, slurm
+from runner.launch.attempt import Ended, Forward, Job, Stop
 from runner.launch.exits import FINAL
+from runner.launch.node_rendezvous import MOST_BYTES, announce
 from runner.launch.nodes import BadNodes, choose
-from runner.launch.running import Ended, Forward, Job, Stop
-from runner.launch.step import announce
 from runner.launch.supervisor import Supervisor
 from runner.policy.restart import RestartRules, without_progress
+from runner.system.environment import variables
+from runner.system.error import EXIT_DONE, EXIT_PREEMPTED, RunnerError
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
-_NODES_FILE = ".nodes"
+_NODES_FILE, _ADDRESSES_FILE = ".nodes", ".addresses"
 _KILLED_SECONDS = 90.0
 
 
@@ -122,22 +122,24 @@ class SlurmJob:
         exits = self._exits / f"{self._job_id}-{self._restart}-{number}"
         exits.mkdir(parents=True, exist_ok=True)
         (exits / _NODES_FILE).write_text("\n".join(chosen) + "\n")
-        overrides = given.diagnosing(self._overrides) if diagnose else self._overrides
+        overrides = command_line.diagnosing(self._overrides) if diagnose else self._overrides
         return Job(
-            command=self._srun(chosen, overrides),
-            environment=self._step_environment(chosen, number),
+            command=self._srun(chosen, exits / _NODES_FILE, overrides),
+            environment=self._step_environment(chosen, number, exits / _ADDRESSES_FILE),
             forward=Forward.srun,
             expected=frozenset(chosen),
             exits=exits,
         )
 
-    def _srun(self, chosen: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    def _srun(self, chosen: Sequence[str], file: Path, overrides: Sequence[str]) -> list[str]:
+        names = ",".join(chosen)
         return [
             "srun",
             f"--nodes={len(chosen)}",
             f"--ntasks={len(chosen)}",
             "--ntasks-per-node=1",
-            f"--nodelist={','.join(chosen)}",
+            # With a slash in it srun takes it for a file of names.
+            f"--nodelist={names if len(names) <= MOST_BYTES else file.absolute()}",
             # What is left of an attempt before must not keep the next one waiting.
             "--overlap",
             # Each node ends its own part and says how; Slurm would kill it before it can.
@@ -149,14 +151,13 @@ class SlurmJob:
             *overrides,
         ]
 
-    def _step_environment(self, chosen: Sequence[str], number: int) -> dict[str, str]:
+    def _step_environment(self, chosen: Sequence[str], number: int, file: Path) -> dict[str, str]:
         known = slurm.addresses(chosen)
         # Another port each time: the one before may not be free yet.
         shift = int(self._job_id) * 64 + self._restart * 8 + number
         made = dict(self._environment)
-        made |= announce(
-            [(node, known.get(node, node)) for node in chosen], _FIRST_PORT + shift % _NUM_PORTS
-        )
+        pairs = [(node, known.get(node, node)) for node in chosen]
+        made |= announce(pairs, _FIRST_PORT + shift % _NUM_PORTS, file=file)
         limit = slurm.end_time(self._job_id)
         if limit is not None:
             made[END_TIME] = str(int(limit))
@@ -193,4 +194,4 @@ def end_the_chain(environment: Mapping[str, str], code: int) -> None:
     """Take the later jobs of a chain out of the queue when there is nothing left for them."""
     if code == EXIT_DONE or code in FINAL:
         name, user = environment["SLURM_JOB_NAME"], environment.get("SLURM_JOB_USER", "")
-        slurm.cancel_pending(name, user or os.environ["USER"])
+        slurm.cancel_pending(name, user or variables()["USER"])

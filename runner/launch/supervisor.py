@@ -10,10 +10,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from runner.dist.launcher import ATTEMPT, LAUNCH_ID
-from runner.launch.evidence import evidence, journal_lines, newest_clean
-from runner.launch.running import Ended, Job, Stop, run_once
-from runner.policy.restart import Again, Attempt, End, RestartRules, after
+from runner.distributed.env import ATTEMPT, LAUNCH_ID
+from runner.launch.attempt import Ended, Job, Stop, run_once
+from runner.launch.crash_evidence import evidence, journal_lines, newest_clean
+from runner.launch.nodes import BadNodes
+from runner.policy.restart import HARDWARE, Again, Attempt, End, RestartRules, after
+from runner.system.error import EXIT_CRASH, EXIT_DONE
+from runner.system.parsing import json_text
+
+_REASON = 300  # characters of a reason in out/bad_nodes
 
 
 class Supervisor:
@@ -50,6 +55,7 @@ class Supervisor:
         self._log = AttemptLog(out, launch_id if node is None else f"{launch_id}@{node}")
         self.stop = Stop()
         self.attempts: list[Attempt] = []
+        self._is_stuck = False
 
     def run(self) -> End:
         """To the end; the signals of this process are its own from here on."""
@@ -58,6 +64,12 @@ class Supervisor:
         diagnose = False
         while True:
             attempts.append(self._attempt(len(attempts) + 1, diagnose))
+            if self._is_stuck:
+                return End(
+                    reason="processes of this attempt do not end (state D): another one would "
+                    "start beside them, with their memory taken; this node needs a person",
+                    code=attempts[-1].code or EXIT_CRASH,
+                )
             next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
             if isinstance(next_, End):
                 return next_
@@ -72,10 +84,15 @@ class Supervisor:
         job = self._make_job(number, diagnose)
         told = self._told | ({ATTEMPT: str(number)} if self._tells_number else {})
         ended = run_once(replace(job, environment=dict(job.environment) | told), self.stop)
+        self._list_bad_nodes(ended)
+        if ended.words:
+            self._say(f"attempt {number} was ended: {ended.words}")
         self._ended(number, ended)
         found = evidence(self._out, since=lines)
         if found.words:
             self._say(f"attempt {number} crashed at step {found.step}: {found.words}")
+        if found.cause == HARDWARE and found.host:
+            self._list(found.host, f"hardware: {found.words}")
         attempt = Attempt(
             code=ended.code,
             clean_before=clean_before,
@@ -88,6 +105,17 @@ class Supervisor:
         )
         self._log.add(attempt, began=began)
         return attempt
+
+    def _list_bad_nodes(self, ended: Ended) -> None:
+        """This node, where processes of the attempt cannot be ended."""
+        self._is_stuck = bool(ended.stuck) and ended.code != EXIT_DONE
+        if ended.stuck:
+            pids = ", ".join(map(str, ended.stuck))
+            self._list(os.uname().nodename, f"processes that do not end (state D): {pids}")
+
+    def _list(self, host: str, reason: str) -> None:
+        BadNodes(self._out).add([host.partition(".")[0]], reason[:_REASON])
+        self._say(f"{host}: {reason[:_REASON]} (listed in {self._out / 'bad_nodes'})")
 
 
 def _restart_words(again: Again, number: int) -> str:
@@ -125,7 +153,7 @@ class AttemptLog:
         with self._path.open("a+b") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             mend = b"" if file.read(1) in (b"", b"\n") else b"\n"
-            file.write(mend + json.dumps(times | asdict(attempt)).encode() + b"\n")
+            file.write(mend + json_text(times | asdict(attempt)).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 

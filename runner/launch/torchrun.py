@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import os
 import re
 import socket
@@ -11,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.error import ConfigError
+from runner.distributed.env import gpus_asked_for, gpus_on_node
+from runner.system.error import ConfigError
 
 DEFAULT_PORT = 29400
 _TORCHRUN, _ELASTIC = "torch.distributed.run", "runner.launch.agent"
@@ -26,6 +29,20 @@ _RENDEZVOUS = {
     "keep_alive_max_attempt": 3,
     "read_timeout": 15,  # 60
 }
+
+
+# From here on nodes that have numbers do not agree on them: each sign of life is a turn at one
+# state that all nodes read, decode and write.
+STATIC_FROM_NODES = 64
+_TURN_SECONDS, _SECONDS_A_NODE = 2e-3, 1e-5  # of such a turn
+_MOST_BUSY = 0.25  # of the time; above it, turns are lost to those of others
+
+
+def _rendezvous_settings(num_nodes: int) -> dict[str, int]:
+    """Signs of life as often as the number of nodes allows."""
+    busy = num_nodes * (_TURN_SECONDS + _SECONDS_A_NODE * num_nodes)
+    interval = max(_RENDEZVOUS["keep_alive_interval"], math.ceil(busy / _MOST_BUSY))
+    return _RENDEZVOUS | {"keep_alive_interval": interval}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +85,7 @@ class Agent:
         name: the rendezvous' name: nodes of one job give the same.
         hosts: whether this node keeps the rendezvous; None: found out by address.
         local_address: under which the others reach this node; None: its host name.
+        number: of this node, from 0 at the head; None: nobody has numbered them.
     """
 
     nodes: Nodes
@@ -77,6 +95,7 @@ class Agent:
     hosts: bool | None = None
     local_address: str | None = None
     torchrun_restarts: int | None = None
+    number: int | None = None
 
 
 def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
@@ -99,6 +118,18 @@ def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
     ]
 
 
+def is_started_by(command: Sequence[str]) -> bool:
+    """Whether this is a torchrun command, ours or somebody else's."""
+    names = {Path(word).name for word in command[: _words_before_module(command)]}
+    return bool(names & {"torchrun", _TORCHRUN, _ELASTIC})
+
+
+def _words_before_module(command: Sequence[str]) -> int:
+    """Where ``-m runner`` stands."""
+    pairs = list(itertools.pairwise(command))
+    return pairs.index(("-m", "runner")) if ("-m", "runner") in pairs else len(command)
+
+
 def _torchrun_restarts(agent: Agent) -> int:
     if agent.torchrun_restarts is not None:
         return agent.torchrun_restarts
@@ -114,8 +145,18 @@ def _where(agent: Agent) -> list[str]:
             "meet; the same on every node"
         )
     host, port = agent.head
+    if agent.number is not None and agent.nodes.least == agent.nodes.most >= STATIC_FROM_NODES:
+        where = [
+            f"--nnodes={agent.nodes.text}",
+            f"--node-rank={agent.number}",
+            "--rdzv-backend=static",
+            f"--master-addr={host}",
+            f"--master-port={port}",
+            f"--rdzv-id={agent.name}",
+        ]
+        return [*where, *([f"--local-addr={agent.local_address}"] if agent.local_address else [])]
     hosts = is_here(host) if agent.hosts is None else agent.hosts
-    settings = _RENDEZVOUS | {"is_host": int(hosts)}
+    settings = _rendezvous_settings(agent.nodes.most) | {"is_host": int(hosts)}
     where = [
         f"--nnodes={agent.nodes.text}",
         "--rdzv-backend=c10d",
@@ -172,11 +213,29 @@ def is_here(host: str) -> bool:
     return False
 
 
-def num_ranks_here() -> int:
-    """A rank per GPU, or two on a machine without."""
+def num_ranks_here(environment: Mapping[str, str]) -> int:
+    """A rank per GPU, or two on a machine without.
+
+    Raises:
+        ConfigError: the job has GPUs here that torch does not see: with fewer ranks than the other
+            nodes, or on CPUs, this one would keep them waiting.
+    """
     import torch
 
-    return torch.cuda.device_count() or _RANKS_WITHOUT_GPU
+    seen, given = torch.cuda.device_count(), gpus_on_node(environment)
+    if given is not None and seen != given:
+        raise ConfigError(
+            f"{socket.gethostname()}: the job has {given} GPUs on this node (SLURM_GPUS_ON_NODE) "
+            f"and torch sees {seen}: one may have failed (nvidia-smi tells); --nproc N starts N "
+            "ranks all the same"
+        )
+    asked = gpus_asked_for(environment)
+    if not seen and asked:
+        raise ConfigError(
+            f"{socket.gethostname()}: the job asked for GPUs ({asked}) and torch sees none; "
+            "--nproc N with parallel.device=cpu trains without"
+        )
+    return seen or _RANKS_WITHOUT_GPU
 
 
 def default_name(out: Path) -> str:

@@ -1,7 +1,8 @@
 """A pre-norm decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
 Owns the network, its parameter count and its FLOPs. Must not know the configuration (a
-:class:`DecoderShape` comes in), initial values, sharding, precision policy or the loss.
+:class:`DecoderShape` comes in), initial values, sharding or precision policy; of the loss only
+that large logits become it at once.
 
 Parameters may be FP32, BF16, FP32 under autocast, or gathered by FSDP2 with a mixed precision
 policy: activations follow the embedding's dtype, statistics and rotations are FP32.
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.error import ConfigError
+from runner.model.loss import HeadLosses
+from runner.system.error import ConfigError
 
 _FFN_MULTIPLE = 64
 
@@ -291,9 +293,10 @@ class Decoder(nn.Module):
     There are no registered buffers.
     """
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: DecoderShape, head_losses: HeadLosses | None = None) -> None:
         super().__init__()
         self.shape = shape
+        self._head_losses = head_losses
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
         self._rotary = rotary_table(shape, self.embedding.weight.device)
         self.blocks = nn.ModuleList(Block(shape, self._rotary) for _ in range(shape.layers))
@@ -312,8 +315,13 @@ class Decoder(nn.Module):
             if isinstance(module, Attention):
                 module.rotary = self._rotary
 
-    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, segments: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor:
         """Logits ``[B, T, vocab_size]`` in the compute dtype.
+
+        Where they are too large to be held, and ``targets`` are given, ``[2, B]`` instead: see
+        :class:`runner.model.loss.HeadLosses`.
 
         ``tokens``: int64 ``[B, T]``, ``T`` at most ``shape.seq_len``. ``segments``: int32
         ``[B, T]``, the document of each token; with it attention does not leave the document.
@@ -327,6 +335,9 @@ class Decoder(nn.Module):
         x = self.norm(x)
         # Inside the root's forward, where FSDP2 has the embedding gathered.
         weight = self.embedding.weight if self.head is None else self.head.weight
+        losses = self._head_losses
+        if targets is not None and losses is not None and losses.is_wanted(x, weight):
+            return losses(x, weight, targets)
         return F.linear(x, weight)
 
     def _prepare(self, tokens: Tensor) -> None:

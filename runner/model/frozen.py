@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from runner.error import ConfigError
 from runner.model.decoder import Decoder
+from runner.system.error import ConfigError
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:

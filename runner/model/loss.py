@@ -1,16 +1,21 @@
 """The training loss of a batch, one sum per sequence.
 
-Owns cross-entropy and the z-loss. Must not know the model, the averaging over ranks and
-micro-batches, or what is done with the numbers.
+Owns cross-entropy and the z-loss, and the head's product where its result is too large to be held.
+Must not know the model, the averaging over ranks and micro-batches, or what is done with the
+numbers.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 NOT_COUNTED = -100
+_FP32_BYTES = 4
 
 
 def sequence_losses(
@@ -22,17 +27,119 @@ def sequence_losses(
     where a token does not count: it then adds exactly zero to value and gradient. ``fp32``
     computes in FP32 whatever the logits' dtype. Returns two FP32 ``[B]`` in nats; the second
     adds ``z_loss * log(Z)^2`` per token (PaLM, Chowdhery et al. 2022, section 5) and is the same
-    tensor as the first when ``z_loss`` is 0.
+    tensor as the first when ``z_loss`` is 0. In place of logits the ``[2, B]`` of
+    :class:`HeadLosses` may come: it is these two already.
     """
+    if logits.dim() == 2:
+        return logits[0].clone(), logits[1].clone()  # no views leave a sharded module
     # [B * T, V], not [B, V, T]: the two-dimensional kernel is not deterministic on CUDA.
     flat = logits.flatten(0, 1)
     flat = flat.float() if fp32 else flat
-    token_losses = F.cross_entropy(
-        flat, targets.flatten(), ignore_index=NOT_COUNTED, reduction="none"
-    )
+    token_losses = _cross_entropy(flat, targets.flatten())
+    log_sums = None if z_loss == 0 else torch.logsumexp(flat, dim=-1).float()
+    return _summed(token_losses, log_sums, targets, z_loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadLosses:
+    """The head and its loss in parts: the logits of a whole micro-batch are never held.
+
+    For logits ``[B, T, V]`` of more than ``most_bytes`` in FP32; 0: never. The parts are computed
+    again in the backward pass, so no more than about two of them live at a time.
+    """
+
+    fp32: bool
+    z_loss: float
+    most_bytes: int
+
+    def is_wanted(self, hidden: Tensor, weight: Tensor) -> bool:
+        """Whether the logits of ``hidden`` ``[B, T, dim]`` are too large at once.
+
+        Under autocast the two have different dtypes; that is left to torch.
+        """
+        num_bytes = hidden.shape[:-1].numel() * weight.shape[0] * _FP32_BYTES
+        return 0 < self.most_bytes < num_bytes and hidden.dtype == weight.dtype
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """What :func:`sequence_losses` gives for ``hidden @ weight.T``, as one FP32 ``[2, B]``.
+
+        ``hidden`` ``[B, T, dim]`` and ``weight`` ``[V, dim]`` of one dtype.
+        """
+        losses, log_sums = _HeadLoss.apply(  # type: ignore[no-untyped-call]
+            hidden.flatten(0, 1), weight, targets.flatten(), self.fp32, self.most_bytes
+        )
+        told = _summed(losses, log_sums if self.z_loss else None, targets, self.z_loss)
+        return torch.stack(told)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """``(hidden [N, dim], weight [V, dim], targets [N])`` to cross-entropy and log Z, FP32 [N].
+
+    Forward goes by tokens, backward by rows of ``weight``: each part of its gradient is then one
+    product over all tokens, as without parts, and is rounded once. The gradient of ``hidden`` is
+    summed in FP32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, fp32: bool, most_bytes: int
+    ) -> tuple[Tensor, Tensor]:
+        losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        log_sums = torch.empty_like(losses)
+        size = max(1, most_bytes // (_FP32_BYTES * len(weight)))
+        for start in range(0, len(hidden), size):
+            part = slice(start, start + size)
+            logits = F.linear(hidden[part], weight)
+            logits = logits.float() if fp32 else logits
+            losses[part] = _cross_entropy(logits, targets[part])
+            log_sums[part] = torch.logsumexp(logits, dim=-1)
+        ctx.save_for_backward(hidden, weight, targets, log_sums)
+        ctx.size = max(1, most_bytes // (_FP32_BYTES * len(hidden)))
+        return losses, log_sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_sums = ctx.saved_tensors
+        counted = targets != NOT_COUNTED
+        of_loss = torch.where(counted, grads[0], 0.0)
+        of_softmax = (of_loss + grads[1]).unsqueeze(1)
+        for_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        for_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(weight), ctx.size):
+            rows = weight[start : start + ctx.size]
+            grad = F.linear(hidden, rows).float()
+            grad.sub_(log_sums.unsqueeze(1)).exp_().mul_(of_softmax)
+            # What does not count adds nothing, whatever its logits are.
+            grad.masked_fill_(~counted.unsqueeze(1), 0.0)
+            _subtract_at(grad, targets - start, of_loss)
+            grad = grad.to(hidden.dtype)
+            for_hidden += grad @ rows
+            if for_weight is not None:
+                torch.mm(grad.T, hidden, out=for_weight[start : start + ctx.size])
+        return for_hidden.to(hidden.dtype), for_weight, None, None, None
+
+
+def _subtract_at(values: Tensor, columns: Tensor, amounts: Tensor) -> None:
+    """``values[i, columns[i]] -= amounts[i]`` where there is such a column. Nothing waits."""
+    is_here = (columns >= 0) & (columns < values.shape[1])
+    # Not scatter_add_ or index_put_: one place a row, so that nothing is added in any order.
+    at = torch.where(is_here, columns, 0).unsqueeze(1)
+    amounts = torch.where(is_here, amounts, 0.0).unsqueeze(1)
+    values.scatter_(1, at, values.gather(1, at) - amounts)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of each token; 0 where it does not count."""
+    return F.cross_entropy(logits, targets, ignore_index=NOT_COUNTED, reduction="none")
+
+
+def _summed(
+    token_losses: Tensor, log_sums: Tensor | None, targets: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Over each sequence: the cross-entropy, and the loss to train on."""
     cross_entropy = token_losses.float().view_as(targets).sum(dim=1)
-    if z_loss == 0:
+    if log_sums is None:
         return cross_entropy, cross_entropy
-    squares = torch.logsumexp(flat, dim=-1).float().square().view_as(targets)
+    squares = log_sums.square().view_as(targets)
     counted = torch.where(targets == NOT_COUNTED, 0.0, squares)
     return cross_entropy, cross_entropy + z_loss * counted.sum(dim=1)

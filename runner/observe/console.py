@@ -1,18 +1,30 @@
-"""What a person sees: one live line on a terminal, plain lines elsewhere, a table at the end."""
+"""What a person sees: one live line on a terminal, plain lines elsewhere, a table at the end.
+
+Lines that stay are log records (:mod:`runner.system.log`); for a log pipeline (``track.log=json``)
+the live line and the table are records as well.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from runner.policy.history import Incident
-from runner.redact import redacted
+from runner.policy.decision.history import Incident
+
+_log = logging.getLogger(__name__)
+_WARNING = "warning: "
+# Of incidents; all others are warnings.
+_GRAVE = frozenset({"halt", "crash", "unproven", "replica_mismatch", "checkpoint_damaged"})
+CALM = frozenset({"start", "setting_changed", "restored", "episode", "interval"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,26 +78,85 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+_BAR = 24
+_PLAIN_SECONDS = 30.0
+
+
+class Working:
+    """How far some work is, how fast, and when it will be over.
+
+    Args:
+        unit: what is counted, in the plural; empty for bytes.
+    """
+
+    def __init__(
+        self, what: str, clock: Callable[[], float] = time.monotonic, *, unit: str = ""
+    ) -> None:
+        self.what = what
+        self._unit = unit
+        self._clock = clock
+        self._began = self._told = clock()
+        self._first: int | None = None
+
+    def is_due(self) -> bool:
+        """Whether a plain line is due: not for work of seconds, and not many for work of hours."""
+        now = self._clock()
+        if now < self._told + _PLAIN_SECONDS:
+            return False
+        self._told = now
+        return True
+
+    def begin(self, done: int) -> None:
+        """So much was there when it began."""
+        self._first = done if self._first is None else self._first
+
+    def text(self, done: int, total: int) -> str:
+        """``tokenising [####----] 50%  1.2 of 2.4 GiB  40 MiB/s  ETA 4m10s``."""
+        self.begin(done)
+        assert self._first is not None
+        seconds = self._clock() - self._began
+        rate = (done - self._first) / seconds if seconds > 1.0 else 0.0
+        share = min(1.0, done / total)
+        filled = int(_BAR * share)
+        parts = [
+            f"{self.what} [{'#' * filled}{'-' * (_BAR - filled)}] {share:.0%}",
+            f"{done:,} of {total:,} {self._unit}"
+            if self._unit
+            else f"{done / 2**30:.2f} of {total / 2**30:.2f} GiB",
+        ]
+        if rate > 0:
+            pace = f"{rate:,.0f} {self._unit}/s" if self._unit else f"{rate / 2**20:,.0f} MiB/s"
+            parts += [pace, f"ETA {duration((total - done) / rate)}"]
+        return "  ".join(parts)
+
+
 class Console:
     """Rank 0's output; silent on the others.
 
     Args:
         every: steps between plain lines when the output is no terminal.
+        as_json: nothing but log records, for a pipeline.
     """
 
-    def __init__(self, *, silent: bool, every: int) -> None:
+    def __init__(self, *, silent: bool, every: int, as_json: bool = False) -> None:
         self._silent = silent
         self._every = every
+        self._as_json = as_json
         self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._has_live = self._rich.is_terminal and not as_json
         self._live: Live | None = None
+        self._working: Working | None = None
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """One line that stays; a warning where it begins with ``warning: ``."""
         if not self._silent:
-            self._rich.print(Text(redacted(text)))
+            level = logging.WARNING if text.startswith(_WARNING) else logging.INFO
+            _log.log(level, "%s", text.removeprefix(_WARNING))
 
     def incident(self, incident: Incident) -> None:
         """An incident in one line that stays."""
+        if self._silent:
+            return
         span = incident.samples
         parts = [
             f"! step {incident.step} {incident.kind}",
@@ -93,16 +164,23 @@ class Console:
             *([f"samples {span[0]}-{span[1] - 1}"] if span else []),
             *([f"({'; '.join(incident.sample_ids[:2])})"] if incident.sample_ids else []),
         ]
-        self.say(f"{' '.join(parts)}: {incident.reason} -> {incident.decision}")
+        words = f"{' '.join(parts)}: {incident.reason} -> {incident.decision}"
+        _log.log(level_of(incident.kind), "%s", words, extra=_about(incident))
 
     def progress(self, progress: Progress) -> None:
         """Update the live line; where the output is no terminal, a plain line when it is due."""
         if not self.shows(progress.step, progress.total, is_evaluated=progress.is_evaluated):
             return
-        if self._rich.is_terminal:
-            self._update_live(Text(progress.text()))
+        self._show(progress.text(), asdict(progress))
+
+    def _show(self, text: str, fields: dict[str, Any]) -> None:
+        """In the live line, or as a line of its own."""
+        if self._has_live:
+            self._update_live(Text(text))
+        elif self._as_json:
+            _log.info("%s", text, extra={"fields": fields})
         else:
-            self._rich.print(Text(progress.text()))
+            self._rich.print(Text(text))
             sys.stdout.flush()
 
     def shows(self, step: int, total: int, *, is_evaluated: bool) -> bool:
@@ -110,7 +188,7 @@ class Console:
         if self._silent:
             return False
         is_due = step in (1, total) or step % self._every == 0 or is_evaluated
-        return is_due or self._rich.is_terminal
+        return is_due or self._has_live
 
     def _update_live(self, text: Text) -> None:
         if self._live is None:
@@ -118,10 +196,23 @@ class Console:
             self._live.start()
         self._live.update(text, refresh=True)
 
+    def work(self, what: str, done: int, total: int) -> None:
+        """Show how far some long work is, in bytes: a live line, or a plain one now and then."""
+        if self._silent or not total:
+            return
+        if self._working is None or self._working.what != what:
+            self._working = Working(what)
+        text = self._working.text(done, total)
+        if self._has_live or self._working.is_due():
+            self._show(text, {"bytes_done": done, "bytes_total": total})
+
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """Two columns, at the end."""
         self.close()
         if self._silent:
+            return
+        if self._as_json:
+            _log.info("%s", title, extra={"fields": {"summary": dict(rows)}})
             return
         # Text, not str: "[...]" in a path or an error's words is no markup.
         table = Table(title=Text(title), show_header=False, title_justify="left")
@@ -134,3 +225,22 @@ class Console:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def level_of(kind: str) -> int:
+    """How grave an incident is, as a level of :mod:`logging`."""
+    if kind in _GRAVE:
+        return logging.ERROR
+    return logging.INFO if kind in CALM else logging.WARNING
+
+
+def _about(incident: Incident) -> dict[str, Any]:
+    """What a pipeline can use of it."""
+    fields = {
+        "step": incident.step,
+        "ranks": list(incident.ranks),
+        "samples": list(incident.samples) if incident.samples else None,
+        "reason": incident.reason,
+        "decision": incident.decision,
+    }
+    return {"incident": incident.kind, "fields": fields}

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from runner.error import ConfigError
-from runner.observe.lines import LineFile, lines_after, read_lines
-from runner.policy.history import History, Incident, discarded_signals
-from runner.redact import redacted
-from runner.strict import whole
+from runner.policy.decision.history import History, Incident, discarded_signals
+from runner.system.error import ConfigError
+from runner.system.json_lines import LineFile, lines_after, read_lines
+from runner.system.parsing import whole
+from runner.system.redact import redacted
 
 _LIMIT = 1 << 63
 _LAST_SAMPLE = 1 << 60  # as data.skip has it
@@ -82,13 +82,35 @@ def _check(line: dict[str, Any], folded: History) -> None:
     for name, most in _MOST.items():
         if name in incident.detail:
             whole(incident.detail[name], name, below=most)
+    _check_kind(incident)
+    folded.add(incident)
+
+
+def _check_kind(incident: Incident) -> None:
+    """What a restart takes from lines of its kind; raises as :func:`_check`."""
     if incident.kind in ("discard", "rollback") and incident.samples is None:
         raise ValueError(f"a {incident.kind} without samples")
     if incident.kind == "discard":
         discarded_signals(incident)
+    if incident.kind == "unreadable":
+        for name in ("positions", "indices"):
+            for number in incident.detail[name]:
+                whole(number, name, below=_LAST_SAMPLE)
     if incident.kind == "rollback":
         _check_rollback(incident.detail)
-    folded.add(incident)
+    if incident.kind == "mixture":
+        _check_mixture(incident.detail)
+
+
+def _check_mixture(detail: Mapping[str, Any]) -> None:
+    whole(detail["start"], "start", below=_LAST_SAMPLE)
+    weights = detail["weights"]
+    if not isinstance(weights, dict):
+        raise TypeError(f"weights are {type(weights).__name__}, no object")
+    if not all(isinstance(w, float | int) and 0 <= w <= 1e9 for w in weights.values()):
+        raise ValueError(f"weights are {weights}")
+    if not math.fsum(weights.values()) > 0:
+        raise ValueError("all weights are 0")
 
 
 def _check_rollback(detail: Mapping[str, Any]) -> None:
@@ -99,7 +121,18 @@ def _check_rollback(detail: Mapping[str, Any]) -> None:
 
 
 class Journal:
-    """The run's incidents. ``file`` is None on every rank but the first."""
+    """The run's incidents.
+
+    Args:
+        lines: of the journal so far.
+        told_to_skip: half-open ranges of sample positions that the settings leave out.
+        file: None on every rank but the first.
+        clock: seconds since the epoch.
+        tell: takes each line that this process wrote; must neither wait nor raise.
+
+    Attributes:
+        began: seconds since the epoch at which the run was first started.
+    """
 
     def __init__(
         self,
@@ -108,7 +141,9 @@ class Journal:
         told_to_skip: Iterable[tuple[int, int]],
         file: LineFile | None,
         clock: Callable[[], float] = time.time,
+        tell: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
+        self._tell = tell
         self.history = History(told_to_skip)
         self._file = file
         self._clock = clock
@@ -118,7 +153,9 @@ class Journal:
         for line in known:
             self.history.add(Incident.from_json(line))
 
-    # ``began``: seconds since the epoch at which the run was first started.
+    @property
+    def file(self) -> LineFile | None:
+        return self._file
 
     @property
     def num_lines(self) -> int:
@@ -130,12 +167,14 @@ class Journal:
         return self.history.num_starts
 
     def add(self, incident: Incident) -> None:
-        """Write, sync, then fold in: what is not on disk has not happened."""
+        """Write, sync, then fold in: what is not on disk, or kept for it, has not happened."""
         with self._lock:
             if self._file is not None:
                 starts = self.attempt + int(incident.kind == "start")
                 head = {"seq": self.num_lines, "time": self._clock(), "attempt": starts}
-                self._file.append(head | redacted(incident.to_json()), durably=True)
+                line = head | redacted(incident.to_json())
+                self._file.append(line, durably=True)
+                self._tell(line)
             self.history.add(incident)
 
     def add_once(self, incident: Incident) -> bool:

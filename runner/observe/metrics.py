@@ -13,24 +13,28 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from runner.observe.lines import LineFile
+from runner.system.json_lines import LineFile, iter_lines, step_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsLine:
     """``cursor`` is the next sample position after the step, ``samples`` what it read.
 
-    ``loss`` in nats per token and ``grad_norm`` (before clipping) are None when not finite.
+    ``loss`` and ``eval_loss`` are in nats per token, ``grad_norm`` is before clipping. What is not
+    finite is null in the file, and named there; see :func:`runner.system.parsing.json_text`.
+    ``loss_limit`` and ``norm_limit`` are what the gate would have let pass, None without a limit.
     ``time`` is the clock's at the line's writing, in seconds since the epoch. ``stalls`` tells
     what else the training thread spent since the line before: seconds by kind, one of
-    :data:`runner.observe.goodput.STALLS`, kinds without any left out.
+    :data:`runner.observe.goodput.STALLS`, kinds without any left out; and ``discarded``, what a
+    step took that was given up for a sample that could not be read. ``columns`` are further numbers
+    by name, keys of their own in the file.
     """
 
     step: int
     cursor: int
     samples: tuple[int, int]
-    loss: float | None
-    grad_norm: float | None
+    loss: float
+    grad_norm: float
     lr: float
     tokens: int
     tokens_per_second: float
@@ -39,20 +43,28 @@ class MetricsLine:
     verdict: str
     action: str
     eval_loss: float | None = None
+    loss_limit: float | None = None
+    norm_limit: float | None = None
     time: float = 0.0
     stalls: Mapping[str, float] = field(default_factory=dict)
+    columns: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values. Not ``asdict``, which copies: a line is written every step."""
-        return {name: getattr(self, name) for name in _NAMES}
+        return {**{name: getattr(self, name) for name in _NAMES}, **self.columns}
 
 
-_NAMES = tuple(spec.name for spec in fields(MetricsLine))
+_NAMES = tuple(spec.name for spec in fields(MetricsLine) if spec.name != "columns")
 
 
-def finite_or_none(value: float) -> float | None:
-    """JSON has no NaN; null says it."""
-    return value if math.isfinite(value) else None
+def held_out_before(path: Path, step: int) -> float | None:
+    """The newest held-out loss in the metrics of an earlier step; None without one."""
+    found = None
+    for line in iter_lines(path):
+        loss = line.get("eval_loss")
+        if isinstance(loss, float) and math.isfinite(loss) and step_of(line) < step:
+            found = loss
+    return found
 
 
 class Metrics:
@@ -67,15 +79,18 @@ class Metrics:
         if self._file is not None:
             self._file.append(line.to_json(), durably=False)
 
+    @property
+    def file(self) -> LineFile | None:
+        return self._file
+
     def sync(self) -> int:
-        """Length in bytes, all of it durable; 0 on other ranks."""
+        """Length in bytes, all of it durable but for what is kept; 0 on other ranks."""
         return self._file.sync() if self._file is not None else 0
 
     def num_bytes(self) -> int:
-        """Length in bytes, all of it there for other processes; 0 on other ranks."""
+        """Length in bytes, there for other processes but for what is kept; 0 on other ranks."""
         return self._file.num_bytes() if self._file is not None else 0
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.sync()
             self._file.close()

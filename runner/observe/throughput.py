@@ -5,14 +5,31 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-# Dense BF16 peak in TFLOP/s by a part of the device's name (vendors' data sheets).
+# Dense BF16 peak in TFLOP/s by a part of the device's name (vendors' data sheets). The first that
+# fits counts: what is part of another name comes after it.
 _PEAKS = (
-    ("H200", 989.0),
+    ("GB300", 2500.0),
+    ("GB200", 2500.0),
+    ("B300", 2250.0),
+    ("B200", 2250.0),
+    ("B100", 1750.0),
+    ("H200 NVL", 836.0),
+    ("H200", 989.0),  # GH200 as well
+    ("H100 NVL", 835.0),
     ("H100 PCIe", 756.0),
     ("H100", 989.0),
-    ("B200", 2250.0),
+    ("H800 PCIe", 756.0),
+    ("H800", 989.0),
+    ("H20", 148.0),
     ("A100", 312.0),
+    ("A800", 312.0),
+    ("A40", 150.0),
+    ("A30", 165.0),
     ("L40S", 362.0),
+    ("L40", 181.0),
+    ("MI355X", 2500.0),
+    ("MI350X", 2300.0),
+    ("MI325X", 1307.0),
     ("MI300X", 1307.0),
 )
 _STEPS_AVERAGED = 20

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from runner.files import make_folder, naming, replace_for_writing
 from runner.observe.metrics import MetricsLine
+from runner.system.files import make_folder, naming, replace_for_writing
+from runner.system.output import Loss, Outlet
+
+_MOST_LINES = 1000  # that may wait for a tracker
+_CLOSE_SECONDS = 5.0
 
 
 class Tracker(Protocol):
@@ -17,6 +22,44 @@ class Tracker(Protocol):
 
     def write(self, line: MetricsLine) -> None: ...
     def close(self) -> None: ...
+
+
+class BackgroundTracker:
+    """Writes to another tracker from a thread: one that fails or hangs is done without.
+
+    Args:
+        name: of the tracker, for a person.
+    """
+
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self._tracker = tracker
+        self._has_failed = False
+        self._outlet: Outlet[MetricsLine | None] = Outlet(name, self._deliver, most=_MOST_LINES)
+
+    @property
+    def loss(self) -> Loss | None:
+        """See :attr:`runner.system.output.Outlet.loss`."""
+        return self._outlet.loss
+
+    def write(self, line: MetricsLine) -> None:
+        self._outlet.put(line)
+
+    def close(self) -> None:
+        """What is not written within some seconds is lost."""
+        self._outlet.put(None)
+        self._outlet.drain(_CLOSE_SECONDS)
+
+    def _deliver(self, line: MetricsLine | None) -> None:
+        if self._has_failed:
+            return  # what follows a torn record could not be read
+        try:
+            if line is None:
+                self._tracker.close()
+            else:
+                self._tracker.write(line)
+        except Exception:
+            self._has_failed = True
+            raise
 
 
 class TensorBoardTracker:
@@ -67,11 +110,12 @@ class TensorBoardTracker:
             "train/tokens_per_second": line.tokens_per_second,
             "eval/loss": line.eval_loss,
             "guard/discarded": float(line.action != "apply"),
+            **{f"sources/{name}": value for name, value in line.columns.items()},
         }
         values = [
             self._summary.Value(tag=name, simple_value=value)
             for name, value in scalars.items()
-            if value is not None
+            if value is not None and math.isfinite(value)
         ]
         self._add(step=line.step, summary=self._summary(value=values))
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# As runner.error has them; policy imports nothing of ours.
+# As runner.system.error has them (held by tests/mechanism/test_one_place.py): policy imports
+# nothing of ours.
 _DONE, _CRASH, _HALTED, _PREEMPTED = 0, 1, 3, 75
 # What was seen, and not why: a rank that is gone or died in C++, a network where nothing moves.
 # gloo aborts a rank that receives another size than it expects.
 _UNEXPLAINED = (None, "silence", "exit", "fatal", "network")
+HARDWARE = "hardware"
 _FINAL = {2: "settings or data", 3: "halted by the guard", 4: "no loadable checkpoint"}
 
 
@@ -99,6 +101,8 @@ def _repeated(attempts: Sequence[Attempt], times: int) -> str | None:
     tail = attempts[-times:]
     if len(tail) < times or any(not a.took_up or a.code == _PREEMPTED for a in tail):
         return None
+    if any(attempt.cause == HARDWARE for attempt in tail):
+        return None  # another node may do it
     if len({(a.step, what_failed(a)) for a in tail}) > 1:
         return None
     return (

@@ -50,11 +50,12 @@ class Stragglers:
 
     Args:
         factor: slower than the median rank by this much.
+        device_factor: the same for the fixed computation on its device; None: ``factor``.
         checks: in so many comparisons in a row.
     """
 
-    def __init__(self, *, factor: float, checks: int) -> None:
-        self._factor = factor
+    def __init__(self, *, factor: float, checks: int, device_factor: float | None = None) -> None:
+        self._factors = {"host": factor, "device": device_factor or factor}
         self._checks = checks
         self._slow: dict[tuple[int, str], int] = {}
 
@@ -67,7 +68,7 @@ class Stragglers:
             # The lower one of two: with two ranks the middle between them would hide the slow.
             median = statistics.median_low(seconds)
             for rank, value in enumerate(seconds):
-                is_slow = value > median * self._factor
+                is_slow = value > median * self._factors[what]
                 if what == "host":
                     is_slow = is_slow and value - median > _WORTH * step
                 count = self._slow.get((rank, what), 0) + 1 if is_slow else 0

@@ -1,0 +1,177 @@
+"""Rows of CSV and JSONL files as (step, loss, grad norm).
+
+A value that is not there is None; NaN and Inf are themselves, for they are trouble.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from runner.backtest import column
+from runner.system.error import ConfigError
+
+Row = tuple[float | None, float | None, float | None]
+# Sampled for the names of the columns: the first lines of a log may lack the gradient norm.
+_LINES_FOR_NAMES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """Columns as told on the command line, or None."""
+
+    step: str | None = None
+    loss: str | None = None
+    grad_norm: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Table:
+    """Rows in the order of the file, how many lines could not be read, and the first of those."""
+
+    rows: list[Row]
+    num_unreadable: int = 0
+    unreadable: str = ""
+    has_steps: bool = True
+    has_norms: bool = True
+
+
+def chosen(fields: list[str], names: Names, source: str) -> tuple[str | None, str, str | None]:
+    """The columns of step, loss and grad norm.
+
+    Raises:
+        ConfigError: there is no loss, or a told one is missing.
+    """
+    loss = column.find(column.LOSS, fields, names.loss, source)
+    if loss is None:
+        raise column.missing(column.LOSS, fields, source)
+    step = column.find(column.STEP, fields, names.step, source)
+    norm = column.find(column.GRAD_NORM, fields, names.grad_norm, source)
+    return step, loss, norm
+
+
+def opened(path: Path, newline: str | None = None) -> TextIO:
+    """The file's text, unpacked if its name ends in .gz; a byte order mark is left out."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", newline=newline, encoding="utf-8-sig", errors="replace")
+    return path.open(newline=newline, encoding="utf-8-sig", errors="replace")
+
+
+def read_csv(path: Path, names: Names) -> Table:
+    """A CSV with one line of names; a tab or semicolon between columns is noticed."""
+    with opened(path, newline="") as file:
+        head = file.readline()
+        file.seek(0)
+        separator = max(",\t;", key=head.count)
+        lines = csv.reader(file, delimiter=separator)
+        fields = next(_readable(lines), None) or []
+        step, loss, norm = chosen(fields, names, str(path))
+        places = [fields.index(name) if name is not None else None for name in (step, loss, norm)]
+        table = Table(rows=[], has_steps=step is not None, has_norms=norm is not None)
+        for line in _readable(lines):
+            try:
+                table.rows.append(_numbers(line or [], places))
+            except (ValueError, IndexError):
+                table.num_unreadable += 1
+                table.unreadable = table.unreadable or separator.join(line or [])[:80]
+    return table
+
+
+def _readable(lines: Iterator[list[str]]) -> Iterator[list[str] | None]:
+    """Each line's cells; None for one that is no CSV, such as a cell without end."""
+    while True:
+        try:
+            yield next(lines)
+        except StopIteration:
+            return
+        except csv.Error:
+            yield None
+
+
+def _numbers(line: list[str], places: list[int | None]) -> Row:
+    step, loss, norm = (None if place is None else _number(line[place]) for place in places)
+    return step, loss, norm
+
+
+def _number(text: str) -> float | None:
+    text = text.strip()
+    return float(text) if text and text not in ("null", "None", "-") else None
+
+
+def read_json(path: Path, names: Names) -> Table:
+    """A JSON object a line: our ``metrics.jsonl``, or a log of that kind; or one document.
+
+    A document is a list of objects, or an object whose ``log_history`` is one, as the trainer of
+    Hugging Face leaves in ``trainer_state.json``.
+
+    In ours a value that was not finite is null; elsewhere null means that it is not there.
+    """
+    sample = [values for values, _ in zip(_objects(path), range(_LINES_FOR_NAMES), strict=False)]
+    fields = list(dict.fromkeys(name for values in sample for name in values or {}))
+    if not fields:
+        raise ConfigError(
+            f"{path}: no line of it is a JSON object, nor is it a list of objects or has one as "
+            "its log_history"
+        )
+    step, loss, norm = chosen(fields, names, str(path))
+    is_ours = {"verdict", "action", "cursor"} <= set(fields)
+    table = Table(rows=[], has_steps=step is not None, has_norms=norm is not None)
+    for values in _objects(path):
+        try:
+            table.rows.append(_row(values, step, loss, norm, is_ours))
+        except (ValueError, TypeError, OverflowError):
+            table.num_unreadable += 1
+    return table
+
+
+def _row(
+    values: dict[str, Any] | None, step: str | None, loss: str, norm: str | None, is_ours: bool
+) -> Row:
+    if values is None:
+        raise ValueError("no object")
+    told: list[float | None] = []
+    for name in (step, loss, norm):
+        value = None if name is None else values.get(name)
+        if value is None and is_ours and name in (loss, norm):
+            value = math.nan
+        told.append(None if value is None else float(value))
+    return told[0], told[1], told[2]
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Each line's object; None for a line that is none, such as the torn last one of a crash."""
+    document = _document(path)
+    if document is not None:
+        yield from (values if isinstance(values, dict) else None for values in document)
+        return
+    with opened(path) as file:
+        for line in file:
+            if line.strip():
+                values = _parsed(line)
+                yield values if isinstance(values, dict) else None
+
+
+def _document(path: Path) -> list[Any] | None:
+    """The entries of a file that is one JSON document; None where it is an object a line."""
+    with opened(path) as file:
+        first = file.readline()
+        if isinstance(_parsed(first), dict) and "log_history" not in first:
+            return None
+        whole = _parsed(first + file.read())
+    if isinstance(whole, dict):
+        whole = whole.get("log_history")
+    return whole if isinstance(whole, list) else None
+
+
+def _parsed(text: str) -> Any:
+    """The JSON value, None for what is none: the torn last line of a crash, for one."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

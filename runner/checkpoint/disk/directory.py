@@ -1,0 +1,268 @@
+"""The ring's directory: how a checkpoint is named, committed, marked and removed.
+
+    ring/000007-step-00000350/   rank-00000.bin ...  manifest.json  COMMITTED  [CLEAN|TAINTED]
+    ring/writing-000008-000003/  by incarnation 3, not committed: removed at the next start
+
+Marker last when saving, first when deleting; only committed entries count. ``COMMITTED``
+holds the manifest's digest, so that a damaged manifest is noticed too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from runner.checkpoint.manifest import INDEXED, MOST_BYTES, Manifest, parse_manifest
+from runner.policy.retention.records import Record, State
+from runner.system.error import CheckpointError, CorruptCheckpoint, UnreadableCheckpoint
+from runner.system.files import (
+    file_digest,
+    read_bounded,
+    remove_folder,
+    sync_directory,
+    write_durably,
+    write_json,
+)
+
+MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
+CLEAN = "CLEAN"
+_MARKS = {State.clean: CLEAN, State.tainted: "TAINTED"}
+_SWEPT = "swept-"
+_NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{8,18})")
+_MARKER_BYTES = 4096
+
+
+def folder_name(record: Record) -> str:
+    return f"{record.serial:06d}-step-{record.step:08d}"
+
+
+def parse_name(folder: str) -> tuple[int, int] | None:
+    """(serial, step) of a checkpoint's folder; None when it is none."""
+    match = _NAME.fullmatch(folder)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A committed checkpoint: its place in the ring and its manifest."""
+
+    record: Record
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(facts.num_bytes for facts in self.manifest.files.values())
+
+
+class CheckpointDirectory:
+    """File operations on one ring. Only one rank may call those that change names.
+
+    Args:
+        owner: the incarnation; unfinished checkpoints of two of them never mix.
+        check: raises when a newer incarnation owns the run; called before each change.
+    """
+
+    def __init__(
+        self, folder: Path, *, owner: int = 0, check: Callable[[], None] = lambda: None
+    ) -> None:
+        self.folder = folder
+        self._owner = owner
+        self._check = check
+
+    def writing_folder(self, serial: int) -> Path:
+        """Where the ranks put their files of a checkpoint that is being made."""
+        return self.folder / f"writing-{serial:06d}-{self._owner:06d}"
+
+    def folder_of(self, record: Record) -> Path:
+        return self.folder / folder_name(record)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Publish a checkpoint whose rank files are all written and synced.
+
+        Raises:
+            OSError: nothing is published then.
+            CheckpointError: nor where no reader would take a manifest of this size.
+        """
+        path = self.writing_folder(manifest.serial) / MANIFEST
+        try:
+            # Without line breaks json's fast encoder writes it: it may name thousands of files.
+            indent = None if manifest.version == INDEXED else 1
+            write_json(path, manifest.to_json(), most_bytes=MOST_BYTES, indent=indent)
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            raise CheckpointError(
+                f"the manifest of {len(manifest.shapes)} tensors on {manifest.world_size} ranks is "
+                f"too large ({error}); save from fewer ranks"
+            ) from None
+        self._publish(_committed(manifest))
+
+    def take_back(self, manifest: Manifest, data: bytes) -> Record:
+        """Publish, as clean, a checkpoint whose files were copied back and verified.
+
+        Args:
+            data: the manifest as it was written.
+        """
+        record = _committed(manifest)
+        self.remove(record)  # a damaged one of this name
+        writing = self.writing_folder(manifest.serial)
+        write_durably(writing / MANIFEST, data)
+        write_durably(writing / CLEAN, b"")
+        self._publish(record)
+        return replace(record, state=State.clean)
+
+    def _publish(self, record: Record) -> None:
+        writing, final = self.writing_folder(record.serial), self.folder_of(record)
+        # A newer incarnation moves ``writing`` away before it reads the ring: from here on
+        # either this rename comes first, and it sees the checkpoint, or this one fails.
+        self._check()
+        writing.rename(final)
+        try:
+            sync_directory(self.folder)
+            write_durably(final / COMMITTED, file_digest(final / MANIFEST).encode() + b"\n")
+        except OSError:
+            # Whether the disk has it nobody knows: a restart must not find it complete.
+            _take_back(final / COMMITTED)
+            with contextlib.suppress(OSError):
+                remove_folder(final)
+            raise
+
+    def mark(self, record: Record, state: State) -> None:
+        """Make a checkpoint's new state durable.
+
+        Raises:
+            OSError: it is not clean then; tainted it is as far as the disk goes along.
+        """
+        self._check()
+        path = self.folder_of(record) / _MARKS[state]
+        try:
+            write_durably(path, b"")
+        except OSError:
+            if state is State.clean:
+                _take_back(path)
+            raise
+
+    def remove(self, record: Record) -> None:
+        """Delete a checkpoint, its marker first."""
+        self._check()
+        folder = self.folder_of(record)
+        if folder.exists():
+            (folder / COMMITTED).unlink(missing_ok=True)
+            sync_directory(folder)
+            remove_folder(folder)
+
+    def sweep(self) -> list[str]:
+        """Remove what never committed; returns the names. Only at start-up, on one rank.
+
+        Raises:
+            Superseded: a newer incarnation owns the run.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        torn = [
+            folder
+            for folder in sorted(self.folder.iterdir())
+            if folder.is_dir()
+            and not (folder / COMMITTED).exists()
+            and (folder.name.startswith(("writing-", _SWEPT)) or _NAME.fullmatch(folder.name))
+        ]
+        self._check()  # after looking: what a newer incarnation is writing is not among them
+        for folder in torn:
+            # In one step, so that nobody commits a folder that is half gone.
+            if folder.is_symlink():  # only the link is ours to remove
+                folder.unlink()
+                continue
+            swept = self.folder / f"{_SWEPT}{self._owner:06d}-{folder.name.removeprefix(_SWEPT)}"
+            folder.rename(swept)
+            remove_folder(swept)
+        return [folder.name for folder in torn if not folder.name.startswith(_SWEPT)]
+
+    def entries(self) -> tuple[list[Entry], list[str]]:
+        """Committed checkpoints by serial, and a sentence for each that cannot be read."""
+        found: dict[int, Entry] = {}
+        damaged: list[str] = []
+        for folder in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
+            if _NAME.fullmatch(folder.name) and (folder / COMMITTED).exists():
+                try:
+                    entry = self.read(folder)
+                    if entry.record.serial in found:
+                        raise CorruptCheckpoint(f"{folder}: its number is there twice")
+                    found[entry.record.serial] = entry
+                except CorruptCheckpoint as error:
+                    damaged.append(str(error))
+        return [found[serial] for serial in sorted(found)], damaged
+
+    def read(self, folder: Path) -> Entry:
+        """One committed checkpoint.
+
+        Raises:
+            CorruptCheckpoint: the manifest is damaged, or is another's.
+        """
+        path = folder / MANIFEST
+        if folder.is_symlink():
+            raise CorruptCheckpoint(f"{folder}: is a symbolic link; a checkpoint lies in the ring")
+        try:
+            promised = read_bounded(folder / COMMITTED, _MARKER_BYTES).strip()
+            data = read_bounded(path, MOST_BYTES)
+        except OSError as error:
+            raise unreadable(folder, error) from None
+        # Digest and parse the same bytes: what is read twice may be two things.
+        if promised != hashlib.sha256(data).hexdigest().encode():
+            raise CorruptCheckpoint(f"{path}: digest differs from {COMMITTED}")
+        manifest = parse_manifest(data, path)
+        record = _record(folder, manifest)
+        if folder.name != self.folder_of(record).name:
+            raise CorruptCheckpoint(f"{folder}: holds serial {manifest.serial}: moved or renamed")
+        return Entry(record=record, folder=folder, manifest=manifest)
+
+
+# What a file that was lost, cut or replaced answers; anything else is the disk's or the network's.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
+
+
+def unreadable(path: Path, error: OSError) -> CorruptCheckpoint:
+    """The refusal for a file of a checkpoint that could not be read."""
+    kind = CorruptCheckpoint if error.errno in _DAMAGE else UnreadableCheckpoint
+    return kind(f"{path}: {error}")
+
+
+def _take_back(marker: Path) -> None:
+    with contextlib.suppress(OSError):
+        marker.unlink(missing_ok=True)
+        sync_directory(marker.parent)
+
+
+def _committed(manifest: Manifest) -> Record:
+    return Record(
+        serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=State.committed
+    )
+
+
+def _record(folder: Path, manifest: Manifest) -> Record:
+    state = State.committed
+    for marked, name in _MARKS.items():
+        if (folder / name).exists():
+            state = marked
+    return Record(serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=state)
+
+
+def read_rank_facts(path: Path) -> dict[str, object]:
+    """What one rank says about the file it wrote.
+
+    Raises:
+        CorruptCheckpoint: it is not there or not JSON.
+    """
+    try:
+        facts = json.loads(read_bounded(path, MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path}: {error}") from None
+    if not isinstance(facts, dict):
+        raise CorruptCheckpoint(f"{path}: holds {type(facts).__name__}, no object")
+    return facts

@@ -1,0 +1,186 @@
+"""One rank's index: what its file holds, in binary, beside it. For large numbers of ranks.
+
+    rank-00000.bin   the bytes
+    rank-00000.idx   which elements of which tensors they are
+
+Little endian: a header (``HFINDEX1``, number of pieces, bytes and SHA-256 of the file), then
+columns: tensor number (u32), flat start (u64), count (u64). A tensor's number is its place among
+the sorted names of the manifest. Pieces lie one after another: where one begins follows from the
+counts. The manifest has the digest of each index, and where to look for a piece (:mod:`.layout`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from runner.checkpoint.layout import Numbers, Rows, Run, compress
+from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, data_name, index_name
+from runner.system.error import CorruptCheckpoint
+from runner.system.files import read_bounded, write_durably
+
+_MAGIC = b"HFINDEX1"
+_HEADER = struct.Struct("<8sQQ32s")
+_PIECE_BYTES = 4 + 8 + 8
+MOST_INDEX_BYTES = 1 << 28
+_READERS = 8  # of small files at once: a shared disk answers slowly, and several at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankIndex:
+    """What one rank's file holds, in the order of its bytes."""
+
+    facts: FileFacts
+    tensor: Numbers
+    start: Numbers
+    count: Numbers
+
+    def offsets(self) -> Numbers:
+        """Bytes before each piece."""
+        ends: Numbers = np.cumsum(self.count) * ITEM_BYTES
+        return np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
+
+    def places(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """(tensor number, start) to (count, offset)."""
+        columns = (self.tensor, self.start, self.count, self.offsets())
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return {(tensor, start): (count, offset) for tensor, start, count, offset in rows}
+
+
+def write_index(
+    folder: Path, rank: int, facts: FileFacts, pieces: Sequence[tuple[int, int, int]]
+) -> None:
+    """Write and sync a rank's index.
+
+    Args:
+        facts: of its file.
+        pieces: (tensor number, start, count).
+
+    Raises:
+        OSError: see :func:`~runner.checkpoint.disk.shards.write_rank_file`.
+    """
+    header = _HEADER.pack(_MAGIC, len(pieces), facts.num_bytes, bytes.fromhex(facts.sha256))
+    table = np.array(pieces, dtype=np.int64).reshape(-1, 3)
+    data = [header, *(table[:, at].astype(kind).tobytes() for at, kind in _COLUMNS)]
+    write_durably(folder / index_name(rank), b"".join(data))
+
+
+def _facts(data: bytes, path: Path) -> FileFacts:
+    """Of the file that an index is of.
+
+    Raises:
+        CorruptCheckpoint: it is no index.
+    """
+    size = (len(data) - _HEADER.size) // _PIECE_BYTES
+    if size < 0 or len(data) != _HEADER.size + size * _PIECE_BYTES:
+        raise CorruptCheckpoint(f"{path}: {len(data)} bytes are no index")
+    magic, num, num_bytes, sha256 = _HEADER.unpack_from(data)
+    if magic != _MAGIC or num != size:
+        raise CorruptCheckpoint(f"{path}: is no index, or one of another version")
+    return FileFacts(num_bytes=num_bytes, sha256=sha256.hex())
+
+
+_COLUMNS = ((0, "<u4"), (1, "<u8"), (2, "<u8"))
+
+
+def parse_index(data: bytes, path: Path, *, num_tensors: int) -> RankIndex:
+    """
+    Raises:
+        CorruptCheckpoint: it is none, or does not add up.
+    """
+    facts = _facts(data, path)
+    size = (len(data) - _HEADER.size) // _PIECE_BYTES
+    columns: list[Numbers] = []
+    at = _HEADER.size
+    for _, kind in _COLUMNS:
+        column = np.frombuffer(data, dtype=kind, count=size, offset=at)
+        if size and int(column.max()) >= 1 << 50:
+            raise CorruptCheckpoint(f"{path}: {int(column.max())} is no number of elements")
+        columns.append(column.astype(np.int64))
+        at += column.nbytes
+    tensor, start, count = columns
+    # As floats first: what a file says may add up to more than an integer holds.
+    is_sane = not size or (int(tensor.max()) < num_tensors and int(count.min()) > 0)
+    is_sane = is_sane and float(count.sum(dtype=np.float64)) < 1 << 60
+    if not is_sane or int(count.sum()) * ITEM_BYTES != facts.num_bytes:
+        raise CorruptCheckpoint(f"{path}: its pieces do not add up to {facts.num_bytes} bytes")
+    return RankIndex(facts=facts, tensor=tensor, start=start, count=count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the pieces of all tensors lie, and of which indexes that was made."""
+
+    runs: Mapping[str, tuple[Run, ...]]
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    data: bytes
+    own: FileFacts
+    digest: bytes  # of what it says of pieces, and not of their bytes
+
+
+def collect_indexes(
+    folder: Path, names: Sequence[str], world_size: int, *, known: Layout | None = None
+) -> tuple[Layout, dict[str, FileFacts]]:
+    """The layout that all ranks' indexes make up, and the facts of all files.
+
+    Args:
+        names: of all tensors.
+        known: that of the save before: shards stay where they are, and it is not made anew.
+
+    Raises:
+        CorruptCheckpoint: an index is missing, or no rank writes such a one.
+    """
+
+    def read(rank: int) -> _Found:
+        path = folder / index_name(rank)
+        try:
+            data = read_bounded(path, MOST_INDEX_BYTES)
+        except OSError as error:
+            raise CorruptCheckpoint(f"{path}: {error}") from None
+        own = FileFacts(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        digest = hashlib.sha256(memoryview(data)[_HEADER.size :]).digest()
+        return _Found(data=data, own=own, digest=digest)
+
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="indexes") as readers:
+        found = list(readers.map(read, range(world_size)))
+    files: dict[str, FileFacts] = {}
+    for rank, one in enumerate(found):
+        path = folder / index_name(rank)
+        files[data_name(rank)], files[index_name(rank)] = _facts(one.data, path), one.own
+    digests = tuple(one.digest for one in found)
+    if known is not None and known.digests == digests:
+        return known, files
+    return Layout(runs=_runs(folder, sorted(names), found), digests=digests), files
+
+
+def _runs(
+    folder: Path, ordered: Sequence[str], found: Sequence[_Found]
+) -> dict[str, tuple[Run, ...]]:
+    indexes = [
+        parse_index(one.data, folder / index_name(rank), num_tensors=len(ordered))
+        for rank, one in enumerate(found)
+    ]
+    sizes = [len(index.tensor) for index in indexes]
+    rows = Rows(
+        tensor=np.concatenate([index.tensor for index in indexes]),
+        start=np.concatenate([index.start for index in indexes]),
+        count=np.concatenate([index.count for index in indexes]),
+        file=np.repeat(np.arange(len(found), dtype=np.int64), sizes),
+    )
+    runs = compress(rows)
+    return {name: tuple(runs.get(at, ())) for at, name in enumerate(ordered)}
+
+
+def numbers(names: Sequence[str]) -> Mapping[str, int]:
+    """Each tensor's number in the indexes."""
+    return {name: at for at, name in enumerate(sorted(names))}

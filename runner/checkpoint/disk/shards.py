@@ -1,0 +1,412 @@
+"""Writing one rank's shards, verifying files, reading any range back.
+
+Knows a shard as (name, shape, flat start, 1-D FP32 tensor); nothing of engines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from runner.checkpoint.disk.directory import Entry, read_rank_facts, unreadable
+from runner.checkpoint.disk.index import MOST_INDEX_BYTES, numbers, parse_index, write_index
+from runner.checkpoint.manifest import (
+    ITEM_BYTES,
+    FileFacts,
+    Piece,
+    data_name,
+    index_name,
+    is_index,
+)
+from runner.system.error import CorruptCheckpoint
+from runner.system.files import blocks, naming, open_regular, read_bounded, write_json
+from runner.system.parsing import whole
+
+_WRITE_BYTES = 1 << 22
+_MOST_OPEN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A copy of one rank's part of one tensor, FP32 1-D on the CPU."""
+
+    name: str
+    start: int
+    values: torch.Tensor
+
+
+def own_share(
+    pieces: Iterable[tuple[str, int, torch.Tensor]], replica: tuple[int, int]
+) -> list[Snapshot]:
+    """What this rank writes of (name, flat start, 1-D values) pieces, as views.
+
+    Replicas hold the same bytes: each writes its own part.
+
+    Args:
+        replica: which one this rank is, and how many there are.
+    """
+    index, count = replica
+    found = []
+    for name, start, values in pieces:
+        size = -(-len(values) // count)
+        first = min(len(values), index * size)
+        part = values[first : first + size]
+        if part.numel():
+            found.append(Snapshot(name=name, start=start + first, values=part))
+    return found
+
+
+class Pace:
+    """Holds a background writer to ``bytes_per_second`` (0: as fast as it goes).
+
+    ``hurry`` is set while somebody waits for it.
+    """
+
+    def __init__(self, bytes_per_second: float = 0.0) -> None:
+        self.hurry = threading.Event()
+        self._rate = bytes_per_second
+        self._due = time.monotonic()
+
+    @property
+    def is_limited(self) -> bool:
+        return self._rate > 0 and not self.hurry.is_set()
+
+    def wrote(self, num_bytes: int) -> None:
+        """Wait as long as these bytes may take."""
+        if self._rate > 0:
+            self._due = max(self._due, time.monotonic()) + num_bytes / self._rate
+            if self.hurry.wait(max(0.0, self._due - time.monotonic())):
+                self._due = time.monotonic()
+
+
+def write_rank_file(
+    folder: Path,
+    rank: int,
+    snapshots: Sequence[Snapshot],
+    pace: Pace | None = None,
+    *,
+    numbers: Mapping[str, int] | None = None,
+) -> None:
+    """Write and sync this rank's shards and, last, what they are: a JSON note, or an index.
+
+    Args:
+        numbers: of the tensors, for an index.
+
+    Raises:
+        OSError: disk full, read-only, gone. The file is not to be trusted then, whatever a
+            later fsync says.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    pieces: list[tuple[str, int, int, int]] = []
+    offset = 0
+    path = folder / data_name(rank)
+    with naming(path), path.open("xb") as file:
+        for snapshot in snapshots:
+            data = _bytes(snapshot.values)
+            for at in range(0, len(data), _WRITE_BYTES):
+                block = data[at : at + _WRITE_BYTES]
+                file.write(block)
+                digest.update(block)
+                if pace is not None and pace.is_limited:
+                    # Piece by piece: the system would save it all up for one long burst.
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    pace.wrote(len(block))
+            pieces.append((snapshot.name, snapshot.start, snapshot.values.numel(), offset))
+            offset += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    if numbers is not None:
+        facts = FileFacts(num_bytes=offset, sha256=digest.hexdigest())
+        write_index(folder, rank, facts, [(numbers[p[0]], p[1], p[2]) for p in pieces])
+        return
+    note = {"bytes": offset, "sha256": digest.hexdigest(), "pieces": pieces}
+    write_json(folder / f"rank-{rank:05d}.json", note)
+
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    array = values.contiguous().numpy()
+    assert array.dtype == np.float32
+    return array.astype("<f4", copy=False).data.cast("B")
+
+
+def collect_pieces(
+    folder: Path, world_size: int
+) -> tuple[dict[str, tuple[Piece, ...]], dict[str, FileFacts]]:
+    """Merge the notes of all ranks and remove them.
+
+    Raises:
+        CorruptCheckpoint: a note is missing or says what no rank writes.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    files: dict[str, FileFacts] = {}
+    for rank in range(world_size):
+        path, name = folder / f"rank-{rank:05d}.json", data_name(rank)
+        try:
+            files[name], told = _note(read_rank_facts(path), name)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from None
+        for tensor, piece in told:
+            pieces.setdefault(tensor, []).append(piece)
+    for rank in range(world_size):
+        (folder / f"rank-{rank:05d}.json").unlink()
+    return {name: tuple(found) for name, found in pieces.items()}, files
+
+
+def _note(note: Mapping[str, Any], file: str) -> tuple[FileFacts, list[tuple[str, Piece]]]:
+    facts = FileFacts(num_bytes=whole(note["bytes"], "bytes"), sha256=str(note["sha256"]))
+    pieces = [
+        (
+            str(tensor),
+            Piece(
+                start=whole(start, "start"),
+                count=whole(count, "count"),
+                file=file,
+                offset=whole(offset, "offset"),
+            ),
+        )
+        for tensor, start, count, offset in note["pieces"]
+    ]
+    return facts, pieces
+
+
+# Size and times of last change. Nobody without the clock in hand can set back the last of them;
+# the inode is left out, as some network file systems number anew.
+Stamp = tuple[int, int, int]
+
+
+def stamps(entry: Entry, names: Iterable[str]) -> dict[str, Stamp]:
+    """What tells whether a file changes while it is verified and read.
+
+    To be taken before any rank begins to verify; the digest then holds for what is read later,
+    without reading everything twice.
+
+    Raises:
+        CorruptCheckpoint: a file is missing, or is a link.
+    """
+    found = {}
+    for name in names:
+        with _open(entry, name) as file:
+            found[name] = _stamp(file)
+    return found
+
+
+def files_needed(entry: Entry, wanted: Iterable[tuple[str, int, int]]) -> set[str]:
+    """Names of the files that hold any of these (tensor, start, count), and of their indexes."""
+    manifest = entry.manifest
+    found: set[str] = set()
+    for name, start, count in wanted:
+        stop = start + count
+        for run in (manifest.runs or {}).get(name, ()):
+            starts, files = run.pieces()
+            here = files[(starts < stop) & (starts + run.count > start)].tolist()
+            found |= {kind(file) for file in here for kind in (data_name, index_name)}
+        found |= {
+            piece.file
+            for piece in manifest.pieces.get(name, ())
+            if max(start, piece.start) < min(stop, piece.start + piece.count)
+        }
+    return found
+
+
+class Indexes:
+    """The indexes of a checkpoint of many ranks, each read and verified once."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._entry = entry
+        self._numbers = numbers(list(entry.manifest.shapes))
+        self._read: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
+
+    def pieces(self, name: str, start: int, stop: int) -> list[Piece]:
+        """Those that overlap ``[start, stop)``.
+
+        Raises:
+            CorruptCheckpoint: an index is damaged, or is not what the manifest says.
+        """
+        found = []
+        for run in (self._entry.manifest.runs or {}).get(name, ()):
+            starts, files = run.pieces()
+            here = (starts < stop) & (starts + run.count > start)
+            for at, file in zip(starts[here].tolist(), files[here].tolist(), strict=True):
+                count, offset = self._of(file).get((self._numbers[name], at), (0, 0))
+                if count != run.count:
+                    raise CorruptCheckpoint(
+                        f"{self._entry.folder / index_name(file)}: has not the elements of "
+                        f"{name!r} from {at} on"
+                    )
+                found.append(Piece(start=at, count=count, file=data_name(file), offset=offset))
+        return found
+
+    def _of(self, file: int) -> dict[tuple[int, int], tuple[int, int]]:
+        if file not in self._read:
+            path = self._entry.folder / index_name(file)
+            try:
+                data = read_bounded(path, MOST_INDEX_BYTES)
+            except OSError as error:
+                raise unreadable(path, error) from None
+            index = parse_index(data, path, num_tensors=len(self._numbers))
+            files = self._entry.manifest.files
+            if hashlib.sha256(data).hexdigest() != files[index_name(file)].sha256:
+                raise CorruptCheckpoint(f"{path}: digest differs from the manifest's")
+            if index.facts != files[data_name(file)]:
+                raise CorruptCheckpoint(f"{path}: is of another file than the manifest's")
+            self._read[file] = index.places()
+        return self._read[file]
+
+
+def _stamp(file: BinaryIO) -> Stamp:
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@contextlib.contextmanager
+def _open(entry: Entry, name: str) -> Iterator[io.BufferedReader]:
+    """A file of a checkpoint; whatever the system refuses until it is closed is ours to name."""
+    try:
+        with open_regular(entry.folder / name) as file:
+            assert isinstance(file, io.BufferedReader)
+            yield file
+    except OSError as error:
+        raise unreadable(entry.folder / name, error) from None
+
+
+def verify_files(
+    entry: Entry,
+    names: Iterable[str],
+    *,
+    finite: bool,
+    seen: Mapping[str, Stamp] | None = None,
+    moved: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Read every byte of these files of a checkpoint and compare digests.
+
+    Args:
+        finite: also refuse NaN and Inf.
+        seen: see :func:`stamps`.
+        moved: told how many more bytes were read.
+
+    Raises:
+        CorruptCheckpoint: naming file and fault.
+    """
+    for name in names:
+        path, facts = entry.folder / name, entry.manifest.files[name]
+        digest = hashlib.sha256()
+        with _open(entry, name) as file:
+            _check_size(file, path, facts)
+            for block in blocks(file):
+                digest.update(block)
+                moved(len(block))
+                if (
+                    finite
+                    and not is_index(name)
+                    and not np.isfinite(np.frombuffer(block, dtype="<f4")).all()
+                ):
+                    raise CorruptCheckpoint(f"{path}: holds NaN or Inf")
+            if digest.hexdigest() != facts.sha256:
+                raise CorruptCheckpoint(
+                    f"{path}: digest differs from the manifest's: damaged on disk"
+                )
+            _check_unchanged(file, path, (seen or {}).get(name))
+
+
+def _check_size(file: BinaryIO, path: Path, facts: FileFacts) -> None:
+    size = os.fstat(file.fileno()).st_size
+    if size != facts.num_bytes:
+        raise CorruptCheckpoint(f"{path}: {size} bytes, {facts.num_bytes} were written")
+
+
+def _check_unchanged(file: BinaryIO, path: Path, stamp: Stamp | None) -> None:
+    if stamp is not None and _stamp(file) != stamp:
+        raise CorruptCheckpoint(f"{path}: was changed while it was verified and read")
+
+
+class ShardReader:
+    """Reads ranges of a checkpoint's tensors. Each file is opened once, as long as few are used.
+
+    Args:
+        seen: see :func:`stamps`; a file that has changed since is refused.
+    """
+
+    def __init__(self, entry: Entry, *, seen: Mapping[str, Stamp] | None = None) -> None:
+        self._entry = entry
+        self._seen = seen or {}
+        self._indexes = Indexes(entry)
+        self._files: dict[str, BinaryIO] = {}  # the one that was used last comes last
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def read(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Elements ``[start, start + count)`` of a flattened tensor, FP32 1-D on the CPU.
+
+        Raises:
+            CorruptCheckpoint: the tensor is not there or a file is too short.
+        """
+        manifest = self._entry.manifest
+        if start < 0 or start + count > manifest.numel(name):
+            raise CorruptCheckpoint(
+                f"{self._entry.folder}: has no elements {start}-{start + count} of {name!r}"
+            )
+        stored: Sequence[Piece] = manifest.pieces.get(name, ())
+        if manifest.runs is not None:
+            stored = self._indexes.pieces(name, start, start + count)
+        found = torch.empty(count, dtype=torch.float32)
+        for piece in stored:
+            first, stop = max(start, piece.start), min(start + count, piece.start + piece.count)
+            if first < stop:
+                found[first - start : stop - start] = self._piece(piece, first, stop)
+        return found
+
+    def _piece(self, piece: Piece, first: int, stop: int) -> torch.Tensor:
+        path = self._entry.folder / piece.file
+        offset = piece.offset + (first - piece.start) * ITEM_BYTES
+        # Not numpy's fromfile: it takes an error of the disk for the file's end.
+        array = np.empty(stop - first, dtype="<f4")
+        try:
+            file = self._file(piece.file)
+            file.seek(offset)
+            if file.readinto(array.data.cast("B")) != array.nbytes:  # type: ignore[attr-defined]
+                raise CorruptCheckpoint(f"{path}: truncated")
+            # After the read: what came before it is told as well.
+            _check_unchanged(file, path, self._seen.get(piece.file))
+        except OSError as error:
+            raise unreadable(path, error) from None
+        return torch.from_numpy(array.astype(np.float32, copy=False))
+
+    def _file(self, name: str) -> BinaryIO:
+        file = self._files.pop(name, None)
+        if file is None:
+            if len(self._files) == _MOST_OPEN:
+                self._files.pop(next(iter(self._files))).close()
+            file = open_regular(self._entry.folder / name)
+        self._files[name] = file
+        return file
+
+
+def read_range(
+    entry: Entry,
+    name: str,
+    start: int,
+    count: int,
+    *,
+    seen: Mapping[str, Stamp] | None = None,
+) -> torch.Tensor:
+    """One range: see :class:`ShardReader`."""
+    with ShardReader(entry, seen=seen) as reader:
+        return reader.read(name, start, count)

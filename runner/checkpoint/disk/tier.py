@@ -1,0 +1,253 @@
+"""The tier on disk: its jobs, each of them one rank's part of the work.
+
+Each rank writes and verifies its own share of the bytes; rank 0 alone changes names. Knows bytes,
+names and its queue of jobs, and nothing of what becomes of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.index import Layout, collect_indexes, numbers
+from runner.checkpoint.disk.shards import (
+    Pace,
+    ShardReader,
+    Snapshot,
+    Stamp,
+    collect_pieces,
+    files_needed,
+    own_share,
+    stamps,
+    verify_files,
+    write_rank_file,
+)
+from runner.checkpoint.jobs import Job, LockstepQueue
+from runner.checkpoint.layout import Run
+from runner.checkpoint.manifest import MOST_LISTED_RANKS, Manifest, Piece, by_kind
+from runner.checkpoint.protocol import (
+    Identity,
+    PendingCheckpoint,
+    Ranks,
+    Restored,
+    ShardedState,
+    check_counts,
+)
+from runner.policy.retention.records import Record, State, Tier
+from runner.system.error import CheckpointError
+
+
+class DiskTier:
+    """
+    Args:
+        queue: the queue of its jobs.
+        before_write: called with the step in the background, before this rank's file.
+    """
+
+    most_listed = MOST_LISTED_RANKS  # ranks up to which a manifest lists every piece
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        *,
+        sharded: ShardedState,
+        ranks: Ranks,
+        identity: Identity,
+        queue: LockstepQueue,
+        pace: Pace,
+        before_write: Callable[[int], None],
+    ) -> None:
+        self._directory = directory
+        self._sharded = sharded
+        self._ranks = ranks
+        self._identity = identity
+        self._queue = queue
+        self._pace = pace
+        self._before_write = before_write
+        self._layout: Layout | None = None  # of the last save, on rank 0
+
+    @property
+    def folder(self) -> Path:
+        return self._directory.folder
+
+    def folder_of(self, record: Record) -> Path:
+        return self._directory.folder_of(record)
+
+    # -- making one -----------------------------------------------------------------------
+
+    def copies(self) -> list[Snapshot]:
+        """This rank's share of the state, copied to the host."""
+        pieces = ((shard.name, shard.start, shard.local) for shard in self._sharded.shards())
+        return [
+            replace(part, values=_copied(part.values.detach()))
+            for part in own_share(pieces, self._sharded.replica)
+        ]
+
+    def write(
+        self, pending: PendingCheckpoint, snapshots: Sequence[Snapshot], check: Callable[[], None]
+    ) -> Job:
+        """This rank's file.
+
+        Args:
+            check: called after the write; may find that what was written is not to be used.
+        """
+        folder = self._directory.writing_folder(pending.serial)
+        tensors = numbers([s.name for s in self._sharded.shards()]) if self._is_indexed else None
+
+        def work() -> None:
+            self._before_write(pending.metadata.step)
+            write_rank_file(folder, self._ranks.rank, snapshots, self._pace, numbers=tensors)
+            check()
+
+        return Job(queue=self._queue, name=f"write {pending.serial}", work=work)
+
+    def commit(self, pending: PendingCheckpoint) -> Job:
+        """Publish it: every rank's file is written."""
+        shapes = {shard.name: shard.shape for shard in self._sharded.shards()}
+        return self._on_first(f"commit {pending.serial}", lambda: self._publish(pending, shapes))
+
+    def _publish(self, pending: PendingCheckpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        folder, metadata = self._directory.writing_folder(pending.serial), pending.metadata
+        pieces: Mapping[str, tuple[Piece, ...]] = {}
+        runs: Mapping[str, tuple[Run, ...]] | None = None
+        if self._is_indexed:
+            self._layout, files = collect_indexes(
+                folder, list(shapes), self._ranks.world_size, known=self._layout
+            )
+            runs = self._layout.runs
+        else:
+            pieces, files = collect_pieces(folder, self._ranks.world_size)
+        self._directory.commit(
+            Manifest(
+                serial=pending.serial,
+                step=metadata.step,
+                cursor=metadata.cursor,
+                world_size=self._ranks.world_size,
+                config_digest=self._identity.config_digest,
+                data_fingerprint=self._identity.data_fingerprint,
+                metrics_bytes=metadata.metrics_bytes,
+                journal_lines=metadata.journal_lines,
+                train_state=metadata.train_state,
+                update_counts=pending.counts,
+                shapes=shapes,
+                pieces=pieces,
+                files=files,
+                runs=runs,
+            )
+        )
+
+    @property
+    def _is_indexed(self) -> bool:
+        return self._ranks.world_size > self.most_listed
+
+    def discard_unfinished(self, serial: int) -> None:
+        """Give the space back; what is left of a failed write is never trusted."""
+        if self._ranks.rank == 0:
+            shutil.rmtree(self._directory.writing_folder(serial), ignore_errors=True)
+
+    # -- what becomes of it ---------------------------------------------------------------
+
+    def verify(self, record: Record) -> Job:
+        """Read every byte back, and refuse NaN and Inf."""
+
+        def work() -> None:
+            entry = self._directory.read(self._directory.folder_of(record))
+            verify_files(entry, self._share_of(entry), finite=True)
+
+        return Job(queue=self._queue, name=f"verify {record.serial}", work=work)
+
+    def mark_clean(self, record: Record) -> Job:
+        """Make it durable that it is clean."""
+        return self._on_first(
+            f"mark {record.serial}", lambda: self._directory.mark(record, State.clean)
+        )
+
+    def taint(self, record: Record) -> Job:
+        """Make it durable that it is never to be used, unless it is gone."""
+
+        def work() -> None:
+            if self._directory.folder_of(record).exists():
+                self._directory.mark(record, State.tainted)
+
+        return self._on_first(f"taint {record.serial}", work)
+
+    def remove(self, record: Record) -> Job:
+        """Delete its files."""
+        return self._on_first(f"retire {record.serial}", lambda: self._directory.remove(record))
+
+    def _on_first(self, name: str, work: Callable[[], None]) -> Job:
+        """A job with work for rank 0 only."""
+        is_first = self._ranks.rank == 0
+        return Job(queue=self._queue, name=name, work=work if is_first else lambda: None)
+
+    def _share_of(self, entry: Entry) -> list[str]:
+        """The files that this rank verifies for all."""
+        return by_kind(entry.manifest.files)[self._ranks.rank :: self._ranks.world_size]
+
+    # -- loading one ----------------------------------------------------------------------
+
+    def load(self, record: Record, *, before_copy: Callable[[], None]) -> Restored:
+        """Verify all of it, then copy it into the sharded state. Collective.
+
+        Args:
+            before_copy: called before the sharded state is overwritten.
+
+        Raises:
+            CheckpointError: it cannot be used; :class:`CorruptCheckpoint` where it is damaged.
+        """
+        # All ranks look at the files first: whoever changes one after another rank has found it
+        # sound is noticed by the rank that reads it.
+        looked: tuple[Entry, dict[str, Stamp]] = self._ranks.all_or_none(
+            "opening a checkpoint", lambda: self._look_at(record)
+        )
+        entry, seen = looked
+        # The slowest disk may take longer than a collective waits.
+        self._ranks.all_or_none_patiently(
+            "verifying a checkpoint",
+            lambda: verify_files(entry, self._share_of(entry), finite=False, seen=seen),
+        )
+
+        def copy_in() -> None:
+            self._refuse_other_model(entry)
+            check_counts(self._sharded, entry.manifest.update_counts, entry.folder)
+            before_copy()
+            with ShardReader(entry, seen=seen) as reader:
+                for shard in self._sharded.shards():
+                    shard.local.copy_(reader.read(shard.name, shard.start, len(shard.local)))
+
+        self._ranks.all_or_none_patiently("loading a checkpoint", copy_in)
+        manifest = entry.manifest
+        # Not before all ranks have read theirs: ZeRO gathers in here, and a rank that a disk has
+        # refused would be waited for.
+        self._sharded.finish_load(manifest.update_counts)
+        return Restored(
+            serial=manifest.serial,
+            step=manifest.step,
+            cursor=manifest.cursor,
+            train_state=manifest.train_state,
+            metrics_bytes=manifest.metrics_bytes,
+            tier=Tier.disk,
+        )
+
+    def _look_at(self, record: Record) -> tuple[Entry, dict[str, Stamp]]:
+        entry = self._directory.read(self._directory.folder_of(record))
+        wanted = [(shard.name, shard.start, len(shard.local)) for shard in self._sharded.shards()]
+        return entry, stamps(entry, {*files_needed(entry, wanted), *self._share_of(entry)})
+
+    def _refuse_other_model(self, entry: Entry) -> None:
+        wanted = {shard.name: tuple(shard.shape) for shard in self._sharded.shards()}
+        if wanted != dict(entry.manifest.shapes):
+            differing = sorted(set(wanted.items()) ^ set(entry.manifest.shapes.items()))
+            raise CheckpointError(
+                f"{entry.folder}: is of another model; first difference: {differing[0]}"
+            )
+
+
+def _copied(values: torch.Tensor) -> torch.Tensor:
+    """On the host, and copied once: from a GPU ``cpu()`` is a copy already."""
+    return values.cpu() if values.is_cuda else values.clone()

@@ -1,0 +1,225 @@
+"""Background work that all ranks finish together.
+
+Each rank runs the same jobs in the same order in one thread of its own. Whether the oldest job
+is done travels with the numbers that each step sums over ranks, and it counts as done at the step
+at which every rank has done it: the ring's records change at the same step everywhere, and no
+collective ever runs in the thread.
+
+A :class:`Job` is a value. A :data:`Process` is a generator that yields jobs, one after another; it
+is resumed, with the failures of the ranks, at the step at which every rank has done the job::
+
+    failures = yield disk.write(save, copies, check)
+    if not failures:
+        failures = yield disk.commit(save)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+_NICER_BY = 10  # of at most 19
+_PATIENCE_SECONDS = 0.2  # between looks at the time while a disk is slow
+
+
+def _be_nice() -> None:
+    """Give way to the step: Linux gives each thread a priority of its own.
+
+    Relative to what this thread inherits: under ``nice -n 15`` the step itself is at 15.
+    """
+    own = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        given = os.getpriority(os.PRIO_PROCESS, own)
+        os.setpriority(os.PRIO_PROCESS, own, min(19, given + _NICER_BY))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One rank's part of something that all ranks do, and the queue that it waits in."""
+
+    queue: LockstepQueue
+    name: str
+    work: Callable[[], None]
+
+
+_Result = TypeVar("_Result")
+
+# Yields a job; is resumed with a sentence for each rank that failed. One with a result is part of
+# another, which goes through it with "yield from".
+Process = Generator[Job, list[str], _Result]
+
+
+def start(process: Process[None]) -> None:
+    """Run a process up to its first job, on every rank. The end of each job carries it on."""
+    _carry_on(process, None)
+
+
+def _carry_on(process: Process[None], failures: list[str] | None) -> None:
+    try:
+        job = next(process) if failures is None else process.send(failures)
+    except StopIteration:
+        return
+    job.queue.submit(job.name, job.work, lambda failures: _carry_on(process, failures))
+
+
+def start_alone(job: Job) -> None:
+    """Queue a job that no process waits for, on every rank; its failures are dropped."""
+    job.queue.submit(job.name, job.work, lambda failures: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Queued:
+    name: str
+    work: Callable[[], None]
+    then: Callable[[list[str]], None]
+
+
+class JobProgress(NamedTuple):
+    """How far one rank is with the oldest job of each queue.
+
+    ``counts`` (done and failed, 0 or 1 each, queue by queue) are summed over ranks; ``jobs`` says
+    which jobs they are of, the same on all ranks.
+    """
+
+    counts: tuple[float, ...]
+    jobs: tuple[int, ...]
+
+
+class LockstepQueue:
+    """A queue of jobs; ``progress`` and ``apply_progress`` tie it to the agreement among ranks.
+
+    Args:
+        gather: collective; every rank's text, by rank.
+    """
+
+    def __init__(self, gather: Callable[[str], list[str]]) -> None:
+        self._gather = gather
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="ring", initializer=_be_nice
+        )
+        self._jobs: deque[_Queued] = deque()
+        self._running: Future[None] | None = None
+        self.num_finished = 0  # on all ranks alike
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def running(self) -> Future[None] | None:
+        """This rank's part of the oldest job."""
+        return self._running
+
+    def submit(
+        self, name: str, work: Callable[[], None], then: Callable[[list[str]], None]
+    ) -> None:
+        """Queue a job on every rank. ``then`` gets the sentences of the ranks that failed."""
+        self._jobs.append(_Queued(name=name, work=work, then=then))
+        self._start()
+
+    def progress(self) -> tuple[float, float]:
+        """(done, failed) of this rank for the oldest job, to be summed over ranks."""
+        if self._running is None or not self._running.done():
+            return 0.0, 0.0
+        return 1.0, float(self._running.exception() is not None)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for this rank's part of the oldest job, at most ``seconds``."""
+        if self._running is not None:
+            wait([self._running], timeout=seconds)
+
+    def apply_progress(self, num_done: float, num_failed: float, world_size: int) -> None:
+        """Finish the oldest job if the summed counts show that all ranks have done it."""
+        if not self._jobs or num_done < world_size:
+            return
+        job, done = self._jobs.popleft(), self._running
+        self._running = None
+        self.num_finished += 1
+        failures: list[str] = []
+        if num_failed:
+            error = done.exception() if done else None
+            said = self._gather(f"{type(error).__name__}: {error}" if error else "")
+            failures = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+        self._start()
+        job.then(failures)
+
+    def close(self, *, wait: bool = True) -> None:
+        """End the thread; jobs not begun are dropped."""
+        self._jobs.clear()
+        self._thread.shutdown(wait=wait, cancel_futures=True)
+
+    def _start(self) -> None:
+        # One at a time: a commit must not begin before every rank's write is known.
+        if self._running is None and self._jobs:
+            self._running = self._thread.submit(self._jobs[0].work)
+
+
+class LockstepQueues:
+    """Several queues whose jobs do not wait for each other."""
+
+    def __init__(self, gather: Callable[[str], list[str]], *, world_size: int, count: int) -> None:
+        self.queues = [LockstepQueue(gather) for _ in range(count)]
+        self._world_size = world_size
+
+    def __len__(self) -> int:
+        return sum(map(len, self.queues))
+
+    def progress(self) -> JobProgress:
+        """As :meth:`LockstepQueue.progress`, of all queues."""
+        return JobProgress(
+            counts=tuple(number for queue in self.queues for number in queue.progress()),
+            jobs=tuple(queue.num_finished for queue in self.queues),
+        )
+
+    def apply_progress(self, sums: Sequence[float], jobs: Sequence[int]) -> None:
+        """As :meth:`LockstepQueue.apply_progress`, queue by queue.
+
+        Args:
+            sums: over ranks, of :attr:`JobProgress.counts`.
+            jobs: that the sums are of; those of a job that is over by now mean nothing.
+        """
+        for queue, job, done, failed in zip(self.queues, jobs, sums[::2], sums[1::2], strict=True):
+            if job == queue.num_finished:
+                queue.apply_progress(done, failed, self._world_size)
+
+    def drain(
+        self,
+        queues: Sequence[LockstepQueue],
+        sum_over_ranks: Callable[[list[float]], list[float]],
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Finish every job of some of the queues. Collective.
+
+        Returns False, on all ranks alike, when some rank said it is too late to wait longer.
+        """
+        while any(map(len, queues)):
+            wait_for_any(queues, _PATIENCE_SECONDS)
+            late = float(is_late())
+            own = self.progress()
+            *sums, num_late = sum_over_ranks([*own.counts, late])
+            self.apply_progress(sums, own.jobs)
+            if num_late and any(map(len, queues)):
+                return False
+        return True
+
+    def turn(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> None:
+        """One round of :meth:`drain`, of all queues. Collective."""
+        wait_for_any(self.queues, _PATIENCE_SECONDS)
+        own = self.progress()
+        self.apply_progress(sum_over_ranks([*own.counts]), own.jobs)
+
+    def wait(self, seconds: float) -> None:
+        """See :func:`wait_for_any`."""
+        wait_for_any(self.queues, seconds)
+
+
+def wait_for_any(queues: Sequence[LockstepQueue], seconds: float) -> None:
+    """Wait until this rank's part of some queue's oldest job is done, at most ``seconds``."""
+    running = [queue.running for queue in queues if queue.running is not None]
+    if running:
+        wait(running, timeout=seconds, return_when=FIRST_COMPLETED)

@@ -1,0 +1,156 @@
+"""Where the pieces of tensors lie, in few words: as progressions over files.
+
+Shards are cut evenly. Of a tensor on 16,384 ranks, rank ``i`` holds ``count`` elements from
+``start + i * step`` on; a list of these pieces would say the same 16,384 times, and more than a
+manifest may hold. A run says it once; with replicas that each write their part, over two counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runner.system.parsing import whole
+
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Pieces as columns, file after file: tensor number, flat start, count, number of the file."""
+
+    tensor: Numbers
+    start: Numbers
+    count: Numbers
+    file: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pieces of one tensor, for ``i < num`` and ``j < repeats``: ``count`` elements from
+    ``start + i * step + j * start_step`` on, in file ``file + i + j * file_step``.
+    """
+
+    file: int
+    num: int
+    start: int
+    step: int
+    count: int
+    repeats: int
+    file_step: int
+    start_step: int
+
+    def to_json(self) -> list[int]:
+        return list(astuple(self))
+
+    @classmethod
+    def from_json(cls, values: Any, *, num_files: int) -> Run:
+        """
+        Raises:
+            ValueError: it is no run over ``num_files`` files.
+        """
+        names = cls.__slots__
+        if not isinstance(values, list) or len(values) != len(names):
+            raise ValueError(f"run {str(values)[:80]}: {len(names)} numbers are needed")
+        # Below 2 ** 50 no product of two of them in here exceeds 64 bits unnoticed.
+        run = cls(*(whole(v, name, below=1 << 50) for v, name in zip(values, names, strict=True)))
+        last = run.file + run.num - 1 + (run.repeats - 1) * run.file_step
+        if run.num < 1 or run.repeats < 1 or run.count < 1 or last >= num_files:
+            raise ValueError(f"run {values}: outside of the {num_files} files, or empty")
+        if run.num * run.repeats > num_files:
+            raise ValueError(f"run {values}: more pieces than the {num_files} files")
+        return run
+
+    def pieces(self) -> tuple[Numbers, Numbers]:
+        """(starts, files), a piece each."""
+        i = np.arange(self.num, dtype=np.int64)
+        j = np.arange(self.repeats, dtype=np.int64)[:, None]
+        starts = self.start + i * self.step + j * self.start_step
+        files = self.file + i + j * self.file_step
+        return starts.reshape(-1), files.reshape(-1)
+
+    def intervals(self) -> list[tuple[int, int]]:
+        """(start, count), with pieces that follow each other as one."""
+        count = self.count
+        loops = sorted([(self.step, self.num), (self.start_step, self.repeats)])
+        left = [(step, num) for step, num in loops if num > 1]
+        while left and left[0][0] == count:
+            count *= left.pop(0)[1]
+        starts = [self.start]
+        for step, num in left:
+            starts = [start + at * step for start in starts for at in range(num)]
+        return [(start, count) for start in starts]
+
+
+def check_coverage(name: str, numel: int, runs: Sequence[Run]) -> None:
+    """
+    Raises:
+        ValueError: an element is missing or there twice.
+    """
+    at = 0
+    for start, count in sorted(interval for run in runs for interval in run.intervals()):
+        if start != at:
+            raise ValueError(f"{name}: elements from {at} on are missing or doubled")
+        at += count
+    if at != numel:
+        raise ValueError(f"{name}: {at} of {numel} elements")
+
+
+def compress(rows: Rows) -> dict[int, list[Run]]:
+    """Runs by tensor number. Arithmetic on whole columns: it holds up no other thread for long."""
+    if not len(rows.tensor):
+        return {}
+    small = rows.tensor.astype(np.uint16 if int(rows.tensor.max()) < 1 << 16 else np.uint32)
+    order = np.argsort(small, kind="stable")  # 16 bits are sorted without comparing
+    columns = (rows.tensor, rows.start, rows.count, rows.file)
+    tensor, start, count, file = (column[order] for column in columns)
+    first = _begins((tensor, count), (file, start), need=(1, None))
+    num, step = _lengths(first, start)
+    tensor, start, count, file = (column[first] for column in (tensor, start, count, file))
+    # Equal runs side by side: those of replica after replica.
+    order = np.lexsort((start, file, count, step, num, tensor))
+    tensor, start, count, file, num, step = (
+        column[order] for column in (tensor, start, count, file, num, step)
+    )
+    first = _begins((tensor, count, num, step), (file, start), need=(None, None))
+    repeats, start_step = _lengths(first, start)
+    _, file_step = _lengths(first, file)
+    numbers = [column[first] for column in (tensor, file, num, start, step, count)]
+    numbers += [repeats, file_step, start_step]
+    found: dict[int, list[Run]] = {}
+    for number, *values in zip(*(column.tolist() for column in numbers), strict=True):
+        found.setdefault(number, []).append(Run(*values))
+    return found
+
+
+def _begins(
+    equal: Sequence[Numbers], steady: Sequence[Numbers], need: Sequence[int | None]
+) -> Numbers:
+    """Where a progression begins: ``equal`` stay the same in it, ``steady`` grow evenly.
+
+    Args:
+        need: by how much each of ``steady`` has to grow; None: by any positive amount.
+    """
+    size = len(equal[0])
+    links = np.ones(max(0, size - 1), dtype=bool)  # whether i + 1 may follow i
+    for column in equal:
+        links &= column[1:] == column[:-1]
+    growth = [np.diff(column) for column in steady]
+    for grown, by in zip(growth, need, strict=True):
+        links &= (grown > 0) if by is None else (grown == by)
+    begins = np.ones(size, dtype=bool)
+    begins[1:] = ~links
+    for grown in growth:  # a third has to be as far from the second as that from the first
+        begins[2:] |= links[:-1] & (grown[1:] != grown[:-1])
+    return np.flatnonzero(begins).astype(np.int64)
+
+
+def _lengths(first: Numbers, column: Numbers) -> tuple[Numbers, Numbers]:
+    """Of progressions that begin at ``first``: how long each is, and by how much it grows."""
+    num = np.diff(np.append(first, len(column)))
+    second = np.minimum(first + 1, len(column) - 1)
+    return num, np.where(num > 1, column[second] - column[first], 0)

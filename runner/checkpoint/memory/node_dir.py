@@ -1,0 +1,231 @@
+"""The folder in a node's shared memory where the ranks of one run keep their snapshots.
+
+    /dev/shm/holdfast-UID/RUN/000003-rank-00001/    of incarnation 3; owner.json, slot-0.bin ...
+
+RUN is made of a random name that ``out`` holds and of its path. Each incarnation has folders of
+its own: one that still lives somewhere writes to files which the next has copied, verified and
+unlinked. Nobody but this user can write in there, and what is read is checked all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint.memory.shared_buffer import open_own
+
+OWNER = "owner.json"
+_RUN = re.compile(r"[0-9a-f]{32}")
+_FOLDER = re.compile(r"([0-9]{6,7})-(?:rank|peer)-[0-9]{5,7}")
+_OWNER_BYTES = 1 << 16
+_ABANDONED_SECONDS = 86_400.0
+
+OwnerProcess = Mapping[str, str | int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandoned:
+    """A run's folder that was removed, of which run, and why."""
+
+    folder: Path
+    out: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.folder} (of out={self.out}: {self.why})"
+
+
+class NodeDir:
+    """
+    Args:
+        base: of shared memory, such as ``/dev/shm``.
+        run: 32 hex digits, the name of the run.
+        out: the run's directory; absolute.
+        process: this process, as :func:`runner.system.process.own_process` tells.
+        is_alive: whether such a process lives; None: it is another machine's, or another boot's.
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        *,
+        run: str,
+        out: Path,
+        process: OwnerProcess,
+        is_alive: Callable[[OwnerProcess], bool | None],
+    ) -> None:
+        self._root = base / f"holdfast-{os.geteuid()}"
+        self.folder = self._root / run
+        self._out = out
+        self._process = process
+        self._is_alive = is_alive
+
+    def open(self) -> None:
+        """Make the folder.
+
+        Raises:
+            OSError: it cannot be made, or somebody else could write in it.
+        """
+        for folder in (self._root, self.folder):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            _check_private(folder)
+
+    def of_rank(self, incarnation: int, rank: int, kind: str = "rank") -> Path:
+        """``kind`` "peer": snapshots of a rank on another node."""
+        return self.folder / f"{incarnation:06d}-{kind}-{rank:05d}"
+
+    def make(self, folder: Path) -> None:
+        """An empty folder that says whose it is.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+        owner = {"out": str(self._out), "process": dict(self._process)}
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(folder / OWNER, flags, 0o600), "w") as file:
+            json.dump(owner, file)
+
+    def is_trusted(self, folder: Path) -> bool:
+        """Whether an earlier process of this boot made it.
+
+        Where memory is not memory, a power cut may leave any mixture of old and new files.
+        """
+        owner = _owner(folder) if folder.is_dir() and not folder.is_symlink() else None
+        return owner is not None and bool(owner["process"]["boot"] == self._process["boot"])
+
+    def remove(self, folder: Path) -> None:
+        """Delete one of these folders; what is mapped is gone when its process is."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def remove_before(self, incarnation: int) -> None:
+        """Delete what older incarnations left on this node."""
+        for folder in self.of_ranks():
+            if int(folder.name.split("-")[0]) < incarnation:
+                self.remove(folder)
+
+    def leave(self) -> None:
+        """Delete the run's own folder when nothing is left in it."""
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+    def of_ranks(self) -> list[Path]:
+        """The folders of all incarnations' ranks that lie here."""
+        return _folders(self.folder, _FOLDER)
+
+    def num_bytes(self) -> int:
+        """Of all snapshots of this run that lie here."""
+        return sum(_allocated(file) for folder in self.of_ranks() for file in folder.glob("*.bin"))
+
+    def sweep(self) -> list[Abandoned]:
+        """Remove what runs of this user left that nobody will come back for."""
+        gone = []
+        for folder in _folders(self._root, _RUN):
+            found = None if folder == self.folder else self._abandoned(folder)
+            if found is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                gone.append(found)
+        return gone
+
+    def _abandoned(self, folder: Path) -> Abandoned | None:
+        owners = [_owner(sub) for sub in _folders(folder, _FOLDER)]
+        if any(owner and self._is_alive(owner["process"]) for owner in owners):
+            return None
+        last = max((owner for owner in owners if owner), key=lambda o: str(o["out"]), default=None)
+        if last is None:
+            # Its ranks may be about to make their folders.
+            why = "" if _age_seconds(folder) < _ABANDONED_SECONDS else "empty"
+            return Abandoned(folder=folder, out="?", why=why) if why else None
+        why = self._why_abandoned(folder, last)
+        return Abandoned(folder=folder, out=str(last["out"]), why=why) if why else None
+
+    def _why_abandoned(self, folder: Path, owner: Mapping[str, Any]) -> str:
+        if not Path(owner["out"]).is_dir():
+            return "that directory is gone"
+        if owner["process"]["boot"] != self._process["boot"]:
+            return "from before the last boot"
+        if _age_seconds(folder) > _ABANDONED_SECONDS:
+            return "ended more than a day ago"
+        return ""
+
+
+def free_bytes(folder: Path) -> int:
+    """What is left for snapshots: of the file system, of the machine's memory, of the cgroup."""
+    status = os.statvfs(folder)
+    free = [status.f_bavail * status.f_frsize, *_available_memory(), *_cgroup_memory()]
+    return max(0, min(free))
+
+
+def _available_memory() -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+
+
+def _cgroup_memory() -> Iterator[int]:
+    """Of this process's own cgroup, version 2; pages of shared memory are counted there."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        own = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1].split(":")[-1]
+        for folder in (Path("/sys/fs/cgroup") / own.lstrip("/"), Path("/sys/fs/cgroup")):
+            limit = folder / "memory.max"
+            if limit.is_file() and (text := limit.read_text().strip()) != "max":
+                yield int(text) - int((folder / "memory.current").read_text())
+                return
+
+
+def _check_private(folder: Path) -> None:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise PermissionError(f"{folder}: is no directory of this user; remove it")
+    if status.st_mode & 0o077:
+        raise PermissionError(f"{folder}: others may look into it; chmod 700 it")
+
+
+def _folders(parent: Path, name: re.Pattern[str]) -> list[Path]:
+    try:
+        found = sorted(parent.iterdir())
+    except OSError:
+        return []
+    return [p for p in found if name.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+
+
+def _owner(folder: Path) -> dict[str, Any] | None:
+    """None where it cannot be told whose the folder is."""
+    try:
+        with os.fdopen(open_own(folder / OWNER, os.O_RDONLY), "rb") as file:
+            owner = json.loads(file.read(_OWNER_BYTES))
+        process = owner["process"]
+        texts = [owner["out"], process["host"], process["boot"], process["started"]]
+        sound = all(isinstance(text, str) for text in texts) and type(process["pid"]) is int
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return owner if sound else None
+
+
+def _age_seconds(folder: Path) -> float:
+    """Since anything in there was last changed."""
+    newest = 0.0
+    for path in (folder, *folder.glob("*"), *folder.glob("*/*")):
+        with contextlib.suppress(OSError):
+            newest = max(newest, path.lstat().st_mtime)
+    return time.time() - newest
+
+
+def _allocated(file: Path) -> int:
+    try:
+        return file.lstat().st_blocks * 512
+    except OSError:
+        return 0

@@ -1,0 +1,255 @@
+"""Copies of each rank's snapshots in the memory of another node, and back again.
+
+Over a process group of its own, so that a thread may use it while training uses the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner.checkpoint.memory.header import SnapshotHeader, read_header, write_header
+from runner.checkpoint.memory.node_dir import NodeDir
+from runner.checkpoint.memory.shared_buffer import SharedBuffer
+from runner.checkpoint.memory.snapshot import Memory
+from runner.system.error import CorruptCheckpoint
+
+KEPT = 2  # of each rank: one is whole while the other is received
+_CHUNK = 1 << 26  # elements sent at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaInventory:
+    """A snapshot that can be had on every rank.
+
+    ``holders``: for each rank that has lost it, the rank on whose node a copy lies.
+    """
+
+    serial: int
+    step: int
+    cursor: int
+    holders: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Return:
+    """One rank's part in bringing a snapshot back: what it sends and receives, by rank."""
+
+    out: Mapping[int, tuple[bytes, torch.Tensor]]
+    into: Mapping[int, torch.Tensor]
+
+
+def peers(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Each rank's peer, which keeps its copies: on the next node, at the same place there."""
+    found = {}
+    for at, ranks in enumerate(nodes):
+        there = nodes[(at + 1) % len(nodes)]
+        for place, rank in enumerate(ranks):
+            found[rank] = there[place % len(there)]
+    return found
+
+
+def on_every_rank(told: Sequence[Mapping[str, Any]]) -> list[ReplicaInventory]:
+    """What every rank has, or can get back.
+
+    Args:
+        told: by rank: ``layout`` of its slots, ``own`` [serial, step, cursor] rows, and the
+            ``copies`` [owner, layout, serial, step, cursor] on its node.
+    """
+    own = [{tuple(row) for row in said["own"]} for said in told]
+    holders: list[dict[tuple[int, ...], int]] = [{} for _ in told]
+    for holder, said in enumerate(told):
+        for owner, layout, *row in said["copies"]:
+            if 0 <= owner < len(told) and layout == told[owner]["layout"]:
+                holders[owner].setdefault(tuple(row), holder)
+    anywhere = set().union(*own, *holders)
+    return [
+        ReplicaInventory(
+            serial=row[0],
+            step=row[1],
+            cursor=row[2],
+            holders={r: holders[r][row] for r in range(len(told)) if row not in own[r]},
+        )
+        for row in sorted(anywhere)
+        if all(row in own[r] or row in holders[r] for r in range(len(told)))
+    ]
+
+
+class PeerReplica:
+    """
+    Args:
+        nodes: the ranks of each node.
+        sizes: of a slot, in bytes, by rank.
+        mark: see :class:`Memory`.
+        group: of all ranks, for CPU tensors.
+    """
+
+    def __init__(
+        self,
+        node: NodeDir,
+        memory: Memory,
+        *,
+        nodes: Sequence[Sequence[int]],
+        sizes: Sequence[int],
+        mark: SnapshotHeader,
+        group: dist.ProcessGroup,
+    ) -> None:
+        to = peers(nodes)
+        self._to = to[mark.rank]
+        self._from = [rank for rank in sorted(to) if to[rank] == mark.rank]
+        self._is_first_there = any(ranks[0] == mark.rank for ranks in nodes)
+        self._node, self._memory, self._sizes = node, memory, sizes
+        self._mark, self._group = mark, group
+        self._kept: dict[int, list[SharedBuffer]] = {}
+        self._turn = 0
+        self._serials: dict[int, int] = {}
+
+    def prepare(self) -> None:
+        """Make room for the others' snapshots.
+
+        Raises:
+            OSError: there is not enough.
+        """
+        for rank in self._from:
+            folder = self._node.of_rank(self._mark.incarnation, rank, "peer")
+            self._node.make(folder)
+            self._kept[rank] = [
+                SharedBuffer.make(folder / f"slot-{at}.bin", self._sizes[rank])
+                for at in range(KEPT)
+            ]
+
+    def exchange(self, slot: int, serial: int) -> None:
+        """Send a sealed slot to the peer, and keep what comes. In a thread, on all ranks.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        at, self._turn = self._turn, (self._turn + 1) % KEPT
+        buffers = {rank: kept[at] for rank, kept in self._kept.items()}
+        self._serials[at] = serial
+        for buffer in buffers.values():
+            _header_of(buffer.path).unlink(missing_ok=True)
+        headers = self._transfer(
+            {self._to: self._memory.sealed(slot)},
+            {rank: buffer.values for rank, buffer in buffers.items()},
+        )
+        for rank, data in headers.items():
+            if data:
+                write_header(_header_of(buffers[rank].path), data)
+
+    def forget(self, serial: int) -> None:
+        """A snapshot is not to be used again: nor are the copies of it that lie here."""
+        for at in [at for at, sent in self._serials.items() if sent == serial]:
+            for kept in self._kept.values():
+                _header_of(kept[at].path).unlink(missing_ok=True)
+
+    def left_by(self, incarnation: int, metrics_bytes: int, journal_lines: int) -> list[list[Any]]:
+        """Copies on this node that an earlier incarnation was sent, without those of longer files.
+
+        Returns:
+            Rows for :func:`on_every_rank`, from the first rank of the node; none from the others.
+        """
+        mark = self._mark
+        return [
+            [rank, header.layout, header.serial, header.step, header.cursor]
+            for rank in (range(mark.world_size) if self._is_first_there else ())
+            for header, _, _ in self._copies(incarnation, rank)
+            if header.is_told(metrics_bytes, journal_lines)
+        ]
+
+    def _copies(self, incarnation: int, rank: int) -> Iterator[tuple[SnapshotHeader, bytes, Path]]:
+        """A rank's copies here, as far as their headers are sound: header, its bytes, the data."""
+        mark, folder = self._mark, self._node.of_rank(incarnation, rank, "peer")
+        same = (incarnation, rank, mark.world_size, mark.config_digest, mark.data_fingerprint)
+        for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
+            with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
+                header, data = read_header(path)
+                told = (header.incarnation, header.rank, header.world_size)
+                if (*told, header.config_digest, header.data_fingerprint) == same:
+                    yield header, data, path.with_suffix(".bin")
+
+    def open_copies(self, found: ReplicaInventory, incarnation: int) -> Return:
+        """What this rank sends and receives to bring a snapshot back. Not collective.
+
+        Raises:
+            OSError: there is no room for what comes.
+        """
+        rank, holders = self._mark.rank, found.holders
+        return Return(
+            out={
+                owner: self._copy(incarnation, owner, found.serial)
+                for owner, holder in holders.items()
+                if holder == rank
+            },
+            into={holders[rank]: self._memory.room(0)} if rank in holders else {},
+        )
+
+    def bring_back(self, parts: Return) -> list[bytes]:
+        """Bring a snapshot to the ranks that have lost it, into slot 0. Collective.
+
+        Returns:
+            The header that came with it, if one was to come: to be held against the bytes.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        return list(self._transfer(parts.out, parts.into).values())
+
+    def _copy(self, incarnation: int, owner: int, serial: int) -> tuple[bytes, torch.Tensor]:
+        for header, data, path in self._copies(incarnation, owner):
+            with contextlib.suppress(OSError):
+                if header.serial == serial:
+                    return data, SharedBuffer.open(path, header.num_bytes).values
+        return b"", torch.empty(0)
+
+    def _transfer(
+        self, out: Mapping[int, tuple[bytes, torch.Tensor]], into: Mapping[int, torch.Tensor]
+    ) -> dict[int, bytes]:
+        """Send headers and values, receive others'; the headers received, by rank."""
+        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in into}
+        self._swap(
+            {rank: torch.tensor([len(header)]) for rank, (header, _) in out.items()}, sizes, 0
+        )
+        headers = {rank: torch.zeros(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
+        told = {
+            r: torch.frombuffer(bytearray(n), dtype=torch.uint8) for r, (n, _) in out.items() if n
+        }
+        self._swap(told, headers, 1)
+        sent = {
+            rank: torch.split(values, _CHUNK) for rank, (header, values) in out.items() if header
+        }
+        kept = {
+            rank: torch.split(values, _CHUNK) for rank, values in into.items() if len(headers[rank])
+        }
+        for at in range(max(map(len, [*sent.values(), *kept.values()]), default=0)):
+            self._swap(
+                {rank: parts[at] for rank, parts in sent.items() if at < len(parts)},
+                {rank: parts[at] for rank, parts in kept.items() if at < len(parts)},
+                2 + at,
+            )
+        return {rank: bytes(header.numpy()) for rank, header in headers.items()}
+
+    def _swap(
+        self, out: Mapping[int, torch.Tensor], into: Mapping[int, torch.Tensor], tag: int
+    ) -> None:
+        group = self._group
+        works = [dist.isend(t, rank, group=group, tag=tag) for rank, t in out.items() if len(t)]
+        works += [dist.irecv(t, rank, group=group, tag=tag) for rank, t in into.items() if len(t)]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def close(self, *, forget: bool) -> None:
+        """``forget``: the run needs the copies no more."""
+        for rank in self._from if forget else ():
+            self._node.remove(self._node.of_rank(self._mark.incarnation, rank, "peer"))
+
+
+def _header_of(data: Path) -> Path:
+    return data.with_suffix(".json")

@@ -1,0 +1,168 @@
+"""Memory that outlives its process: a file in shared memory, mapped.
+
+The whole of it is reserved when it is made. A file there that only claims its length gives
+SIGBUS, not an error, when the machine has no page left for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from xxhash import xxh3_128
+
+from runner.checkpoint.manifest import ITEM_BYTES
+from runner.system.error import CorruptCheckpoint
+
+_BLOCK_BYTES = 1 << 23  # digested at once
+_TOUCH_BYTES = 1 << 24  # mapped at once: madvise holds the interpreter's lock
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
+
+# Memory is hashed for damage by accident, of this user's own: three times as fast as SHA-256, which
+# is for what lies on disk.
+FAST = "xxh3"
+_DIGESTS: Mapping[str, Callable[..., Any]] = {"xxh3": xxh3_128, "sha256": hashlib.sha256}
+KINDS = frozenset(_DIGESTS)
+
+
+class SharedBuffer:
+    """``values``: FP32, 1-D, on the CPU; ``num_bytes`` of them in the file at ``path``."""
+
+    def __init__(self, path: Path, mapped: mmap.mmap, num_bytes: int) -> None:
+        self.path = path
+        self.num_bytes = num_bytes
+        count = num_bytes // ITEM_BYTES
+        self.values = torch.frombuffer(mapped, dtype=torch.float32)[:count]
+        self._mapped = mapped
+        self._is_pinned = False
+
+    @classmethod
+    def make(cls, path: Path, num_bytes: int) -> SharedBuffer:
+        """A new file, every page of it there.
+
+        Raises:
+            OSError: no room, or the name is taken.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        size = max(num_bytes, mmap.PAGESIZE)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            mapped = mmap.mmap(descriptor, size)
+        except OSError as error:
+            path.unlink()
+            raise OSError(error.errno, f"{error.strerror} ({size:,} bytes)", str(path)) from None
+        finally:
+            os.close(descriptor)
+        _touch(mapped)
+        return cls(path, mapped, num_bytes)
+
+    @classmethod
+    def open(cls, path: Path, num_bytes: int) -> SharedBuffer:
+        """What an earlier process left, to read only; see :func:`open_own`.
+
+        Raises:
+            OSError: it is not there, not ours, or of another size.
+        """
+        descriptor = open_own(path, os.O_RDONLY)
+        size = max(num_bytes, mmap.PAGESIZE)
+        try:
+            if os.fstat(descriptor).st_size != size:
+                raise OSError(f"{path}: is not of {size:,} bytes")
+            # A private copy on write: torch takes no memory that it may not write to.
+            mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+        return cls(path, mapped, num_bytes)
+
+    def pin(self) -> None:
+        """Let a GPU copy into it without the CPU.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        size = len(self._mapped)
+        torch.cuda.check_error(int(runtime.cudaHostRegister(self.values.data_ptr(), size, 0)))
+        self._is_pinned = True
+
+    def forget_refusal(self, device: torch.device) -> None:
+        """After :meth:`pin` was refused: CUDA keeps the error of each thread, and the next kernel
+        that is launched would be blamed for it."""
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
+
+    def unpin(self) -> None:
+        """Before the memory is given back."""
+        if self._is_pinned:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self.values.data_ptr())
+            self._is_pinned = False
+
+    def digest(self, *, kind: str = FAST, threads: int = 1, finite: bool = False) -> str:
+        """``kind:hex`` over the digest of each block, so that several threads can share it.
+
+        Args:
+            kind: ``xxh3``, or ``sha256``, which earlier versions took.
+            finite: also refuse NaN and Inf.
+
+        Raises:
+            CorruptCheckpoint: a value is not finite.
+        """
+        make = _DIGESTS[kind]
+
+        def one(block: np.ndarray) -> bytes:
+            if finite and not np.isfinite(block).all():
+                raise CorruptCheckpoint(f"{self.path}: holds NaN or Inf")
+            found: bytes = make(block.data.cast("B")).digest()
+            return found
+
+        whole = make()
+        if threads == 1:
+            parts: Iterator[bytes] = map(one, self._blocks())
+            for part in parts:
+                whole.update(part)
+        else:
+            with ThreadPoolExecutor(max_workers=threads) as pool:
+                for part in pool.map(one, self._blocks()):
+                    whole.update(part)
+        return f"{kind}:{whole.hexdigest()}"
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        array, size = self.values.numpy(), _BLOCK_BYTES // ITEM_BYTES
+        return (array[start : start + size] for start in range(0, len(array), size))
+
+
+def open_own(path: Path, flags: int) -> int:
+    """A descriptor of a plain file of this user, not a link.
+
+    Raises:
+        OSError: it is something else.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+        return descriptor
+    os.close(descriptor)
+    raise OSError(f"{path}: is no plain file of this user")
+
+
+def _touch(mapped: mmap.mmap) -> None:
+    """Map every page now: the first snapshots would pay for it otherwise, page by page."""
+    with contextlib.suppress(OSError):  # only where the system lets files have them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        for start in range(0, len(mapped), _TOUCH_BYTES):
+            length = min(_TOUCH_BYTES, len(mapped) - start)
+            mapped.madvise(_MADV_POPULATE_WRITE, start, length)
+    except OSError:
+        np.frombuffer(mapped, dtype=np.uint8)[:: mmap.PAGESIZE] = 0

@@ -1,0 +1,393 @@
+"""One rank's snapshots in the shared memory of its node. Nothing here is agreed with others.
+
+A slot holds all of this rank's shards, replicas too: to restore one needs no communication.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from runner.checkpoint.manifest import ITEM_BYTES
+from runner.checkpoint.memory.header import SnapshotHeader, parse_header, read_header, write_header
+from runner.checkpoint.memory.node_dir import NodeDir
+from runner.checkpoint.memory.shared_buffer import KINDS, SharedBuffer
+from runner.checkpoint.protocol import CheckpointMetadata, Identity, Shard
+from runner.system.error import CorruptCheckpoint
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnv:
+    """``count`` elements from ``start`` on of one flattened tensor, at element ``offset``."""
+
+    name: str
+    start: int
+    count: int
+    offset: int
+
+
+class SlotLayout:
+    """Where each shard lies in a slot; ``digest`` is equal where two slots hold the same."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self.places: list[RankEnv] = []
+        told = []
+        offset = 0
+        for shard in shards:
+            count = len(shard.local)
+            self.places.append(
+                RankEnv(name=shard.name, start=shard.start, count=count, offset=offset)
+            )
+            told.append([shard.name, list(shard.shape), shard.start, count])
+            offset += count
+        self.num_bytes = offset * ITEM_BYTES
+        self.digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    def views(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The slot's part of each shard, in order."""
+        return [values[p.offset : p.offset + p.count] for p in self.places]
+
+
+class Memory:
+    """The slots of one rank in one incarnation, by number from 0.
+
+    Args:
+        mark: an empty header with all that stays the same: incarnation, rank, layout, identity.
+        threads: for verifying while training waits.
+    """
+
+    def __init__(
+        self,
+        node: NodeDir,
+        layout: SlotLayout,
+        *,
+        mark: SnapshotHeader,
+        num_slots: int,
+        device: torch.device,
+        threads: int,
+    ) -> None:
+        self.num_slots = num_slots
+        self.layout = layout
+        self._node = node
+        self._mark = mark
+        self._folder = node.of_rank(mark.incarnation, mark.rank)
+        self._threads = threads
+        self._buffers: dict[int, SharedBuffer] = {}
+        self._digests: dict[int, str] = {}
+        self._headers: dict[int, SnapshotHeader] = {}
+        self._copier: _Copier = _CudaCopier(device) if device.type == "cuda" else _Copier()
+
+    def open(self) -> None:
+        """Make this rank's folder.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self._node.make(self._folder)
+
+    def prepare(self, slot: int) -> None:
+        """Reserve and map a slot's memory.
+
+        Raises:
+            OSError: there is not enough.
+        """
+        if slot not in self._buffers:
+            buffer = SharedBuffer.make(self._path(slot, "bin"), self.layout.num_bytes)
+            self._copier.adopt(buffer)
+            self._buffers[slot] = buffer
+
+    # -- taking one ------------------------------------------------------------------------
+
+    def fill(self, slot: int, shards: Sequence[Shard]) -> None:
+        """Copy the state. On CUDA it goes on beside the training until :meth:`before_update`."""
+        self.invalidate(slot)
+        views = self.layout.views(self._buffers[slot].values)
+        pairs = [(v, s.local.detach()) for v, s in zip(views, shards, strict=True) if len(v)]
+        self._copier.copy(slot, [view for view, _ in pairs], [local for _, local in pairs])
+
+    def before_update(self) -> None:
+        """Call before the optimizer changes what is being copied. The host does not wait."""
+        self._copier.before_update()
+
+    def seal(
+        self, slot: int, serial: int, metadata: CheckpointMetadata, counts: Mapping[str, int]
+    ) -> None:
+        """In the background: digest what was copied and say that it is whole.
+
+        Raises:
+            OSError: the header cannot be written.
+        """
+        self._copier.finish(slot)
+        self._digests[slot] = self._buffers[slot].digest()
+        header = replace(
+            self._mark,
+            serial=serial,
+            step=metadata.step,
+            cursor=metadata.cursor,
+            metrics_bytes=metadata.metrics_bytes,
+            journal_lines=metadata.journal_lines,
+            train_state=metadata.train_state,
+            update_counts=counts,
+            num_bytes=self.layout.num_bytes,
+            digest=self._digests[slot],
+        )
+        self._headers[slot] = header
+        write_header(self._path(slot, "json"), header.to_bytes())
+
+    def sealed(self, slot: int) -> tuple[bytes, torch.Tensor]:
+        """Header and values of a sealed slot."""
+        return self._headers[slot].to_bytes(), self._buffers[slot].values
+
+    def header_of(self, slot: int) -> SnapshotHeader:
+        """Of a slot that was sealed or taken over."""
+        return self._headers[slot]
+
+    def invalidate(self, slot: int) -> None:
+        """What the slot holds is not to be used again, by this process or a later one."""
+        self._path(slot, "json").unlink(missing_ok=True)
+        self._digests.pop(slot, None)
+
+    # -- using one -------------------------------------------------------------------------
+
+    def check(self, slot: int, *, finite: bool = False, quick: bool = False) -> None:
+        """Compare every byte with what was sealed.
+
+        Args:
+            finite: also refuse NaN and Inf.
+            quick: with several threads.
+
+        Raises:
+            CorruptCheckpoint: something differs.
+        """
+        buffer, sealed = self._buffers[slot], self._digests.get(slot, "")
+        kind = sealed.partition(":")[0]
+        if kind not in KINDS or sealed != buffer.digest(
+            kind=kind, threads=self._threads if quick else 1, finite=finite
+        ):
+            raise CorruptCheckpoint(f"{buffer.path}: digest differs: damaged in memory")
+
+    def copy_out(self, slot: int, shards: Sequence[Shard]) -> None:
+        """Give the state back."""
+        for view, shard in zip(self.layout.views(self._buffers[slot].values), shards, strict=True):
+            shard.local.copy_(view)
+
+    def pieces(self, slot: int) -> Iterator[tuple[RankEnv, torch.Tensor]]:
+        """What the slot holds, as views."""
+        return zip(self.layout.places, self.layout.views(self._buffers[slot].values), strict=True)
+
+    def path_of(self, slot: int) -> Path:
+        return self._path(slot, "bin")
+
+    # -- across a restart ------------------------------------------------------------------
+
+    def left_by(self, incarnation: int) -> tuple[dict[int, SnapshotHeader], list[str]]:
+        """Snapshots of this rank that an earlier incarnation left here, by serial.
+
+        And sentences that say which are of no use, and why.
+        """
+        folder = self._node.of_rank(incarnation, self._mark.rank)
+        found: dict[int, SnapshotHeader] = {}
+        refused: dict[str, None] = {}
+        for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
+            try:
+                header, _ = read_header(path)
+            except (CorruptCheckpoint, FileNotFoundError) as error:
+                refused[str(error)] = None
+                continue
+            why = self._why_not(header, incarnation)
+            if why:
+                refused[why] = None
+            else:
+                found[header.serial] = header
+        return found, list(refused)
+
+    def _why_not(self, header: SnapshotHeader, incarnation: int) -> str | None:
+        mark = self._mark
+        if header.world_size != mark.world_size:
+            return f"they are of {header.world_size} ranks, and there are {mark.world_size} now"
+        if (header.layout, header.num_bytes) != (mark.layout, self.layout.num_bytes):
+            return "they are of another model or engine, or cut otherwise"
+        if header.config_digest != mark.config_digest:
+            return "they were taken with other settings"
+        if header.data_fingerprint != mark.data_fingerprint:
+            return "they were taken on other data"
+        if (header.incarnation, header.rank) != (incarnation, mark.rank):
+            return "they are another rank's"
+        return None
+
+    def take_over(self, incarnation: int, serial: int, slot: int) -> None:
+        """Copy what an earlier incarnation left into an own slot, and verify the copy.
+
+        The other may still live and write: what has been verified must be nobody else's.
+
+        Raises:
+            CorruptCheckpoint: it is damaged or gone.
+        """
+        folder = self._node.of_rank(incarnation, self._mark.rank)
+        found = next((pair for pair in _headers_in(folder) if pair[0].serial == serial), None)
+        if found is None:
+            raise CorruptCheckpoint(f"{folder}: snapshot {serial} is gone")
+        header, source = found
+        values = self.room(slot)
+        try:
+            values.copy_(SharedBuffer.open(source, header.num_bytes).values)
+        except (OSError, RuntimeError) as error:
+            raise CorruptCheckpoint(f"{source}: {error}") from None
+        self._make_own(slot, header)
+
+    def room(self, slot: int) -> torch.Tensor:
+        """A slot's values, to be overwritten: it holds nothing until it is accepted.
+
+        Raises:
+            OSError: there is not enough memory.
+        """
+        self.prepare(slot)
+        self.invalidate(slot)
+        return self._buffers[slot].values
+
+    def accept(self, slot: int, data: bytes, incarnation: int) -> None:
+        """Verify what came from a peer into :meth:`room`; ``data`` are its header's bytes.
+
+        Raises:
+            CorruptCheckpoint: it is not this rank's snapshot, whole.
+        """
+        try:
+            header = parse_header(data)
+        except Exception as error:  # damage may take any form
+            raise CorruptCheckpoint(f"a peer's note: {str(error)[:200]}") from None
+        if why := self._why_not(header, incarnation):
+            raise CorruptCheckpoint(f"a peer's snapshot is of no use: {why}")
+        self._make_own(slot, header)
+
+    def _make_own(self, slot: int, header: SnapshotHeader) -> None:
+        self._digests[slot] = header.digest
+        self.check(slot, quick=True)
+        self._headers[slot] = replace(header, incarnation=self._mark.incarnation)
+        write_header(self._path(slot, "json"), self._headers[slot].to_bytes())
+
+    def forget_earlier(self) -> None:
+        """What earlier incarnations left on this node is of no more use."""
+        self._node.remove_before(self._mark.incarnation)
+
+    def close(self, *, forget: bool) -> None:
+        """``forget``: the run needs them no more; else they wait for the next start."""
+        self._copier.close()
+        if forget:
+            self._node.remove(self._folder)
+            self._node.leave()
+
+    def _path(self, slot: int, suffix: str) -> Path:
+        return self._folder / f"slot-{slot}.{suffix}"
+
+
+def headers_on(node: NodeDir) -> list[SnapshotHeader]:
+    """Of all whole snapshots that lie on this node, of whichever rank and incarnation."""
+    return [header for folder in node.of_ranks() for header, _ in _headers_in(folder)]
+
+
+def _headers_in(folder: Path) -> Iterator[tuple[SnapshotHeader, Path]]:
+    """Sound headers, and where their data is."""
+    for path in sorted(folder.glob("slot-*.json")):
+        with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
+            yield read_header(path)[0], path.with_suffix(".bin")
+
+
+def empty_header(
+    layout: SlotLayout, *, incarnation: int, rank: int, world_size: int, identity: Identity
+) -> SnapshotHeader:
+    """What all headers of one rank and incarnation have in common."""
+    return SnapshotHeader(
+        incarnation=incarnation,
+        serial=0,
+        step=0,
+        cursor=0,
+        rank=rank,
+        world_size=world_size,
+        layout=layout.digest,
+        config_digest=identity.config_digest,
+        data_fingerprint=identity.data_fingerprint,
+        metrics_bytes=0,
+        journal_lines=0,
+        train_state={},
+        update_counts={},
+        num_bytes=layout.num_bytes,
+        digest="",
+    )
+
+
+class _Copier:
+    """Copies on the CPU: done when it returns."""
+
+    def adopt(self, buffer: SharedBuffer) -> None:
+        """A buffer that will be copied to."""
+
+    def copy(self, slot: int, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(views, sources)
+
+    def before_update(self) -> None:
+        """The sources may change from here on."""
+
+    def finish(self, slot: int) -> None:
+        """Return when the slot is filled. In the background thread."""
+
+    def close(self) -> None:
+        """Nothing is copied any more."""
+
+
+class _CudaCopier(_Copier):
+    """Copies on a stream of its own, beside the next forward and backward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done: dict[int, torch.cuda.Event] = {}
+        self._last: torch.cuda.Event | None = None
+        self._pinned: list[SharedBuffer] = []
+
+    def adopt(self, buffer: SharedBuffer) -> None:
+        try:
+            with torch.cuda.device(self._device):
+                buffer.pin()
+        except RuntimeError as error:
+            buffer.forget_refusal(self._device)
+            # Every copy goes through a small pinned buffer then, and waits.
+            _log.warning(
+                "%s: %s cannot be page-locked (%s): training stands still while a snapshot is "
+                "copied. Raise the limit of locked memory (ulimit -l), or set "
+                "checkpoint.memory_every=0",
+                buffer.path,
+                f"{buffer.num_bytes / (1 << 30):.1f} GiB",
+                str(error).partition("\n")[0],
+            )
+        else:
+            self._pinned.append(buffer)
+
+    def copy(self, slot: int, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(views, sources, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        self._done[slot] = self._last = event
+
+    def before_update(self) -> None:
+        if self._last is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._last)
+            self._last = None
+
+    def finish(self, slot: int) -> None:
+        self._done[slot].synchronize()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        for buffer in self._pinned:
+            buffer.unpin()

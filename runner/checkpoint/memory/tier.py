@@ -1,0 +1,352 @@
+"""The tier in memory: which snapshots it holds, alike on every rank, and its jobs.
+
+Knows its slots, what pins them, and their copies on other nodes; nothing of what becomes of a
+checkpoint. What it does in the background are processes (:mod:`runner.checkpoint.jobs`); where one
+has a result, that is the sentences of the ranks that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.checkpoint.disk.shards import Snapshot, own_share
+from runner.checkpoint.jobs import Job, LockstepQueue, Process, start
+from runner.checkpoint.memory.peer_replica import PeerReplica, ReplicaInventory, on_every_rank
+from runner.checkpoint.memory.slots import PinReason, SlotAllocator, SlotEntry
+from runner.checkpoint.memory.snapshot import Memory
+from runner.checkpoint.protocol import (
+    CheckpointMetadata,
+    PendingCheckpoint,
+    Ranks,
+    Restored,
+    ShardedState,
+    check_counts,
+)
+from runner.policy.retention.records import Record, State, Tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inherited:
+    """What an earlier incarnation left; ``refused`` says what is of no use, and why.
+
+    ``highest`` is the highest serial of any, 0 without one.
+    """
+
+    records: list[Record]
+    highest: int
+    refused: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryParts:
+    """What the ring makes its tier in memory of; without ``memory`` it has none.
+
+    ``replica`` is there where snapshots also go to another node.
+    """
+
+    memory: Memory | None = None
+    replica: PeerReplica | None = None
+
+
+NO_MEMORY = MemoryParts()
+
+
+class MemoryTier:
+    """
+    Args:
+        replica: sends snapshots to other nodes; its own queue is ``peer_queue``.
+        queue: the queue of all other jobs.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        replica: PeerReplica | None,
+        *,
+        sharded: ShardedState,
+        ranks: Ranks,
+        queue: LockstepQueue,
+        peer_queue: LockstepQueue | None,
+    ) -> None:
+        self._memory = memory
+        self._replica = replica
+        self._sharded = sharded
+        self._ranks = ranks
+        self._queue = queue
+        self._peer_queue = peer_queue
+        self._slots = SlotAllocator()
+        self._earlier: dict[int, ReplicaInventory] = {}
+        self._earlier_incarnation = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot can be filled."""
+        return self._slots.free() is not None
+
+    def busy(self) -> set[int]:
+        """Serials that are being worked on: their slots cannot be had."""
+        return self._slots.busy()
+
+    def has(self, serial: int) -> bool:
+        """Whether a slot of this incarnation holds it."""
+        return serial in self._slots.entries
+
+    def files(self) -> list[Path]:
+        """This rank's, oldest first."""
+        return [
+            self._memory.path_of(entry.slot) for _, entry in sorted(self._slots.entries.items())
+        ]
+
+    def begin(self, report_short: Callable[[str, list[str]], None]) -> None:
+        """What earlier incarnations left goes, and own slots are made in the background.
+
+        Args:
+            report_short: takes what the run has to do without, and why.
+        """
+        self._earlier = {}
+        self._memory.forget_earlier()
+        for slot in range(self._memory.num_slots):
+            start(self._prepare(slot, report_short))
+        if self._replica is not None and self._peer_queue is not None:
+            start(self._prepare_copies(self._replica, self._peer_queue, report_short))
+
+    def _prepare(self, slot: int, report_short: Callable[[str, list[str]], None]) -> Process[None]:
+        failures = yield Job(
+            queue=self._queue, name=f"prepare {slot}", work=lambda: self._memory.prepare(slot)
+        )
+        if failures:
+            report_short(f"without slot {slot}", failures)
+        else:
+            self._slots.add(slot)
+
+    def _prepare_copies(
+        self,
+        replica: PeerReplica,
+        peer_queue: LockstepQueue,
+        report_short: Callable[[str, list[str]], None],
+    ) -> Process[None]:
+        failures = yield Job(queue=peer_queue, name="prepare copies", work=replica.prepare)
+        if failures:
+            self._replica = None
+            report_short("without copies on other nodes", failures)
+
+    # -- one snapshot ---------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """To be called before the optimizer changes the state; see :class:`Memory`."""
+        self._memory.before_update()
+
+    def take(self, pending: PendingCheckpoint) -> Process[list[str]]:
+        """Copy the state into a free slot; digest it in the background."""
+        slot = self._slots.free()
+        assert slot is not None
+        pins = {PinReason.seal, PinReason.kept} | ({PinReason.write} if pending.disk else set())
+        self._slots.entries[pending.serial] = SlotEntry(
+            slot=slot, metadata=pending.metadata, counts=pending.counts, pins=pins
+        )
+        self._memory.fill(slot, self._sharded.shards())
+        failures = yield Job(
+            queue=self._queue,
+            name=f"seal {pending.serial}",
+            work=lambda: self._memory.seal(slot, pending.serial, pending.metadata, pending.counts),
+        )
+        self._slots.unpin(pending.serial, PinReason.seal)
+        return failures
+
+    def to_write(self, serial: int) -> tuple[list[Snapshot], Callable[[], None]]:
+        """What of a slot goes to disk, as views, and what to call after it was written.
+
+        After, and not before: a byte that changed in the slot before is still changed then, and
+        what was written has a digest of its own that would hide it for good.
+        """
+        slot = self._slots.entries[serial].slot
+        pieces = ((place.name, place.start, v) for place, v in self._memory.pieces(slot))
+        return own_share(pieces, self._sharded.replica), lambda: self._memory.check(slot)
+
+    def written(self, serial: int) -> None:
+        """It is not read for the disk any more."""
+        self._slots.unpin(serial, PinReason.write)
+
+    def verify(self, serial: int) -> Process[list[str]]:
+        """Compare every byte with what was sealed, and refuse NaN and Inf."""
+        slot = self._slots.entries[serial].slot
+        self._slots.pin(serial, PinReason.prove)
+        failures = yield Job(
+            queue=self._queue,
+            name=f"verify {serial} in memory",
+            work=lambda: self._memory.check(slot, finite=True),
+        )
+        self._slots.unpin(serial, PinReason.prove)
+        return failures
+
+    def replicate(self, serial: int) -> None:
+        """Replicate the snapshot to its peer; skipped while a transfer is in flight."""
+        replica, peer_queue = self._replica, self._peer_queue
+        if replica is not None and peer_queue is not None and not len(peer_queue):
+            start(self._replicate(replica, peer_queue, serial))
+
+    def _replicate(
+        self, replica: PeerReplica, peer_queue: LockstepQueue, serial: int
+    ) -> Process[None]:
+        slot = self._slots.entries[serial].slot
+        self._slots.pin(serial, PinReason.replica)
+        yield Job(
+            queue=peer_queue, name=f"replica {serial}", work=lambda: replica.exchange(slot, serial)
+        )
+        self._slots.unpin(serial, PinReason.replica)
+
+    def release(self, serial: int) -> None:
+        """It does not count as a copy of its checkpoint; what is being written of it still is."""
+        self._slots.unpin(serial, PinReason.kept)
+
+    def drop(self, serial: int) -> None:
+        """Give it up, for this process and for any later one on this node."""
+        entry = self._slots.entries.get(serial)
+        if entry is not None:
+            self._memory.invalidate(entry.slot)
+            self.release(serial)
+
+    def taint(self, serial: int) -> None:
+        """As :meth:`drop`, with the copies on other nodes."""
+        self.drop(serial)
+        if self._replica is not None:
+            self._replica.forget(serial)
+
+    # -- across a restart -----------------------------------------------------------------
+
+    def inherit(
+        self,
+        incarnation: int,
+        *,
+        metrics_bytes: int,
+        journal_lines: int,
+        is_wanted: Callable[[Record], bool],
+    ) -> Inherited:
+        """Look for what ``incarnation`` left on every rank. Collective.
+
+        Args:
+            metrics_bytes, journal_lines: lengths of the files; what was taken later is of no use:
+                its lines were kept in memory, and went with the process.
+        """
+        headers, refused = self._memory.left_by(incarnation)
+        lengths = metrics_bytes, journal_lines
+        copies = self._replica.left_by(incarnation, *lengths) if self._replica else []
+        told = self._ranks.gather(
+            {
+                "layout": self._memory.layout.digest,
+                "own": [
+                    [n.serial, n.step, n.cursor] for n in headers.values() if n.is_told(*lengths)
+                ],
+                "copies": copies,
+                "refused": refused,
+            }
+        )
+        self._earlier_incarnation = incarnation
+        records = []
+        for found in on_every_rank(told):
+            record = Record(
+                serial=found.serial,
+                step=found.step,
+                cursor=found.cursor,
+                state=State.committed,
+                tier=Tier.memory,
+            )
+            if is_wanted(record):
+                self._earlier[found.serial] = found
+                records.append(record)
+        serials = [row[0] for said in told for row in said["own"]]
+        serials += [row[2] for said in told for row in said["copies"]]
+        return Inherited(
+            records=records,
+            highest=max(serials, default=0),
+            refused=list(dict.fromkeys(words for said in told for words in said["refused"])),
+        )
+
+    def load(self, serial: int) -> Restored:
+        """Verify it, then copy it into the sharded state. Collective.
+
+        Raises:
+            CorruptCheckpoint: it is damaged or gone on some rank.
+        """
+        memory = self._memory
+        if serial in self._earlier:
+            self._take_over(self._earlier.pop(serial))
+        else:
+            slot = self._slots.entries[serial].slot
+            self._ranks.all_or_none("verifying a snapshot", lambda: memory.check(slot, quick=True))
+        entry = self._slots.entries[serial]
+
+        def copy_back() -> None:
+            check_counts(self._sharded, entry.counts, memory.path_of(entry.slot))
+            memory.before_update()
+            memory.copy_out(entry.slot, self._sharded.shards())
+
+        self._ranks.all_or_none("loading a snapshot", copy_back)
+        self._sharded.finish_load(entry.counts)  # collective: see DiskTier.load
+        metadata = entry.metadata
+        return Restored(
+            serial=serial,
+            step=metadata.step,
+            cursor=metadata.cursor,
+            train_state=metadata.train_state,
+            metrics_bytes=metadata.metrics_bytes,
+            tier=Tier.memory,
+        )
+
+    def _take_over(self, found: ReplicaInventory) -> None:
+        """Make an earlier incarnation's snapshot one of our own, in the first slot."""
+        memory, replica = self._memory, self._replica
+        rank, earlier = self._ranks.rank, self._earlier_incarnation
+
+        def take() -> None:
+            memory.room(0)
+            if rank not in found.holders:
+                memory.take_over(earlier, found.serial, 0)
+
+        self._ranks.all_or_none("taking a snapshot over", take)
+        if replica is not None and found.holders:
+            self._bring_back(replica, found)
+        header = memory.header_of(0)
+        # The lengths are those of the first rank's files.
+        told = self._ranks.from_first(
+            {
+                "step": header.step,
+                "cursor": header.cursor,
+                "train_state": header.train_state,
+                "metrics_bytes": header.metrics_bytes,
+                "journal_lines": header.journal_lines,
+            }
+        )
+        self._slots.add(0)
+        self._slots.entries[found.serial] = SlotEntry(
+            slot=0,
+            metadata=CheckpointMetadata(**told),
+            counts=header.update_counts,
+            pins={PinReason.kept},
+        )
+
+    def _bring_back(self, replica: PeerReplica, found: ReplicaInventory) -> None:
+        """To the ranks that have lost it, from other nodes. Collective.
+
+        The ranks agree before and after the transfer, never in it: one that failed alone there
+        would go on to the agreement while others wait for its bytes.
+        """
+        earlier = self._earlier_incarnation
+        parts = self._ranks.all_or_none(
+            "opening the copies of a snapshot", lambda: replica.open_copies(found, earlier)
+        )
+        headers = replica.bring_back(parts)
+
+        def accept() -> None:
+            for header in headers:
+                self._memory.accept(0, header, earlier)
+
+        self._ranks.all_or_none("fetching a snapshot from another node", accept)
+
+    def close(self, *, forget: bool) -> None:
+        """``forget``: nobody will come back for the snapshots."""
+        if self._replica is not None:
+            self._replica.close(forget=forget)
+        self._memory.close(forget=forget)

@@ -1,0 +1,330 @@
+"""Files at an fsspec URL: read whole, compared, tried several times."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from runner.checkpoint.manifest import FileFacts
+from runner.system.error import ConfigError, CorruptCheckpoint, RunnerError
+from runner.system.extras import DISTRIBUTION
+from runner.system.redact import redacted
+
+T = TypeVar("T")
+
+_BLOCK_BYTES = 1 << 23
+PAUSES_SECONDS = (1.0, 4.0, 16.0)  # before the second, third and fourth attempt
+_FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"}  # no folders
+# Trying again would not help.
+_FINAL = (FileNotFoundError, PermissionError, NotImplementedError, RunnerError)
+_PACKAGES = {
+    "s3": f"{DISTRIBUTION}[remote]",
+    "s3a": f"{DISTRIBUTION}[remote]",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+}
+
+
+class RemoteFault(RunnerError):
+    """Something at the remote failed, after all attempts; the text holds no secrets."""
+
+
+class NotExclusive(RemoteFault):
+    """The store cannot make a file on condition that there is none."""
+
+
+class RemoteFiles:
+    """Operations on files below a URL, each tried several times. Blocks; for background threads.
+
+    Args:
+        pauses: seconds before each further attempt.
+
+    Raises:
+        ConfigError: the URL's scheme is unknown, or its package is not installed.
+    """
+
+    def __init__(self, url: str, *, pauses: tuple[float, ...] = PAUSES_SECONDS) -> None:
+        self.url = url.rstrip("/")
+        scheme = urlsplit(url).scheme
+        options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+        try:
+            # No listing is remembered: others write there too.
+            self._files, root = fsspec.core.url_to_fs(
+                self.url, use_listings_cache=False, skip_instance_cache=True, **options
+            )
+        except ImportError as error:
+            package = _PACKAGES.get(scheme, f"what fsspec names for {scheme}")
+            raise ConfigError(
+                f"checkpoint.remote={self.url}: {error}; pip install '{package}'"
+            ) from None
+        except Exception as error:
+            raise ConfigError(
+                f"checkpoint.remote={self.url}: cannot be used ({in_words(error)}); give an URL "
+                "that fsspec knows, such as s3://bucket/prefix or file:///path"
+            ) from None
+        self._kind = type(self._files)
+        self._root = str(root).rstrip("/")
+        self._makes_folders = scheme not in _FLAT
+        self._pauses = pauses
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """From now on nothing is tried again."""
+        self._stopped.set()
+
+    def names(self, folder: str) -> list[str]:
+        """Last parts of the names in a folder, which need not be there."""
+
+        def work() -> list[str]:
+            try:
+                found = self._files.ls(self._at(folder), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found} - {""})
+
+        return self._try(f"listing {folder}", work)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """A small file.
+
+        Raises:
+            CorruptCheckpoint: it has more than ``limit`` bytes, or is not there.
+            RemoteFault: it cannot be read.
+        """
+
+        def work() -> bytes:
+            data = b""
+            for block in self._blocks(name):
+                data += block
+                if len(data) > limit:
+                    raise CorruptCheckpoint(f"{self.url}/{name}: has more than {limit} bytes")
+            return data
+
+        return self._try(f"reading {name}", work)
+
+    def fetch(self, name: str, target: Path, facts: FileFacts) -> None:
+        """Copy a file to a new local one, synced; not one byte more than it should have.
+
+        Raises:
+            CorruptCheckpoint: size or digest differ from ``facts``, or it is not there.
+            RemoteFault: it cannot be read.
+            OSError: the local disk.
+        """
+
+        def work() -> None:
+            with target.open("wb") as file:
+                self._compare(name, facts, write=file.write)
+                file.flush()
+                os.fsync(file.fileno())
+
+        self._try(f"reading {name}", work)
+
+    def verify(self, name: str, facts: FileFacts) -> None:
+        """Read a file back whole. Raises as :meth:`fetch`."""
+        self._try(f"reading {name}", lambda: self._compare(name, facts))
+
+    def _compare(
+        self, name: str, facts: FileFacts, write: Callable[[bytes], Any] = lambda block: None
+    ) -> None:
+        digest, size = hashlib.sha256(), 0
+        for block in self._blocks(name):
+            size += len(block)
+            if size > facts.num_bytes:
+                break
+            digest.update(block)
+            write(block)
+        if size != facts.num_bytes:
+            raise CorruptCheckpoint(
+                f"{self.url}/{name}: {'over ' if size > facts.num_bytes else ''}{size} bytes, "
+                f"{facts.num_bytes} were written"
+            )
+        if digest.hexdigest() != facts.sha256:
+            raise CorruptCheckpoint(f"{self.url}/{name}: digest differs: damaged at the remote")
+
+    def _blocks(self, name: str) -> Iterator[bytes]:
+        try:
+            opened = self._files.open(self._at(name), "rb", cache_type="none")
+        except FileNotFoundError:
+            raise CorruptCheckpoint(f"{self.url}/{name}: is missing") from None
+        with opened as file:
+            while block := file.read(_BLOCK_BYTES):
+                yield block
+
+    def put(self, source: Path, name: str, facts: FileFacts) -> None:
+        """Make ``name`` be ``source``, read back and compared. Does nothing where it is already.
+
+        Raises:
+            RemoteFault: after all attempts it still is not, or not the same.
+        """
+
+        def work() -> None:
+            if self._has(name, facts):
+                return
+            self._make_folder_of(name)
+            self._files.put_file(str(source), self._at(name))
+            try:
+                self._compare(name, facts)
+            except CorruptCheckpoint as error:
+                raise OSError(f"after the upload of {source}: {error}") from None
+
+        self._try(f"writing {name}", work)
+
+    def put_bytes(self, name: str, data: bytes) -> None:
+        """The same for what is small, whatever was there before."""
+
+        def work() -> None:
+            self._make_folder_of(name)
+            self._files.pipe_file(self._at(name), data)
+            if b"".join(self._blocks(name)) != data:
+                raise OSError(f"{name} differs after the upload")
+
+        self._try(f"writing {name}", work)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Make a small file unless there is one: of all who try at once, one succeeds.
+
+        Returns:
+            Whether it is this caller's ``data`` that stands there now.
+
+        Raises:
+            NotExclusive: the backend does not know how.
+            RemoteFault: after all attempts it is not known.
+        """
+
+        def work() -> bool:
+            self._make_folder_of(name)
+            try:
+                self._create(self._at(name), data)
+            except (NotImplementedError, TypeError, ValueError) as error:
+                raise NotExclusive(f"creating {name}: {in_words(error)}") from None
+            except Exception:
+                # Each backend has its own word for a name that is taken. And an answer that was
+                # lost on its way may have been a success: what stands there tells.
+                standing = self._small(name)
+                if standing is None:
+                    raise
+                return standing == data
+            return self._small(name) == data
+
+        return self._try(f"creating {name}", work)
+
+    def _create(self, path: str, data: bytes) -> None:
+        kind = self._kind
+        if issubclass(kind, LocalFileSystem):
+            _link(Path(path), data)
+        elif issubclass(kind, AsyncFileSystem) or kind.pipe_file != AbstractFileSystem.pipe_file:
+            self._files.pipe_file(path, data, mode="create")
+        else:
+            raise NotImplementedError(f"{kind.__name__} looks first and writes then")
+
+    def is_exclusive(self, name: str) -> bool:
+        """Whether :meth:`create` holds here, tried with a file of this name.
+
+        A store may well take the condition and not look at it.
+
+        Raises:
+            RemoteFault: as :meth:`create`.
+        """
+        try:
+            is_first = self.create(name, b"first\n")
+            return is_first and not self.create(name, b"second\n")
+        except NotExclusive:
+            return False
+        finally:
+            self.delete(name)
+
+    def _small(self, name: str) -> bytes | None:
+        """What stands there; None: nothing."""
+        try:
+            return b"".join(self._blocks(name))
+        except CorruptCheckpoint:
+            return None
+
+    def _has(self, name: str, facts: FileFacts) -> bool:
+        try:
+            if self._files.info(self._at(name))["size"] != facts.num_bytes:
+                return False
+            self._compare(name, facts)
+        except (FileNotFoundError, CorruptCheckpoint):
+            return False
+        return True
+
+    def delete(self, name: str) -> None:
+        """A file, which need not be there."""
+
+        def work() -> None:
+            try:
+                self._files.rm_file(self._at(name))
+            except FileNotFoundError:
+                return
+
+        self._try(f"removing {name}", work)
+
+    def delete_folder(self, name: str) -> None:
+        """What is left of a folder, where there is such a thing; it need not be there."""
+
+        def work() -> None:
+            try:
+                self._files.rm(self._at(name), recursive=True)
+            except FileNotFoundError:
+                return
+
+        if self._makes_folders:
+            self._try(f"removing {name}", work)
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _make_folder_of(self, name: str) -> None:
+        if self._makes_folders:
+            self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
+
+    def _try(self, what: str, work: Callable[[], T]) -> T:
+        for pause in (*self._pauses, None):
+            try:
+                return work()
+            except (CorruptCheckpoint, NotExclusive):
+                raise
+            except _FINAL as error:
+                raise RemoteFault(f"{what}: {in_words(error)}") from None
+            except Exception as error:  # each backend has its own; the network may do anything
+                if pause is None or self._stopped.wait(pause):
+                    raise RemoteFault(f"{what}: {in_words(error)}") from None
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _link(path: Path, data: bytes) -> None:
+    """A new file, whole or not at all.
+
+    Raises:
+        FileExistsError: the name is taken.
+        NotImplementedError: the file system has no hard links.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        temporary.write_bytes(data)
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
+            raise NotImplementedError(f"{path}: {error}") from None
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def in_words(error: Exception) -> str:
+    """One line of bounded length, without secrets."""
+    text = str(redacted(" ".join(f"{type(error).__name__}: {error}".split())))
+    return text[:400]

@@ -1,0 +1,385 @@
+"""A ring in an object store, or wherever an fsspec URL leads.
+
+    URL/ring/000007-step-00000350/  rank-00000.bin ... manifest.json  CLEAN  COMMITTED
+                                    run/journal.jsonl run/metrics.jsonl run/config.yaml
+                                    run/files.json    sizes and digests of the three
+    URL/incarnation/000003.json         who writes there; the highest name does
+
+The same names and bytes as in ``out``, so that any tool can copy them back. Object stores have
+no rename and no append: what makes a checkpoint whole is ``COMMITTED``, put last, removed first.
+
+A claim takes the next name, which most stores make on condition that there is none
+(``If-None-Match`` on S3): of two that claim at once one gets it, and the other is told. Where a
+store does not, claims are ``000003-5f0c.json`` with a token of their own; each looks once more
+when its own is there, and the highest token wins.
+
+Nothing makes the checkpoints' own writes conditional. A writer therefore looks for a higher
+claim just before it publishes or removes. What an older one can still do in the instant between
+that look and its write: publish a whole, proven, older checkpoint of the same run under its own
+name, which the newer one's next sweep removes. It never removes what is newer than its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint.disk.directory import (
+    CLEAN,
+    COMMITTED,
+    MANIFEST,
+    Entry,
+    folder_name,
+    parse_name,
+)
+from runner.checkpoint.manifest import MOST_BYTES, FileFacts, Manifest, parse_manifest
+from runner.checkpoint.remote.retrying_files import (
+    PAUSES_SECONDS,
+    RemoteFault,
+    RemoteFiles,
+    in_words,
+)
+from runner.policy.retention.records import Record, State
+from runner.system.error import CorruptCheckpoint
+from runner.system.files import file_digest
+from runner.system.parsing import json_text, whole
+
+RUN_FILES = ("journal.jsonl", "metrics.jsonl", "config.yaml")
+_FACTS = "run/files.json"
+_SMALL_BYTES = 1 << 16  # of markers, claims and files.json
+_CLAIM = re.compile(r"([0-9]{6,7})(?:-([0-9a-f]{8,64}))?\.json")
+_MOST_TRIES = 20  # to get a name while others take theirs
+
+
+class RemoteTaken(RemoteFault):
+    """A newer writer, or another run, has the remote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterClaim:
+    """Who wants to write to a remote: ``number`` is the incarnation, ``token`` is its own."""
+
+    number: int
+    token: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Standing:
+    """A claim that stands there. ``place`` is the number in its name: the incarnation's, or a
+    higher one where another run has left claims behind."""
+
+    name: str
+    place: int
+    number: int
+    token: str
+    run: str
+    whose: str
+
+    def is_of(self, claim: WriterClaim) -> bool:
+        return (self.number, self.token) == (claim.number, claim.token)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteListing:
+    """What lies at a remote.
+
+    Whole clean checkpoints by serial, the highest serial of any folder, and the newest claim's
+    number and run (0 and empty without one).
+    """
+
+    stored: list[Record]
+    highest: int
+    claim: int
+    run: str
+
+
+class RemoteRing:
+    """Checkpoints and claims at a URL; ``files`` are what they are made of. Blocks, as these do.
+
+    Args:
+        pauses: seconds before each further attempt.
+
+    Raises:
+        ConfigError: as :class:`RemoteFiles`.
+    """
+
+    def __init__(self, url: str, *, pauses: tuple[float, ...] = PAUSES_SECONDS) -> None:
+        self.files = RemoteFiles(url, pauses=pauses)
+        self.url = self.files.url
+        self._is_exclusive: bool | None = None  # not asked yet
+
+    # -- reading --------------------------------------------------------------------------
+
+    def list_checkpoints(self) -> RemoteListing:
+        """List what lies at the remote.
+
+        Raises:
+            RemoteFault: it cannot be read.
+        """
+        folders = {name: parse_name(name) for name in self.files.names("ring")}
+        known = {name: found for name, found in folders.items() if found is not None}
+        stored = [
+            Record(serial=serial, step=step, cursor=0, state=State.clean)
+            for name, (serial, step) in sorted(known.items())
+            if {COMMITTED, CLEAN} <= set(self.files.names(f"ring/{name}"))
+        ]
+        claim = self._newest_claim()
+        return RemoteListing(
+            stored=stored,
+            highest=max((serial for serial, _ in known.values()), default=0),
+            claim=claim.number if claim else 0,
+            run=claim.run if claim else "",
+        )
+
+    def entries(self, *, verify: bool) -> tuple[list[Entry], list[str]]:
+        """Whole clean checkpoints by serial, and a sentence for each that is damaged.
+
+        Args:
+            verify: read every byte of them.
+
+        Raises:
+            RemoteFault: it cannot be read.
+        """
+        found: list[Entry] = []
+        damaged: list[str] = []
+        for record in self.list_checkpoints().stored:
+            folder = folder_name(record)
+            try:
+                manifest, _ = self.manifest(folder)
+                if verify:
+                    self._verify_all(folder, manifest)
+            except CorruptCheckpoint as error:
+                damaged.append(str(error))
+                continue
+            record = replace(record, cursor=manifest.cursor)
+            found.append(Entry(record=record, folder=Path(folder), manifest=manifest))
+        return found, damaged
+
+    def _verify_all(self, folder: str, manifest: Manifest) -> None:
+        for name, facts in manifest.files.items():
+            self.files.verify(f"ring/{folder}/{name}", facts)
+        for name, facts in self.run_facts(folder).items():
+            self.files.verify(f"ring/{folder}/run/{name}", facts)
+
+    def manifest(self, folder: str) -> tuple[Manifest, bytes]:
+        """A checkpoint's manifest and its bytes, checked as a local one.
+
+        Raises:
+            CorruptCheckpoint: it is damaged, or another's.
+            RemoteFault: it cannot be read.
+        """
+        where = f"{self.url}/ring/{folder}"
+        promised = self.files.read(f"ring/{folder}/{COMMITTED}", _SMALL_BYTES).strip()
+        data = self.files.read(f"ring/{folder}/{MANIFEST}", MOST_BYTES)
+        if promised != hashlib.sha256(data).hexdigest().encode():
+            raise CorruptCheckpoint(f"{where}/{MANIFEST}: digest differs from {COMMITTED}")
+        manifest = parse_manifest(data, Path(f"{folder}/{MANIFEST}"))
+        if parse_name(folder) != (manifest.serial, manifest.step):
+            raise CorruptCheckpoint(f"{where}: holds serial {manifest.serial}: moved or renamed")
+        return manifest, data
+
+    def run_facts(self, folder: str) -> dict[str, FileFacts]:
+        """Sizes and digests of the run's own files as they were at the upload.
+
+        Raises:
+            CorruptCheckpoint, RemoteFault: as :meth:`manifest`.
+        """
+        name = f"ring/{folder}/{_FACTS}"
+        try:
+            tree = json.loads(self.files.read(name, _SMALL_BYTES))
+            return {
+                file: FileFacts(
+                    num_bytes=whole(tree[file]["bytes"], "bytes"), sha256=str(tree[file]["sha256"])
+                )
+                for file in RUN_FILES
+            }
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise CorruptCheckpoint(f"{self.url}/{name}: {in_words(error)}") from None
+
+    # -- writing --------------------------------------------------------------------------
+
+    def prepare(self, folder: str, committed: bytes) -> None:
+        """Unpublish what stands under this name, unless it is the very same checkpoint.
+
+        Raises:
+            RemoteFault: it cannot be done.
+        """
+        there = self.files.names(f"ring/{folder}")
+        if COMMITTED in there and committed != self.files.read(
+            f"ring/{folder}/{COMMITTED}", _SMALL_BYTES
+        ):
+            self.files.delete(f"ring/{folder}/{COMMITTED}")
+
+    def put_run_files(self, folder: str, out: Path, scratch: Path) -> None:
+        """Copies of the run's own files, and what they should be.
+
+        Whole lines only: the loop may be writing one. The journal comes first: metrics of
+        steps that it does not know of are cut away by a restart, as after a crash.
+        """
+        facts = {}
+        for name in RUN_FILES:
+            copy = scratch / name
+            facts[name] = _copy_whole_lines(out / name, copy)
+            self.files.put(copy, f"ring/{folder}/run/{name}", facts[name])
+        told = {n: {"bytes": f.num_bytes, "sha256": f.sha256} for n, f in facts.items()}
+        self.files.put_bytes(f"ring/{folder}/{_FACTS}", json_text(told, indent=1).encode() + b"\n")
+
+    def remove(self, folder: str) -> None:
+        """Delete a checkpoint, its marker first."""
+        names = self.files.names(f"ring/{folder}")
+        inner = [f"run/{name}" for name in self.files.names(f"ring/{folder}/run")]
+        for name in sorted([*names, *inner], key=lambda name: name != COMMITTED):
+            if name != "run":
+                self.files.delete(f"ring/{folder}/{name}")
+        self.files.delete_folder(f"ring/{folder}")
+
+    def sweep(self, kept: set[int], *, below: int) -> None:
+        """Remove every checkpoint, whole or not, under serial ``below`` but the ``kept``."""
+        for name in self.files.names("ring"):
+            found = parse_name(name)
+            if found is not None and found[0] < below and found[0] not in kept:
+                self.remove(name)
+
+    # -- who writes there -----------------------------------------------------------------
+
+    def claim(self, claim: WriterClaim, run: str) -> None:
+        """Become the one that writes there.
+
+        Raises:
+            RemoteTaken: another run's checkpoints are there, or a newer writer is, or another
+                one was faster.
+            RemoteFault: it cannot be read or written.
+        """
+        newest = self._newest_claim()
+        if newest is not None and newest.run != run and self.list_checkpoints().stored:
+            raise RemoteTaken(
+                f"{self.url} holds the checkpoints of another run ({newest.run[:12]})"
+            )
+        if newest is None or not newest.is_of(claim):
+            self._refuse_older(newest, claim, run)
+            if self._is_exclusive is None:
+                self._is_exclusive = self.files.is_exclusive(f"incarnation/probe-{claim.token}")
+            self._take_name(newest, claim, run, is_exclusive=self._is_exclusive)
+        self._remove_older_claims(claim)
+
+    def _refuse_older(self, newest: _Standing | None, claim: WriterClaim, run: str) -> None:
+        if newest is not None and newest.run == run and newest.number >= claim.number:
+            raise RemoteTaken(_taken(self.url, newest))
+
+    def _take_name(
+        self, newest: _Standing | None, claim: WriterClaim, run: str, *, is_exclusive: bool
+    ) -> None:
+        told = {
+            "run": run,
+            "incarnation": claim.number,
+            "token": claim.token,
+            "host": os.uname().nodename,
+            "time": time.time(),
+        }
+        data = json_text(told).encode() + b"\n"
+        for _ in range(_MOST_TRIES):
+            place = max(claim.number, newest.place + 1 if newest else 0)
+            if not is_exclusive:
+                self.files.put_bytes(f"incarnation/{place:06d}-{claim.token}.json", data)
+                return
+            if self.files.create(f"incarnation/{place:06d}.json", data):
+                return
+            newest = self._newest_claim()
+            if newest is not None and newest.run != run:
+                raise RemoteTaken(f"{self.url}: another run was faster ({newest.whose})")
+            self._refuse_older(newest, claim, run)
+        raise RemoteTaken(f"{self.url}: others claim it all the time")
+
+    def _remove_older_claims(self, claim: WriterClaim) -> None:
+        own = self.check(claim)
+        for name in self.files.names("incarnation"):
+            found = _CLAIM.fullmatch(name)
+            if found and int(found[1]) < own.place:
+                self.files.delete(f"incarnation/{name}")
+
+    def check(self, claim: WriterClaim) -> _Standing:
+        """The claim as it stands there.
+
+        Raises:
+            RemoteTaken: ``claim`` is not the newest any more.
+        """
+        newest = self._newest_claim()
+        if newest is None or not newest.is_of(claim):
+            raise RemoteTaken(_taken(self.url, newest))
+        return newest
+
+    def _newest_claim(self) -> _Standing | None:
+        found = [match for match in map(_CLAIM.fullmatch, self.files.names("incarnation")) if match]
+        newest = max(found, key=lambda match: (int(match[1]), match[2] or ""), default=None)
+        return self._read_claim(newest) if newest else None
+
+    def _read_claim(self, name: re.Match[str]) -> _Standing:
+        place, token = int(name[1]), name[2] or ""
+        try:
+            told = json.loads(self.files.read(f"incarnation/{name[0]}", _SMALL_BYTES))
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(told["time"])))
+            return _Standing(
+                name=name[0],
+                place=place,
+                # Version 0.1 had both in the name alone.
+                number=whole(told.get("incarnation", place), "incarnation"),
+                token=str(told.get("token", token)),
+                run=str(told["run"]),
+                whose=f"host {str(told['host'])[:64]}, since {when}",
+            )
+        except (LookupError, TypeError, ValueError, RecursionError, OverflowError):
+            pass
+        except CorruptCheckpoint:  # too large, or removed in the meantime
+            pass
+        return _Standing(
+            name=name[0],
+            place=place,
+            number=place,
+            token=token,
+            run="damaged claim",
+            whose="a damaged claim",
+        )
+
+
+def folder_bytes(manifest: Manifest, facts: Mapping[str, FileFacts]) -> int:
+    """What a download needs on the disk."""
+    return sum(f.num_bytes for f in (*manifest.files.values(), *facts.values()))
+
+
+def _taken(url: str, newest: _Standing | None) -> str:
+    if newest is None:
+        return f"{url}: the claim of this run was removed"
+    return f"{url}: incarnation {newest.number} has taken this run over there ({newest.whose})"
+
+
+def _copy_whole_lines(source: Path, target: Path) -> FileFacts:
+    """Up to the last line end; nothing where there is no file."""
+    size = 0
+    if source.exists():
+        shutil.copyfile(source, target)
+        with target.open("rb+") as file:
+            size = _end_of_last_line(file)
+            file.truncate(size)
+    else:
+        target.write_bytes(b"")
+    return FileFacts(num_bytes=size, sha256=file_digest(target))
+
+
+def _end_of_last_line(file: Any) -> int:
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        begin = max(0, end - _SMALL_BYTES)
+        file.seek(begin)
+        found = file.read(end - begin).rfind(b"\n")
+        if found >= 0:
+            return int(begin + found + 1)
+        end = begin
+    return 0

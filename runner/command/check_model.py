@@ -1,0 +1,351 @@
+"""``holdfast check-model key=value ...``: what exactness asks of this model and this data.
+
+Takes the settings of a run and trains nothing of it: trials in this process on a few samples, then
+(without ``--quick``) short real runs in a temporary folder: on each engine, and with poison and a
+kill against runs that met neither.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from runner.command.arguments import Parser
+from runner.command.demo import skip_override
+from runner.config.compose import compose
+from runner.config.schema import ParallelKind, RunConfig
+from runner.config.validate import check as check_settings
+from runner.data.dataset import Dataset
+from runner.data.feed import MicroBatch, few
+from runner.distributed.env import place_from
+from runner.distributed.process_group import end_group, start_group
+from runner.engine.protocol import Engine, MicroStep
+from runner.model.blueprint import Blueprint, GuestBlueprint
+from runner.session import parts
+from runner.startup.model_check import Check, quick_checks, repeated_step, works_of
+from runner.system.environment import variables
+from runner.system.error import EXIT_CONFIG, EXIT_DONE
+from runner.system.extras import is_installed
+
+_CPU = torch.device("cpu")
+_ROWS = 4
+_CLOSE = 1e-4  # relative; sums in another order
+_RATE = 1e-3
+# Of the short runs: what the user gave comes first, and these settings win.
+_SHORT = (
+    "batch.global_size=4",
+    "batch.micro_size=2",
+    "data.workers=0",
+    "eval.every=0",
+    "schedule.warmup=2",
+    "checkpoint.every=6",
+    "checkpoint.clean_after=3",
+    "checkpoint.memory_every=0",
+    "guard.min_history=6",
+    "track.every=1000",
+    "parallel.device=cpu",
+)
+_POISON = "faults=[poison@samples=40-49]"
+_KILL = "faults=[kill@step=15,rank=0]"
+
+
+def check_model_command(arguments: Sequence[str]) -> int:
+    """Parse, try, print a table; 0 where everything holds that could be tried, else 2."""
+    options = _parser().parse_args(arguments)
+    began = time.monotonic()
+    config = compose(
+        [*options.overrides, "parallel=single", "parallel.device=cpu"],
+        config_dir=options.config_dir,
+    )
+    check_settings(config, world_size=1)
+    if config.model.precision.value == "auto":
+        config.model.precision = type(config.model.precision).fp32
+    start_group(place_from({}), _CPU, timeout_seconds=600)
+    try:
+        found = list(_in_process(config))
+    finally:
+        end_group()
+    if not options.quick:
+        told = list(options.overrides)
+        told += [f"--config-dir={options.config_dir}"] if options.config_dir else []
+        with tempfile.TemporaryDirectory(prefix="holdfast-check-") as folder:
+            found += [_engines(Path(folder), told), *_faults(Path(folder), told)]
+    _print(found, time.monotonic() - began)
+    return EXIT_CONFIG if any(check.holds is False for check in found) else EXIT_DONE
+
+
+# -- in this process -----------------------------------------------------------------------
+
+
+def _in_process(config: RunConfig) -> Iterator[Check]:
+    dataset = parts.open_dataset(config)
+    network = parts.blueprint(config, dataset)
+    engine = parts.engine(config, network, place_from({}), _CPU)
+    batch = few(dataset, config.data.seq_len, _ROWS)
+    works = works_of(batch, 1, _CPU)
+    if isinstance(network, GuestBlueprint):
+        yield from quick_checks(network, engine, works)
+    else:
+        yield from repeated_step(engine, works)
+    yield _other_sources(engine, works)
+    yield from _sums(engine, batch)
+    yield _gradients(engine, works)
+    yield _reload(config, network, engine, works)
+    yield _samples(dataset)
+
+
+def _other_sources(engine: Engine, works: Sequence[MicroStep]) -> Check:
+    told = []
+    for seed in (1, 2):
+        np.random.seed(seed)
+        random.seed(seed)
+        told.append(_losses(engine, works))
+    is_same = bool(torch.equal(*told))
+    return Check(
+        name="no other random source",
+        holds=is_same,
+        found="numpy's and Python's generators change nothing"
+        if is_same
+        else "the loss depends on numpy's or Python's random numbers",
+        remedy="draw from torch's global generator, which is seeded for each micro-batch",
+    )
+
+
+def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
+    """Without dropout, which is drawn for the batch as a whole."""
+    whole = _evaluated(engine, batch)
+    halves = torch.cat([_evaluated(engine, part) for part in _halves(batch)])
+    apart = float(((whole - halves).abs() / whole.abs().clamp(min=1e-9)).max())
+    yield Check(
+        name="the loss is a sum a sample",
+        holds=apart <= _CLOSE,
+        found=f"the losses of samples in halves of a batch are {apart:.1g} apart from the whole's",
+        remedy="no sample may change another's loss: no mean over the batch, no BatchNorm; give "
+        "the sum of each sample and what it counts",
+    )
+    padded = _evaluated(engine, _padded(batch))
+    is_nothing = bool(padded[-1] == 0) and bool(
+        torch.allclose(padded[:-1], whole[:-1], rtol=_CLOSE)
+    )
+    yield Check(
+        name="padding adds nothing",
+        holds=is_nothing,
+        found="a row of padding has no loss and changes no other"
+        if is_nothing
+        else "a row of padding changes the loss of others",
+        remedy="let nothing but the sample's own row enter its loss",
+    )
+
+
+def _evaluated(engine: Engine, batch: MicroBatch) -> torch.Tensor:
+    return engine.evaluate([batch]).losses[0].detach().double()
+
+
+def _gradients(engine: Engine, works: Sequence[MicroStep]) -> Check:
+    before = {shard.name: shard.local.clone() for shard in engine.shards()}
+    sums = engine.accumulate(works)
+    engine.apply(
+        skip=torch.zeros(()), grad_scale=sums.count.float().clamp(min=1), learning_rate=_RATE
+    )
+    still = [
+        shard.name.partition("/")[2]
+        for shard in engine.shards()
+        if shard.name.startswith("exp_avg/") and torch.equal(shard.local, before[shard.name])
+    ]
+    return Check(
+        name="each trained parameter gets a gradient",
+        holds=not still,
+        found=f"no gradient reaches {', '.join(still[:3])}" if still else "all of them do",
+        remedy="use it in forward, or freeze it: compute.frozen=[REGEX]",
+    )
+
+
+def _reload(
+    config: RunConfig, network: Blueprint, engine: Engine, works: Sequence[MicroStep]
+) -> Check:
+    other = parts.engine(config, network, place_from({}), _CPU)
+    held = {shard.name: shard.local for shard in engine.shards()}
+    for shard in other.shards():
+        shard.local.copy_(held[shard.name])
+    other.finish_load(engine.update_counts())
+    is_same = bool(torch.equal(_losses(engine, works), _losses(other, works)))
+    return Check(
+        name="the next step after a reload is equal",
+        holds=is_same,
+        found="weights and moments are the whole state"
+        if is_same
+        else "something beside weights and moments decides the next step",
+        remedy="keep no state in attributes of the module that training changes",
+    )
+
+
+def _samples(dataset: Dataset) -> Check:
+    once, again = (_prints(dataset) for _ in range(2))
+    code = "same" if once == again else "other"
+    return Check(
+        name="a sample is the same when it is read again",
+        holds=once == again,
+        found=f"the first samples read twice are the {code}",
+        remedy="augmentation must draw from a generator seeded by the sample's number",
+    )
+
+
+def _prints(dataset: Dataset) -> list[str]:
+    return [repr(_plain(dataset[index])) for index in range(min(len(dataset), _ROWS))]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if hasattr(value, "__slots__"):
+        return [_plain(getattr(value, name)) for name in value.__slots__]
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _losses(engine: Engine, works: Sequence[MicroStep]) -> torch.Tensor:
+    """Of each sample; nothing is updated."""
+    sums = engine.accumulate(works)
+    losses = torch.cat(sums.sequences.losses).detach().double()
+    engine.apply(skip=torch.ones(()), grad_scale=torch.ones(()), learning_rate=0.0)
+    return losses
+
+
+def _halves(batch: MicroBatch) -> list[MicroBatch]:
+    middle = _ROWS // 2
+    return [_rows(batch, slice(0, middle)), _rows(batch, slice(middle, None))]
+
+
+def _rows(batch: MicroBatch, rows: slice) -> MicroBatch:
+    fields = batch.fields
+    return MicroBatch(
+        tokens=batch.tokens[rows],
+        targets=batch.targets[rows],
+        segments=None if batch.segments is None else batch.segments[rows],
+        positions=batch.positions[rows],
+        fields=None if fields is None else {name: t[rows] for name, t in fields.items()},
+        real=None if batch.real is None else batch.real[rows],
+    )
+
+
+def _padded(batch: MicroBatch) -> MicroBatch:
+    """With the last row as padding."""
+    made = _rows(batch, slice(None))
+    targets = batch.targets.clone()
+    targets[-1] = -100
+    real = None if batch.real is None else batch.real.clone()
+    if real is not None:
+        real[-1] = False
+    return MicroBatch(
+        tokens=made.tokens,
+        targets=targets,
+        segments=made.segments,
+        positions=made.positions,
+        fields=made.fields,
+        real=real,
+    )
+
+
+# -- short real runs -----------------------------------------------------------------------
+
+
+def _engines(folder: Path, told: Sequence[str]) -> Check:
+    """Five steps on each engine, two ranks each."""
+    kinds = [ParallelKind.ddp, ParallelKind.fsdp]
+    kinds += [ParallelKind.zero1, ParallelKind.zero3] if is_installed("zero") else []
+    precision = "compute.precision=bf16" if is_installed("zero") else "compute.precision=fp32"
+    words, losses, failed = [], [], False
+    for kind in [ParallelKind.single, *kinds]:
+        ranks = 1 if kind is ParallelKind.single else 2
+        out = folder / kind.value
+        code = _run(out, told, f"parallel={kind.value}", precision, "steps=5", ranks=ranks)
+        summary = _summary(out) if code == EXIT_DONE else None
+        if summary is None:
+            failed = True
+            words.append(f"{kind.value}: ended with {code}")
+            continue
+        losses.append(float(summary["final_loss"]))
+        words.append(f"{kind.value} {str(summary['state_digest'])[:8]}")
+    apart = max(losses) - min(losses) if losses else 0.0
+    return Check(
+        name="engines over five steps",
+        holds=not failed,
+        found=f"{', '.join(words)}; last losses {apart:.2g} apart",
+        remedy="start the failing one by hand to see why; other digests are lawful, they round "
+        "differently",
+    )
+
+
+def _faults(folder: Path, told: Sequence[str]) -> Iterator[Check]:
+    single = ("parallel=single", "steps=30", "schedule.total=30")
+    code = _run(folder / "poisoned", told, *single, _POISON)
+    poisoned = _summary(folder / "poisoned") if code == EXIT_DONE else None
+    never = None
+    if poisoned is not None:
+        skip = skip_override(poisoned["skipped"])
+        _run(folder / "never", told, *single, skip)
+        never = _summary(folder / "never")
+    yield _compared("poison against told", poisoned, never, f"the poisoned run ended with {code}")
+    _run(folder / "whole", told, *single)
+    _run(folder / "killed", told, *single, _KILL)
+    code = _run(folder / "killed", told, *single, _KILL)
+    killed, whole = _summary(folder / "killed"), _summary(folder / "whole")
+    yield _compared("killed against not killed", killed, whole, f"the runs ended with {code}")
+
+
+def _compared(
+    name: str, one: dict[str, Any] | None, other: dict[str, Any] | None, failure: str
+) -> Check:
+    remedy = "see what the lines above tell; a state that is not the module's is the usual cause"
+    if one is None or other is None:
+        return Check(name=name, holds=False, found=failure, remedy=remedy)
+    is_same = one["state_digest"] == other["state_digest"]
+    digests = f"{str(one['state_digest'])[:16]} and {str(other['state_digest'])[:16]}"
+    return Check(name=name, holds=is_same, found=f"end states {digests}", remedy=remedy)
+
+
+def _run(out: Path, told: Sequence[str], *settings: str, ranks: int = 1) -> int:
+    command = [sys.executable, "-m"]
+    if ranks > 1:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    command += ["runner", *told, *_SHORT, f"out={out}", *settings]
+    environment = {"OMP_NUM_THREADS": "1", **variables()}
+    done = subprocess.run(command, env=environment, check=False, capture_output=True)
+    return done.returncode
+
+
+def _summary(out: Path) -> dict[str, Any] | None:
+    path = out / "summary.json"
+    return dict(json.loads(path.read_text())) if path.is_file() else None
+
+
+def _print(found: Sequence[Check], seconds: float) -> None:
+    table = Table(title=f"check-model ({seconds:.0f} s)", title_justify="left")
+    for heading in ("what exactness asks", "", "what was seen, and what to do"):
+        table.add_column(heading)
+    for check in found:
+        mark = {True: "ok", False: "FAILS", None: "-"}[check.holds]
+        remedy = "" if check.holds else f" -> {check.remedy}"
+        table.add_row(check.name, mark, check.found + remedy)
+    Console(file=sys.stdout, width=120).print(table)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner check-model", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="no short runs")
+    parser.add_argument("--config-dir", help="presets of your own")
+    parser.add_argument("overrides", nargs="*", help="settings of the run")
+    return parser

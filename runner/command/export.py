@@ -1,0 +1,278 @@
+"""``python -m runner export OUT DIR``: a run's weights as safetensors, loadable without us.
+
+Takes the newest checkpoint that is proven (clean); where that is not the last one it says why. Only
+reads OUT; a run may be going on meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from runner.checkpoint.digest import Summing, digest_of_sums, is_whole, state_digest
+from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.shards import ShardReader, verify_files
+from runner.command.arguments import Parser
+from runner.config.compose import from_yaml
+from runner.observe.bar import Bar
+from runner.policy.retention.records import State
+from runner.run_dir.paths import RunDir
+from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.system.files import read_bounded, write_durably
+from runner.system.json_lines import iter_lines, step_of
+
+_SHARD_BYTES = 4 << 30
+_CONFIG_BYTES = 4 << 20
+_WORDS = 500
+
+
+def export_command(arguments: Sequence[str]) -> int:
+    """Parse and run; returns 0, or raises what ends the command."""
+    options = _parser().parse_args(arguments)
+    if "://" in options.run:
+        raise ConfigError(
+            f"export {options.run}: reads local checkpoints; copy a folder of {options.run}/ring "
+            "into a directory and name that directory"
+        )
+    for sentence in export_run(Path(options.run), Path(options.folder), step=options.step):
+        sys.stdout.write(f"{sentence}\n")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner export", description=__doc__)
+    parser.add_argument("run", metavar="OUT", help="the run's directory (out), or its ring")
+    parser.add_argument("folder", metavar="DIR", help="where to write the safetensors files")
+    parser.add_argument(
+        "--step", type=int, help="that checkpoint, proven or not; default: the newest proven one"
+    )
+    return parser
+
+
+def ring_folder(run: Path) -> Path:
+    """The ring of a run directory, or the directory itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = run / "ring" if (run / "ring").is_dir() else run
+    if not folder.is_dir():
+        raise ConfigError(f"{run}: no such run directory")
+    return folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What was written, and why no newer checkpoint was."""
+
+    entry: Entry
+    passed_over: tuple[str, ...] = ()
+
+
+def export_run(
+    run: Path, folder: Path, *, step: int | None = None, serial: int | None = None
+) -> list[str]:
+    """Write the weights of one checkpoint; what a person is told about it.
+
+    Args:
+        step, serial: that one, whatever is known of it; None: the newest proven one.
+
+    Raises:
+        CheckpointError: there is none that can be exported.
+    """
+    ring = ring_folder(run)
+    entries, damaged = CheckpointDirectory(ring).entries()
+    out = RunDir(ring.parent if ring.name == "ring" else run)
+    if step is None and serial is None:
+        made = _newest_proven(entries, damaged, folder, _unproven(out))
+    else:
+        entry = _asked_for(entries, step=step, serial=serial)
+        export(entry, folder)
+        made = Export(entry=entry)
+    total = _steps(out)
+    record = made.entry.record
+    of = f" of {total}" if total is not None else ""
+    word = "clean" if record.state is State.clean else f"{record.state.value}, not proven"
+    said = [f"exported step {record.step}{of} ({word}) to {folder}", *made.passed_over]
+    if record.step == 0:
+        said.append("step 0 is the state before the first update: nothing is learned in it")
+    newest = max(entries, key=lambda entry: entry.record.serial).record.step
+    if step is None and serial is None and total is not None and newest < total:
+        said.append(f"the run has not come to step {total}: its newest checkpoint is of {newest}")
+    return said
+
+
+def _newest_proven(
+    entries: Sequence[Entry], damaged: Sequence[str], folder: Path, unproven: Mapping[int, str]
+) -> Export:
+    passed_over = [f"not exported, damaged: {sentence}" for sentence in damaged]
+    for entry in reversed(entries):
+        if entry.record.state is not State.clean:
+            passed_over.append(_why_not(entry, unproven))
+            continue
+        try:
+            export(entry, folder)
+        except CorruptCheckpoint as error:
+            passed_over.append(f"step {entry.record.step} is not exported: damaged: {error}")
+            continue
+        return Export(entry=entry, passed_over=tuple(passed_over))
+    raise CheckpointError(
+        f"no proven checkpoint to export; there are: {_listed(entries)}"
+        + "".join(f"; {sentence}" for sentence in passed_over)
+        + ". One that is committed can be exported by name: --step N"
+    )
+
+
+def _why_not(entry: Entry, unproven: Mapping[int, str]) -> str:
+    record = entry.record
+    if record.state is State.tainted:
+        why = "tainted: the run went back behind it, or it was found damaged"
+    else:
+        why = unproven.get(record.step, "not proven: too few clean steps followed it as yet")
+    return f"step {record.step} is not exported: {why}"
+
+
+def _asked_for(entries: Sequence[Entry], *, step: int | None, serial: int | None) -> Entry:
+    """By its step the newest one that is not tainted, by its serial whichever."""
+    chosen = [
+        entry
+        for entry in entries
+        if (entry.record.serial == serial if step is None else entry.record.step == step)
+    ]
+    usable = [e for e in chosen if serial is not None or e.record.state is not State.tainted]
+    if usable:
+        return usable[-1]
+    if chosen:
+        raise CheckpointError(
+            f"--step {step}: is tainted: the run went back behind it, or it was found damaged. If "
+            f"you want it all the same: ring OUT --export DIR --serial {chosen[-1].record.serial}"
+        )
+    asked = f"of step {step}" if step is not None else str(serial)
+    raise CheckpointError(f"no checkpoint {asked} to export; there are: {_listed(entries)}")
+
+
+def _listed(entries: Sequence[Entry]) -> str:
+    told = [f"{e.record.serial} (step {e.record.step}, {e.record.state.value})" for e in entries]
+    return ", ".join(told) or "none"
+
+
+def _unproven(out: RunDir) -> dict[int, str]:
+    """Step to why the last checkpoint of a finished run did not prove, from the journal."""
+    if not out.journal.exists():
+        return {}
+    lines = (line for line in iter_lines(out.journal) if line.get("kind") == "unproven")
+    return {step_of(line): _shown(line.get("reason")) for line in lines}
+
+
+def _shown(reason: object) -> str:
+    """A stored sentence on a terminal: not without end, and without control characters."""
+    text = str(reason)[:_WORDS]
+    return text if text.isprintable() else repr(text)
+
+
+def _steps(out: RunDir) -> int | None:
+    """How many the run was told to take; None where that is not known."""
+    try:
+        text = read_bounded(out.config, _CONFIG_BYTES, follow=True).decode()
+        steps = from_yaml(text, source=out.config).get("steps")
+    except (OSError, UnicodeDecodeError, ConfigError):
+        return None
+    return steps if type(steps) is int else None
+
+
+def export(entry: Entry, folder: Path) -> Path:
+    """Write the weights of a checkpoint as FP32 safetensors, verified first.
+
+    Names are the model's own parameter names. One file, or several of at most 4 GiB with the
+    index that Hugging Face loaders read. The metadata of each has ``step``, ``state`` and
+    ``digest``: the state digest of the checkpoint, as ``summary.json`` has it.
+
+    Raises:
+        CorruptCheckpoint: the checkpoint is damaged; nothing is written.
+        ConfigError: the folder cannot be written.
+    """
+    with Bar("verifying", entry.num_bytes) as bar:
+        verify_files(entry, sorted(entry.manifest.files), finite=True, moved=bar.add)
+    told = {"step": str(entry.record.step), "state": entry.record.state.value}
+    told["digest"] = _digest(entry)
+    names = sorted(name for name in entry.manifest.shapes if name.startswith("param/"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(entry, folder, _groups(entry, names), told)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written ({error})") from None
+    return folder
+
+
+def _digest(entry: Entry) -> str:
+    manifest = entry.manifest
+    num_bytes = 4 * sum(_numel(entry, name) for name in manifest.shapes)
+    with Bar("summing up", num_bytes) as bar, ShardReader(entry) as reader:
+        whole = (_counted(entry, name, reader, bar) for name in sorted(manifest.shapes))
+        if is_whole(manifest.shapes.values()):
+            return state_digest(whole, manifest.update_counts)
+        summing = Summing()
+        sums = {name: (tuple(x.shape), summing.of(name, 0, x.view(-1))) for name, x in whole}
+    return digest_of_sums(sums, manifest.update_counts)
+
+
+def _counted(entry: Entry, name: str, reader: ShardReader, bar: Bar) -> tuple[str, torch.Tensor]:
+    bar.add(4 * _numel(entry, name))
+    return name, _whole(entry, name, reader)
+
+
+def _write(
+    entry: Entry, folder: Path, groups: Sequence[Sequence[str]], told: Mapping[str, str]
+) -> None:
+    where: dict[str, str] = {}
+    num_bytes = 4 * sum(_numel(entry, name) for group in groups for name in group)
+    with Bar("exporting", num_bytes) as bar, ShardReader(entry) as reader:
+        for number, group in enumerate(groups, start=1):
+            file = _file_name(number, len(groups))
+            tensors = {}
+            for name in group:
+                tensors[name.removeprefix("param/")] = _whole(entry, name, reader)
+                bar.add(4 * _numel(entry, name))
+            # Under its own name only when it is whole.
+            unfinished = folder / f".{file}.writing"
+            save_file(tensors, unfinished, metadata={"format": "pt", **told})
+            os.replace(unfinished, folder / file)
+            where |= dict.fromkeys(tensors, file)
+    if len(groups) > 1:
+        index = {"metadata": dict(told), "weight_map": where}
+        text = json.dumps(index, indent=1).encode()
+        write_durably(folder / "model.safetensors.index.json", text)
+
+
+def _file_name(number: int, total: int) -> str:
+    if total == 1:
+        return "model.safetensors"
+    return f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def _groups(entry: Entry, names: Sequence[str]) -> list[list[str]]:
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name in names:
+        num_bytes = 4 * _numel(entry, name)
+        if groups[-1] and size + num_bytes > _SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += num_bytes
+    return groups
+
+
+def _numel(entry: Entry, name: str) -> int:
+    return entry.manifest.numel(name)
+
+
+def _whole(entry: Entry, name: str, reader: ShardReader) -> torch.Tensor:
+    return reader.read(name, 0, _numel(entry, name)).view(entry.manifest.shapes[name])

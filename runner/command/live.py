@@ -1,0 +1,40 @@
+"""``holdfast live OUT [--port N]``: the page of a run that goes on, for this machine's browser.
+
+It listens on 127.0.0.1 only, reads the files in OUT and writes nothing. From another machine:
+``ssh -L 8765:127.0.0.1:8765 HOST``, then open http://127.0.0.1:8765/ there. Whoever may log in to
+this machine can look at the page as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.command.arguments import Parser
+from runner.report.live import ADDRESS, server
+
+_PORT = 8765
+
+
+def live_command(arguments: Sequence[str]) -> int:
+    """Parse and serve until Ctrl-C; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    made = server(Path(options.out), options.port)
+    port = made.server_address[1]
+    sys.stdout.write(
+        f"http://{ADDRESS}:{port}/ shows {options.out}; Ctrl-C ends it\n"
+        f"from another machine: ssh -L {port}:{ADDRESS}:{port} HOST\n"
+    )
+    sys.stdout.flush()
+    with made, contextlib.suppress(KeyboardInterrupt):
+        made.serve_forever()
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="holdfast live", description=__doc__)
+    parser.add_argument("out", help="the run's directory (out)")
+    parser.add_argument("--port", type=int, default=_PORT, help=f"default: {_PORT}; 0: any")
+    return parser

@@ -1,0 +1,48 @@
+"""``holdfast report OUT [OUT2 ...]``: what a run did, on one page that opens anywhere.
+
+The page is a single file without a request to anybody. It is made from the files in OUT, of a run
+that goes on or has ended. Several runs come side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.command.arguments import Parser
+from runner.observe.bar import Bar
+from runner.report.page import page, read_runs
+from runner.report.writer import NAME
+from runner.system.error import ConfigError
+from runner.system.files import write_durably
+from runner.system.process import die_with_parent
+
+
+def report_command(arguments: Sequence[str]) -> int:
+    """Parse and run; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.beside is not None:
+        os.nice(10)
+        die_with_parent(options.beside)
+    outs = [Path(told) for told in options.out]
+    target = Path(options.output) if options.output else outs[0] / NAME
+    try:
+        with Bar("reading", 0) as bar:
+            text = page(read_runs(outs, moved=lambda out, done, total: bar.at(done, total)))
+        write_durably(target, text.encode())
+    except OSError as error:
+        raise ConfigError(f"report: {error}; -o FILE names another place") from None
+    if options.beside is None:
+        sys.stdout.write(f"wrote {target} ({len(text.encode()) / 1024:,.0f} KiB)\n")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="holdfast report", description=__doc__)
+    parser.add_argument("out", nargs="+", help="a run's directory (out); several are compared")
+    parser.add_argument("-o", "--output", metavar="FILE", help=f"default: {NAME} in the first OUT")
+    parser.add_argument("--beside", type=int, metavar="PID", help=argparse.SUPPRESS)
+    return parser

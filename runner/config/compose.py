@@ -1,0 +1,415 @@
+"""Turns command-line overrides into one checked :class:`RunConfig`, and back into text.
+
+Owns everything that knows Hydra and OmegaConf. Nothing behind it sees a ``DictConfig``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from decimal import Decimal
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import ConfigCompositionException, HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.config.schema import COMPUTE_KEYS, DECODER_KEYS, ComputeConfig, RunConfig
+from runner.system.error import ConfigError
+from runner.system.redact import redacted
+
+# Of a stored config: ours have some kilobytes and three levels.
+_YAML_BYTES = 4 << 20
+_YAML_DEPTH = 32
+
+# One element of an unquoted faults=[...]: Hydra's grammar has no "=" inside a list, so the
+# elements are quoted for the user. A comma separates faults only where "name@" follows it.
+_NEXT_FAULT = re.compile(r",\s*(?=[a-z_]+@)")
+
+
+def packaged_configs() -> Path:
+    """The directory of our YAML groups: inside an installed wheel, or beside the checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunConfig:
+    """Compose the packaged configs (and a user's own) with ``overrides``.
+
+    Raises:
+        ConfigError: an unknown key or group, a value of the wrong type, a broken override.
+    """
+    _store_schema()
+    arguments = [_quote_faults(text) for text in overrides]
+    for text in arguments:
+        _reject_launcher_keys(text)
+        _reject_deletion(text)
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            raise ConfigError(f"--config-dir {config_dir}: no such directory")
+        folder = str(Path(config_dir).resolve()).replace("'", r"\'")
+        arguments.append(f"hydra.searchpath=['file://{folder}']")
+    try:
+        with initialize_config_dir(str(packaged_configs()), version_base="1.3"):
+            tree = hydra_compose("config", overrides=arguments)
+        _gather_arguments(tree, arguments, config_dir)
+        made = OmegaConf.to_object(tree)
+    except ConfigError:
+        raise
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error, arguments)) from None
+    except AttributeError:
+        # "+key=value" gets past the merge; only the slots of the schema stop it.
+        added = ", ".join(text for text in arguments if text.startswith("+")) or "your configs"
+        raise ConfigError(f"{added}: adds a key that does not exist. `--help` lists all.") from None
+    except Exception as error:
+        # Hydra lets YAML's errors, ValueError and AssertionError out as they are.
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"cannot compose {' '.join(overrides)}: {words}") from None
+    # A YAML without "- schema" would switch all type checking off in silence.
+    assert isinstance(made, RunConfig), "configs/config.yaml must begin with the schema"
+    if isinstance(made.data.path, str):
+        made.data.path = [made.data.path]
+    if isinstance(made.data.val_path, str):
+        made.data.val_path = [made.data.val_path]
+    _settle_compute(made)
+    return made
+
+
+def _settle_compute(config: RunConfig) -> None:
+    """``compute.*`` are names of keys of ``model``, where settings of old runs have them."""
+    for spec in dataclasses.fields(config.compute):
+        value = getattr(config.compute, spec.name)
+        if value is not None and spec.name in COMPUTE_KEYS:
+            setattr(config.model, COMPUTE_KEYS[spec.name], value)
+    config.compute = ComputeConfig(deterministic=config.compute.deterministic)
+
+
+def open_groups() -> list[str]:
+    """Groups that may name code of the user's own: their other keys are its arguments."""
+    groups = (
+        (spec.name, getattr(RunConfig(), spec.name)) for spec in dataclasses.fields(RunConfig)
+    )
+    return [name for name, group in groups if hasattr(group, "_target_")]
+
+
+@functools.cache
+def _store_schema() -> None:
+    """Typed throughout, but for keys that nobody knows yet in the open groups.
+
+    Once a process: it is a fifth of a composition, and Hydra takes a copy of what is stored.
+    """
+    schema: DictConfig = OmegaConf.structured(RunConfig)
+    for group in open_groups():
+        OmegaConf.set_struct(schema[group], False)
+    ConfigStore.instance().store(name="schema", node=schema)
+
+
+def _gather_arguments(tree: DictConfig, overrides: Sequence[str], config_dir: str | None) -> None:
+    """Unknown keys of an open group become ``arguments`` where ``_target_`` is to take them.
+
+    So do keys of the decoder's sizes that the user gave beside ``model._target_``.
+
+    Raises:
+        ConfigError: nothing takes them.
+    """
+    for group in open_groups():
+        node = tree[group]
+        known = {spec.name for spec in dataclasses.fields(getattr(RunConfig(), group))}
+        if group == "model" and node._target_ is not None:
+            known -= _given_by_user(group, overrides, config_dir) & DECODER_KEYS
+        extra = [key for key in node if key not in known]
+        if not extra:
+            continue
+        if node._target_ is None:
+            key = f"{group}.{extra[0]}"
+            raise ConfigError(f"unknown key {key!r}. {_suggest(key)}")
+        node.arguments = OmegaConf.merge(
+            node.arguments or {}, OmegaConf.masked_copy(OmegaConf.create(dict(node)), extra)
+        )
+        for key in extra:
+            if key in DECODER_KEYS and group == "model":
+                node[key] = getattr(RunConfig().model, key)
+            else:
+                del node[key]
+
+
+def _given_by_user(group: str, overrides: Sequence[str], config_dir: str | None) -> set[str]:
+    """Keys of a group that stand on the command line, or in the user's own preset of it."""
+    given = set()
+    for text in overrides:
+        name, _, value = text.lstrip("+").partition("=")
+        if name.startswith(f"{group}."):
+            given.add(name.split(".")[1])
+        elif name == group and config_dir is not None:
+            preset = Path(config_dir) / group / f"{value}.yaml"
+            tree = OmegaConf.load(preset) if preset.is_file() else OmegaConf.create()
+            given |= {str(key) for key in tree}
+    return given
+
+
+def _quote_faults(text: str) -> str:
+    match = re.fullmatch(r"(faults=)\[(.*)\]", text, re.DOTALL)
+    if match is None or not match[2].strip() or "'" in match[2] or '"' in match[2]:
+        return text
+    quoted = ",".join(f"'{part.strip()}'" for part in _NEXT_FAULT.split(match[2]))
+    return f"{match[1]}[{quoted}]"
+
+
+def _reject_launcher_keys(text: str) -> None:
+    if text.lstrip("+~").startswith("hydra"):
+        raise ConfigError(
+            f"{text!r}: Hydra's own settings are not used here; the run's directory is "
+            "out=DIR, your own configs are --config-dir DIR"
+        )
+
+
+def _reject_deletion(text: str) -> None:
+    """Hydra takes it for a group as well, and leaves the key as it was, in silence."""
+    if text.startswith("~"):
+        key = text[1:].partition("=")[0].partition("@")[0]
+        known = {name for name, _, _ in fields(RunConfig())}
+        known |= {name.partition(".")[0] for name in known}
+        hint = "" if key in known else suggestion(key, known)
+        off = ", or eval.every=0 for no evaluation" if key == "eval" else ""
+        raise ConfigError(
+            f"{text!r}: keys cannot be taken away, a run has all of them{hint}; leave it out for "
+            f"the default{off}"
+        )
+
+
+def suggestion(key: str, known: Collection[str]) -> str:
+    """``; did you mean ...?``, or nothing where nothing is close."""
+    close = _same_leaf(key, known) or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _same_leaf(key: str, known: Collection[str]) -> list[str]:
+    """Keys that end with the one typed: who types ``lr`` means ``optim.lr``."""
+    return [name for name in known if name.endswith(f".{key}")]
+
+
+def _explain(error: Exception, overrides: Sequence[str]) -> str:
+    text = str(error)
+    if isinstance(error, OverrideParseException):
+        return (
+            f"cannot read the override {error.override!r}: {text.splitlines()[0]}. "
+            "Write key=value; quote values with spaces or '=' as key='\"...\"'"
+        )
+    cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
+    full = text if cause is None else f"{text}\n{cause}"
+    key = _unknown_key(full)
+    if key is not None:
+        return f"unknown key {key!r}. {_suggest(key)}"
+    several = re.search(r"Ambiguous value for argument '([^=']+)=(.*?)'\n", full, re.DOTALL)
+    if several is not None:
+        key, value = several.groups()
+        first = value.split(",")[0]
+        kind = _kind_of(key)
+        return (
+            f"{key}={value}: is several values, and one command is one run: start one for each, "
+            f"such as {key}={first} with an out of its own"
+            + (f"; a list is {key}=[{value}]" if re.search(r"list|Any", kind) else "")
+            + (f"; text with a comma is quoted, '{key}=\"{value}\"'" if "str" in kind else "")
+        )
+    missing = re.search(
+        r"Could not find '([^/']+)/([^']+)'.*Available options in '[^']+':\n(.*?)\n"
+        r"(?:Config|$)",
+        full,
+        re.DOTALL,
+    )
+    if missing is not None:
+        choices = ", ".join(missing[3].split())
+        return f"{missing[1]}={missing[2]}: no such preset. Allowed: {choices}."
+    named = re.search(r"full_key: (\S+)", full)
+    if named is not None:
+        reason = str(cause or error).splitlines()[0]
+        value = _given_value(named[1], overrides)
+        whole = _whole_of(named[1], value)
+        if whole is not None:
+            return f"{named[1]}{value}: must be written as a whole number: {named[1]}={whole}"
+        return f"{named[1]}{value}: {reason.rstrip('.')}. {_allowed(named[1])}".rstrip()
+    return " ".join(line.strip() for line in full.splitlines() if line.strip())
+
+
+def _unknown_key(text: str) -> str | None:
+    match = re.search(r"Key '([^']+)' (?:is )?not in", text)
+    if match is None:
+        return None
+    full = re.search(r"full_key: (\S+)", text)
+    return full[1] if full else match[1]
+
+
+def _given_value(key: str, overrides: Sequence[str]) -> str:
+    values = [text.split("=", 1)[1] for text in overrides if text.lstrip("+").startswith(f"{key}=")]
+    return f"={values[-1]}" if values else ""
+
+
+def _whole_of(key: str, value: str) -> int | None:
+    """The whole number that a value like ``=1e3`` means, where the key wants one."""
+    if re.search(r"\bint\b", _kind_of(key)) is None:
+        return None
+    match = re.fullmatch(r"=(\d{1,15}(?:\.\d{0,15})?[eE]\+?\d{1,2}|\d{1,15}\.0+)", value)
+    number = Decimal(match[1]) if match else None
+    if number is None or number != int(number) or number >= 1 << 63:
+        return None
+    return int(number)
+
+
+def _kind_of(key: str) -> str:
+    """The type of a key in the schema; empty for one that does not exist."""
+    kinds = {name: str(spec.type) for name, spec, _ in fields(RunConfig())}
+    return kinds.get(key, "")
+
+
+def _suggest(key: str) -> str:
+    known = [name for name, _, _ in fields(RunConfig())]
+    groups = sorted({name.split(".")[0] for name in known})
+    close = difflib.get_close_matches(key, groups, n=1, cutoff=0.7)
+    if close and "." not in key:
+        return f"Did you mean {close[0]}? `--help` lists all keys."
+    parent, _, _ = key.rpartition(".")
+    close = _same_leaf(key, known) or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    siblings = [name for name in known if name.rpartition(".")[0] == parent]
+    if close:
+        return f"Did you mean {' or '.join(close)}? `--help` lists all keys."
+    return f"Allowed here: {', '.join(siblings or known[:8])}. `--help` lists all keys."
+
+
+def _allowed(key: str) -> str:
+    for name, spec, _ in fields(RunConfig()):
+        if name == key:
+            return f"Allowed: {type_name(spec)} ({spec.metadata['help']})."
+    return ""
+
+
+def type_name(spec: dataclasses.Field[Any]) -> str:
+    """The type of a config field in words, with its bounds."""
+    kind = spec.type if isinstance(spec.type, str) else spec.type.__name__
+    if isinstance(spec.default, Enum):
+        kind = " | ".join(member.value for member in type(spec.default))
+    words = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [f"{words[name]} {spec.metadata[name]:g}" for name in words if name in spec.metadata]
+    kind = kind.replace("None", "null").replace("Any", "list")
+    if spec.metadata["words"]:
+        kind = kind.replace("str", " | ".join(spec.metadata["words"]))
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Every leaf of a config as (dotted key, dataclass field, value), in schema order."""
+    for spec in dataclasses.fields(config):
+        value = getattr(config, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields(value, f"{prefix}{spec.name}.")
+        else:
+            yield f"{prefix}{spec.name}", spec, value
+
+
+def to_plain(config: RunConfig) -> dict[str, Any]:
+    """Nested dict of JSON values, without secrets."""
+    made: dict[str, Any] = redacted(dataclasses.asdict(config, dict_factory=_plain_dict))
+    return made
+
+
+def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.value if isinstance(value, Enum) else value for key, value in items}
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Dotted key to JSON value, every leaf, without secrets."""
+    made: dict[str, Any] = redacted(
+        {
+            name: value.value if isinstance(value, Enum) else value
+            for name, _, value in fields(config)
+        }
+    )
+    return made
+
+
+def value_of(config: RunConfig, key: str) -> str:
+    """One resolved setting as text.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    values = flat(config)
+    if key not in values:
+        raise ConfigError(f"unknown key {key!r}. {_suggest(key)}")
+    return str(values[key])
+
+
+def trajectory(config: RunConfig) -> dict[str, Any]:
+    """The leaves that decide what the run computes, by dotted key.
+
+    ``steps`` is among them only through the schedule's length: a longer run of the same
+    schedule is the same run, longer.
+    """
+    leaves = {name for name, spec, _ in fields(config) if spec.metadata["trajectory"]}
+    # As a stored config comes back: a mapping is its own leaves.
+    values = dict(_flatten({name: v for name, v in flat(config).items() if name in leaves}))
+    constant = config.schedule.kind.value == "constant"
+    values["schedule.total"] = None if constant else (config.schedule.total or config.steps)
+    return values
+
+
+def digest(values: dict[str, Any]) -> str:
+    """SHA-256 (hex) of settings in canonical JSON."""
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved settings as YAML text."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
+
+
+def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
+    """Dotted keys of a stored config; plain values only, nothing is resolved or built.
+
+    Raises:
+        ConfigError: the file is not such a mapping.
+    """
+    try:
+        _refuse_bombs(text)
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except Exception as error:
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{source}: not a settings file ({words})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: not a settings file")
+    return dict(_flatten(tree))
+
+
+def _refuse_bombs(text: str) -> None:
+    """An alias is copied where it stands, so a few lines of them unfold to any size."""
+    if len(text) > _YAML_BYTES:
+        raise ValueError(f"{len(text)} characters, at most {_YAML_BYTES} are read")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("holds a YAML alias")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _YAML_DEPTH:
+            raise ValueError(f"more than {_YAML_DEPTH} levels deep")
+
+
+def _flatten(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

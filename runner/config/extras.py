@@ -1,0 +1,35 @@
+"""Which settings need an optional package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from runner.config.schema import RunConfig
+from runner.system.error import MissingPackage
+from runner.system.extras import is_installed, lacking
+
+
+def check_extras(config: RunConfig) -> None:
+    """Look for every package that the settings need, before any process waits for another.
+
+    Raises:
+        MissingPackage: naming each setting whose extra is not installed, one a line.
+    """
+    problems = [lacking(what, extra) for what, extra in _needed(config) if not is_installed(extra)]
+    if problems:
+        raise MissingPackage("\n".join(problems))
+
+
+def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Each setting that needs an extra, and the extra."""
+    kind = config.parallel.kind.value
+    if kind.startswith("zero"):
+        yield f"parallel={kind}", "zero"
+    if config.track.tensorboard:
+        yield "track=tensorboard", "tensorboard"
+    if config.data.kind.value == "text" and config.data.tokenizer is not None:
+        yield f"data.tokenizer={config.data.tokenizer}", "text"
+    if config.data._target_ is None and config.data.kind.value == "hf":
+        yield "data=hf", "hf"
+    if (config.checkpoint.remote or "").startswith(("s3://", "s3a://")):
+        yield "checkpoint.remote=s3://...", "remote"

@@ -1,0 +1,40 @@
+"""From the settings to the guard's rules. No torch here: a backtest starts in a moment."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from runner.config.schema import RunConfig
+from runner.policy.decision.judge import JudgeRules
+from runner.policy.decision.ladder import RemedyRules
+from runner.policy.decision.replay import SaveRules
+
+
+def judge_rules(config: RunConfig) -> JudgeRules:
+    """The judge's part of ``guard.*``."""
+    return JudgeRules(**named(JudgeRules, config.guard))
+
+
+def remedy_rules(config: RunConfig, *, untrained_loss: float = 0.0) -> RemedyRules:
+    """The ladder's part of ``guard.*``; a run knows the loss of a uniform guess, in nats."""
+    rules = RemedyRules(
+        batch=config.batch.global_size,
+        untrained_loss=untrained_loss,
+        **named(RemedyRules, config.guard),
+    )
+    if not config.guard.enabled:
+        # Nothing is rolled back then; what an engine itself skips is discarded.
+        rules = dataclasses.replace(rules, persist=rules.persist_window + 1)
+    return rules
+
+
+def save_rules(config: RunConfig) -> SaveRules:
+    """When the ring would have saved, for a replay."""
+    return SaveRules(**named(SaveRules, config.checkpoint))
+
+
+def named(kind: type, source: Any) -> dict[str, Any]:
+    """Values of the fields that a rules class shares with its config group."""
+    names = {spec.name for spec in dataclasses.fields(kind)}
+    return {s.name: getattr(source, s.name) for s in dataclasses.fields(source) if s.name in names}

@@ -1,0 +1,658 @@
+"""The typed schema of a run: every key, its type, unit, default and bounds stand here only.
+
+YAML under ``configs/`` selects and overrides these fields; :mod:`runner.config.compose` turns the
+command line into one :class:`RunConfig`. This module knows nothing of torch, Hydra or files.
+
+Each field carries metadata: ``help`` (one line for ``--help`` and docs/configuration.md), bounds
+(``ge``, ``gt``, ``le``, ``lt``), and ``trajectory``: whether changing it changes what the
+run computes, so that resuming with another value must be refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    trajectory: bool = False,
+    words: tuple[str, ...] = (),
+    **bounds: float,
+) -> Any:
+    """A config field: its default, its one-line help, its bounds, words beside numbers."""
+    metadata = {"help": help, "trajectory": trajectory, "words": words, **bounds}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class DataKind(Enum):
+    text = "text"
+    tokens = "tokens"
+    synthetic = "synthetic"
+    hf = "hf"
+
+
+class TokenDtype(Enum):
+    auto = "auto"
+    uint8 = "uint8"
+    uint16 = "uint16"
+    uint32 = "uint32"
+    int32 = "int32"
+    uint64 = "uint64"
+
+
+class ParallelKind(Enum):
+    single = "single"
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+    zero1 = "zero1"
+    zero2 = "zero2"
+    zero3 = "zero3"
+
+
+class ScheduleKind(Enum):
+    cosine = "cosine"
+    wsd = "wsd"
+    linear = "linear"
+    constant = "constant"
+
+
+class Precision(Enum):
+    auto = "auto"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class LogKind(Enum):
+    text = "text"
+    json = "json"
+
+
+class DebugKind(Enum):
+    off = "off"
+    nccl = "nccl"
+    collectives = "collectives"
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelConfig:
+    """A pre-norm decoder: RMSNorm, RoPE, SwiGLU; or a model of your own.
+
+    With ``_target_`` every other key of this group is an argument of that code, and
+    ``compute`` says how it is computed.
+    """
+
+    _target_: str | None = key(
+        None,
+        "a model of your own, such as pkg.Net: called with the other keys of this group, gives a "
+        "torch module (see docs/models.md); null: the decoder",
+        trajectory=True,
+    )
+    arguments: Any = key(
+        None, "_target_: its arguments; the same as keys of their own", trajectory=True
+    )
+    dim: int = key(128, "width of the residual stream", trajectory=True, ge=2)
+    layers: int = key(4, "number of blocks", trajectory=True, ge=1)
+    heads: int = key(4, "attention heads; must divide dim", trajectory=True, ge=1)
+    kv_heads: int | None = key(
+        None, "key/value heads (grouped-query attention); null: as heads", trajectory=True, ge=1
+    )
+    ffn_dim: int | None = key(
+        None, "hidden width of SwiGLU; null: 8/3 dim rounded up to 64", trajectory=True, ge=1
+    )
+    vocab_size: int | None = key(
+        None, "rows of the embedding; null: what the data needs", trajectory=True, ge=2
+    )
+    tied_head: bool = key(True, "the output head reuses the embedding", trajectory=True)
+    qk_norm: bool = key(False, "RMSNorm on queries and keys", trajectory=True)
+    norm_eps: float = key(1e-5, "epsilon of RMSNorm", trajectory=True, gt=0)
+    rope_theta: float = key(10000.0, "base of the rotary frequencies", trajectory=True, gt=0)
+    dropout: float = key(
+        0.0, "dropout after attention and feed-forward", trajectory=True, ge=0, lt=1
+    )
+    z_loss: float = key(
+        0.0, "weight of logsumexp(logits)^2 in the training loss", trajectory=True, ge=0
+    )
+    init_std: float = key(0.02, "standard deviation of the initial weights", trajectory=True, gt=0)
+    loss_fp32: bool = key(True, "compute the cross-entropy in FP32", trajectory=True)
+    loss_chunk_mib: float = key(
+        512.0,
+        "logits of a micro-batch that take more than this in FP32 are made in parts of this size, "
+        "and again in backward: less memory, the same losses; 0: always at once",
+        ge=0,
+    )
+    precision: Precision = key(
+        Precision.auto,
+        "compute type of forward and backward: bf16, fp32, or auto: as the run began; at its "
+        "beginning bf16 where all ranks have it in hardware, else fp32",
+        trajectory=True,
+    )
+    frozen: list[str] = key(
+        [], "regular expressions found in the names of parameters not to train", trajectory=True
+    )
+    activation_checkpointing: bool = key(False, "recompute block activations in backward")
+    compile: bool = key(False, "torch.compile each block")
+
+
+# Sizes of the decoder: beside ``_target_`` they are arguments like any other.
+DECODER_KEYS = frozenset(
+    ["dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head", "qk_norm"]
+) | {"norm_eps", "rope_theta", "dropout", "z_loss", "init_std"}
+
+
+@dataclass(slots=True, kw_only=True)
+class ComputeConfig:
+    """How a model is computed, the decoder or one of your own.
+
+    Each key but ``deterministic`` stands for one of ``model``; where both are given this one
+    counts.
+    """
+
+    precision: Precision | None = key(None, "model.precision: auto, bf16 or fp32")
+    compile: bool | None = key(None, "model.compile: torch.compile each block")
+    recompute: bool | None = key(
+        None, "model.activation_checkpointing: recompute block activations in backward"
+    )
+    frozen: list[str] | None = key(
+        None, "model.frozen: regular expressions found in the names of parameters not to train"
+    )
+    loss_fp32: bool | None = key(None, "model.loss_fp32: compute the cross-entropy in FP32")
+    deterministic: bool = key(
+        False,
+        "switch on what a GPU needs to repeat bits (torch, cuBLAS, Inductor, NCCL), where that is "
+        "slower; the start line says whether this machine repeats them",
+        trajectory=True,
+    )
+
+
+COMPUTE_KEYS = {
+    "precision": "precision",
+    "compile": "compile",
+    "recompute": "activation_checkpointing",
+    "frozen": "frozen",
+    "loss_fp32": "loss_fp32",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class DataConfig:
+    """Where samples come from: windows of ``seq_len + 1`` tokens, or what code of your own gives.
+
+    With ``_target_`` every key of this group that is not in the table is an argument of that code.
+    """
+
+    _target_: str | None = key(
+        None,
+        "code of your own, such as pkg.open_data: called with the other keys, gives a data set "
+        "(see docs/data.md); null: as kind says",
+        trajectory=True,
+    )
+    arguments: Any = key(
+        None, "_target_: its arguments; the same as keys of their own", trajectory=True
+    )
+    kind: DataKind = key(DataKind.text, "text, tokens, synthetic or hf", trajectory=True)
+    path: Any = key(
+        [],
+        "a file or directory, or a list of them; text without one: Python's standard library",
+        trajectory=True,
+    )
+    val_path: Any = key(
+        None,
+        "files for the held-out loss, read as path is; then nothing of path is held out; null: a "
+        "share of path (held_out)",
+        trajectory=True,
+    )
+    sources: Any = key(
+        None,
+        "a mixture: [{path: A, weight: 2, name: a}, ...]; the other keys of the group hold for all "
+        "of them, and an entry may set kind, field, suffixes, token_dtype and the like for itself",
+        trajectory=True,
+    )
+    suffixes: list[str] = key(
+        [".py", ".txt", ".md", ".jsonl", ".rst", ".c", ".h"],
+        "text: file name endings read from directories; .jsonl also for .jsonl.gz and .jsonl.zst",
+        trajectory=True,
+    )
+    # Not of the trajectory: what it changes is in the corpus' fingerprint, and runs begun without
+    # the key, on files that have no such lines, go on.
+    field: str | None = key(
+        "text",
+        "text: field of a .jsonl line that holds the document; null: such files are plain text. "
+        "hf: column of a row's text, where there is no input_ids",
+    )
+    messages: str | None = key(
+        None,
+        "hf: column of a row's chat, a list of {role, content}; the tokenizer's chat template "
+        "makes tokens of it, and only what the assistant says is counted",
+        trajectory=True,
+    )
+    pack: bool | None = key(
+        None,
+        "true: put short samples together into full windows, documents of their own to attention; "
+        "hf and _target_",
+        trajectory=True,
+    )
+    tokenizer: str | None = key(
+        None,
+        "text: a Hugging Face tokenizer.json or its folder; null: bytes (256 and an end mark)",
+        trajectory=True,
+    )
+    token_dtype: TokenDtype = key(
+        TokenDtype.auto,
+        "tokens: type of a raw file; .npy and .idx say it",
+        trajectory=True,
+    )
+    vocab_size: int | None = key(
+        None, "tokens, synthetic: number of token ids; tokens need it", trajectory=True, ge=2
+    )
+    seq_len: int = key(256, "tokens the model sees per sequence", trajectory=True, ge=1)
+    end_token: int | str | None = key(
+        None,
+        "what ends a document. text: id or text of a token; null: as the tokenizer's files say. "
+        "tokens: an id, for isolate_documents",
+        trajectory=True,
+    )
+    begin_token: int | str | None = key(
+        None,
+        "text: id or text of the token put before each document; null: as the tokenizer's files "
+        "say; empty: none",
+        trajectory=True,
+    )
+    isolate_documents: bool = key(
+        False, "attention does not cross document boundaries", trajectory=True
+    )
+    held_out: float = key(
+        0.01, "share of samples kept out of training, by hash", trajectory=True, ge=0, lt=1
+    )
+    samples: int = key(100_000, "synthetic: number of samples", trajectory=True, ge=1)
+    skip: list[Any] = key(
+        [], "sample positions never read: [[a,b],...], half open", trajectory=True
+    )
+    cache: str | None = key(
+        None, "directory of the token cache; null: under the user's cache directory"
+    )
+    max_unreadable: int = key(
+        100,
+        "different samples that cannot be read and are passed over; one more ends the run",
+        ge=0,
+    )
+    retry_seconds: float = key(
+        5.0, "how long a sample that the system refuses is asked for again before it is one", ge=0
+    )
+    workers: int = key(1, "loader processes per rank; 0: load in the training process", ge=0)
+    prefetch: int = key(2, "micro-batches each worker keeps ready", ge=1)
+    pin_memory: bool = key(True, "page-locked batches on CUDA")
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchConfig:
+    """Sizes in sequences. The global batch does not depend on the world size."""
+
+    global_size: int = key(32, "sequences per step over all ranks", trajectory=True, ge=1)
+    micro_size: int = key(16, "sequences per forward/backward on one rank", ge=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class ParallelConfig:
+    """How parameters are laid out over ranks."""
+
+    kind: ParallelKind = key(ParallelKind.fsdp, "single, ddp, fsdp, hsdp, zero1, zero2 or zero3")
+    shard_size: int | None = key(
+        None, "hsdp: ranks that share one copy; null: the ranks of one node", ge=1
+    )
+    reduce_each_micro_batch: bool = key(
+        True,
+        "reduce gradients after every micro-batch; false: once a step, for which whole gradients "
+        "are kept (4 bytes a parameter); hsdp: between copies once a step, within each every time",
+    )
+    reshard_after_forward: bool = key(True, "free gathered parameters between uses (ZeRO-3)")
+    deepspeed: Any = key(None, "zero1-3: a mapping of further DeepSpeed settings, or null")
+    device: str = key("auto", "auto, cpu or cuda")
+    timeout_seconds: float = key(600.0, "a collective waits no longer than this", gt=0)
+    start_seconds: float = key(
+        120.0, "how long ranks wait for each other at the start before naming the absent", gt=0
+    )
+    max_ranks: int = key(
+        16384, "more ranks are refused: no more were ever tried, see docs/scale.md", ge=1
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class OptimConfig:
+    """Fused AdamW; decay only on matrices."""
+
+    lr: float = key(3e-3, "peak learning rate", trajectory=True, gt=0)
+    beta1: float = key(0.9, "decay of the first moment", trajectory=True, ge=0, lt=1)
+    beta2: float = key(0.95, "decay of the second moment", trajectory=True, ge=0, lt=1)
+    eps: float = key(1e-8, "AdamW's epsilon", trajectory=True, gt=0)
+    weight_decay: float = key(0.1, "on parameters of two or more dims", trajectory=True, ge=0)
+    clip: float = key(
+        1.0, "gradients are scaled to at most this global norm; 0: off", trajectory=True, ge=0
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate as a function of applied updates."""
+
+    kind: ScheduleKind = key(
+        ScheduleKind.cosine, "cosine, wsd, linear or constant", trajectory=True
+    )
+    warmup: int = key(20, "updates of linear warm-up", trajectory=True, ge=0)
+    decay: float = key(
+        0.2, "wsd: share of all updates in the final decay", trajectory=True, gt=0, le=1
+    )
+    floor: float = key(0.1, "final rate as a share of the peak", trajectory=True, ge=0, le=1)
+    total: int | None = key(
+        None, "updates the schedule is laid out for; null: steps", trajectory=True, ge=1
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class GuardConfig:
+    """What counts as trouble, and how much of it is survived before asking a person."""
+
+    enabled: bool = key(
+        True, "false: no gate, no judge, no rollback (for comparison only)", trajectory=True
+    )
+    sync: bool | None = key(
+        None,
+        "true: read each step's numbers before the next is begun; false: one step later, so that "
+        "nothing waits for the device; null: true on CPU, false on CUDA. The run is the same",
+    )
+    window: int = key(64, "clean steps the statistics look back on", trajectory=True, ge=4)
+    min_history: int = key(
+        20,
+        "clean steps before spikes and drifts are judged; non-finite always is",
+        trajectory=True,
+        ge=4,
+    )
+    loss_sigmas: float = key(
+        15.0,
+        "spike: one loss this many robust sigmas above the level (of the window, and of the last "
+        "5 steps); lower discards hard batches: those of a healthy GPT-2 reach 9",
+        trajectory=True,
+        gt=0,
+    )
+    loss_floor: float = key(
+        0.4,
+        "and at least this many nats per token; hard batches of a healthy GPT-2 reach 0.36",
+        trajectory=True,
+        ge=0,
+    )
+    pair_sigmas: float = key(
+        3.0,
+        "spike: the second of two losses in a row that lie this many robust sigmas above the level",
+        trajectory=True,
+        gt=0,
+    )
+    pair_floor: float = key(
+        0.25,
+        "and at least this many nats each (and out of the window's own tail); finds small jumps "
+        "that last, by their second step",
+        trajectory=True,
+        ge=0,
+    )
+    norm_sigmas: float = key(
+        13.0,
+        "spike: log grad norm above its median by this many robust sigmas",
+        trajectory=True,
+        gt=0,
+    )
+    norm_floor: float = key(
+        2.3,
+        "and by at least this much; 2.3 is 10 times the median, healthy norms reach 8 times",
+        trajectory=True,
+        ge=0,
+    )
+    drift_slack: float = key(
+        0.12,
+        "drift: nats above the best level of late that are forgiven (at least one robust sigma)",
+        trajectory=True,
+        ge=0,
+    )
+    drift_nats: float = key(
+        4.0,
+        "drift: summed excess, in nats x steps, that raises the alarm; healthy runs reach 0.7",
+        trajectory=True,
+        gt=0,
+    )
+    drift_rise: float = key(
+        0.2,
+        "and the median of the newest 16 losses must lie this many nats above the best level: "
+        "shallower waves, as epochs make them, are left alone",
+        trajectory=True,
+        ge=0,
+    )
+    persist: int = key(
+        3, "bad steps among the last persist_window that force a rollback", trajectory=True, ge=1
+    )
+    persist_window: int = key(10, "see persist, in attempted steps", trajectory=True, ge=1)
+    skip: bool = key(
+        True,
+        "false: after a rollback the same samples are read again (for comparison only)",
+        trajectory=True,
+    )
+    margin: int = key(
+        1, "steps' worth of samples skipped before the onset as well", trajectory=True, ge=0
+    )
+    ahead: int = key(
+        0, "steps' worth of samples skipped after the last bad step", trajectory=True, ge=0
+    )
+    back: int = key(0, "roll back at least this many steps before the onset", trajectory=True, ge=0)
+    repeat_window: int = key(
+        200, "trouble within so many steps of the last rollback is a repeat", trajectory=True, ge=1
+    )
+    widen: float = key(2.0, "each repeat skips this many times as far ahead", trajectory=True, ge=1)
+    cooldown: float = key(
+        0.5,
+        "learning-rate factor from the second repeat on; where the data is suspected, only at the "
+        "last rollback before a halt",
+        trajectory=True,
+        gt=0,
+        le=1,
+    )
+    cooldown_steps: int = key(100, "updates the factor lasts", trajectory=True, ge=0)
+    level_steps: int = key(
+        20, "finite, level bad steps in a row that become the new baseline", trajectory=True, ge=2
+    )
+    level_spread: float = key(
+        0.1, "level: their robust sigma is below this share of their median", trajectory=True, gt=0
+    )
+    max_rollbacks: int = key(
+        5, "rollbacks within budget_window before the run halts", trajectory=True, ge=0
+    )
+    budget_window: int = key(1000, "in applied steps", trajectory=True, ge=1)
+    max_discards: int = key(
+        100,
+        "discarded steps in a row without a rollback before the run halts",
+        trajectory=True,
+        ge=1,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckpointConfig:
+    """The ring."""
+
+    every: int | str = key(
+        50, "steps between checkpoints; auto: by what they cost", words=("auto",), ge=1
+    )
+    auto_most: int = key(1000, "every=auto: at most so many steps; at least clean_after", ge=1)
+    mtbf_hours: float | None = key(
+        None,
+        "every=auto: hours between failures of the whole job, before any is seen; null: 24, or "
+        "6,300 over the nodes where that is less",
+        gt=0,
+    )
+    clean_after: int = key(10, "clean steps that prove a checkpoint; at most every", ge=1)
+    keep: int = key(
+        3, "clean checkpoints kept; for a while more, if a rollback may need them", ge=1
+    )
+    keep_every: int = key(0, "also keep every such step for good; 0: none", ge=0)
+    background: bool = key(True, "write while training goes on")
+    write_mib_per_second: float = key(
+        0.0, "most that each rank writes to disk while training goes on; 0: no limit", ge=0
+    )
+    memory_every: int | None = key(
+        None, "steps between snapshots in memory; null: 10 where they fit, 0: none", ge=0
+    )
+    memory_slots: int | None = key(
+        None, "snapshots held in memory; null: as many as clean_after needs", ge=2
+    )
+    memory_limit_gib: float | None = key(
+        None, "memory of a node for snapshots; null: half of what is free", gt=0
+    )
+    memory_mirror: bool = key(False, "also keep each snapshot in the memory of another node")
+    remote: str | None = key(
+        None, "fsspec URL that clean checkpoints are copied to: s3://bucket/prefix; null: off"
+    )
+    remote_keep: int = key(3, "clean checkpoints kept at remote, beside keep_every's", ge=1)
+    remote_wait_seconds: float = key(
+        60.0,
+        "how long a start waits for remote to answer, and an end for uploads to finish",
+        gt=0,
+        le=1200,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out loss on a fixed set."""
+
+    every: int = key(100, "steps between evaluations; 0: never", ge=0)
+    samples: int = key(64, "held-out sequences", ge=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class DebugConfig:
+    """What torch.distributed and NCCL check and print."""
+
+    kind: DebugKind = key(DebugKind.off, "off, nccl or collectives")
+    nccl_subsystems: str = key("INIT,COLL,ENV", "NCCL_DEBUG_SUBSYS when kind is nccl")
+    replica_check_every: int = key(
+        0, "steps between comparisons of replicated state, bit by bit; 0: never", ge=0
+    )
+    diagnose_on_crash: bool = key(
+        False, "a supervisor restarts once with debug=collectives after an unexplained crash"
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class WatchdogConfig:
+    """When a rank that does not move is taken for hung."""
+
+    enabled: bool = key(True, "false: only the collectives' own time-out ends a hang")
+    floor_seconds: float = key(120.0, "no step is called hung before this", gt=0)
+    factor: float = key(20.0, "nor before this many times the median step time", ge=1)
+    slow_seconds: float = key(
+        1800.0, "the same for start, first step, save, evaluation, rollback", gt=0
+    )
+    settle_seconds: float = key(
+        3.0, "how long a rank waits for the others' evidence before it ends", ge=0
+    )
+    straggler_every: int = key(50, "steps between comparisons of the ranks' speed; 0: never", ge=0)
+    straggler_factor: float | None = key(
+        None,
+        "slower than the median rank by this factor is worth a line; null: 2, and 1.2 for the "
+        "fixed computation on a GPU, which a throttled one does 10-40 % slower",
+        gt=1,
+    )
+    straggler_checks: int = key(3, "when it is so in this many comparisons in a row", ge=1)
+
+
+@dataclass(slots=True, kw_only=True)
+class PreemptConfig:
+    """What is done with a request to stop."""
+
+    grace_seconds: float = key(
+        25.0, "from the signal to the exit; a save that takes longer is given up", gt=0
+    )
+    margin_seconds: float = key(
+        120.0, "stop by itself so long before the scheduler's time limit", ge=0
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class TrackConfig:
+    """Where numbers go besides metrics.jsonl."""
+
+    log: LogKind = key(
+        LogKind.text, "what is said: text for a person; json: an object a line, for a log pipeline"
+    )
+    tensorboard: bool = key(False, "write TensorBoard scalars to out/tensorboard")
+    unwritten_seconds: float = key(
+        300.0,
+        "how long lines that metrics.jsonl or journal.jsonl cannot take (the disk is full) are "
+        "kept in memory before the run stops with 75",
+        ge=0,
+    )
+    command: str | None = key(
+        None,
+        "a shell command that is run for each incident, with the journal line as JSON on its "
+        "standard input; nothing waits for it",
+    )
+    report_minutes: float | None = key(
+        10.0,
+        "minutes between writings of out/report.html, the page of the run; 0: only at its end; "
+        "null: never",
+        ge=0,
+    )
+    every: int = key(10, "steps between console lines where the output is no terminal", ge=1)
+    peak_tflops: float | None = key(
+        None, "peak of one device, for MFU; null: from the device's name", gt=0
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class ResumeConfig:
+    """What a second command on the same out may change."""
+
+    allow: list[str] = key(
+        [],
+        "settings, or groups of them, that may change although they change the trajectory: "
+        "[optim.lr,schedule.total]; each change is journalled",
+    )
+    allow_change: bool = key(False, "the same for whatever has changed, the data too")
+    take_over: bool = key(False, "take the run from a living launch, which then stops")
+    stale_seconds: float = key(
+        10.0,
+        "an owner that has not moved for so long is gone; one that has ended, at once",
+        ge=5,
+    )
+    without_remote: bool = key(
+        False, "begin in an out without checkpoints although checkpoint.remote does not answer"
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class RunConfig:
+    """Everything a run is told."""
+
+    out: str = key("runs/default", "directory of the run; the same command again resumes it")
+    steps: int = key(250, "applied updates", ge=1)
+    seed: int = key(0, "of weights, sample order and dropout", trajectory=True, ge=0)
+    model: ModelConfig = key(ModelConfig, "the network")
+    compute: ComputeConfig = key(ComputeConfig, "how it is computed")
+    data: DataConfig = key(DataConfig, "the corpus")
+    batch: BatchConfig = key(BatchConfig, "sizes")
+    parallel: ParallelConfig = key(ParallelConfig, "the engine")
+    optim: OptimConfig = key(OptimConfig, "AdamW")
+    schedule: ScheduleConfig = key(ScheduleConfig, "the learning rate")
+    guard: GuardConfig = key(GuardConfig, "judgement and recovery")
+    checkpoint: CheckpointConfig = key(CheckpointConfig, "the ring")
+    eval: EvalConfig = key(EvalConfig, "held-out loss")
+    debug: DebugConfig = key(DebugConfig, "diagnosis")
+    track: TrackConfig = key(TrackConfig, "numbers")
+    watchdog: WatchdogConfig = key(WatchdogConfig, "hung and slow ranks")
+    preempt: PreemptConfig = key(PreemptConfig, "requests to stop")
+    resume: ResumeConfig = key(ResumeConfig, "second commands")
+    faults: list[str] = key([], "faults on purpose, for drills; see docs/testing.md")

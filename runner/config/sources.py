@@ -1,0 +1,130 @@
+"""``data.sources``: from the list a person types to a name, a weight and data settings each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from runner.config.compose import suggestion
+from runner.config.schema import DataConfig
+from runner.system.error import ConfigError
+
+# What a source may say for itself; everything else of the group is for all of them.
+OWN_KEYS: Final = (
+    "path", "kind", "suffixes", "field", "messages", "token_dtype", "end_token", "begin_token",
+    "vocab_size", "samples", "_target_", "arguments",
+)  # fmt: skip
+_ALL_KEYS: Final = ("name", "weight", "seed", *OWN_KEYS)
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """One source; ``weight`` is its share of the samples, in proportion to the others' weights.
+
+    ``seed``: of a synthetic language; None: the run's.
+    """
+
+    name: str
+    weight: float
+    data: DataConfig
+    seed: int | None = None
+
+
+def sources_of(data: DataConfig) -> list[SourceSettings]:
+    """The sources of a mixture; empty where there is none.
+
+    Raises:
+        ConfigError: an entry is none; it is named with what is allowed.
+    """
+    if data.sources is None:
+        return []
+    if not isinstance(data.sources, list) or not data.sources:
+        raise ConfigError(
+            f"data.sources={str(data.sources)[:200]}: must be a list such as "
+            "[{path: web.bin, weight: 0.7, name: web}, ...]"
+        )
+    if data.path:
+        raise ConfigError(
+            f"data.path={data.path}: each of data.sources has a path of its own; leave it out"
+        )
+    found = [_source(data, number, given) for number, given in enumerate(data.sources)]
+    names = [source.name for source in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"data.sources: two are called {twice[0]!r}; give each a name of its own")
+    if not math.fsum(source.weight for source in found) > 0:
+        raise ConfigError("data.sources: all weights are 0; one at least must be greater")
+    return found
+
+
+def _source(data: DataConfig, number: int, given: Any) -> SourceSettings:
+    place = f"data.sources[{number}]"
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"{place}={str(given)[:100]}: must be a mapping such as {{path: web.bin, weight: 0.7}}"
+        )
+    for key in given:
+        if key not in _ALL_KEYS:
+            raise ConfigError(
+                f"{place}: unknown key {str(key)!r}{suggestion(str(key), _ALL_KEYS)}. Allowed: "
+                f"{', '.join(_ALL_KEYS)}"
+            )
+    path = given.get("path", [])
+    paths = [path] if isinstance(path, str) else path
+    if not isinstance(paths, list) or not all(isinstance(one, str) for one in paths):
+        raise ConfigError(f"{place}.path={path}: must be a path or a list of paths")
+    own = {key: given[key] for key in OWN_KEYS if key in given and key != "path"}
+    return SourceSettings(
+        name=_name(place, given.get("name") or (Path(paths[0]).stem if paths else ""), given),
+        weight=_weight(place, given.get("weight", 1.0)),
+        data=dataclasses.replace(data, sources=None, path=paths, **_typed(place, own)),
+        seed=_seed(place, given.get("seed")),
+    )
+
+
+def _name(place: str, name: Any, given: Mapping[Any, Any]) -> str:
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return name
+    raise ConfigError(
+        f"{place}.name={name!r}: must be letters, digits, '_', '.' and '-', as it heads a column "
+        "of metrics.jsonl" + ("" if "name" in given else "; give it a name")
+    )
+
+
+def _weight(place: str, weight: Any) -> float:
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight) or not 0 <= weight <= 1e9:
+        raise ConfigError(f"{place}.weight={weight}: must be a number from 0 to 1e9")
+    return float(weight)
+
+
+def _seed(place: str, seed: Any) -> int | None:
+    if seed is None or (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0):
+        return seed
+    raise ConfigError(f"{place}.seed={seed}: must be a whole number of at least 0")
+
+
+def _typed(place: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Words of an enumeration as its members, the rest as the group's own fields have it."""
+    typed: dict[str, Any] = {}
+    usual = DataConfig()
+    for key, value in own.items():
+        default = getattr(usual, key)
+        if isinstance(default, Enum):
+            words = [member.value for member in type(default)]
+            if value not in words:
+                raise ConfigError(f"{place}.{key}={value}: must be one of {', '.join(words)}")
+            value = type(default)(value)
+        elif isinstance(default, list) and not isinstance(value, list):
+            raise ConfigError(f"{place}.{key}={value}: must be a list")
+        elif isinstance(default, int) and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{place}.{key}={value}: must be a whole number of at least 1")
+        typed[key] = value
+    return typed

@@ -1,0 +1,273 @@
+"""Refuses impossible settings before anything starts, naming key, value and what is allowed.
+
+Pure: reads a :class:`RunConfig` and the world size, touches nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from runner.config.compose import fields, suggestion
+from runner.config.schema import DataConfig, DataKind, ParallelKind, Precision, RunConfig
+from runner.config.sources import sources_of
+from runner.system.error import ConfigError
+
+_LAST_SAMPLE = 1 << 60  # positions are computed with in 64 bits
+
+_HOLDS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
+    "ge": ("at least", lambda value, bound: value >= bound),
+    "gt": ("greater than", lambda value, bound: value > bound),
+    "le": ("at most", lambda value, bound: value <= bound),
+    "lt": ("less than", lambda value, bound: value < bound),
+}
+
+
+def check(config: RunConfig, *, world_size: int) -> None:
+    """Raise on settings that cannot work.
+
+    Raises:
+        ConfigError: naming every problem found, one a line.
+    """
+    problems = [
+        *_bounds(config),
+        *_lists(config),
+        *_combinations(config, world_size),
+        *_sources(config),
+        *_remote(config),
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _bounds(config: RunConfig) -> list[str]:
+    problems = []
+    for name, spec, value in fields(config):
+        words = spec.metadata["words"]
+        if words and isinstance(value, str) and value not in words:
+            allowed = f"a whole number or {' or '.join(words)}"
+            problems.append(f"{name}={value[:100]}: must be {allowed} ({spec.metadata['help']})")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        broken = [
+            f"{comparison} {spec.metadata[bound]:g}"
+            for bound, (comparison, holds) in _HOLDS.items()
+            if bound in spec.metadata and not holds(value, spec.metadata[bound])
+        ]
+        if not math.isfinite(value):
+            broken.append("finite")
+        if broken:
+            help_text = spec.metadata["help"]
+            problems.append(f"{name}={value}: must be {' and '.join(broken)} ({help_text})")
+    return problems
+
+
+def _lists(config: RunConfig) -> list[str]:
+    problems = []
+    paths = config.data.path
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        problems.append(f"data.path={paths}: must be a path or a list of paths")
+    problems += _val_path(config.data)
+    for pair in config.data.skip:
+        if not _is_range(pair):
+            problems.append(
+                f"data.skip={str(config.data.skip)[:200]}: {str(pair)[:100]} is no half-open range "
+                "of sample positions; write data.skip=[[400,432]] with 0 <= start < end <= 2^60"
+            )
+    return [*problems, *_allowed(config.resume.allow)]
+
+
+def _val_path(data: DataConfig) -> list[str]:
+    paths = data.val_path
+    if paths is None:
+        return []
+    if not isinstance(paths, list) or not paths or not all(isinstance(p, str) for p in paths):
+        return [f"data.val_path={paths}: must be a path or a list of paths"]
+    if data.sources is not None or data._target_ is not None or data.kind is DataKind.synthetic:
+        return [
+            f"data.val_path={paths}: is for data=text, tokens and hf; sources of a mixture, code "
+            "of your own and synthetic data have held-out samples of their own (data.held_out)"
+        ]
+    return []
+
+
+def _sources(config: RunConfig) -> list[str]:
+    try:
+        parts = [source.data for source in sources_of(config.data)] or [config.data]
+    except ConfigError as error:
+        return [str(error)]
+    problems = []
+    for data in parts:
+        is_rows = data.kind is DataKind.hf and data._target_ is None
+        if data.pack and not (is_rows or data._target_):
+            problems.append(
+                "data.pack=true: puts rows of data=hf and samples of data._target_ together, and "
+                f"data={data.kind.value} has full windows already; leave it out"
+            )
+        if data.messages is not None and not is_rows:
+            problems.append(f"data.messages={data.messages}: is for data=hf")
+    return problems
+
+
+def _allowed(keys: list[str]) -> list[str]:
+    """``resume.allow`` names what can be changed; a typing mistake would allow nothing."""
+    known = {name for name, spec, _ in fields(RunConfig()) if spec.metadata["trajectory"]}
+    known |= {name.partition(".")[0] for name in known} | {"steps"}
+    return [
+        f"resume.allow=[{','.join(keys)[:200]}]: {key[:100]} is no setting that changes the "
+        f"trajectory, nor a group of them{suggestion(key, known)}"
+        for key in keys
+        if key not in known
+    ]
+
+
+def _is_range(pair: Any) -> bool:
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    whole = all(isinstance(bound, int) and not isinstance(bound, bool) for bound in pair)
+    return whole and 0 <= pair[0] < pair[1] <= _LAST_SAMPLE
+
+
+def _combinations(config: RunConfig, world_size: int) -> list[str]:
+    rules = [
+        *_run_rules(config, world_size),
+        *_checkpoint_rules(config),
+        *_engine_rules(config, world_size),
+    ]
+    return [message for broken, message in rules if broken]
+
+
+def _run_rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
+    """Whether each is broken, and what to say then; so do the next two."""
+    batch, guard = config.batch, config.guard
+    return [
+        (
+            world_size > batch.global_size,
+            f"batch.global_size={batch.global_size}: fewer sequences than the {world_size} "
+            f"ranks; use at least {world_size}, or fewer ranks",
+        ),
+        (
+            guard.min_history > guard.window,
+            f"guard.min_history={guard.min_history}: more than guard.window={guard.window} "
+            "holds; the guard would never be armed",
+        ),
+        (
+            guard.persist > guard.persist_window,
+            f"guard.persist={guard.persist}: more than guard.persist_window="
+            f"{guard.persist_window}; a rollback could never happen",
+        ),
+        (
+            # A run that ends within its warm-up may be told so: so does a run that is continued
+            # by the schedule of a shorter one.
+            config.schedule.total is not None
+            and config.schedule.total <= config.schedule.warmup < config.steps,
+            f"schedule.total={config.schedule.total}: must exceed schedule.warmup="
+            f"{config.schedule.warmup}",
+        ),
+        (not config.out.strip(), "out=: must name a directory"),
+    ]
+
+
+def _checkpoint_rules(config: RunConfig) -> list[tuple[bool, str]]:
+    ring = config.checkpoint
+    shortest = ring.every if isinstance(ring.every, int) else ring.clean_after
+    longest = ring.clean_after + (ring.keep - 1) * shortest
+    return [
+        (
+            isinstance(ring.every, int) and ring.every < ring.clean_after,
+            f"checkpoint.every={ring.every}: shorter than the probation "
+            f"checkpoint.clean_after={ring.clean_after}; a checkpoint must be proven before "
+            f"the next is due: use checkpoint.every>={ring.clean_after}",
+        ),
+        (
+            ring.memory_every == 0 and ring.memory_mirror,
+            "checkpoint.memory_mirror=true: there are no snapshots to mirror with "
+            "checkpoint.memory_every=0; use checkpoint.memory_every=10",
+        ),
+        (
+            ring.memory_every == 0 and ring.memory_slots is not None,
+            f"checkpoint.memory_slots={ring.memory_slots}: there are no snapshots to hold with "
+            "checkpoint.memory_every=0; use checkpoint.memory_every=10, or memory_slots=null",
+        ),
+        (
+            ring.auto_most < ring.clean_after,
+            f"checkpoint.auto_most={ring.auto_most}: shorter than the probation "
+            f"checkpoint.clean_after={ring.clean_after}",
+        ),
+        (
+            config.debug.replica_check_every > longest,
+            f"debug.replica_check_every={config.debug.replica_check_every}: a mismatch distrusts "
+            f"what was saved since the last look, and the {ring.keep} clean checkpoints kept may "
+            f"all be younger; use at most {longest} (clean_after + (keep - 1) * every), or a "
+            "larger checkpoint.keep",
+        ),
+    ]
+
+
+def _engine_rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
+    kind, shard = config.parallel.kind, config.parallel.shard_size
+    return [
+        (
+            kind is ParallelKind.single and world_size != 1,
+            f"parallel=single: is one process, but there are {world_size} ranks; use "
+            "parallel=fsdp, ddp or hsdp",
+        ),
+        (
+            shard is not None and world_size % shard != 0,
+            f"parallel.shard_size={shard}: must divide the {world_size} ranks",
+        ),
+        (
+            config.parallel.device not in ("auto", "cpu", "cuda"),
+            f"parallel.device={config.parallel.device}: must be auto, cpu or cuda",
+        ),
+        (
+            is_zero(kind) and config.model.precision is Precision.fp32,
+            f"parallel={kind.value}: needs model.precision=bf16",
+        ),
+        (
+            not isinstance(config.parallel.deepspeed or {}, dict),
+            f"parallel.deepspeed={config.parallel.deepspeed}: must be a mapping, such as "
+            "{zero_optimization:{overlap_comm:true}}, or null",
+        ),
+        (
+            bool(config.parallel.deepspeed) and not is_zero(kind),
+            f"parallel.deepspeed: is for zero1, zero2 and zero3, not for {kind.value}",
+        ),
+    ]
+
+
+def _remote(config: RunConfig) -> list[str]:
+    remote = config.checkpoint.remote
+    problem = url_problem(remote) if remote is not None else ""
+    return [f"checkpoint.remote={_without_secrets(remote or '')}: {problem}"] if problem else []
+
+
+def is_zero(kind: ParallelKind) -> bool:
+    """Whether DeepSpeed is asked for."""
+    return kind in (ParallelKind.zero1, ParallelKind.zero2, ParallelKind.zero3)
+
+
+def url_problem(url: str) -> str:
+    """What is wrong with an URL as text; empty when nothing is."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "is no URL"
+    if "://" not in url or "::" in url:
+        return "must be one URL, such as s3://bucket/prefix"
+    if parts.password is not None or parts.query or parts.fragment:
+        return (
+            "must hold no password and no query: credentials belong in the environment, or in "
+            "fsspec's own configuration"
+        )
+    if not (parts.netloc + parts.path).strip("/"):
+        return "names no bucket or directory"
+    return ""
+
+
+def _without_secrets(url: str) -> str:
+    """The URL as it may be shown."""
+    head, mark, tail = url.partition("://")
+    return f"{head}{mark}{tail.split('?')[0].split('#')[0].rpartition('@')[2]}"

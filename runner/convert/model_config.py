@@ -1,0 +1,327 @@
+"""Reads the ``config.json`` beside a Hugging Face model's weights: which decoder they are of.
+
+Weights alone do not tell their rotary base, their epsilon or how many heads they are cut into:
+taken into another decoder they load, and compute something else. So every key is either turned
+into a setting of ours, known to change nothing, or refused by its name; none is passed over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from runner.system.error import ConfigError
+from runner.system.files import read_bounded
+from runner.system.parsing import parse_json, whole
+
+NAME: Final = "config.json"
+_MOST_BYTES = 4 << 20
+_LARGEST = 1 << 31
+_SHOWN = 100
+_MOST_TOLD = 20
+
+# Decoders that are ours by another name, and the class that computes what we do.
+_KINDS = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}
+_SIZES = {
+    "hidden_size": "model.dim",
+    "num_hidden_layers": "model.layers",
+    "num_attention_heads": "model.heads",
+    "intermediate_size": "model.ffn_dim",
+    "vocab_size": "model.vocab_size",
+}
+# What must have one of these values (the first is meant where the key is missing), and why.
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu", "swish"), "the feed-forward layers here are SwiGLU"),
+    "attention_bias": ((False,), "attention has no biases here"),
+    "mlp_bias": ((False,), "feed-forward layers have no biases here"),
+    "attention_dropout": ((0, 0.0), "attention weights are not dropped here; model.dropout is"),
+    "partial_rotary_factor": ((1, 1.0), "all of a head is rotated here"),
+    "pruned_heads": (({},), "every layer has the same heads here"),
+    "is_encoder_decoder": ((False,), "there is no encoder here"),
+    "add_cross_attention": ((False,), "there is no encoder here"),
+}
+# Layout of the computation, generation, names of tokens and of files: not what is computed.
+# fmt: off
+_HARMLESS = frozenset((
+    "bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "id2label", "label2id",
+    "torch_dtype", "dtype", "transformers_version", "use_cache", "torchscript", "return_dict",
+    "output_attentions", "output_hidden_states", "initializer_range", "pretraining_tp",
+    "max_window_layers", "chunk_size_feed_forward", "problem_type", "task_specific_params",
+    "is_decoder", "do_sample", "max_length", "temperature", "top_k", "top_p",
+))
+# fmt: on
+
+# Names of parameters in these models, ours beside them; what becomes empty is computed, not kept.
+RENAMES: Final[Sequence[tuple[str, str]]] = (
+    (r"^.*\.rotary_emb\.inv_freq$", ""),
+    (r"^(?:model\.)?embed_tokens\.", "embedding."),
+    (r"^(?:model\.)?layers\.(\d+)\.", r"blocks.\1."),
+    (r"^(?:model\.)?norm\.", "norm."),
+    (r"^lm_head\.", "head."),
+    (r"^(blocks\.\d+)\.self_attn\.q_proj\.", r"\1.attention.query."),
+    (r"^(blocks\.\d+)\.self_attn\.k_proj\.", r"\1.attention.key."),
+    (r"^(blocks\.\d+)\.self_attn\.v_proj\.", r"\1.attention.value."),
+    (r"^(blocks\.\d+)\.self_attn\.o_proj\.", r"\1.attention.output."),
+    (r"^(blocks\.\d+)\.self_attn\.q_norm\.", r"\1.attention.query_norm."),
+    (r"^(blocks\.\d+)\.self_attn\.k_norm\.", r"\1.attention.key_norm."),
+    (r"^(blocks\.\d+)\.mlp\.(gate|up|down)_proj\.", r"\1.ffn.\2."),
+    (r"^(blocks\.\d+)\.input_layernorm\.", r"\1.attention_norm."),
+    (r"^(blocks\.\d+)\.post_attention_layernorm\.", r"\1.ffn_norm."),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignModel:
+    """What a ``config.json`` says: our settings by dotted key, without those passed over."""
+
+    path: Path
+    settings: Mapping[str, int | float | bool]
+
+
+def config_beside(source: Path) -> Path | None:
+    """The ``config.json`` of the weights at ``source``: in their directory, or the one above.
+
+    Trainers write a directory of shards into the model's own (``global_step100/``).
+    """
+    folders = [source, source.parent] if source.is_dir() else [source.parent]
+    return next((folder / NAME for folder in folders if (folder / NAME).is_file()), None)
+
+
+def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> ForeignModel:
+    """Our settings for the model that ``path`` describes.
+
+    Args:
+        seq_len: of the run to begin, in tokens: what the model limits must be as long.
+        ignored: keys, dotted where they are nested, to be passed over on the user's word.
+
+    Raises:
+        ConfigError: no such file, not JSON, or a key whose value cannot be honoured: all of them,
+            one a line.
+    """
+    found = _Found(path, _tree(path), ignored)
+    kind = _kind(found)
+    settings: dict[str, int | float | bool | None] = {
+        ours: found.size(key) for key, ours in _SIZES.items()
+    }
+    heads = settings["model.heads"]
+    # Missing or null: one for each head. Where the model's own code has another number for a
+    # missing one, the shapes of the weights do not fit.
+    settings["model.kv_heads"] = found.size("num_key_value_heads", needed=False) or heads
+    settings["model.tied_head"] = found.flag("tie_word_embeddings")
+    settings["model.norm_eps"] = found.positive("rms_norm_eps", missing=1e-6)
+    settings["model.rope_theta"] = _rope_theta(found)
+    settings["model.qk_norm"] = kind == "qwen3"
+    _check_heads(found, settings["model.dim"], heads)
+    _check_positions(found, seq_len)
+    _check_windows(found, seq_len, kind)
+    for key, (allowed, why) in _ONLY.items():
+        found.only(key, allowed, why)
+    found.refuse_rest()
+    found.raise_problems()
+    known = {key: value for key, value in settings.items() if value is not None}
+    return ForeignModel(path=path, settings=known)
+
+
+def _tree(path: Path) -> dict[str, Any]:
+    try:
+        tree = parse_json(read_bounded(path, _MOST_BYTES, follow=True))
+    except (OSError, ValueError, RecursionError) as error:
+        words = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{path}: no readable JSON ({type(error).__name__}: {words})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a JSON {type(tree).__name__}, not an object with keys")
+    return tree
+
+
+class _Found:
+    """The keys of a file, taken one by one; what is wrong is collected."""
+
+    def __init__(self, path: Path, tree: Mapping[str, Any], ignored: Sequence[str]) -> None:
+        self.problems: list[str] = []
+        self._path = path
+        self._ignored = set(ignored)
+        self._left = {key: value for key, value in tree.items() if key not in self._ignored}
+        names = tree.keys() | {f"{key}.{k}" for key, v in tree.items() if _is_map(v) for k in v}
+        if unknown := sorted(self._ignored - names):
+            raise ConfigError(f"--ignore {unknown[0]}: {path} has no such key")
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the file has the key, and it was neither taken nor passed over."""
+        return key in self._left
+
+    def is_ignored(self, key: str) -> bool:
+        return key in self._ignored
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        name = key if key.isprintable() else repr(key)
+        self.problems.append(f"{name[:_SHOWN]}={repr(value)[:_SHOWN]}: {why}")
+
+    def raise_problems(self) -> None:
+        if not self.problems:
+            return
+        more = len(self.problems) - _MOST_TOLD
+        raise ConfigError(
+            "\n".join(f"{self._path}: {words}" for words in self.problems[:_MOST_TOLD])
+            + (f"\nand {more} more" if more > 0 else "")
+            + "\nThis decoder would compute something else. --ignore KEY takes your word that a "
+            "key changes nothing; --model-config none leaves the file unread, and then every "
+            "model.* is yours to give"
+        )
+
+    def take(self, key: str) -> Any:
+        """The value; None where it is missing, null or passed over."""
+        return self._left.pop(key, None)
+
+    def size(self, key: str, *, needed: bool = True) -> int | None:
+        value = self.take(key)
+        if value is None:
+            if needed and key not in self._ignored:
+                self.problems.append(f"{key} is missing: the sizes of the model must be there")
+            return None
+        try:
+            number = whole(value, key, below=_LARGEST)
+        except ValueError:
+            number = 0
+        if number < 1:
+            self.refuse(key, value, f"must be a whole number from 1 to {_LARGEST - 1}")
+            return None
+        return number
+
+    def flag(self, key: str) -> bool | None:
+        value = self.take(key)
+        if value is not None and not isinstance(value, bool):
+            self.refuse(key, value, "must be true or false")
+            return None
+        return None if key in self._ignored else bool(value)
+
+    def positive(self, key: str, *, missing: float) -> float | None:
+        value = self.take(key)
+        if value is None:
+            return None if key in self._ignored else missing
+        return self.number(key, value)
+
+    def number(self, key: str, value: Any) -> float | None:
+        """``value`` as a positive finite number."""
+        try:
+            number = float(value) if type(value) in (int, float) else math.nan
+        except OverflowError:
+            number = math.inf
+        if not (math.isfinite(number) and number > 0):
+            self.refuse(key, value, "must be a finite number above 0")
+            return None
+        return number
+
+    def only(self, key: str, allowed: tuple[Any, ...], why: str) -> None:
+        value = self.take(key)
+        # By type as well: in Python True == 1.
+        kinds = {type(one) for one in allowed}
+        if value is not None and (type(value) not in kinds or value not in allowed):
+            self.refuse(key, value, f"must be {allowed[0]!r}: {why}")
+
+    def inner(self, key: str) -> dict[str, Any]:
+        """A mapping's own keys, without those passed over."""
+        value = self.take(key)
+        if value is None:
+            return {}
+        if not _is_map(value):
+            self.refuse(key, value, "must be an object with keys, or null")
+            return {}
+        return {name: one for name, one in value.items() if f"{key}.{name}" not in self._ignored}
+
+    def refuse_rest(self) -> None:
+        for key, value in self._left.items():
+            # null is "not set" everywhere; a leading "_" is the library's own bookkeeping.
+            if key not in _HARMLESS and not key.startswith("_") and value is not None:
+                self.refuse(key, value, "is not known, and may change what the model computes")
+
+
+def _is_map(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _kind(found: _Found) -> str:
+    value = found.take("model_type")
+    if not isinstance(value, str) or value not in _KINDS:
+        found.refuse("model_type", value, f"must be one of {', '.join(_KINDS)}")
+        return ""
+    classes = found.take("architectures")
+    known = [_KINDS[value] + ending for ending in ("ForCausalLM", "Model")]
+    if classes is not None and (not isinstance(classes, list) or not _all_in(classes, known)):
+        found.refuse("architectures", classes, f"must be [{known[0]!r}]")
+    return value
+
+
+def _all_in(values: list[Any], known: Sequence[str]) -> bool:
+    return all(isinstance(value, str) and value in known for value in values)
+
+
+def _rope_theta(found: _Found) -> float | None:
+    """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+    given: dict[str, float | None] = {}
+    value = found.take("rope_theta")
+    if value is not None:
+        given["rope_theta"] = found.number("rope_theta", value)
+    for key in ("rope_parameters", "rope_scaling"):
+        inner = found.inner(key)
+        if "rope_theta" in inner:
+            name = f"{key}.rope_theta"
+            given[name] = found.number(name, inner.pop("rope_theta"))
+        _check_rope(found, key, inner)
+    if len(set(given.values())) > 1:
+        words = " and ".join(f"{name}={value}" for name, value in given.items())
+        found.problems.append(f"{words} contradict each other")
+    return next(iter(given.values()), None if found.is_ignored("rope_theta") else 10_000.0)
+
+
+def _check_rope(found: _Found, key: str, inner: dict[str, Any]) -> None:
+    for name in ("rope_type", "type"):
+        value = inner.pop(name, None)
+        if value not in ("default", None):
+            # Its further keys belong to it: one line says it.
+            found.refuse(f"{key}.{name}", value, "rotary positions are not scaled here")
+            return
+    if inner.get("partial_rotary_factor") in (1, 1.0, None):  # all of a head is rotated here
+        inner.pop("partial_rotary_factor", None)
+    for name, value in inner.items():
+        found.refuse(f"{key}.{name}", value, "rotary positions are not scaled here")
+
+
+def _check_heads(found: _Found, dim: Any, heads: Any) -> None:
+    head_dim = found.size("head_dim", needed=False)
+    if head_dim is not None and dim is not None and heads is not None and head_dim * heads != dim:
+        found.refuse(
+            "head_dim", head_dim, f"must be hidden_size / num_attention_heads = {dim / heads:g}"
+        )
+
+
+def _check_positions(found: _Found, seq_len: int) -> None:
+    most = found.size("max_position_embeddings", needed=False)
+    if most is not None and most < seq_len:
+        found.refuse(
+            "max_position_embeddings", most, f"the sequences are longer; use data.seq_len<={most}"
+        )
+
+
+def _check_windows(found: _Found, seq_len: int, kind: str) -> None:
+    """A window that is no shorter than the sequences hides nothing."""
+    # What the models' own code takes where a key is missing; null is no window.
+    missing = 4096 if kind == "mistral" and "sliding_window" not in found else None
+    window = found.size("sliding_window", needed=False) or missing
+    layers = found.take("layer_types")
+    if layers is not None and not (
+        isinstance(layers, list) and _all_in(layers, ("full_attention", "sliding_attention"))
+    ):
+        found.refuse("layer_types", layers, "must be full_attention or sliding_attention")
+    has_switch = kind == "qwen3" or "use_sliding_window" in found
+    is_used = found.flag("use_sliding_window") if has_switch else True
+    if layers is not None and "sliding_attention" not in str(layers):
+        is_used = False
+    if is_used and window is not None and window < seq_len:
+        found.refuse(
+            "sliding_window",
+            window,
+            f"attention sees the whole sequence here; use data.seq_len<={window}",
+        )

@@ -1,1 +1,0 @@
-"""Recorded loss curves: reading them from the files of several trackers, and drawing them."""

@@ -1,0 +1,359 @@
+"""Token caches: text made into tokens once, by one process a time, and kept.
+
+    CACHE/KEY/tokens.bin       the ids
+    CACHE/KEY/documents.bin    where each document begins
+    CACHE/KEY/index.json       what they are, with their digests; written last
+    CACHE/.KEY.owner           who makes it at the moment
+    CACHE/.KEY.TOKEN           his draft
+
+Must not trust a cache: it outlives crashes, so an entry counts only when its digests agree, and
+a damaged one is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from runner.data.claim import STALE_SECONDS, CacheClaim, Overtaken, Owners
+from runner.data.dataset import TokenFile, cumulative, digest
+from runner.data.documents import Piece, Reader, TextFile
+from runner.data.places import DocumentTable, TextPlaces
+from runner.data.tokenizer import Codec
+from runner.data.whole import Tell
+from runner.system.error import DataError
+from runner.system.files import sync_directory
+
+_TOKENS: Final = "tokens.bin"
+_DOCUMENTS: Final = "documents.bin"
+_INDEX: Final = "index.json"
+_BLOCK_BYTES: Final = 1 << 22
+_LOOK_SECONDS: Final = 0.2
+
+# What is held at once while tokens are made: a token costs some hundred bytes on its way.
+_BATCH_BYTES: Final = 1 << 24
+_BATCH_PIECES: Final = 1 << 15
+# A sync of a hundred gigabytes at the end would look like a hang.
+_SYNC_BYTES: Final = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """What ``index.json`` holds beside its own digest.
+
+    ``files`` are (name, whether its documents are lines, how many) of each file.
+    """
+
+    dtype: str
+    vocab_size: int
+    unit: str
+    num_begin_marks: int
+    num_tokens: int
+    num_documents: int
+    source: str
+    tokens_sha256: str
+    documents_sha256: str
+    files: list[list[Any]]
+    words: str
+
+    def tokens_at(self, place: Path) -> TokenFile:
+        return TokenFile(path=place / _TOKENS, dtype=self.dtype, num_tokens=self.num_tokens)
+
+    def documents_at(self, place: Path) -> DocumentTable:
+        return DocumentTable(
+            path=place / _DOCUMENTS, num_documents=self.num_documents, num_tokens=self.num_tokens
+        )
+
+    def places_at(self, place: Path) -> TextPlaces:
+        return TextPlaces(
+            documents=self.documents_at(place),
+            names=[str(name) for name, _, _ in self.files],
+            are_lines=[bool(lines) for _, lines, _ in self.files],
+            firsts=cumulative([int(count) for _, _, count in self.files]),
+            unit=self.unit,
+            num_begin_marks=self.num_begin_marks,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to become tokens; ``source`` is the fingerprint of the files."""
+
+    files: Sequence[TextFile]
+    field: str | None
+    codec: Codec
+    source: str
+
+
+def cached(
+    place: Path,
+    job: Job,
+    *,
+    tell: Tell,
+    owners: Owners | None = None,
+    stale_seconds: float = STALE_SECONDS,
+) -> Index:
+    """The whole cache at ``place``: found, or waited for, or made.
+
+    Args:
+        tell: told of the progress, of another's as well; it may raise, and nothing is left then.
+        stale_seconds: an owner who has not moved for so long is taken for dead.
+
+    Raises:
+        DataError: the corpus cannot be read, or the cache cannot be written.
+    """
+    claim = CacheClaim(place.with_name(f".{place.name}.owner"), owners, stale_seconds=stale_seconds)
+    while True:
+        index = load(place, tell=tell)
+        if index is not None:
+            return index
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if not claim.take():
+                _wait_for_owner(place, claim, tell)
+                continue
+            return _make(place, job, claim, tell)
+        except Overtaken:
+            continue
+        except OSError as error:
+            raise DataError(
+                f"data.cache={place.parent}: the token cache cannot be written ({error}); "
+                "give a directory that is writable and has room"
+            ) from error
+
+
+def load(place: Path, *, tell: Tell | None) -> Index | None:
+    """The index of a whole cache; None if there is none or anything in it disagrees.
+
+    Args:
+        tell: told while every byte is read; None: only sizes are looked at, for who knows that
+            another process has verified it.
+    """
+    try:
+        stored = json.loads((place / _INDEX).read_text())
+        if digest(stored["index"]) != stored["digest"]:
+            return None
+        index = Index(**stored["index"])
+        table = index.documents_at(place)
+        sizes = [(place / name).stat().st_size for name in (_TOKENS, _DOCUMENTS)]
+        if sizes != [index.tokens_at(place).num_bytes, table.num_bytes]:
+            return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if tell is None:
+        return index
+    wanted = [(_TOKENS, index.tokens_sha256), (_DOCUMENTS, index.documents_sha256)]
+    try:
+        same = [_sha256(place / name, tell) == sha256 for name, sha256 in wanted]
+    except OSError:
+        return None
+    return index if all(same) else None
+
+
+def _wait_for_owner(place: Path, claim: CacheClaim, tell: Tell) -> None:
+    """Until the owner has ended, well or not."""
+    while True:
+        told = claim.look()
+        if told is None:
+            return
+        if claim.is_dead(told):
+            token = claim.clear(told)
+            if token is not None:
+                shutil.rmtree(_draft(place, token), ignore_errors=True)
+            return
+        host = f" on {told.process['host']}" if told.process else ""
+        tell(f"waiting for the process that tokenises{host}", told.done, told.total)
+        time.sleep(_LOOK_SECONDS)
+
+
+def _draft(place: Path, token: str) -> Path:
+    return place.with_name(f".{place.name}.{token}")
+
+
+def _make(place: Path, job: Job, claim: CacheClaim, tell: Tell) -> Index:
+    """As the owner: make it, publish it, read it back."""
+
+    def beat(what: str, done: int, total: int) -> None:
+        claim.beat(done, total)
+        tell(what, done, total)
+
+    # Not mkdtemp: its private mode would hide a shared cache from other users.
+    draft = _draft(place, claim.token)
+    try:
+        index = load(place, tell=beat)  # another may have ended just before the claim
+        if index is None:
+            draft.mkdir(parents=True)
+            _build(draft, job, beat)
+            _publish(draft, place)
+            index = load(place, tell=beat)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        claim.release()
+    if index is None:
+        raise DataError(
+            f"data.cache={place.parent}: {place.name} does not read back as it was written; "
+            "give a directory on storage that works"
+        )
+    return index
+
+
+def _build(draft: Path, job: Job, tell: Tell) -> None:
+    """The marker last, everything synced before it."""
+    codec = job.codec
+    dtype = "<u2" if codec.vocab_size <= 2**16 else "<u4"
+    with (draft / _TOKENS).open("wb") as tokens, (draft / _DOCUMENTS).open("wb") as documents:
+        writer = _Writer(tokens, documents, codec, dtype, num_files=len(job.files))
+        reader = Reader(job.files, job.field)
+        for batch in _batches(reader.pieces()):
+            writer.add(batch)
+            tell("tokenising", reader.done_bytes, reader.total_bytes)
+        writer.finish()
+    index = Index(
+        dtype=dtype,
+        vocab_size=codec.vocab_size,
+        unit=codec.unit,
+        num_begin_marks=int(codec.begin_token is not None),
+        num_tokens=writer.num_tokens,
+        num_documents=sum(writer.counts),
+        source=job.source,
+        tokens_sha256=writer.tokens_sha256,
+        documents_sha256=writer.documents_sha256,
+        files=[
+            [file.name, file.is_lines, count]
+            for file, count in zip(job.files, writer.counts, strict=True)
+        ],
+        words=codec.words,
+    )
+    stored = {"digest": digest(asdict(index)), "index": asdict(index)}
+    with (draft / _INDEX).open("wb") as out:
+        out.write(json.dumps(stored).encode())
+        _sync(out)
+    sync_directory(draft)
+
+
+Batch = list[tuple[int, Piece]]
+
+
+def _batches(pieces: Iterator[tuple[int, Piece]]) -> Iterator[Batch]:
+    batch: Batch = []
+    size = 0
+    for number, piece in pieces:
+        batch.append((number, piece))
+        size += len(piece.text)
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+class _Writer:
+    """Appends documents; ``counts`` has how many each file gave."""
+
+    def __init__(
+        self, tokens: BinaryIO, documents: BinaryIO, codec: Codec, dtype: str, *, num_files: int
+    ) -> None:
+        self.num_tokens = 0
+        self.counts = [0] * num_files
+        self._tokens = tokens
+        self._documents = documents
+        self._codec = codec
+        self._dtype = dtype
+        begin = [] if codec.begin_token is None else [codec.begin_token]
+        self._begin = np.array(begin, dtype=dtype)
+        self._end = np.array([codec.end_token], dtype=dtype)
+        self._sha256 = hashlib.sha256()
+        self._documents_sha256 = hashlib.sha256()
+        self._every: list[npt.NDArray[np.int64]] = []
+        self._unsynced = 0
+
+    def add(self, batch: Batch) -> None:
+        """Pieces of documents, in order."""
+        ids = self._codec.encode([piece.text for _, piece in batch])
+        parts: list[npt.NDArray[Any]] = []
+        starts: list[int] = []
+        for (number, piece), found in zip(batch, ids, strict=True):
+            if piece.begins:
+                starts.append(self.num_tokens)
+                self.counts[number] += 1
+                parts.append(self._begin)
+                self.num_tokens += self._begin.size
+            parts.append(found.astype(self._dtype))
+            self.num_tokens += found.size
+            if piece.ends:
+                parts.append(self._end)
+                self.num_tokens += 1
+        self._write(np.concatenate(parts).tobytes())
+        self._write_starts(np.array(starts, dtype="<i8"))
+
+    def _write(self, data: bytes) -> None:
+        self._tokens.write(data)
+        self._sha256.update(data)
+        self._unsynced += len(data)
+        if self._unsynced >= _SYNC_BYTES:
+            self._unsynced = 0
+            _sync(self._tokens)
+
+    def _write_starts(self, starts: npt.NDArray[np.int64]) -> None:
+        self._documents.write(starts.tobytes())
+        self._documents_sha256.update(starts.tobytes())
+        self._every.append(starts)
+
+    def finish(self) -> None:
+        """The table's summary behind it, and both files durable."""
+        summary = DocumentTable.summary_of(self._every)
+        self._write_starts(summary)
+        _sync(self._documents)
+        _sync(self._tokens)
+
+    @property
+    def tokens_sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+    @property
+    def documents_sha256(self) -> str:
+        return self._documents_sha256.hexdigest()
+
+
+def _publish(draft: Path, place: Path) -> None:
+    """Give the draft its name; where another process was first, use what it made.
+
+    A damaged cache is mended file by file: the same corpus gives the same bytes, so two
+    processes that mend at once, or a third that reads, never find a file missing.
+    """
+    try:
+        os.rename(draft, place)
+    except OSError:
+        if not place.is_dir():
+            raise
+        if load(place, tell=lambda *_: None) is None:
+            for name in (_TOKENS, _DOCUMENTS, _INDEX):
+                os.replace(draft / name, place / name)
+            sync_directory(place)
+    sync_directory(place.parent)
+
+
+def _sha256(path: Path, tell: Tell) -> str:
+    hashed, done = hashlib.sha256(), 0
+    total = path.stat().st_size
+    with path.open("rb") as handle:
+        while block := handle.read(_BLOCK_BYTES):
+            hashed.update(block)
+            done += len(block)
+            tell("verifying the tokens", done, total)
+    return hashed.hexdigest()
+
+
+def _sync(out: BinaryIO) -> None:
+    out.flush()
+    os.fsync(out.fileno())

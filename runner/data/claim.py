@@ -1,0 +1,159 @@
+"""An owner file beside a cache entry: who makes it at the moment, and how far he is.
+
+It saves work, and nothing depends on it: what is made is published whole by a rename, so two
+that make the same thing at once waste their time and no more. No lock of the system: over NFS
+one cannot be relied on. Whether an owner lives is told by his beat, which moves with his work,
+and on his own machine by his process; clocks of two machines are never compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from runner.system.files import read_bounded
+
+Process = Mapping[str, str | int]
+
+# NFS may show an old file for a minute.
+STALE_SECONDS: Final = 120.0
+_BEAT_SECONDS: Final = 1.0
+_CLAIM_BYTES: Final = 1 << 16
+_TOKEN: Final = re.compile(r"[0-9a-f]{16}")
+
+
+class Overtaken(Exception):
+    """Somebody took this owner for dead and makes the entry himself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owners:
+    """How processes of this machine are told apart: see ``runner.system.process``."""
+
+    own: Process
+    is_alive: Callable[[Process], bool | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimState:
+    """What an owner file says."""
+
+    token: str
+    process: Process
+    beat: int
+    done: int
+    total: int
+
+
+class CacheClaim:
+    """The owner file at ``path``; ``token`` names this owner, and his drafts."""
+
+    def __init__(
+        self, path: Path, owners: Owners | None, *, stale_seconds: float = STALE_SECONDS
+    ) -> None:
+        self.path = path
+        self.token = secrets.token_hex(8)
+        self._owners = owners
+        self._stale_seconds = stale_seconds
+        self._beat = 0
+        self._beaten = 0.0
+        self._seen: tuple[str, int] | None = None
+        self._moved = 0.0
+
+    def take(self) -> bool:
+        """Become the owner; False where there is one.
+
+        Raises:
+            OSError: the directory cannot be written.
+        """
+        temporary = self._write(0, 0)
+        try:
+            os.link(temporary, self.path)  # fails where the name is taken, over NFS too
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        return True
+
+    def beat(self, done: int, total: int) -> None:
+        """Show that work goes on, once a second at most.
+
+        Raises:
+            Overtaken: the file is another's by now.
+        """
+        now = time.monotonic()
+        if now < self._beaten + _BEAT_SECONDS:
+            return
+        self._beaten = now
+        self._beat += 1
+        told = self.look()
+        if told is None or told.token != self.token:
+            raise Overtaken
+        with contextlib.suppress(OSError):  # a full disk ends the work itself, in words
+            os.replace(self._write(done, total), self.path)
+
+    def release(self) -> None:
+        """The work is over, for good or ill."""
+        told = self.look()
+        if told is not None and told.token == self.token:
+            self.path.unlink(missing_ok=True)
+
+    def look(self) -> ClaimState | None:
+        """What the owner tells; None where there is none. A damaged file has no owner."""
+        try:
+            tree = json.loads(read_bounded(self.path, _CLAIM_BYTES))
+            token, process = str(tree["token"]), _process(tree["process"])
+            numbers = [int(tree[name]) for name in ("beat", "done", "total")]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return ClaimState(token="", process={}, beat=0, done=0, total=0)
+        return ClaimState(
+            token=token, process=process, beat=numbers[0], done=numbers[1], total=numbers[2]
+        )
+
+    def is_dead(self, told: ClaimState) -> bool:
+        """Whether the owner has ended, or has not moved for too long. To be asked repeatedly."""
+        now = time.monotonic()
+        if (told.token, told.beat) != self._seen:
+            self._seen, self._moved = (told.token, told.beat), now
+        owners = self._owners
+        if told.process and owners is not None and owners.is_alive(told.process) is False:
+            return True
+        return now > self._moved + self._stale_seconds
+
+    def clear(self, told: ClaimState) -> str | None:
+        """Take a dead owner's file away; his token, where it may name drafts to be removed."""
+        self.path.unlink(missing_ok=True)
+        return told.token if _TOKEN.fullmatch(told.token) else None
+
+    def _write(self, done: int, total: int) -> Path:
+        claim: dict[str, Any] = {
+            "token": self.token,
+            "process": dict(self._owners.own) if self._owners is not None else {},
+            "beat": self._beat,
+            "done": done,
+            "total": total,
+        }
+        temporary = self.path.with_name(f"{self.path.name}.{self.token}")
+        temporary.write_text(json.dumps(claim))
+        return temporary
+
+
+def _process(value: Any) -> Process:
+    """
+    Raises:
+        TypeError, ValueError, KeyError: it is none.
+    """
+    if not value:
+        return {}
+    words: dict[str, str | int] = {name: str(value[name]) for name in ("host", "boot", "started")}
+    return words | {"pid": int(value["pid"])}

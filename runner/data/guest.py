@@ -1,0 +1,427 @@
+"""A data set of the user's own, made into one of ours: :func:`adapt`.
+
+Owns what is asked of it (``len``, ``[i]``, optional ``collate``, ``describe``, ``fingerprint``,
+``vocab_size``), the check of it when it is opened and of each sample when it is read, and its
+default fingerprint. Must not know the configuration but for the keys that messages name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from runner.data.dataset import (
+    NOT_COUNTED,
+    Dataset,
+    Record,
+    Sample,
+    Tokens,
+    digest,
+    first_outside,
+    outside,
+    spread,
+)
+from runner.system.error import DataError
+
+Fields = dict[str, torch.Tensor]
+
+_TOKEN_FIELDS: Final = frozenset({"input_ids", "labels", "attention_mask"})
+_TRIED: Final = 8  # samples, for one that can be read, when it is opened
+_SHOWN: Final = 300  # characters of what a data set raised
+
+
+class MapStyle(Protocol):
+    """The least a user's own dataset must have."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def adapt(
+    dataset: MapStyle, *, vocab_size: int | None, seq_len: int, name: str = "dataset"
+) -> Dataset:
+    """Make a Dataset of any object with ``__len__`` and ``__getitem__``.
+
+    Samples of token ids are a :class:`Sample`, a sequence, an array or a tensor of 2 to
+    ``seq_len + 1`` ids, or a mapping with ``input_ids`` and, optionally, ``labels`` (for each
+    token: itself, or -100 where it does not count) and ``attention_mask`` (0: padding at the end).
+    Shorter ones are padded, and the padding does not count.
+
+    Any other mapping of numbers, arrays and tensors is a :class:`Record`: they are stacked, or go
+    through the object's own ``collate`` (a list of samples -> tensors by name, each with the number
+    of samples as first dimension), which may also make samples of token ids of any other thing.
+
+    The object's own ``describe(index)``, ``fingerprint()`` and ``vocab_size`` are used where it has
+    them; the default fingerprint covers the length and up to 64 samples, first and last among them.
+
+    Raises:
+        DataError: the object is empty or no map-style data set, none of its first samples can be
+            read, or a sample is another when it is read again.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"{name} gives {type(dataset).__name__}, which lacks len() or [i]; a run reads samples "
+            "by number, so that it can skip and repeat them: give a map-style data set"
+        )
+    if len(dataset) < 1:
+        raise DataError(f"{name} has {len(dataset)} samples; training needs at least 1")
+    index, item = _first_readable(dataset, name)
+    _require_same(dataset, index, item, name)
+    collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
+    one = item if collate is None else _only(collate([item]))
+    if not _is_tokens(one):
+        size = vocab_size or int(getattr(dataset, "vocab_size", 0) or 0)
+        made = AdaptedRecords(dataset, example=Record(item=item), vocab_size=size, name=name)
+        made.collate([made.example, made.example])
+        return made
+    return Adapted(
+        dataset,
+        vocab_size=vocab_size or _vocab_size(dataset, name),
+        seq_len=seq_len,
+        name=name,
+        each=None if collate is None else lambda sample: _only(collate([sample])),
+    )
+
+
+class Adapted:
+    """Samples of token ids. Build it with :func:`adapt`.
+
+    Args:
+        each: makes token ids of what the data set gives.
+    """
+
+    def __init__(
+        self,
+        dataset: MapStyle,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        name: str,
+        each: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._dataset = dataset
+        self._seq_len = seq_len
+        self._name = name
+        self._each = each
+        self.sampled_files = tuple(getattr(dataset, "sampled_files", ()))
+        self._print: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        return _padded(self.unpadded(index), self._seq_len)
+
+    def unpadded(self, index: int) -> Sample:
+        """The same without padding: 2 to ``seq_len + 1`` tokens. Raises as ``[index]``."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
+        item = self._dataset[int(index)]
+        place = self.describe(index)
+        sample = _as_sample(item if self._each is None else self._each(item), place)
+        bad = first_outside(sample.tokens, self.vocab_size)
+        if bad is not None:
+            raise outside(f"{place}, token {bad} of it", int(sample.tokens[bad]), self.vocab_size)
+        if sample.labels is not None:
+            _check_labels(sample.labels, place, self.vocab_size)
+        if not 2 <= sample.tokens.size <= self._seq_len + 1:
+            raise DataError(
+                f"{place} has {sample.tokens.size} tokens; allowed are 2 to data.seq_len + 1 "
+                f"(data.seq_len={self._seq_len}): cut it in the data set, or raise data.seq_len"
+            )
+        return sample
+
+    def describe(self, index: int) -> str:
+        return _describe(self._dataset, index, self._name)
+
+    def fingerprint(self) -> str:
+        if self._print is None:
+            contents = _fingerprint(self._dataset, self._name)
+            self._print = digest([contents, self.vocab_size, self._seq_len])
+        return self._print
+
+
+class AdaptedRecords:
+    """Samples that only a model of the user's own understands. Build it with :func:`adapt`."""
+
+    def __init__(self, dataset: MapStyle, *, example: Record, vocab_size: int, name: str) -> None:
+        self.vocab_size = vocab_size
+        self.example = example
+        self._dataset = dataset
+        self._name = name
+        self._collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
+        self._kind = None if self._collate else _kind(_tensors(example.item, name))
+        self._print: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Record:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
+        item = self._dataset[int(index)]
+        if self._kind is None:
+            return Record(item=item)
+        place = self.describe(index)
+        tensors = _tensors(item, place)
+        if _kind(tensors) != self._kind:
+            raise DataError(
+                f"{place} holds {_words(_kind(tensors))}, the first sample {_words(self._kind)}; "
+                "samples of several shapes need a collate that pads them"
+            )
+        return Record(item=tensors)
+
+    def collate(self, records: Sequence[Record]) -> Fields:
+        items = [record.item for record in records]
+        if self._collate is None:
+            rows = [_tensors(item, self._name) for item in items]
+            return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        made = self._collate(items)
+        if not isinstance(made, Mapping):
+            raise DataError(
+                f"{self._name}: collate gives {type(made).__name__}; it must give a mapping of "
+                "tensors by name"
+            )
+        fields = _tensors(made, f"{self._name}: collate")
+        for name, tensor in fields.items():
+            if tensor.ndim < 1 or tensor.shape[0] != len(items):
+                raise DataError(
+                    f"{self._name}: collate of {len(items)} samples gives {name!r} of shape "
+                    f"{list(tensor.shape)}; its first dimension must be the number of samples"
+                )
+        return fields
+
+    def describe(self, index: int) -> str:
+        return _describe(self._dataset, index, self._name)
+
+    def fingerprint(self) -> str:
+        if self._print is None:
+            self._print = digest([_fingerprint(self._dataset, self._name), self.vocab_size])
+        return self._print
+
+
+# ---- what it is asked when it is opened
+
+
+def _first_readable(dataset: MapStyle, name: str) -> tuple[int, Any]:
+    """A sample that an unreadable one does not keep the run from: it is passed over later."""
+    words = []
+    for index in range(min(_TRIED, len(dataset))):
+        try:
+            return index, dataset[index]
+        except Exception as error:
+            words.append(f"{type(error).__name__}: {error}"[:_SHOWN])
+    raise DataError(
+        f"{name}: none of its first {len(words)} samples can be read; sample 0: {words[0]}"
+    )
+
+
+def _require_same(dataset: MapStyle, index: int, item: Any, name: str) -> None:
+    if _contents(item) == _contents(dataset[index]):
+        return
+    raise DataError(
+        f"{name} sample {index} is another one when it is read again, so no step could be repeated "
+        "and no run resumed exactly; draw what is random in it from a generator seeded by the index"
+    )
+
+
+def _vocab_size(dataset: MapStyle, name: str) -> int:
+    own = getattr(dataset, "vocab_size", None)
+    if own is not None:
+        return int(own)
+    raise DataError(
+        f"data.vocab_size is not set, and {name} has no vocab_size that says how many token ids "
+        "there are; set either"
+    )
+
+
+# ---- samples
+
+
+def _is_tokens(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return "input_ids" in item and set(item) <= _TOKEN_FIELDS
+    if isinstance(item, list | tuple | np.ndarray | torch.Tensor):
+        try:
+            found = np.asarray(item)
+        except (TypeError, ValueError, RuntimeError):
+            return False
+        return found.ndim == 1 and found.dtype.kind in "iu"
+    return isinstance(item, Sample)
+
+
+def _only(batch: Any) -> Any:
+    """The only sample of a batch of one."""
+    if isinstance(batch, Mapping) and "input_ids" in batch and set(batch) <= _TOKEN_FIELDS:
+        return {name: values[0] for name, values in batch.items()}
+    return batch
+
+
+def _as_sample(item: Any, place: str) -> Sample:
+    """
+    Raises:
+        DataError: it holds no token ids.
+    """
+    if isinstance(item, Sample):
+        return item
+    given = item if isinstance(item, Mapping) else {"input_ids": item}
+    if "input_ids" not in given or not set(given) <= _TOKEN_FIELDS:
+        raise DataError(f"{place} holds {sorted(map(str, given))}, and the first sample input_ids")
+    tokens = _ids(given["input_ids"], f"{place}: input_ids")
+    labels = mask = None
+    if given.get("labels") is not None:
+        labels = _ids(given["labels"], f"{place}: labels")
+    if given.get("attention_mask") is not None:
+        mask = _ids(given["attention_mask"], f"{place}: attention_mask")
+    for name, values in (("labels", labels), ("attention_mask", mask)):
+        if values is not None and values.shape != tokens.shape:
+            raise DataError(
+                f"{place}: {name} has {values.size} entries, input_ids {tokens.size}; it needs one "
+                "for each token (what a token is to be predicted as stands at its own place)"
+            )
+    if mask is not None:
+        if (np.diff(mask) > 0).any():
+            raise DataError(
+                f"{place}: attention_mask is 0 before a token that counts; pad at the end"
+            )
+        num_real = int((mask != 0).sum())
+        tokens, labels = tokens[:num_real], None if labels is None else labels[:num_real]
+    return Sample(tokens=tokens, segments=None, labels=labels)
+
+
+def _ids(values: Any, place: str) -> Tokens:
+    try:
+        found = np.asarray(values)
+    except Exception as error:
+        raise DataError(f"{place}: is no list of token ids ({error})") from None
+    if found.ndim != 1 or found.dtype.kind not in "iub":
+        raise DataError(
+            f"{place}: is {found.dtype} of shape {list(found.shape)}; it must be one dimension of "
+            "whole numbers"
+        )
+    return found.astype(np.int64)
+
+
+def _check_labels(labels: Tokens, place: str, vocab_size: int) -> None:
+    bad = np.flatnonzero((labels != NOT_COUNTED) & ((labels < 0) | (labels >= vocab_size)))
+    if bad.size:
+        raise DataError(
+            f"{place}: label {bad[0]} of it is {labels[bad[0]]}, allowed are {NOT_COUNTED} (does "
+            f"not count) and 0..{vocab_size - 1} (data.vocab_size={vocab_size})"
+        )
+
+
+def _padded(sample: Sample, seq_len: int) -> Sample:
+    """To ``seq_len + 1`` tokens; what is added counts for nothing, and stands behind all else."""
+    missing = seq_len + 1 - sample.tokens.size
+    if not missing:
+        return sample
+    labels = sample.tokens if sample.labels is None else sample.labels
+    segments = sample.segments
+    if segments is not None:
+        segments = np.pad(segments, (0, missing), constant_values=int(segments[-1]) + 1)
+    return Sample(
+        tokens=np.pad(sample.tokens, (0, missing)),
+        labels=np.pad(labels, (0, missing), constant_values=NOT_COUNTED),
+        segments=segments,
+    )
+
+
+def _tensors(item: Any, place: str) -> Fields:
+    """
+    Raises:
+        DataError: it is no mapping of numbers, arrays and tensors.
+    """
+    if not isinstance(item, Mapping):
+        raise DataError(
+            f"{place} is {type(item).__name__}; a sample is a mapping of tensors or arrays by "
+            "name, or token ids, or anything that the data set's own collate takes"
+        )
+    fields = {}
+    for name, value in item.items():
+        try:
+            tensor = (
+                value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+            )
+        except (TypeError, ValueError, RuntimeError):
+            raise DataError(
+                f"{place}: {name!r} is {type(value).__name__}, which makes no tensor; give "
+                "numbers, or a collate that makes tensors of it"
+            ) from None
+        fields[str(name)] = tensor.detach()
+    return fields
+
+
+def _kind(fields: Fields) -> dict[str, tuple[str, list[int]]]:
+    return {
+        name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for name, tensor in sorted(fields.items())
+    }
+
+
+def _words(kind: Mapping[str, tuple[str, list[int]]]) -> str:
+    return ", ".join(f"{name} {dtype}{shape}" for name, (dtype, shape) in kind.items())
+
+
+# ---- names and fingerprints
+
+
+def _describe(dataset: MapStyle, index: int, name: str) -> str:
+    own = getattr(dataset, "describe", None)
+    return str(own(int(index))) if own else f"{name} sample {index}"
+
+
+def _fingerprint(dataset: MapStyle, name: str) -> str:
+    """Its own; or of the length and of samples from the first to the last."""
+    own = getattr(dataset, "fingerprint", None)
+    if own is not None:
+        return str(own())
+    hashed = hashlib.sha256(f"{name} {len(dataset)}".encode())
+    for index, _ in spread(len(dataset), block=1, whole=False):
+        try:
+            hashed.update(_contents(dataset[index]))
+        except Exception as error:  # it is passed over when its turn comes
+            hashed.update(type(error).__name__.encode())
+    return hashed.hexdigest()
+
+
+def _contents(item: Any) -> bytes:
+    """SHA-256 of what a sample holds, whatever it is."""
+    hashed = hashlib.sha256()
+    _hash(hashed, item)
+    return hashed.digest()
+
+
+def _hash(hashed: Any, item: Any) -> None:
+    if isinstance(item, Sample):
+        item = {"tokens": item.tokens, "labels": item.labels, "segments": item.segments}
+    if isinstance(item, Mapping):
+        hashed.update(f"{{{len(item)}".encode())
+        for name in sorted(item, key=str):
+            hashed.update(repr(name).encode())
+            _hash(hashed, item[name])
+    elif isinstance(item, torch.Tensor):
+        whole = item.detach().cpu().contiguous()
+        hashed.update(f"{whole.dtype}{list(whole.shape)}".encode())
+        hashed.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(item, np.ndarray):
+        hashed.update(f"{item.dtype}{item.shape}".encode())
+        hashed.update(repr(item.tolist()).encode() if item.dtype.hasobject else item.tobytes())
+    elif isinstance(item, list | tuple):
+        hashed.update(f"[{len(item)}".encode())
+        for part in item:
+            _hash(hashed, part)
+    elif isinstance(item, bytes | bytearray):
+        hashed.update(bytes(item))
+    elif item is None or isinstance(item, str | int | float | bool | complex | np.generic):
+        hashed.update(repr(item).encode())
+    else:
+        own = getattr(item, "tobytes", None)  # such as an image
+        hashed.update(type(item).__qualname__.encode())
+        hashed.update(own() if callable(own) else b"")

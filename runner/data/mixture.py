@@ -1,0 +1,323 @@
+"""Several sources as one stream of samples: which source stands at a position, and which of its
+samples.
+
+Positions come in blocks. Within a block each source has its share of the places, to within one,
+and a keyed permutation of the block (a hash of the position) says which places. A source's samples
+are taken one after the other, each epoch in an order of its own. So where a position leads follows
+from the position, the seed and the weights; nothing is counted while training.
+
+Weights may change from a position on: a :class:`Phase`. Sources go on where the phase before
+left them, so that nothing is read twice and nothing is left out. Must not know ranks or files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from runner.data.dataset import Dataset, Record, RecordDataset, Sample, cumulative, digest
+from runner.data.dataset import sampled_files as sampled_files_of
+from runner.data.permutation import EVAL_EPOCH, epoch_key, held_out, permute
+from runner.system.error import DataError
+
+Indices = npt.NDArray[np.int64]
+
+BLOCK: Final = 4096
+_BLOCKS_KEPT: Final = 16
+_WEIGHT_UNITS: Final = 1 << 40  # of the largest weight: proportions are whole numbers
+_COUNTED_BELOW: Final = 1_000_000  # samples: whether any is left to train on is counted then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """From position ``start`` on samples come from the sources by ``weights``: name to weight."""
+
+    start: int
+    weights: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Block:
+    """int64 [BLOCK]: the source at each place, and which of its samples, counted from 0."""
+
+    sources: Indices
+    ranks: Indices
+
+
+class MixtureOrder:
+    """The order of samples of several sources; indices count through them in the order given.
+
+    Args:
+        lengths: samples of each source by name.
+        seed: of the order.
+        held_out_share: share of each source never trained on, chosen by hash.
+        weights: of the sources, from position 0 on until :meth:`load` says otherwise.
+
+    Raises:
+        DataError: nothing is left to train on in a source that is read.
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[str, int],
+        *,
+        seed: int,
+        held_out_share: float,
+        weights: Mapping[str, float],
+    ) -> None:
+        self.names = tuple(lengths)
+        self.wanted = dict(weights)
+        self._lengths = [lengths[name] for name in self.names]
+        self._offsets = cumulative(self._lengths)
+        self._share = held_out_share
+        self._seed = seed
+        self._hashes = [_name_hash(name) for name in self.names]
+        self._phases: list[Phase] = []
+        self._before: list[list[int]] = []  # what each source has given when a phase begins
+        self._blocks: dict[tuple[int, int], _Block] = {}
+        self.load([Phase(start=0, weights=weights)])
+        for number, name in enumerate(self.names):
+            self._require_some(number, name)
+
+    @property
+    def num_samples(self) -> int:
+        return int(self._offsets[-1])
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return tuple(self._phases)
+
+    def load(self, phases: Sequence[Phase]) -> None:
+        """Go by these phases, the first from position 0 on, each later one from its start on."""
+        self._phases, self._before = [], []
+        self._blocks.clear()
+        for phase in phases:
+            # A phase that begins where another does, or before it, is in its place.
+            while self._phases and self._phases[-1].start >= phase.start:
+                del self._phases[-1], self._before[-1]
+            self._before.append(self._given(phase.start))
+            self._phases.append(phase)
+
+    def indices(self, positions: Indices) -> Indices:
+        """Data set indices of stream positions, int64, same shape."""
+        sources, ranks = self._located(positions)
+        found = np.empty_like(positions)
+        for source in np.unique(sources):
+            chosen = sources == source
+            found[chosen] = self._offsets[source] + self._samples(int(source), ranks[chosen])
+        return found
+
+    def sources(self, indices: Indices) -> Indices:
+        """The number of the source of each data set index, int64."""
+        return np.searchsorted(self._offsets, indices, side="right").astype(np.int64) - 1
+
+    def is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
+        """Which data set indices are not trained on."""
+        sources = self.sources(indices)
+        found = np.zeros(indices.shape, dtype=np.bool_)
+        for source in np.unique(sources):
+            chosen = sources == source
+            local = indices[chosen] - self._offsets[source]
+            found[chosen] = held_out(local, share=self._share, seed=self._hashes[source])
+        return found
+
+    def held_out_indices(self, count: int) -> Indices:
+        """A fixed set of held-out samples: up to ``count`` of each source, int64."""
+        parts = [self._held_out_of(number, count) for number in range(len(self.names))]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    # -- which source, and the how manieth of its samples
+
+    def _located(self, positions: Indices) -> tuple[Indices, Indices]:
+        starts = np.array([phase.start for phase in self._phases], dtype=np.int64)
+        phases = np.searchsorted(starts, positions, side="right") - 1
+        blocks, places = np.divmod(positions - starts[phases], BLOCK)
+        sources, ranks = np.empty_like(positions), np.empty_like(positions)
+        for phase, number in {*zip(phases.tolist(), blocks.tolist(), strict=True)}:
+            chosen = (phases == phase) & (blocks == number)
+            block = self._block(phase, number)
+            sources[chosen] = block.sources[places[chosen]]
+            ranks[chosen] = block.ranks[places[chosen]]
+        return sources, ranks
+
+    def _block(self, phase: int, number: int) -> _Block:
+        known = self._blocks.get((phase, number))
+        if known is None:
+            while len(self._blocks) >= _BLOCKS_KEPT:
+                del self._blocks[next(iter(self._blocks))]
+            known = self._blocks[phase, number] = self._made_block(phase, number)
+        return known
+
+    def _made_block(self, phase: int, number: int) -> _Block:
+        shares = self._shares(phase)
+        first, last = split(number * BLOCK, shares), split((number + 1) * BLOCK, shares)
+        counts = [stop - start for start, stop in zip(first, last, strict=True)]
+        key = epoch_key(
+            self._seed ^ _name_hash(f"block of phase {self._phases[phase].start}"), number
+        )
+        places = permute(np.arange(BLOCK, dtype=np.int64), size=BLOCK, key=key)
+        sources = np.repeat(np.arange(len(counts), dtype=np.int64), counts)[places]
+        ranks = np.empty(BLOCK, dtype=np.int64)
+        for source, count in enumerate(counts):
+            begin = self._before[phase][source] + first[source]
+            ranks[sources == source] = np.arange(begin, begin + count)
+        return _Block(sources=sources, ranks=ranks)
+
+    def _shares(self, phase: int) -> list[int]:
+        weights = self._phases[phase].weights
+        largest = max(weights.values())
+        return [
+            max(1, round(weights[name] / largest * _WEIGHT_UNITS)) if weights.get(name) else 0
+            for name in self.names
+        ]
+
+    def _given(self, position: int) -> list[int]:
+        """Of each source, samples at the positions before ``position``."""
+        if not self._phases:
+            return [0] * len(self.names)
+        phase = len(self._phases) - 1
+        blocks, places = divmod(position - self._phases[phase].start, BLOCK)
+        given = split(blocks * BLOCK, self._shares(phase))
+        rest = self._block(phase, blocks).sources[:places]
+        more = np.bincount(rest, minlength=len(self.names)).tolist()
+        return [sum(of) for of in zip(self._before[phase], given, more, strict=True)]
+
+    # -- the samples of one source
+
+    def _samples(self, source: int, ranks: Indices) -> Indices:
+        """Indices within the source."""
+        epochs, offsets = np.divmod(ranks, self._lengths[source])
+        found = np.empty_like(ranks)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            found[chosen] = self._permuted(source, offsets[chosen], int(epoch))
+        return found
+
+    def _permuted(self, source: int, offsets: Indices, epoch: int) -> Indices:
+        key = epoch_key(self._seed ^ self._hashes[source], epoch)
+        return permute(offsets, size=self._lengths[source], key=key)
+
+    def _held_out_of(self, source: int, count: int) -> Indices:
+        size = self._lengths[source]
+        found: list[Indices] = [np.empty(0, dtype=np.int64)]
+        num_found = 0
+        for at in range(0, size if self._share > 0 else 0, 1 << 16):
+            offsets = np.arange(at, min(size, at + (1 << 16)), dtype=np.int64)
+            indices = self._offsets[source] + self._permuted(source, offsets, EVAL_EPOCH)
+            found.append(indices[self.is_held_out(indices)])
+            num_found += len(found[-1])
+            if num_found >= count:
+                break
+        return np.concatenate(found)[:count]
+
+    def _require_some(self, source: int, name: str) -> None:
+        size = self._lengths[source]
+        if size < _COUNTED_BELOW and self.wanted.get(name):
+            indices = self._offsets[source] + np.arange(size, dtype=np.int64)
+            if self.is_held_out(indices).all():
+                raise DataError(
+                    f"data.held_out={self._share}: all {size} samples of data.sources {name!r} are "
+                    "held out; use more data, a shorter data.seq_len or a smaller share"
+                )
+
+
+def split(total: int, shares: Sequence[int]) -> list[int]:
+    """``total`` by ``shares``, in whole numbers that add up to it.
+
+    Each grows with ``total``, one of them by one at a time: what is left over by the sources before
+    is cut by the share of what is left over.
+    """
+    rest, all_shares = total, sum(shares)
+    found = []
+    for share in shares:
+        found.append(rest * share // all_shares if share else 0)
+        rest -= found[-1]
+        all_shares -= share
+    return found
+
+
+class Mixed:
+    """Several data sets as one; see :class:`MixtureOrder` for the order of their samples."""
+
+    example: Record
+
+    def __init__(self, sources: Mapping[str, Dataset]) -> None:
+        self._names = tuple(sources)
+        self._sources = tuple(sources.values())
+        self._offsets = cumulative([len(source) for source in self._sources])
+        self.vocab_size = max(source.vocab_size for source in self._sources)
+        self.sampled_files: tuple[tuple[str, Path], ...] = tuple(
+            (f"{name}/{file}", path)
+            for name, source in sources.items()
+            for file, path in sampled_files_of(source)
+        )
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Samples of each source by name."""
+        return {n: len(source) for n, source in zip(self._names, self._sources, strict=True)}
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def __getitem__(self, index: int) -> Sample | Record:
+        source, local = self._where(index)
+        return self._sources[source][local]
+
+    def describe(self, index: int) -> str:
+        source, local = self._where(index)
+        return f"{self._names[source]}: {self._sources[source].describe(local)}"
+
+    def fingerprint(self) -> str:
+        """Of what the sources are called and hold; weights do not enter."""
+        named = zip(self._names, self._sources, strict=True)
+        return digest(sorted([name, source.fingerprint()] for name, source in named))
+
+    def _where(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
+        source = int(np.searchsorted(self._offsets, index, side="right")) - 1
+        return source, int(index) - int(self._offsets[source])
+
+
+class MixedRecords(Mixed):
+    """The same of samples that are no tokens; the first source says how they are put together."""
+
+    def __init__(self, sources: Mapping[str, RecordDataset]) -> None:
+        super().__init__(sources)
+        self._first = next(iter(sources.values()))
+        self.example = self._first.example
+
+    def collate(self, records: Sequence[Record]) -> dict[str, Any]:
+        return self._first.collate(records)
+
+
+def mix(sources: Mapping[str, Dataset]) -> Mixed:
+    """
+    Raises:
+        DataError: some give tokens and some do not.
+    """
+    records = {n: source for n, source in sources.items() if isinstance(source, RecordDataset)}
+    if records and len(records) < len(sources):
+        raise DataError(
+            f"data.sources: {', '.join(records)} give no token ids, and the others do; a batch "
+            "holds samples of one kind"
+        )
+    return MixedRecords(records) if records else Mixed(sources)
+
+
+def phase_words(phase: Phase) -> str:
+    """Such as "web 0.700, code 0.300": the shares of the samples."""
+    total = math.fsum(phase.weights.values())
+    return ", ".join(f"{name} {weight / total:.3f}" for name, weight in phase.weights.items())
+
+
+def _name_hash(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")

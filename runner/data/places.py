@@ -1,0 +1,165 @@
+"""Where the documents of a text corpus lie in its tokens, and what to call them.
+
+A corpus may have more documents than memory has room for: their starts stay in a file, and only
+every thousandth is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from runner.system.error import DataError
+
+Starts = npt.NDArray[np.int64]
+
+_STRIDE: Final = 1024
+_ITEM_BYTES: Final = 8
+_NAMED_FILES: Final = 3
+
+
+class DocumentTable:
+    """Starts of documents in a stream of ``num_tokens``, little-endian int64 in one file.
+
+    Behind the starts stands a summary: every thousandth of them, by which a place is found.
+    Holds no handle, like a TokenFile.
+    """
+
+    def __init__(self, *, path: Path, num_documents: int, num_tokens: int) -> None:
+        self.num_documents = num_documents
+        self._path = path
+        self._num_tokens = num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        return _ITEM_BYTES * (self.num_documents + self._num_summary)
+
+    @staticmethod
+    def summary_of(parts: Sequence[Starts]) -> Starts:
+        """What stands behind the starts, given all of them in order."""
+        found: list[Starts] = []
+        before = 0
+        for part in parts:
+            found.append(part[-before % _STRIDE :: _STRIDE])
+            before += part.size
+        return np.concatenate(found) if found else np.zeros(0, dtype="<i8")
+
+    def between(self, low: int, high: int) -> Starts:
+        """Starts in ``[low, high)``."""
+        first = self._number_behind(low)
+        starts = self.read(first, self._number_behind(high))
+        return starts
+
+    def at(self, position: int) -> int:
+        """The number of the document that the token at ``position`` belongs to."""
+        return self._number_behind(position + 1) - 1
+
+    def read(self, first: int, last: int) -> Starts:
+        """Starts of documents ``[first, last)``.
+
+        Raises:
+            DataError: the file is shorter than it was.
+        """
+        return self._read(first, last - first)
+
+    def end_of(self, number: int) -> int:
+        """Where a document ends: where the next begins."""
+        is_last = number + 1 >= self.num_documents
+        return self._num_tokens if is_last else int(self.read(number + 1, number + 2)[0])
+
+    @property
+    def _num_summary(self) -> int:
+        return -(-self.num_documents // _STRIDE)
+
+    @cached_property
+    def _summary(self) -> Starts:
+        return self._read(self.num_documents, self._num_summary)
+
+    def _number_behind(self, position: int) -> int:
+        """The number of the first document that begins at ``position`` or behind it."""
+        block = max(int(np.searchsorted(self._summary, position, side="left")) - 1, 0)
+        first = block * _STRIDE
+        starts = self.read(first, min(first + _STRIDE, self.num_documents))
+        return first + int(np.searchsorted(starts, position, side="left"))
+
+    def _read(self, first: int, count: int) -> Starts:
+        found = np.fromfile(self._path, dtype="<i8", count=count, offset=first * _ITEM_BYTES)
+        if found.size != count:
+            raise DataError(
+                f"{self._path}: ends early, after {first + found.size} numbers; remove its folder "
+                "and start again: it is made anew"
+            )
+        return found
+
+
+class TextPlaces:
+    """Names for stretches of a text corpus.
+
+    Args:
+        names: of the files.
+        are_lines: whether a file's documents are its lines.
+        firsts: int64 [files + 1], the number of each file's first document.
+        unit: what a token is.
+        num_begin_marks: tokens before each document that stand for nothing in the file; behind
+            it stands one.
+    """
+
+    def __init__(
+        self,
+        *,
+        documents: DocumentTable,
+        names: Sequence[str],
+        are_lines: Sequence[bool],
+        firsts: Starts,
+        unit: str,
+        num_begin_marks: int,
+    ) -> None:
+        self._documents = documents
+        self._names = names
+        self._are_lines = are_lines
+        self._firsts = firsts
+        self._unit = unit
+        self._num_begin_marks = num_begin_marks
+
+    def describe(self, start: int, stop: int) -> str:
+        """Such as "json/decoder.py bytes 1200-1457", half open, or "a.jsonl line 7 tokens 0-9"."""
+        first, last = self._documents.at(start), self._documents.at(stop - 1)
+        pieces = list(self._files(first, last))
+        named = [self._name(*piece, start, stop) for piece in pieces[:_NAMED_FILES]]
+        rest = len(pieces) - len(named)
+        return ", ".join(named) + (f" and {rest} more files" if rest else "")
+
+    def _files(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """(file, its first, its last document) of those from ``first`` to ``last``."""
+        low = int(np.searchsorted(self._firsts, first, side="right")) - 1
+        high = int(np.searchsorted(self._firsts, last, side="right")) - 1
+        for number in range(low, high + 1):
+            begin, end = int(self._firsts[number]), int(self._firsts[number + 1]) - 1
+            if begin <= end:
+                yield number, max(begin, first), min(end, last)
+
+    def _name(self, file: int, first: int, last: int, start: int, stop: int) -> str:
+        low, _ = self._within(first, start, stop)
+        _, high = self._within(last, start, stop)
+        name = self._names[file]
+        if not self._are_lines[file]:
+            return f"{name} {self._unit} {low}-{high}"
+        lines = first - int(self._firsts[file]) + 1, last - int(self._firsts[file]) + 1
+        if first == last:
+            return f"{name} line {lines[0]} {self._unit} {low}-{high}"
+        return (
+            f"{name} lines {lines[0]}-{lines[1]} (from {self._unit} {low} of the first to {high} "
+            "of the last)"
+        )
+
+    def _within(self, document: int, start: int, stop: int) -> tuple[int, int]:
+        """The part of a document that ``[start, stop)`` covers, counted without marks."""
+        begin = int(self._documents.read(document, document + 1)[0]) + self._num_begin_marks
+        length = self._documents.end_of(document) - 1 - begin
+        low, high = max(start - begin, 0), max(min(stop - begin, length), 0)
+        return min(low, length), high

@@ -1,0 +1,275 @@
+"""How text becomes token ids, and which ids begin and end a document.
+
+Must not know files of text, nor the cache of tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from runner.data.dataset import digest
+from runner.system.environment import changeable
+from runner.system.error import DataError, MissingPackage
+from runner.system.extras import lacking
+from runner.system.files import read_bounded
+
+BYTE_VOCAB_SIZE: Final = 257
+BYTE_END: Final = 256
+END_NAMES: Final = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[SEP]")
+
+_TOKENIZER: Final = "tokenizer.json"
+_BESIDE: Final = ("tokenizer_config.json", "special_tokens_map.json")
+_JSON_BYTES: Final = 1 << 26  # chat templates and thousands of added tokens fit
+_PARALLEL: Final = "TOKENIZERS_PARALLELISM"
+
+Mark = int | str | None  # as a person names a token: its id or its text
+
+
+class Codec(Protocol):
+    """How bytes of text become token ids."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def begin_token(self) -> int | None: ...
+
+    @property
+    def end_token(self) -> int: ...
+
+    @property
+    def unit(self) -> str:
+        """What a token is, for places: "bytes" where one token is one byte."""
+
+    @property
+    def identity(self) -> str:
+        """Changes whenever the same text would become other tokens."""
+
+    @property
+    def words(self) -> str:
+        """Which marks were taken and why, for a person; empty where there was no choice."""
+
+    def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
+        """Ids of each text, without marks."""
+
+
+def open_codec(tokenizer: str | None, *, begin_token: Mark, end_token: Mark) -> Codec:
+    """Bytes, or a Hugging Face tokenizer.
+
+    Args:
+        tokenizer: a ``tokenizer.json``, or a folder with one; None: bytes.
+        begin_token: put before each document; None: as the tokenizer's files say; "": nothing.
+        end_token: put behind each document; None: as they say. An id that is the vocabulary's
+            size adds one of its own.
+
+    Raises:
+        DataError: it is no such file, or does not say which token ends a document.
+    """
+    if tokenizer is not None:
+        return _open_tokenizer(Path(tokenizer).expanduser(), begin_token, end_token)
+    if begin_token not in (None, "") or end_token not in (None, BYTE_END):
+        raise DataError(
+            f"data.begin_token={begin_token}, data.end_token={end_token}: without data.tokenizer "
+            f"text is bytes, and {BYTE_END} ends a document; leave both null"
+        )
+    return _ByteCodec()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ByteCodec:
+    vocab_size: int = BYTE_VOCAB_SIZE
+    begin_token: int | None = None
+    end_token: int = BYTE_END
+    unit: str = "bytes"
+    identity: str = "bytes"
+    words: str = ""
+
+    def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TokenizerCodec:
+    path: Path
+    tokenizer: Any
+    vocab_size: int
+    begin_token: int | None
+    end_token: int
+    identity: str
+    words: str
+    unit: str = "tokens"
+
+    def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
+        decoded = [text.decode("utf-8", errors="replace") for text in texts]
+        try:
+            encoded = self.tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        except Exception as error:  # the library's own, and bare: a vocabulary with a hole, say
+            raise DataError(
+                f"data.tokenizer={self.path}: cannot encode the corpus ({str(error)[:500]}); "
+                "mend it, or null for bytes"
+            ) from error
+        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+
+
+def _open_tokenizer(wanted: Path, begin_token: Mark, end_token: Mark) -> Codec:
+    path = _file_of(wanted)
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingPackage(lacking(f"data.tokenizer={path}", "text")) from error
+    # Unset, the library warns in every loader process that is forked later.
+    changeable().setdefault(_PARALLEL, "true")
+    try:
+        contents = path.read_bytes()
+        tokenizer = tokenizers.Tokenizer.from_buffer(contents)
+    # The library raises bare Exception for a file it cannot read as a tokenizer.
+    except Exception as error:
+        raise DataError(
+            f"data.tokenizer={path}: is no readable tokenizers JSON file ({str(error)[:500]}); "
+            "give a tokenizer.json, or null for bytes"
+        ) from error
+    marks = _Marks(path, tokenizer)
+    end, why_end = marks.end(end_token)
+    begin, why_begin = marks.begin(begin_token)
+    contents_digest = hashlib.sha256(contents).hexdigest()
+    return _TokenizerCodec(
+        path=path,
+        tokenizer=tokenizer,
+        vocab_size=max(marks.size, end + 1),
+        begin_token=begin,
+        end_token=end,
+        identity=digest([tokenizers.__version__, contents_digest, begin, end]),
+        words=f"documents end with {why_end}, {why_begin}",
+    )
+
+
+def _file_of(wanted: Path) -> Path:
+    """The tokenizer's file, given it or its folder."""
+    if not wanted.is_dir():
+        return wanted
+    if not (wanted / _TOKENIZER).is_file():
+        raise DataError(
+            f"data.tokenizer={wanted}: the folder has no {_TOKENIZER}; give one that has, or the "
+            "file itself"
+        )
+    return wanted / _TOKENIZER
+
+
+class _Marks:
+    """Which ids begin and end a document. ``size``: the largest id and one, holes counted."""
+
+    def __init__(self, path: Path, tokenizer: Any) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._ids: dict[str, int] = tokenizer.get_vocab()
+        self.size = max(self._ids.values(), default=-1) + 1
+
+    def end(self, wanted: Mark) -> tuple[int, str]:
+        """(id, where it is from): as asked, as the files beside say, or a name that all know."""
+        if wanted is not None:
+            return self._asked("end_token", wanted, most=self.size), f"{wanted} (data.end_token)"
+        told = self._told("eos_token")
+        if told is not None:
+            text, source = told
+            return self._id_of(text, source, "end_token"), f"{text} ({source.name})"
+        known = [name for name in END_NAMES if name in self._ids]
+        if known:
+            return self._ids[known[0]], f"{known[0]} (by its name; data.end_token is null)"
+        raise DataError(
+            f"data.tokenizer={self._path}: does not say which token ends a document: no eos_token "
+            f"in {' or '.join(_BESIDE)} beside it, and its vocabulary has none of "
+            f"{', '.join(END_NAMES)}. Set data.end_token to the token's id or text "
+            "(data.end_token='\"<eod>\"'); "
+            f"data.end_token={self.size} adds an id of its own, as release 0.1 did unasked"
+        )
+
+    def begin(self, wanted: Mark) -> tuple[int | None, str]:
+        """The same of the begin; None where there is to be none."""
+        if wanted == "":
+            return None, "nothing begins them (data.begin_token)"
+        if wanted is not None:
+            found = self._asked("begin_token", wanted, most=self.size - 1)
+            return found, f"begin with {wanted} (data.begin_token)"
+        told = self._told("bos_token")
+        if told is None or not self._puts_in_front(told[0]):
+            return None, "nothing begins them"
+        text, source = told
+        return self._id_of(text, source, "begin_token"), f"begin with {text} ({source.name})"
+
+    def _puts_in_front(self, text: str) -> bool:
+        """Whether the tokenizer itself begins a text with it, by its settings or in fact."""
+        told = self._settings(self._path.with_name(_BESIDE[0])).get("add_bos_token")
+        if told is not None:
+            return told is True
+        try:
+            ids = self._tokenizer.encode("a").ids
+        except Exception:  # bare, as from all of the library: what it cannot encode is told later
+            return False
+        return bool(ids) and ids[0] == self._ids.get(text)
+
+    def _asked(self, key: str, wanted: Mark, *, most: int) -> int:
+        if isinstance(wanted, str):
+            if wanted in self._ids:
+                return self._ids[wanted]
+            close = difflib.get_close_matches(wanted, self._ids, n=3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise DataError(
+                f"data.{key}={wanted}: no token of {self._path} has this text{hint}; give a "
+                f"token's text, or an id from 0 to {self.size - 1}"
+            )
+        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= most:
+            raise DataError(
+                f"data.{key}={wanted}: the ids of {self._path} are 0 to {self.size - 1}; give one "
+                "of them, or a token's text"
+            )
+        return wanted
+
+    def _id_of(self, text: str, source: Path, key: str) -> int:
+        if text not in self._ids:
+            raise DataError(
+                f"{source}: names {text!r}, which is no token of {self._path}; set data.{key} to "
+                "a token's id or text"
+            )
+        return self._ids[text]
+
+    def _told(self, key: str) -> tuple[str, Path] | None:
+        """A special token's text, and the file beside the tokenizer that names it."""
+        for name in _BESIDE:
+            source = self._path.with_name(name)
+            value = self._settings(source).get(key)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str) and text:
+                return text, source
+            if value is not None:
+                raise DataError(
+                    f"{source}: {key} is {str(value)[:100]}, no token's text; mend it, or set "
+                    "data.begin_token and data.end_token"
+                )
+        return None
+
+    def _settings(self, path: Path) -> Mapping[str, Any]:
+        """What a file beside the tokenizer says; empty where there is none.
+
+        Raises:
+            DataError: it cannot be read as a JSON object.
+        """
+        try:
+            tree = json.loads(read_bounded(path, _JSON_BYTES, follow=True))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(
+                f"{path}: cannot be read as JSON ({str(error)[:200]}); mend it or move it away"
+            ) from error
+        if not isinstance(tree, dict):
+            raise DataError(f"{path}: is no JSON object; mend it or move it away")
+        return tree

@@ -1,0 +1,148 @@
+"""The digest of every byte of a corpus, computed once and remembered by what the files look like.
+
+A file counts as the one that was read while its size, its inode and the times of its last
+changes are the same. The notes are a convenience: one that is missing or damaged is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from runner.data.dataset import digest, file_size, unreadable
+from runner.system.files import open_regular, read_bounded
+
+# Called again and again during long work: what is done, bytes done, bytes in all. May raise.
+Tell = Callable[[str, int, int], None]
+
+_WHAT: Final = "reading the corpus whole"
+_LARGE_BYTES: Final = 1 << 26
+_BLOCK_BYTES: Final = 1 << 22
+_NOTE_BYTES: Final = 1 << 28
+# Two changes within a clock's tick look like one: what has just changed is not remembered.
+_SETTLED_NS: Final = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """``sha256`` of the names, sizes and contents; ``files`` are (name, SHA-256) in order."""
+
+    sha256: str
+    num_bytes: int
+    files: tuple[tuple[str, str], ...]
+
+
+def notes_in(cache: Path) -> Path:
+    """Where a cache directory has the notes."""
+    return cache / "digests"
+
+
+def stamp(files: Sequence[tuple[str, Path]]) -> str:
+    """SHA-256 (hex) of names, paths, sizes, inodes and times of change, without reading.
+
+    Raises:
+        DataError: a file is missing.
+    """
+    return digest([_look(name, path) for name, path in files])
+
+
+def whole_digest(files: Sequence[tuple[str, Path]], *, notes: Path | None, tell: Tell) -> Whole:
+    """Read all files, or find the note of who has.
+
+    Args:
+        files: (name, path), in the corpus' order.
+        notes: directory of the notes; None: none are made.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    before = stamp(files)
+    note = notes / f"{before}.json" if notes is not None else None
+    known = _read_note(note) if note is not None else None
+    if known is not None:
+        return known
+    began = time.time_ns()
+    total = sum(file_size(path) for _, path in files)
+    digests: list[tuple[str, str]] = []
+    done = 0
+    for name, path in files:
+        told = partial(_told, tell, done, total)
+        if len(files) > 1 and file_size(path) >= _LARGE_BYTES:
+            # With a note of its own: a start that is cut short has not read it in vain.
+            one = whole_digest([(name, path)], notes=notes, tell=told)
+            hashed, size = one.files[0][1], one.num_bytes
+        else:
+            hashed, size = _hash_file(path, told)
+        digests.append((name, hashed))
+        done += size
+    whole = Whole(sha256=digest(digests), num_bytes=done, files=tuple(digests))
+    newest = max((_changed_ns(path) for _, path in files), default=0)
+    if note is not None and stamp(files) == before and newest + _SETTLED_NS < began:
+        with contextlib.suppress(OSError):  # no room for a note: the next start reads again
+            _write_note(note, whole)
+    return whole
+
+
+def _told(tell: Tell, before: int, total: int, what: str, size: int, _: int) -> None:
+    """Of one file to of all."""
+    tell(what, before + size, total)
+
+
+def _look(name: str, path: Path) -> list[Any]:
+    try:
+        seen = path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    times = [seen.st_mtime_ns, seen.st_ctime_ns]
+    return [name, str(path.absolute()), seen.st_size, seen.st_ino, *times]
+
+
+def _changed_ns(path: Path) -> int:
+    seen = path.stat()
+    return max(seen.st_mtime_ns, seen.st_ctime_ns)
+
+
+def _hash_file(path: Path, tell: Tell) -> tuple[str, int]:
+    hashed, size = hashlib.sha256(), 0
+    try:
+        with open_regular(path, follow=True) as handle:
+            while block := handle.read(_BLOCK_BYTES):
+                hashed.update(block)
+                size += len(block)
+                tell(_WHAT, size, 0)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return hashed.hexdigest(), size
+
+
+def _read_note(note: Path) -> Whole | None:
+    try:
+        stored = json.loads(read_bounded(note, _NOTE_BYTES))
+        if digest(stored["whole"]) != stored["digest"]:
+            return None
+        told = stored["whole"]
+        return Whole(
+            sha256=str(told["sha256"]),
+            num_bytes=int(told["num_bytes"]),
+            files=tuple((str(name), str(value)) for name, value in told["files"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _write_note(note: Path, whole: Whole) -> None:
+    """Whole or not at all; it need not outlive a power cut."""
+    note.parent.mkdir(parents=True, exist_ok=True)
+    plain = json.loads(json.dumps(asdict(whole)))
+    temporary = note.with_name(f".{note.name}.{secrets.token_hex(4)}")
+    temporary.write_text(json.dumps({"digest": digest(plain), "whole": plain}))
+    os.replace(temporary, note)

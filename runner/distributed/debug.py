@@ -1,0 +1,53 @@
+"""What torch.distributed and NCCL check and record. To be set before the group exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+# 3 leaves NCCL's communicators alone until the recorders are read; 1 is what torchrun gives its
+# workers where nobody has asked for anything, and tears them down.
+_ASYNC_ERRORS, _TORCHRUNS = "3", "1"
+# The flight recorder keeps the last collectives of each rank; NCCL dumps it on a time-out.
+_ALWAYS = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": _ASYNC_ERRORS,
+}
+
+
+def debug_settings(kind: str, *, subsystems: str, folder: Path) -> dict[str, str]:
+    """Environment variables for ``debug=off|nccl|collectives``."""
+    settings = dict(_ALWAYS)
+    settings["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "flight-recorder-rank")
+    if kind != "off":
+        # Each collective's begin on the device, by an event of its own: a device that hangs before
+        # a collective is told from a network that is down.
+        settings["TORCH_NCCL_ENABLE_TIMING"] = "1"
+    if kind == "nccl":
+        settings |= {
+            "NCCL_DEBUG": "INFO",
+            "NCCL_DEBUG_SUBSYS": subsystems,
+            "NCCL_DEBUG_FILE": str(folder / "nccl.%h.%p.log"),
+        }
+    elif kind == "collectives":
+        settings["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    return settings
+
+
+def is_torchruns_own(environment: Mapping[str, str]) -> bool:
+    """Whether NCCL's errors are handled as torchrun has it, and not as a person or we asked."""
+    told = environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    return told == _TORCHRUNS and "TORCHELASTIC_RUN_ID" in environment
+
+
+def set_debug(environment: MutableMapping[str, str], settings: dict[str, str]) -> dict[str, str]:
+    """Apply settings that the user has not set; returns the effective values.
+
+    torchrun's own choice is not the user's: see :func:`is_torchruns_own`.
+    """
+    if is_torchruns_own(environment):
+        del environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+    for name, value in settings.items():
+        environment.setdefault(name, value)
+    return {name: environment[name] for name in settings}

@@ -1,0 +1,98 @@
+"""Which device this rank computes on, and what of it must be equal on all ranks.
+
+A rank that finds no GPU while others have one must not go on with the CPU: it would open a group
+of its own kind, and the others would wait for it in NCCL's without end. So what is wrong here is
+not raised on this rank alone: the roll call compares it, and every rank says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runner.distributed.env import RankEnv, gpus_asked_for
+from runner.system.process import host_name
+
+_DRIVER = Path("/proc/driver/nvidia")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundDevice:
+    """``problem``: why the rank cannot train on what was asked for, in words; names the node."""
+
+    device: torch.device
+    problem: str = ""
+
+
+def find_device(wanted: str, place: RankEnv, environment: Mapping[str, str]) -> FoundDevice:
+    """The device of ``parallel.device=auto|cpu|cuda``.
+
+    ``auto`` takes the CPU only where no GPU is to be seen and none was asked for. A task that
+    sees one GPU (``srun --gpus-per-task=1``) takes that one, whatever its local rank is.
+    """
+    cpu = torch.device("cpu")
+    if wanted == "cpu":
+        return FoundDevice(device=cpu)
+    seen, host = torch.cuda.device_count(), host_name()
+    if seen == 0:
+        why = _why_there_should_be_one(environment)
+        if wanted == "auto" and not why:
+            return FoundDevice(device=cpu)
+        words = why or "parallel.device=cuda"
+        return FoundDevice(device=cpu, problem=f"{host}: torch sees no GPU, but {words}")
+    if 1 < seen < place.local_world_size:
+        problem = (
+            f"{host}: {place.local_world_size} ranks but {seen} GPUs (parallel.device={wanted}); "
+            "a GPU may have fallen off the bus; start fewer ranks, or use parallel.device=cpu"
+        )
+        return FoundDevice(device=cpu, problem=problem)
+    return FoundDevice(device=torch.device("cuda", 0 if seen == 1 else place.local_rank))
+
+
+def _why_there_should_be_one(environment: Mapping[str, str]) -> str:
+    if asked := gpus_asked_for(environment):
+        return f"the job asked for GPUs ({asked}); use parallel.device=cpu if it is meant so"
+    if torch.version.cuda is None or "CUDA_VISIBLE_DEVICES" in environment:
+        return ""
+    there = num_gpus_here()
+    return f"the driver knows {there}; it may have failed (nvidia-smi tells)" if there else ""
+
+
+def num_gpus_here() -> int:
+    """How many NVIDIA GPUs the driver knows on this machine, whatever this process may see."""
+    folder = _DRIVER / "gpus"
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def device_versions(found: FoundDevice) -> dict[str, str]:
+    """What of the device must be equal on all ranks for them to compute, and to meet, alike."""
+    if found.problem:
+        return {"device": found.problem}
+    if found.device.type != "cuda":
+        return {"device": found.device.type}
+    return {
+        "device": "cuda",
+        "gpu": torch.cuda.get_device_name(found.device),
+        "gpus": str(torch.cuda.device_count()),
+        "driver": _driver_version(),
+        "cuda": str(torch.version.cuda or torch.version.hip),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+    }
+
+
+def _driver_version() -> str:
+    try:
+        words = (_DRIVER / "version").read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return "unknown"
+    return next((word for word in words if word[0].isdigit()), "unknown")
+
+
+def device_name(device: torch.device) -> str:
+    """Names this GPU among all others; empty on a CPU."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)

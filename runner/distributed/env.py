@@ -1,0 +1,265 @@
+"""Who started this process: its rank, its job, the end of its time.
+
+The only place that knows what a launcher puts into the environment: torchrun's names, srun's own,
+ours. The environment itself comes in as an argument.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.system.error import ConfigError
+from runner.system.parsing import json_text
+
+# Ours, from a supervisor to the ranks.
+EXIT_DIR = "HOLDFAST_EXIT_DIR"
+LAUNCH_ID = "HOLDFAST_LAUNCH_ID"
+ATTEMPT = "HOLDFAST_ATTEMPT"
+END_TIME = "HOLDFAST_END_TIME"
+_BEGUN = ".begun-"  # hidden: not an exit code
+_FIRST_PORT, _NUM_PORTS = 20_000, 20_000
+_MOST_RANKS = 1 << 20
+_DIGITS = 18  # of any number that a launcher can mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnv:
+    """Where this process stands: its rank, the world, its node's share of it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnv:
+    """The job that this process is part of.
+
+    Attributes:
+        job: names the job over all its restarts; None when the launcher gives it no name.
+        order: grows with each restart by the scheduler, then by the supervisor.
+        step: where in the job it runs; equal after torchrun's own restarts, and in a second
+            launch of the same name.
+        end_time: seconds since the epoch at which the scheduler ends the job, if it does.
+        has_agent: a launcher watches over this process; without it, it must not go on.
+        agents: the launchers' processes, one a node, by the names that
+            :func:`runner.system.process.parent_name` gives; known once the ranks have met.
+    """
+
+    job: str | None
+    order: tuple[int, int]
+    step: str
+    end_time: float | None
+    has_agent: bool
+    agents: tuple[str, ...] = ()
+
+    def supersedes(
+        self, job: str | None, order: tuple[int, int], step: str, agents: Sequence[str]
+    ) -> bool:
+        """Whether the launcher itself put this launch in the place of that one.
+
+        torchrun restarts ranks without a number that would tell so on every node, and its name
+        (``--rdzv-id``) is a person's choice: a second torchrun may have the same. But its agents
+        live on, at least one of them, whatever nodes come and go.
+        """
+        if self.job is None or self.job != job:
+            return False
+        if self.order == order:
+            return self.step == step and not set(self.agents).isdisjoint(agents)
+        return self.order > order
+
+
+def place_from(environment: Mapping[str, str]) -> RankEnv:
+    """Read torchrun's variables, or srun's; without them this is the only process.
+
+    Raises:
+        ConfigError: some of the variables are there and others are not, or are no numbers.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        rank, world, local, local_world = _numbers(environment, names)
+    elif "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
+        rank, world, local, node = _numbers(environment, names)
+        counts = _tasks_per_node(environment)
+        if node >= len(counts):
+            raise ConfigError(
+                f"SLURM_NODEID={node}: SLURM_STEP_TASKS_PER_NODE has {len(counts)} nodes; start "
+                "with srun"
+            )
+        local_world = counts[node]
+    else:
+        return RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    if not (rank < world <= _MOST_RANKS and local < local_world <= world):
+        raise ConfigError(
+            f"the launcher's environment makes no sense: rank {rank} of {world}, {local} of "
+            f"{local_world} on this node; start with torchrun or srun"
+        )
+    return RankEnv(rank=rank, world_size=world, local_rank=local, local_world_size=local_world)
+
+
+def own_rank(environment: Mapping[str, str]) -> int:
+    """As torchrun tells it, 0 without; of a value that is no number as well."""
+    return _whole(environment.get("RANK"))
+
+
+def own_local_rank(environment: Mapping[str, str]) -> int:
+    """As :func:`own_rank`, of the ranks on this node."""
+    return _whole(environment.get("LOCAL_RANK"))
+
+
+def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
+    try:
+        return [_number(environment[name]) for name in names]
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"the launcher's environment is incomplete ({error}): {', '.join(names)} must all "
+            "be whole numbers; start with torchrun or srun, or without any of them for one process"
+        ) from None
+
+
+def _number(text: str) -> int:
+    if not _is_number(text):
+        raise ValueError(f"{text[:40]!r} is no whole number")
+    return int(text)
+
+
+def _is_number(text: str | None) -> bool:
+    """Plain digits: isdigit() also takes those that int() refuses."""
+    return text is not None and text.isascii() and text.isdecimal() and len(text) <= _DIGITS
+
+
+def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
+    """SLURM_STEP_TASKS_PER_NODE, such as ``2(x3),1``, a number a node."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
+        if match is None or len(counts) + int(match[2] or 1) > _MOST_RANKS:
+            raise ConfigError(
+                f"SLURM_STEP_TASKS_PER_NODE={text[:200]}: cannot be read; start with srun"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def rendezvous_endpoint(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where srun's tasks meet; None when the environment names it, or there is one process.
+
+    The first node of the step and a port from the job's number, unless MASTER_ADDR and
+    MASTER_PORT say otherwise.
+
+    Raises:
+        ConfigError: one of the numbers is none, or no port.
+    """
+    if "RANK" in environment or "SLURM_STEP_ID" not in environment:
+        return None
+    host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    job, step = _numbers({"SLURM_JOB_ID": "0"} | dict(environment), names)
+    port = environment.get("MASTER_PORT") or str(_FIRST_PORT + (job * 7 + step) % _NUM_PORTS)
+    if not _is_number(port) or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"MASTER_PORT={port[:40]}: must be a whole number from 1 to 65535")
+    return host or "localhost", int(port)
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm node list: ``gpu[03-05,9],login`` gives ``gpu03``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    return "" if match is None else match[1] + (match[2] or "") + (match[3] or "")
+
+
+def launch_from(environment: Mapping[str, str]) -> JobEnv:
+    """What the launcher says about the job."""
+    run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
+    job = environment.get(LAUNCH_ID) or (f"torchrun {run_id}" if run_id != "none" else "")
+    if slurm := environment.get("SLURM_JOB_ID"):
+        job = f"slurm {environment.get('SLURM_CLUSTER_NAME', '')} {slurm}"
+    end = environment.get("SLURM_JOB_END_TIME") or environment.get(END_TIME)
+    return JobEnv(
+        job=job or None,
+        order=(
+            _whole(environment.get("SLURM_RESTART_COUNT")),
+            _whole(environment.get(ATTEMPT)),
+        ),
+        step=f"{environment.get('SLURM_STEP_ID', '')} {run_id}",
+        end_time=float(end) if end and _is_number(end) and int(end) > 0 else None,
+        has_agent=run_id != "none" or "SLURM_STEP_ID" in environment or "RANK" in environment,
+    )
+
+
+# A number, or a list of names; NVIDIA_VISIBLE_DEVICES=all stands in images that need no GPU.
+_ASKED = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_TASK", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+_NOT_ASKED = ("", "0", "all", "void", "none")
+
+
+def gpus_asked_for(environment: Mapping[str, str]) -> str:
+    """Which variable says that this job was given GPUs on this node; empty: none does."""
+    names = (*_ASKED, "NVIDIA_VISIBLE_DEVICES")
+    found = [n for n in names if environment.get(n, "").strip().lower() not in _NOT_ASKED]
+    return f"{found[0]}={environment[found[0]][:80]}" if found else ""
+
+
+def gpus_on_node(environment: Mapping[str, str]) -> int | None:
+    """How many GPUs of this node Slurm gave to the job; None where it does not tell."""
+    return _whole(environment.get("SLURM_GPUS_ON_NODE")) or None
+
+
+def _whole(text: str | None) -> int:
+    return int(text) if text and _is_number(text) else 0
+
+
+def tell_begun(environment: Mapping[str, str], rank: int, told: Mapping[str, Any]) -> None:
+    """Tell the supervisor, if there is one, that this rank has begun, and which process it is."""
+    if EXIT_DIR not in environment:
+        return
+    path = Path(environment[EXIT_DIR]) / f"{_BEGUN}{rank}"
+    temporary = path.with_name(f".writing{path.name}")
+    with contextlib.suppress(OSError):
+        temporary.write_text(json_text(told))
+        temporary.rename(path)
+
+
+def read_begun(folder: Path) -> dict[int, dict[str, Any]]:
+    """What ranks told with :func:`tell_begun`, by rank."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in folder.glob(f"{_BEGUN}*"):
+        with contextlib.suppress(OSError, ValueError):
+            found[int(path.name.removeprefix(_BEGUN))] = json.loads(path.read_text())
+    return found
+
+
+def told_exit(environment: Mapping[str, str], name: str) -> int | None:
+    """What :func:`tell_exit` wrote for a process of this node; None: nothing, or nobody asked."""
+    try:
+        return int((Path(environment[EXIT_DIR]) / name).read_text())
+    except (KeyError, OSError, ValueError):
+        return None
+
+
+def rank_name(rank: int) -> str:
+    """Of a rank's exit code, for :func:`tell_exit`."""
+    return f"rank-{rank}"
+
+
+def tell_exit(environment: Mapping[str, str], name: str, code: int) -> None:
+    """Write this process's exit code where the supervisor looks, if there is one."""
+    if EXIT_DIR not in environment:
+        return
+    path = Path(environment[EXIT_DIR]) / name
+    temporary = path.with_name(f".{name}.{os.getpid()}")
+    with contextlib.suppress(OSError):  # the supervisor is gone; nobody waits for it
+        temporary.write_text(f"{code}\n")
+        temporary.rename(path)

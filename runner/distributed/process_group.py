@@ -1,0 +1,119 @@
+"""Starts and ends the process group."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from runner.distributed.device import FoundDevice, find_device
+from runner.distributed.env import RankEnv
+from runner.distributed.rendezvous import Facts, meet, spare_connections, wait_for_ranks
+from runner.system.environment import variables
+from runner.system.error import ConfigError, RunnerError, StartError
+from runner.system.process import host_name
+
+
+def choose_device(wanted: str, place: RankEnv) -> torch.device:
+    """See :func:`runner.distributed.device.find_device`; for one who does not meet others first.
+
+    Raises:
+        ConfigError: the device asked for is not there, or there are too few GPUs.
+    """
+    found = find_device(wanted, place, variables())
+    if found.problem:
+        raise ConfigError(found.problem)
+    return take_device(found)
+
+
+def take_device(found: FoundDevice) -> torch.device:
+    """The device, which is this process's from here on."""
+    if found.device.type == "cuda":
+        torch.cuda.set_device(found.device)
+    return found.device
+
+
+def start_group(
+    place: RankEnv,
+    device: torch.device,
+    *,
+    timeout_seconds: float,
+    start_seconds: float = 120.0,
+    facts: Facts | None = None,
+    problem: str = "",
+    have_met: Callable[[], None] = lambda: None,
+) -> list[Facts]:
+    """Make the default group: gloo on CPU, NCCL (and gloo) on CUDA.
+
+    Args:
+        facts: JSON about this rank, with ``versions`` that must be equal on all ranks, and
+            ``gpu``, which must not be.
+        problem: of this rank's device; it is in ``versions`` too, so that all ranks raise.
+        have_met: called when the ranks have found each other, before they connect.
+
+    Returns:
+        The facts of the ranks of this node.
+
+    Raises:
+        StartError: the ranks did not find each other; names who is absent. Or two have one GPU.
+        ConfigError: ``problem``, where it is that of every rank.
+    """
+    # torch read TORCH_DISTRIBUTED_DEBUG when it was imported; debug=collectives came later.
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+    store = meet(place, seconds=start_seconds)
+    room, told = wait_for_ranks(store, place, facts or {"versions": {}}, seconds=start_seconds)
+    if problem:
+        raise ConfigError(problem)
+    _require_own_gpus(told)
+    have_met()
+    spare_connections(place.world_size)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=room,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+        # The communicator is made now, while somebody watches, and not by the first collective.
+        device_id=device if device.type == "cuda" else None,
+    )
+    if device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
+    return told
+
+
+def _require_own_gpus(told: Sequence[Facts]) -> None:
+    """NCCL would refuse two ranks on one GPU as well, in words that name neither."""
+    by_gpu: dict[str, list[int]] = {}
+    for facts in told:
+        if facts.get("gpu"):
+            by_gpu.setdefault(str(facts["gpu"]), []).append(int(facts["rank"]))
+    shared = {gpu: ranks for gpu, ranks in by_gpu.items() if len(ranks) > 1}
+    if shared:
+        words = "; ".join(f"rank {', '.join(map(str, r))}: {gpu}" for gpu, r in shared.items())
+        raise StartError(
+            f"{host_name()}: ranks share a GPU ({words}); start one rank a GPU (each task may see "
+            "one of its own), or use parallel.device=cpu",
+            is_local=True,
+        )
+
+
+def end_group(have_met: Callable[[], None] = lambda: None) -> None:
+    """Leave together, unless this rank leaves alone with an error the others do not know.
+
+    Args:
+        have_met: called when all ranks are there; after it one may be gone before the others.
+    """
+    error = sys.exc_info()[1]
+    if error is not None and not isinstance(error, RunnerError):
+        return
+    # Without the barrier about half of 3-rank gloo runs died in destroy with SIGABRT.
+    if "nccl" in dist.get_backend_config():
+        dist.all_reduce(torch.zeros(1))  # over gloo: a barrier would go over NCCL, without a limit
+    else:
+        dist.barrier()
+    have_met()
+    dist.destroy_process_group()

@@ -1,0 +1,346 @@
+"""How ranks find each other at the start: within a time limit, and saying who is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
+
+from runner.distributed.env import RankEnv, rendezvous_endpoint
+from runner.system.environment import changeable, variables
+from runner.system.error import StartError
+
+Facts = Mapping[str, Any]
+
+_ROUND = "holdfast/round"  # how many ranks 0 there were
+_OPEN, _OVER = "open", "over"  # of a round
+_WELCOME = "welcome"
+_AT_ONCE = 1024  # keys in one message: about a megabyte of facts
+_SECONDS_A_RANK = 5e-4  # for what rank 0 does for each of the others
+_RETRY_SECONDS = 0.2
+_GRACE_SECONDS = 2.0
+_MESH_RANKS = 64
+_OTHER_FILES = 256  # that a process has open beside its connections
+_MOST_NAMED = 16
+
+
+def meet(place: RankEnv, *, seconds: float) -> Store:
+    """The store that all ranks share.
+
+    Raises:
+        StartError: it cannot be reached within ``seconds``; or its host may not have so many open
+            files.
+    """
+    if place.world_size == 1 and "RANK" not in variables():
+        return HashStore()
+    if place.is_first:
+        allow_connections(place.world_size, os.getpid() if _hosts_store(place) else os.getppid())
+    point = rendezvous_endpoint(variables())
+    if point is not None:
+        changeable().update(MASTER_ADDR=point[0], MASTER_PORT=str(point[1]))
+    _reach(place, seconds)
+    made: list[Store | Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(_store(place, seconds))
+        except (KeyError, RuntimeError, ValueError) as error:
+            made.append(error)
+
+    # In a thread: torch waits without end for the answer of a server that is no store.
+    maker = threading.Thread(target=make, daemon=True)
+    with _without_frames():
+        maker.start()
+        maker.join(seconds + _GRACE_SECONDS)
+    store = made[0] if made else TimeoutError("what listens there does not answer as a store")
+    if isinstance(store, Exception):
+        raise _unreachable(place, seconds, store)
+    return store
+
+
+def allow_connections(world_size: int, process: int) -> None:
+    """Let the process that keeps the store, or this one's launcher, have a descriptor a rank.
+
+    Raises:
+        StartError: the system's limit is below that.
+    """
+    needed = world_size + _OTHER_FILES
+    try:
+        soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise StartError(
+                f"process {process} keeps the meeting point of {world_size} ranks and may have "
+                f"{hard} open files; {needed} are needed: raise ulimit -Hn on its node",
+                is_local=True,
+            )
+        if soft != resource.RLIM_INFINITY and soft < needed:
+            resource.prlimit(process, resource.RLIMIT_NOFILE, (needed, hard))
+    except OSError:  # somebody else's process: it may do well all the same
+        return
+
+
+def spare_connections(world_size: int) -> None:
+    """Let gloo connect ranks when they first need each other, where all with all are too many.
+
+    N + 3 descriptors on each rank, and N * N questions to the store. A small group keeps its mesh:
+    a rank that dies is noticed by every other at once.
+    """
+    if world_size > _MESH_RANKS:
+        changeable().setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+def _store(place: RankEnv, seconds: float) -> Store:
+    return TCPStore(
+        variables()["MASTER_ADDR"],
+        int(variables()["MASTER_PORT"]),
+        place.world_size,
+        _hosts_store(place),
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,  # the roll call waits, and can say for whom
+        multi_tenant=True,
+    )
+
+
+@contextlib.contextmanager
+def _without_frames() -> Iterator[None]:
+    """torch writes pages of C++ frames to descriptor 2 about each try that fails."""
+    sys.stderr.flush()
+    kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _hosts_store(place: RankEnv) -> bool:
+    """torchrun's agent may host it; otherwise rank 0 does."""
+    return place.is_first and variables().get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _reach(place: RankEnv, seconds: float) -> None:
+    """Wait until the meeting point answers; torch's own attempts fill the screen with frames."""
+    host, port = variables().get("MASTER_ADDR", ""), variables().get("MASTER_PORT", "")
+    if _hosts_store(place) or not port.isdigit():
+        return
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=min(5.0, seconds)).close()
+            return
+        except OSError as error:
+            if time.monotonic() > limit:
+                raise _unreachable(place, seconds, error) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def _unreachable(place: RankEnv, seconds: float, error: Exception) -> StartError:
+    where = f"{variables().get('MASTER_ADDR')}:{variables().get('MASTER_PORT')}"
+    if _hosts_store(place):
+        words = f"cannot open the meeting point MASTER_ADDR:MASTER_PORT={where}"
+        advice = "another program may have the port: choose another MASTER_PORT on all ranks"
+    else:
+        words = (
+            f"cannot reach the meeting point MASTER_ADDR:MASTER_PORT={where} within "
+            f"parallel.start_seconds={seconds:g}"
+        )
+        advice = (
+            "check the name, that the port is not blocked or another program's, and that rank 0 "
+            "has started"
+        )
+    return StartError(f"rank {place.rank}: {words} ({first_line(error)}); {advice}", is_local=True)
+
+
+def wait_for_ranks(
+    store: Store, place: RankEnv, facts: Facts, *, seconds: float
+) -> tuple[Store, list[Facts]]:
+    """Wait until every rank is there. Without a loop of questions: see :func:`call_roll`.
+
+    Args:
+        facts: JSON; ``versions`` in it must be equal on all ranks.
+
+    Returns:
+        The room, a store for this group alone, and the facts of this node's ranks.
+
+    Raises:
+        StartError: ranks are absent after ``seconds``, named; or versions differ.
+    """
+    told: list[tuple[Store, list[Facts]] | BaseException] = []
+
+    def call() -> None:
+        try:
+            told.append(call_roll(store, place, facts, seconds=seconds))
+        except BaseException as error:  # raised by the thread that waits
+            told.append(error)
+
+    # In a thread: torch waits where Python can answer no signal.
+    caller = threading.Thread(target=call, name="roll call", daemon=True)
+    caller.start()
+    caller.join()
+    if isinstance(told[0], BaseException):
+        raise told[0]
+    return told[0]
+
+
+def call_roll(
+    store: Store, place: RankEnv, facts: Facts, *, seconds: float
+) -> tuple[Store, list[Facts]]:
+    """As :func:`wait_for_ranks`; seven calls of the store on each rank, and N / 1,024 on rank 0.
+
+    torchrun keeps one store over its restarts, with all that earlier processes have set in it.
+    So each rank 0 opens a round of its own, by a counter, and nobody goes on before rank 0 has
+    answered to him by name. Whoever stands in a round that is over, or whose rank 0 is dead, is
+    woken by the next rank 0 and goes on to the next round. Nobody asks again and again: N ranks
+    that do so every 50 ms are more than a store can answer from about 2,000 on.
+    """
+    told = json.dumps({"name": secrets.token_hex(8), "facts": facts})
+    if place.is_first:
+        room, verdict = _lead(store, place, told, seconds)
+    else:
+        # Rank 0 needs a moment to tell who is missing.
+        limit = seconds + _GRACE_SECONDS + 8.0 + _SECONDS_A_RANK * place.world_size
+        room, verdict = _follow(store, place, told, limit)
+    if verdict:
+        raise StartError(verdict)
+    first = place.rank - place.local_rank
+    near = room.multi_get([_here(first + at) for at in range(place.local_world_size)])
+    return room, [json.loads(bytes(one))["facts"] for one in near]
+
+
+def _room(store: Store, number: int) -> Store:
+    return PrefixStore(f"holdfast/{number}", store)
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _answer(told: Mapping[str, Any]) -> str:
+    return f"answer/{told['name']}"
+
+
+def _lead(store: Store, place: RankEnv, told: str, seconds: float) -> tuple[Store, str]:
+    """Rank 0's: open a round, wait for all, compare, answer each."""
+    number = store.add(_ROUND, 1)
+    for before in range(1, number):  # their ranks 0 are dead
+        _set_all(_room(store, before), [_OPEN, _OVER], "")
+    room = _room(store, number)
+    room.set(_here(0), told)
+    room.set(_OPEN, "")
+    there, missing = _there(room, place.world_size, seconds)
+    verdict = _verdict(there, missing, place.world_size, seconds)
+    answers = [_answer(one) for one in there.values()]
+    for at in range(0, len(answers), _AT_ONCE):
+        _set_all(room, answers[at : at + _AT_ONCE], verdict or _WELCOME)
+    room.set(_OVER, "")
+    if verdict:
+        # Rank 0 may host the store: the others must still read it.
+        time.sleep(1.0 + _SECONDS_A_RANK * place.world_size)
+    return room, verdict
+
+
+def _set_all(store: Store, keys: Sequence[str], value: str) -> None:
+    """In one message."""
+    store.multi_set(keys, [value] * len(keys))  # type: ignore[attr-defined]
+
+
+def _there(
+    room: Store, world_size: int, seconds: float
+) -> tuple[dict[int, dict[str, Any]], list[int]]:
+    """What each rank told that came in time, and which did not come."""
+    ranks, missing = range(world_size), list[int]()
+    try:
+        room.wait([_here(rank) for rank in ranks], timedelta(seconds=seconds))
+    except DistStoreError:  # the time is over
+        missing = _absent(room, ranks)
+    came = sorted(set(ranks) - set(missing))
+    told: list[bytes] = []
+    for at in range(0, len(came), _AT_ONCE):
+        told += room.multi_get([_here(rank) for rank in came[at : at + _AT_ONCE]])
+    return {rank: json.loads(bytes(one)) for rank, one in zip(came, told, strict=True)}, missing
+
+
+def _absent(room: Store, ranks: Sequence[int]) -> list[int]:
+    """Those that have told nothing, by halves: a store says of many keys at once if all are set."""
+    if room.check([_here(rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    return [*_absent(room, ranks[:half]), *_absent(room, ranks[half:])]
+
+
+def _verdict(
+    there: Mapping[int, Mapping[str, Any]],
+    missing: Sequence[int],
+    world_size: int,
+    seconds: float,
+) -> str:
+    """Empty when all are there and alike."""
+    if missing:
+        named = ", ".join(map(str, missing[:_MOST_NAMED]))
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        return (
+            f"{len(missing)} of {world_size} ranks are absent after "
+            f"parallel.start_seconds={seconds:g}: rank {named}{more}"
+        )
+    differing = difference([told["facts"]["versions"] for told in there.values()])
+    return f"ranks have different versions: {differing}" if differing else ""
+
+
+def _follow(store: Store, place: RankEnv, told: str, seconds: float) -> tuple[Store, str]:
+    """The others': the room of the rank 0 that answered, and its verdict."""
+    limit = time.monotonic() + seconds
+
+    def left() -> timedelta:
+        return timedelta(seconds=max(0.001, limit - time.monotonic()))
+
+    own = _answer(json.loads(told))
+    try:
+        number = max(1, store.add(_ROUND, 0))
+        while True:
+            room = _room(store, number)
+            room.wait([_OPEN], left())
+            room.set(_here(place.rank), told)
+            room.wait([_OVER], left())
+            if room.check([own]):
+                answer = bytes(room.get(own)).decode()
+                return room, "" if answer == _WELCOME else answer
+            number += 1
+    except DistStoreError:
+        return store, f"rank {place.rank}: rank 0 is absent after {seconds:g} s"
+    except RuntimeError as error:  # the host of the store has gone
+        return store, f"rank {place.rank}: lost the meeting point ({first_line(error)})"
+
+
+def difference(told: Sequence[Mapping[str, Any]]) -> str:
+    """Which field differs on which ranks, in words; empty when all are alike."""
+    parts = []
+    for field in told[0]:
+        values = [str(facts.get(field)) for facts in told]
+        usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
+        others = [rank for rank, value in enumerate(values) if value != usual]
+        if others:
+            seen = ", ".join(f"rank {rank}: {values[rank]}" for rank in others[:_MOST_NAMED])
+            parts.append(f"{field}: {seen}; the others: {usual}")
+    return "; ".join(parts)
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,117 @@
+"""Work that may take hours on some ranks while the others wait, without waiting in a collective.
+
+Each rank works in a thread. Meanwhile the ranks tell each other every half second whether they
+are done, whether one has failed or is asked to stop, and whether anything moves: no collective
+lasts longer than that, and the watchdog sees work that goes on as progress, and work that hangs
+as a hang, on every rank.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from runner.distributed.agreement import Ranks
+from runner.system.error import RankError
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.5
+_END_SECONDS = 10.0  # for a thread that was told to end, to clean up
+
+
+class Cancelled(Exception):
+    """The work is not wanted any more: another rank failed, or the run was asked to stop."""
+
+
+class Pulse:
+    """How far the work is. Told by the thread that works, read by the one that waits."""
+
+    def __init__(self) -> None:
+        self.now: tuple[str, int, int] = ("", 0, 0)  # what, done, total
+        self.count = 0
+        self._is_cancelled = False
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """
+        Raises:
+            Cancelled: the work is to end.
+        """
+        if self._is_cancelled:
+            raise Cancelled("the work was cancelled")
+        if (what, done, total) != self.now:
+            self.now = (what, done, total)
+            self.count += 1
+
+    def cancel(self) -> None:
+        """The next :meth:`tell` raises."""
+        self._is_cancelled = True
+
+
+class _Thread(threading.Thread, Generic[T]):
+    """Runs ``work``, and keeps what it gave or raised."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__(name="slow work", daemon=True)
+        self._work = work
+        self._result: list[T] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result.append(self._work())
+        except BaseException as error:  # a panic in Rust is no Exception; raised by the waiter
+            self.error = error
+
+    def outcome(self) -> T | None:
+        """What it gave; None where it was cancelled, because another rank has failed."""
+        if self.error is None or isinstance(self.error, Cancelled):
+            return self._result[0] if self._result else None
+        if not isinstance(self.error, Exception):
+            raise RankError(f"{type(self.error).__name__}: {self.error}") from self.error
+        raise self.error
+
+
+def all_or_none_slowly(
+    ranks: Ranks,
+    what: str,
+    work: Callable[[Callable[[str, int, int], None]], T],
+    *,
+    moved: Callable[[], None],
+    show: Callable[[str, int, int], None],
+    is_asked_to_stop: Callable[[], bool],
+) -> T | None:
+    """Run ``work`` everywhere; if it failed anywhere, every rank raises the same error. Collective.
+
+    Args:
+        work: takes what it tells its progress to, see :meth:`Pulse.tell`.
+        moved: called when any rank's work has moved.
+        show: called with this rank's progress.
+
+    Returns:
+        What ``work`` gave; None, on all ranks alike, when some rank was asked to stop.
+
+    Raises:
+        RunnerError: as ``Ranks.all_or_none``.
+    """
+    pulse = Pulse()
+    thread = _Thread(lambda: work(pulse.tell))
+    thread.start()
+    last = -1.0
+    while True:
+        thread.join(_LOOK_SECONDS)
+        is_done = not thread.is_alive()
+        told = [float(is_done), float(thread.error is not None), float(is_asked_to_stop())]
+        done, failed, stop, count = ranks.sum([*told, float(pulse.count)])
+        if count != last:
+            last = count
+            moved()
+        if done == ranks.world_size or failed or stop:
+            break
+        show(*pulse.now)
+    pulse.cancel()
+    thread.join(_END_SECONDS)
+    if stop and not failed:
+        return None
+    return ranks.all_or_none(what, thread.outcome)

@@ -1,0 +1,139 @@
+"""Values of other people's ``state_dict``s as JSON, exactly, and back. Nothing is pickled."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from runner.system.error import ConfigError
+
+_TAG = "~"
+PackTensor = Callable[[torch.Tensor, str], Any]
+UnpackTensor = Callable[[Any], torch.Tensor]
+
+
+def pack(value: Any, where: str, tensor: PackTensor | None = None) -> Any:
+    """JSON for ``value``: plain Python values, NumPy's, tensors, and containers of them.
+
+    Args:
+        where: names the value in an error.
+        tensor: JSON for a tensor and its name; without it the bytes are put in.
+
+    Raises:
+        ConfigError: it holds an object of another kind.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else _tagged("float", repr(float(value)))
+    if isinstance(value, torch.Tensor):
+        return _tagged("tensor", (tensor or _inline)(value, where))
+    if isinstance(value, bytes | bytearray):
+        return _tagged("bytes", _text(bytes(value)))
+    if isinstance(value, np.generic | np.ndarray):
+        return _pack_numpy(value, where)
+    return _pack_container(value, where, tensor)
+
+
+def _pack_numpy(value: np.generic | np.ndarray[Any, Any], where: str) -> Any:
+    array = np.ascontiguousarray(value)
+    if array.dtype.hasobject:
+        raise ConfigError(f"{where}: is a NumPy array of Python objects; it cannot be saved")
+    kind = "array" if isinstance(value, np.ndarray) else "scalar"
+    return _tagged(kind, [array.dtype.str, list(np.shape(value)), _text(array.tobytes())])
+
+
+def _pack_container(value: Any, where: str, tensor: PackTensor | None) -> Any:
+    if isinstance(value, Mapping):
+        items = [
+            (pack(key, f"a key of {where}"), pack(item, f"{where}.{key}", tensor))
+            for key, item in value.items()
+        ]
+        if isinstance(value, Counter):
+            return _tagged("counter", [list(pair) for pair in items])
+        if all(isinstance(key, str) and not key.startswith(_TAG) for key, _ in items):
+            return dict(items)
+        return _tagged("dict", [list(pair) for pair in items])
+    for name, kind in (("tuple", tuple), ("set", set), ("deque", deque)):
+        if isinstance(value, kind):
+            ordered = sorted(value) if kind is set else value
+            return _tagged(name, [pack(i, f"{where}.{n}", tensor) for n, i in enumerate(ordered)])
+    if isinstance(value, list):
+        return [pack(item, f"{where}.{number}", tensor) for number, item in enumerate(value)]
+    raise ConfigError(
+        f"{where}: is a {type(value).__module__}.{type(value).__qualname__}, which cannot be "
+        "saved; plain values, NumPy arrays, tensors and containers of them can"
+    )
+
+
+def unpack(value: Any, tensor: UnpackTensor | None = None) -> Any:
+    """Inverse of :func:`pack`.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not what :func:`pack` gives.
+    """
+    if isinstance(value, list):
+        return [unpack(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: unpack(item, tensor) for key, item in value.items()}
+    kind, told = value[_TAG], value["v"]
+    if kind == "tensor":
+        return (tensor or _outline)(told)
+    if kind in ("dict", "counter"):
+        pairs = {unpack(key): unpack(item, tensor) for key, item in told}
+        return Counter(pairs) if kind == "counter" else pairs
+    made: dict[str, Callable[[], Any]] = {
+        "float": lambda: float(told),
+        "bytes": lambda: base64.b64decode(told),
+        "array": lambda: _array(told),
+        "scalar": lambda: _array(told)[()],
+        "tuple": lambda: tuple(unpack(item, tensor) for item in told),
+        "set": lambda: {unpack(item, tensor) for item in told},
+        "deque": lambda: deque(unpack(item, tensor) for item in told),
+    }
+    return made[kind]()
+
+
+def _tagged(kind: str, value: Any) -> dict[str, Any]:
+    return {_TAG: kind, "v": value}
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _array(told: Any) -> np.ndarray[Any, Any]:
+    dtype, shape, text = told
+    return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype)).reshape(shape).copy()
+
+
+def _inline(value: torch.Tensor, where: str) -> Any:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return [str(value.dtype), list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]
+
+
+def _outline(told: Any) -> torch.Tensor:
+    dtype, shape, text = told
+    data = torch.frombuffer(bytearray(base64.b64decode(text) or b"\0"), dtype=torch.uint8)
+    size = math.prod(shape) * dtype_of(dtype).itemsize
+    return data[:size].view(dtype_of(dtype)).reshape(shape).clone()
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``torch.float32`` for its name.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no type of tensor")
+    return found

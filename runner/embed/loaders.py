@@ -1,0 +1,177 @@
+"""The three kinds of loaders, read by the number of a batch.
+
+What a loader can do decides what happens after a rollback: with ``[i]`` and ``len``, or with
+``state_dict`` and ``load_state_dict``, what was read since the checkpoint is read again but for
+the batches to skip; of any other iterable the data goes on, and all that was read since is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from runner.embed.randomness import Randomness, generators_of
+from runner.system.error import ConfigError
+
+
+class Exhausted(Exception):
+    """The loader has no such batch; ``count`` is how many it had."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.count = count
+
+
+class Source(Protocol):
+    """One pass over a loader. ``drawn`` batches have been taken from it."""
+
+    rereads: bool  # what was read can be read again
+    reads_by_number: bool  # and nothing is drawn to pass a batch over
+
+    @property
+    def drawn(self) -> int: ...
+    def begin(self) -> Any:
+        """Before the first batch. Returns what :meth:`resume` needs to do the same again."""
+        ...
+
+    def read(self, number: int) -> Any:
+        """Batch ``number`` of this pass; those before it that were not taken are passed over.
+
+        Raises:
+            Exhausted: there is none.
+        """
+        ...
+
+    def state(self) -> Any:
+        """What :meth:`resume` needs to go on from here."""
+        ...
+
+    def resume(self, begun: Any, state: Any, drawn: int) -> None:
+        """Make :meth:`read` go on behind ``drawn`` batches."""
+        ...
+
+
+def source_of(loader: Any) -> Source:
+    """How this loader is read.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    kind = type(loader)
+    if isinstance(loader, Mapping):
+        raise ConfigError(
+            f"guard.over({kind.__name__}): is a mapping; give its values, a list or a loader"
+        )
+    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
+        return Indexed(loader)
+    if _tells_its_state(loader):
+        return Resumable(loader)
+    if hasattr(kind, "__iter__"):
+        return Plain(loader)
+    raise ConfigError(
+        f"guard.over({kind.__name__}): cannot be read; needs [i] and len, or to be iterable"
+    )
+
+
+def _tells_its_state(loader: Any) -> bool:
+    """Accelerate's loaders have the methods also where what they wrap has none."""
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False
+    try:
+        loader.state_dict()
+    except (AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+class Indexed:
+    """``[i]`` and ``len``: any batch at any time. It must give the same batch each time."""
+
+    rereads = True
+    reads_by_number = True
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.drawn = 0
+
+    def begin(self) -> None:
+        self.drawn = 0
+
+    def read(self, number: int) -> Any:
+        count = len(self._loader)
+        if number >= count:
+            raise Exhausted(count)
+        self.drawn = number + 1
+        return self._loader[number]
+
+    def state(self) -> None:
+        return None
+
+    def resume(self, begun: Any, state: Any, drawn: int) -> None:
+        self.drawn = drawn
+
+
+class _Drawn:
+    """What batches are drawn from, one after the other."""
+
+    rereads = False
+    reads_by_number = False
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._iterator: Iterator[Any] = iter(())
+        self.drawn = 0
+
+    def read(self, number: int) -> Any:
+        while True:
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                raise Exhausted(self.drawn) from None
+            self.drawn += 1
+            if self.drawn > number:
+                return batch
+
+
+class Plain(_Drawn):
+    """Any iterable. A restart reads it from the beginning, as far as the run had come."""
+
+    def begin(self) -> dict[str, Any]:
+        """The state of all that may shuffle: DataLoader draws its seeds when it begins."""
+        made = {
+            "random": Randomness().to_json(),
+            "generators": [g.get_state() for g in generators_of(self._loader)],
+        }
+        self._iterator = iter(self._loader)
+        self.drawn = 0
+        return made
+
+    def state(self) -> None:
+        return None
+
+    def resume(self, begun: Any, state: Any, drawn: int) -> None:
+        Randomness.from_json(begun["random"]).put_back()
+        for generator, old in zip(generators_of(self._loader), begun["generators"], strict=True):
+            generator.set_state(old)
+        self._iterator = iter(self._loader)
+        self.drawn = 0
+        if drawn:
+            self.read(drawn - 1)
+
+
+class Resumable(_Drawn):
+    """``state_dict`` and ``load_state_dict``: torchdata, MosaicML Streaming, litdata."""
+
+    rereads = True
+
+    def begin(self) -> None:
+        self._iterator = iter(self._loader)
+        self.drawn = 0
+
+    def state(self) -> Any:
+        return self._loader.state_dict()
+
+    def resume(self, begun: Any, state: Any, drawn: int) -> None:
+        self._loader.load_state_dict(state)
+        self._iterator = iter(self._loader)
+        self.drawn = drawn

@@ -1,0 +1,338 @@
+"""Takes hold of the run directory for somebody else's loop, and resumes what is there.
+
+The same files, lease, journal and ring as a run of ``python -m runner``; no engine, no corpus.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts
+from runner.checkpoint.protocol import Identity
+from runner.checkpoint.ring import Ring
+from runner.config.rules import judge_rules, remedy_rules
+from runner.config.schema import RunConfig
+from runner.distributed.agreement import Ranks
+from runner.distributed.env import RankEnv, launch_from, place_from
+from runner.embed.lone import LoneRanks
+from runner.embed.state import LoopState
+from runner.health.rank_monitor import RankMonitor
+from runner.observe.backlog import Backlog
+from runner.observe.console import Console
+from runner.observe.goodput import Past, past
+from runner.observe.metrics import Metrics
+from runner.observe.throughput import Throughput
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import Record, Tier
+from runner.run_dir.build_info import ranks_on, versions
+from runner.run_dir.paths import RunDir, keep_for_owner
+from runner.session import parts
+from runner.session.group import RankGroup
+from runner.session.opening import (
+    Inventory,
+    Lease,
+    RunJournal,
+    acquire_lease,
+    open_journal,
+    open_slots,
+)
+from runner.startup.resume import Resumed, find, resume_from
+from runner.system.environment import variables
+from runner.system.error import ConfigError
+from runner.system.json_lines import iter_lines
+from runner.system.process import host_name
+from runner.train.report import Outputs, Reporter
+from runner.train.state import Carried, TrainState
+
+_FINGERPRINT = "a loop of its own"  # its data has no other name
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def ranks_at_hand() -> tuple[Ranks, torch.device, RankEnv]:
+    """The process group that the script has made; without one, this process alone.
+
+    Raises:
+        ConfigError: a launcher has started several processes, and they have no group.
+    """
+    place = place_from(variables())
+    if not (dist.is_available() and dist.is_initialized()):
+        if place.world_size > 1:
+            raise ConfigError(
+                f"Guard: the launcher started {place.world_size} processes, and there is no "
+                "process group; call torch.distributed.init_process_group first"
+            )
+        return LoneRanks(), torch.device("cpu"), place
+    world_size = dist.get_world_size()
+    if place.world_size != world_size:  # made by hand
+        place = RankEnv(
+            rank=dist.get_rank(),
+            world_size=world_size,
+            local_rank=dist.get_rank(),
+            local_world_size=world_size,
+        )
+    is_cuda = "nccl" in str(dist.get_backend()) and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    return Ranks(device), device, place
+
+
+def join(config: RunConfig, ranks: Ranks, device: torch.device, place: RankEnv) -> RankGroup:
+    """This rank among the others, with a monitor that keeps the lease alive."""
+    run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
+    stop = parts.stop_request(config, launch)
+    monitor: RankMonitor = parts.witness(config, place, launch, run_dir, stop)
+    monitor.start()
+    return RankGroup(
+        place=place,
+        launch=launch,
+        device=device,
+        run_dir=run_dir,
+        stop=stop,
+        monitor=monitor,
+        # Records only: the live line is the script's own.
+        console=Console(silent=not place.is_first, every=sys.maxsize, as_json=True),
+        ranks=ranks,
+        debug={},
+        peers=[],
+    )
+
+
+def listen(group: RankGroup) -> None:
+    """SIGTERM and SIGUSR1 ask for a stop, where nobody else has an answer to them."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            name = signal.Signals(number).name
+            signal.signal(number, lambda *_, name=name: group.stop.ask(name))
+
+
+class ShardsToLoad:
+    """Tells the state which tensors come, before they are loaded."""
+
+    def __init__(self, prepare: Callable[[Mapping[str, Any]], None]) -> None:
+        self._prepare = prepare
+        self.in_memory: Mapping[str, Any] = {}
+        self.newest: Mapping[str, Any] = {}
+
+    def tell(self, record: Record, lease: Lease, group: RankGroup) -> None:
+        """Collective.
+
+        Raises:
+            CorruptCheckpoint: the manifest cannot be read.
+            CheckpointError: the checkpoint is of another model.
+        """
+        ranks = group.ranks
+        tensors: Mapping[str, Any] = self.in_memory
+        if record.tier is Tier.disk:
+            tensors = ranks.from_first(
+                ranks.all_or_none(
+                    "reading what a checkpoint holds",
+                    lambda: self._read(record, lease, group) if ranks.rank == 0 else None,
+                )
+            )
+        ranks.all_or_none("making room for a checkpoint", lambda: self._prepare(tensors))
+        self.newest = tensors
+
+    def _read(self, record: Record, lease: Lease, group: RankGroup) -> Mapping[str, Any]:
+        directory = lease.directory(group)
+        return _tensors_in(directory.read(directory.folder_of(record)).manifest.train_state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What a loop of somebody's has in its hands before its first step."""
+
+    config: RunConfig
+    group: RankGroup
+    lease: Lease
+    written: RunJournal
+    backlog: Backlog
+    ring: Ring
+    state: TrainState
+    resumed: Resumed
+    reporter: Reporter
+    sharded: LoopState
+    loads: ShardsToLoad
+    memory: MemoryParts
+
+
+def _tensors_in(train_state: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = train_state.get("loop", {}).get("tensors")
+    if not isinstance(found, dict):
+        raise ConfigError(
+            "out holds a run of `python -m runner`, not of a loop of its own; choose another out"
+        )
+    return found
+
+
+def open_run(
+    config: RunConfig,
+    group: RankGroup,
+    sharded: LoopState,
+    carried: Carried,
+    *,
+    command: str,
+) -> Opened:
+    """Take the run directory, load what is there, write the line of this start. Collective.
+
+    Args:
+        command: what began this run, for the journal.
+
+    Raises:
+        RunnerError: the run cannot begin; alike on every rank.
+    """
+    keep_for_owner()
+    ranks = group.ranks
+    lease = acquire_lease(config, group)
+    found = find(group.run_dir, config, _FINGERPRINT, ranks, lease.fence)
+    written = open_journal(lease, Inventory(found=found, restorer=None, restored=None), group)
+    backlog = Backlog(
+        patience_seconds=config.track.unwritten_seconds,
+        ask_to_stop=group.stop.ask,
+        from_first=ranks.from_first,
+        say=group.console.say,
+    )
+    backlog.add(written.journal.file)
+    loads = ShardsToLoad(sharded.expect)
+    memory = _memory_of_newest(lease, group, found.records, sharded, loads)
+    ring = Ring(
+        lease.directory(group),
+        sharded=sharded,
+        ranks=ranks,
+        rules=parts.ring_rules(config),
+        identity=identity(lease),
+        report=written.report,
+        before_write=lambda step: backlog.require_written(),
+        memory=memory,
+    )
+    ring.before_load = lambda record: loads.tell(record, lease, group)
+    state = TrainState(judge_rules(config), remedy_rules(config), carried)
+    resumed = resume_from(found, group.run_dir, ring, written.journal, state)
+    spent = _past(group, resumed, found.journal)
+    reporter = _reporter(group, lease, written, resumed, ring, spent)
+    backlog.add(reporter.metrics_file)
+    hosts = ranks.gather(host_name())
+    lost = ranks.from_first(spent.lost)
+    written.journal.add(_start_incident(lease, group, resumed, hosts, lost, command))
+    ring.begin()
+    return Opened(
+        config=config,
+        group=group,
+        lease=lease,
+        written=written,
+        backlog=backlog,
+        ring=ring,
+        state=state,
+        resumed=resumed,
+        reporter=reporter,
+        sharded=sharded,
+        loads=loads,
+        memory=memory,
+    )
+
+
+def _past(group: RankGroup, resumed: Resumed, journal: list[dict[str, Any]]) -> Past:
+    """Where the time went before this start; the first rank's is the one that counts."""
+    if not group.is_first:
+        return past([], [], [])
+    path, length = group.run_dir.metrics, resumed.metrics_bytes
+    return past(iter_lines(path, stop=length), iter_lines(path, start=length), journal)
+
+
+def _reporter(
+    group: RankGroup,
+    lease: Lease,
+    written: RunJournal,
+    resumed: Resumed,
+    ring: Ring,
+    spent: Past,
+) -> Reporter:
+    """Metrics on rank 0; trackers and the live line are the script's own."""
+    journal = written.journal
+    made: Reporter = group.ranks.all_or_none(
+        "opening the metrics",
+        lambda: Reporter(
+            Outputs(
+                metrics=Metrics(
+                    group.run_dir.metrics if group.is_first else None,
+                    length=resumed.metrics_bytes,
+                    check=lease.fence.check,
+                ),
+                trackers=[],
+                console=group.console,
+                journal=journal.add,
+            ),
+            throughput=Throughput(flops_per_token=0.0, peak_flops=None),
+            history=journal.history,
+            ring=ring,
+            total_steps=0,
+            past=spent,
+            began=journal.began,
+        ),
+    )
+    return made
+
+
+def identity(lease: Lease) -> Identity:
+    """What a checkpoint of this loop is of."""
+    return Identity(config_digest=lease.config_digest, data_fingerprint=_FINGERPRINT)
+
+
+def _memory_of_newest(
+    lease: Lease, group: RankGroup, records: list[Record], sharded: LoopState, loads: ShardsToLoad
+) -> MemoryParts:
+    """Slots in memory for what the newest checkpoint on disk holds; none before there is one."""
+    if not records:
+        return NO_MEMORY
+    newest = max(records, key=lambda record: record.serial)
+    try:
+        loads.tell(newest, lease, group)
+    except ConfigError:
+        raise
+    except Exception:  # it is damaged: the ring will say so
+        return NO_MEMORY
+    loads.in_memory = loads.newest
+    return memory_for(lease, group, sharded)
+
+
+def memory_for(lease: Lease, group: RankGroup, sharded: LoopState) -> MemoryParts:
+    """Slots in memory for what ``sharded`` holds now. Collective."""
+    return open_slots(lease, group, sharded, identity(lease))
+
+
+def _start_incident(
+    lease: Lease,
+    group: RankGroup,
+    resumed: Resumed,
+    hosts: list[str],
+    lost: dict[str, float],
+    command: str,
+) -> Incident:
+    return Incident(
+        kind="start",
+        step=resumed.step,
+        decision=f"go on from step {resumed.step}" if resumed.step else "begin",
+        reason=command,
+        detail={
+            "incarnation": lease.fence.number,
+            "world_size": group.place.world_size,
+            "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
+            "parallel": command,
+            "device": group.device.type,
+            **versions(),
+            "settings": lease.config_digest,
+            "data": _FINGERPRINT,
+            "debug": {},
+            "lost": lost,
+            "tier": resumed.tier.value if resumed.step else None,
+        },
+    )

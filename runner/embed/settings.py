@@ -1,0 +1,109 @@
+"""Keyword arguments become the settings of a run: keys, types and bounds of the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from runner.config.compose import suggestion, type_name
+from runner.config.schema import (
+    CheckpointConfig,
+    GuardConfig,
+    ParallelKind,
+    Precision,
+    RunConfig,
+    ScheduleKind,
+)
+from runner.config.validate import check
+from runner.system.error import ConfigError
+
+# What needs an engine of ours, or a store that the embedded guard does not write to.
+_NOT_HERE = {
+    "remote": "copy the clean checkpoints of out/ring yourself",
+    "memory_mirror": "snapshots stay on their own node",
+    "sync": "the numbers of a step are read before it is applied",
+    "cooldown": "the learning rate is your schedule's",
+    "cooldown_steps": "the learning rate is your schedule's",
+}
+_RESUME = ("allow_change", "take_over", "stale_seconds")
+
+
+def run_config(
+    out: str | Path,
+    *,
+    every: int | str,
+    accumulate: int,
+    skip: Any,
+    given: dict[str, Any],
+) -> RunConfig:
+    """The settings of an embedded run. What it has no use for stays at the default.
+
+    Args:
+        given: of ``guard.*``, ``checkpoint.*`` and ``resume.*``, without the group.
+
+    Raises:
+        ConfigError: an unknown key, or a value that cannot be.
+    """
+    config = RunConfig(out=str(out))
+    config.model.precision = Precision.fp32  # not ours to choose
+    config.parallel.kind = ParallelKind.ddp
+    config.schedule.kind = ScheduleKind.constant
+    config.batch.global_size = config.batch.micro_size = accumulate
+    config.data.skip = [list(pair) for pair in skip]
+    config.watchdog.enabled = False
+    config.guard.cooldown_steps = 0
+    config.checkpoint.every = every
+    if isinstance(every, int):
+        config.checkpoint.clean_after = max(1, min(config.checkpoint.clean_after, every))
+    for key, value in given.items():
+        _set(config, key, value)
+    if accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate}: must be at least 1 batch a step")
+    check(config, world_size=1)
+    return config
+
+
+def _set(config: RunConfig, key: str, value: Any) -> None:
+    groups: tuple[GuardConfig | CheckpointConfig, ...] = (config.guard, config.checkpoint)
+    if key in _NOT_HERE:
+        raise ConfigError(f"{key}={value!r}: is not for a loop of your own: {_NOT_HERE[key]}")
+    for group in groups:
+        for spec in dataclasses.fields(group):
+            if spec.name == key:
+                setattr(group, key, _checked(spec, value))
+                return
+    if key in _RESUME:
+        setattr(config.resume, key, value)
+        return
+    known = {
+        *(
+            spec.name
+            for kind in (GuardConfig, CheckpointConfig)
+            for spec in dataclasses.fields(kind)
+        ),
+        *_RESUME,
+    } - set(_NOT_HERE)
+    raise ConfigError(
+        f"{key}={value!r}: no such setting{suggestion(key, known)}; guard.* and checkpoint.* of "
+        "docs/configuration.md are taken, without the group"
+    )
+
+
+def _checked(spec: dataclasses.Field[Any], value: Any) -> Any:
+    """A value of the type that the schema has; an int does for a float."""
+    default = spec.default
+    kinds: tuple[type, ...] = (type(default),)
+    words = str(spec.type)
+    if isinstance(default, float):
+        kinds = (float, int)
+    if "int | str" in words:
+        kinds = (int, str)
+    if "None" in words:
+        kinds = (*(k for k in (bool, int, float) if k.__name__ in words), type(None))
+        kinds = (*kinds, int) if float in kinds else kinds
+    is_bool = isinstance(value, bool) and bool not in kinds
+    if isinstance(default, Enum) or is_bool or not isinstance(value, kinds):
+        raise ConfigError(f"{spec.name}={value!r}: must be {type_name(spec)}")
+    return value

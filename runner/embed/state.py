@@ -1,0 +1,464 @@
+"""The state of somebody else's loop as the ring's shards: weights, buffers, optimizers.
+
+A tensor has a name, and a line in the checkpoint's ``train_state`` that says of what type it is and
+how it is cut; so a checkpoint is loaded into an optimizer that has made no state yet, and a
+checkpoint of the very beginning takes the state away again. What several ranks hold alike is
+saved by each in part, and passed on between them at a load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from runner.distributed.agreement import Ranks
+from runner.embed.buffers import Buffers
+from runner.embed.codec import dtype_of, pack, unpack
+from runner.embed.geometry import Geometry, geometry, local
+from runner.embed.lanes import decode, encode, lanes_of
+from runner.system.error import CheckpointError
+
+_BUCKET = 1 << 24  # lanes that ranks pass on to each other at a time
+# What wrappers put in front of a parameter's name.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the wrappers'."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
+
+
+@dataclass(slots=True)
+class Place:
+    """One tensor of the state: its lanes, as the ring sees them.
+
+    ``read`` gives the live tensor's part; ``staged`` holds what is being loaded.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    geometry: Geometry
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor] | None = None
+    staged: torch.Tensor | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """FP32 1-D: what this rank saves, or has to load."""
+        width = lanes_of(self.dtype)
+        first, size = (number * width for number in self.geometry.own)
+        if self.staged is not None:
+            return self.staged[first : first + size]
+        assert self.read is not None
+        return encode(self.read())[first : first + size]
+
+
+def _place(name: str, dtype: torch.dtype, where: Geometry) -> Place:
+    width = lanes_of(dtype)
+    first, _ = where.own
+    return Place(
+        name=name,
+        shape=where.shape if width == 1 else (*where.shape, width),
+        start=(where.start + first) * width,
+        geometry=where,
+        dtype=dtype,
+    )
+
+
+class LoopState:
+    """See the module's docstring. It is what :class:`runner.checkpoint.ring.Ring` saves.
+
+    Args:
+        models: their parameters and changing buffers are saved.
+        optimizers: their state and options.
+        before_change: called when other tensors than before are to be saved. Collective.
+    """
+
+    replica = (0, 1)  # copies are dealt with here, tensor by tensor
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        ranks: Ranks,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.optimizers = list(optimizers)
+        self.before_change: Callable[[], None] = lambda: None
+        self._ranks = ranks
+        named = [
+            (_joined(prefix, name), module)
+            for prefix, model in _prefixed(models)
+            for name, module in model.named_modules()
+        ]
+        self.buffers = Buffers([(plain_name(f"{name}.").rstrip("."), m) for name, m in named])
+        self.parameters = self._named_parameters(models)
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self._places: list[Place] = []
+        self._loading: dict[str, Place] = {}
+        self._lines: dict[str, Any] = {}  # of what is being loaded
+
+    def _named_parameters(self, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for prefix, model in _prefixed(models):
+            own = {_joined(prefix, plain_name(name)): p for name, p in model.named_parameters()}
+            found.update(own)
+        known = {id(parameter) for parameter in found.values()}
+        for number, group, index, parameter in self._optimized():
+            if id(parameter) not in known:  # it is trained, whoever owns it
+                found[f"optimizer{number}.{group}.{index}"] = parameter
+        return found
+
+    def _optimized(self) -> Iterator[tuple[int, int, int, torch.Tensor]]:
+        for number, optimizer in enumerate(self.optimizers):
+            for at, group in enumerate(optimizer.param_groups):
+                for index, parameter in enumerate(group["params"]):
+                    yield number, at, index, parameter
+
+    def trained(self) -> list[torch.Tensor]:
+        """What the optimizers update, in the models' order."""
+        optimized = {id(parameter) for *_, parameter in self._optimized()}
+        return [p for p in self.parameters.values() if id(p) in optimized]
+
+    def geometry_of(self, tensor: torch.Tensor, name: str) -> Geometry:
+        """Where this rank's part of a live tensor lies."""
+        ranks = self._ranks
+        return geometry(tensor, name, rank=ranks.rank, world_size=ranks.world_size)
+
+    # -- saving ---------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """What :meth:`shards` gives from now on, and all that is no tensor as JSON. Collective.
+
+        Raises:
+            ConfigError: something in the optimizers' state cannot be saved.
+        """
+        places: dict[str, Place] = {}
+        tensors: dict[str, Any] = {}
+
+        def add(name: str, tensor: torch.Tensor, like: str | None) -> None:
+            place = _place(name, tensor.dtype, self.geometry_of(tensor, name))
+            place.read = lambda: local(tensor)
+            places[name] = place
+            tensors[name] = [str(tensor.dtype), list(place.geometry.shape), like, _home(tensor)]
+
+        for name, parameter in self.parameters.items():
+            add(f"param/{name}", parameter, name)
+        for name in self._changing_buffers():
+            place = self._buffer_place(name, self._ranks.rank, self._ranks.world_size)
+            places[place.name] = place
+            tensors[place.name] = [str(place.dtype), list(place.geometry.shape), None, "buffer"]
+        told: dict[str, Any] = {
+            "optimizers": [self._pack_optimizer(n, add) for n in range(len(self.optimizers))],
+            "tensors": dict(sorted(tensors.items())),
+            "world_size": self._ranks.world_size,
+        }
+        ordered = [places[name] for name in sorted(places)]
+        if self._places and _layout(ordered) != _layout(self._places):
+            self.before_change()
+        self._places, self._loading = ordered, {}
+        return told
+
+    def _changing_buffers(self) -> list[str]:
+        """The same on all ranks."""
+        told = self._ranks.gather(self.buffers.changing())
+        names = sorted({name for names in told for name in names})
+        for name in names:
+            self.buffers.mark(name)
+        return names
+
+    def _buffer_place(self, name: str, row: int, rows: int) -> Place:
+        """Of a buffer: each rank has its own, one after the other."""
+        live = self.buffers.live(name)
+        where = Geometry(
+            shape=(rows, *live.shape),
+            start=row * live.numel(),
+            count=live.numel(),
+            index=0,
+            copies=1,
+        )
+        place = _place(f"buffer/{name}", live.dtype, where)
+        place.read = lambda: self.buffers.live(name).detach()
+        return place
+
+    def _pack_optimizer(self, number: int, add: Callable[..., None]) -> dict[str, Any]:
+        optimizer = self.optimizers[number]
+        states = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in optimizer.state:
+                    name = self._names[id(parameter)]
+                    states[name] = self._pack_state(number, name, parameter, add)
+        groups = []
+        for at, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            groups.append(
+                pack(options, f"optim/{number}/group/{at}", lambda t, where: _add(add, t, where))
+            )
+        return {"states": states, "groups": groups}
+
+    def _pack_state(
+        self, number: int, name: str, parameter: torch.Tensor, add: Callable[..., None]
+    ) -> Any:
+        def tensor(value: torch.Tensor, where: str) -> str:
+            is_like = value.shape == parameter.shape and (
+                isinstance(value, DTensor) == isinstance(parameter, DTensor)
+            )
+            add(where, value, name if is_like else None)
+            return where
+
+        state = self.optimizers[number].state[parameter]
+        return pack(state, f"optim/{number}/{name}", tensor)
+
+    def shards(self) -> list[Place]:
+        """What :meth:`capture` or :meth:`expect` has prepared, in order of names."""
+        return self._places
+
+    def update_counts(self) -> dict[str, int]:
+        """Optimizers count for themselves, in their state."""
+        return {}
+
+    # -- loading --------------------------------------------------------------------------
+
+    def expect(self, tensors: Mapping[str, Any]) -> None:
+        """Make room for the tensors of a checkpoint, as its ``train_state`` tells of them.
+
+        Raises:
+            CheckpointError: it is of another model.
+        """
+        self._loading, self._lines = {}, dict(tensors)
+        for name, (dtype, shape, like, home) in sorted(tensors.items()):
+            where = self._room(name, shape, like, home)
+            place = _place(name, dtype_of(dtype), where)
+            place.staged = torch.zeros(where.count * lanes_of(place.dtype))
+            self._loading[name] = place
+        missing = sorted({f"param/{name}" for name in self.parameters} - set(self._loading))
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint is of another model: it has no {missing[0]!r}"
+                f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
+            )
+        self._places = list(self._loading.values())
+
+    def _room(self, name: str, shape: Sequence[int], like: str | None, home: str) -> Geometry:
+        if home == "buffer":
+            key = name.removeprefix("buffer/")
+            if key not in self.buffers or list(self.buffers.live(key).shape) != list(shape[1:]):
+                raise CheckpointError(f"the checkpoint is of another model: buffer {key!r}")
+            row = self._ranks.rank % shape[0]
+            return self._buffer_place(key, row, shape[0]).geometry
+        if like is None:
+            count = math.prod(shape)
+            ranks = self._ranks
+            return Geometry(
+                shape=tuple(shape), start=0, count=count, index=ranks.rank, copies=ranks.world_size
+            )
+        parameter = self.parameters.get(like)
+        if parameter is None or list(parameter.shape) != list(shape):
+            has = "none" if parameter is None else list(parameter.shape)
+            raise CheckpointError(
+                f"the checkpoint is of another model: {like!r} is {list(shape)} there, {has} here"
+            )
+        return self.geometry_of(parameter, like)
+
+    def finish_load(self, update_counts: Mapping[str, int]) -> None:
+        """Every rank has read its part; now each gets what its copies have read. Collective."""
+        bucket: list[Place] = []
+        groups: dict[int, dist.ProcessGroup | None] = {}
+        for place in self._loading.values():
+            groups[id(place.geometry.group)] = place.geometry.group
+        for key, group in groups.items():
+            lanes = 0
+            for place in self._loading.values():
+                if place.geometry.copies > 1 and id(place.geometry.group) == key:
+                    bucket.append(place)
+                    lanes += place.geometry.count * lanes_of(place.dtype)
+                    if lanes >= _BUCKET:
+                        self._pass_on(bucket, group)
+                        bucket, lanes = [], 0
+            self._pass_on(bucket, group)
+            bucket = []
+
+    def _pass_on(self, places: Sequence[Place], group: dist.ProcessGroup | None) -> None:
+        if not places:
+            return
+        staged = [place.staged for place in places if place.staged is not None]
+        # As whole numbers: 0.0 + -0.0 would lose a sign.
+        packed = torch.cat([lanes.view(torch.int32) for lanes in staged]).to(self.device)
+        dist.all_reduce(packed, group=group)
+        packed = packed.cpu()
+        at = 0
+        for lanes in staged:
+            lanes.copy_(packed[at : at + len(lanes)].view(torch.float32))
+            at += len(lanes)
+
+    def apply(self, told: Mapping[str, Any]) -> None:
+        """Put what was loaded in place, with ``told``: what :meth:`capture` gave.
+
+        Raises:
+            CheckpointError: it is not what :meth:`capture` gives.
+        """
+        try:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    self._fill(parameter, f"param/{name}")
+                    parameter.grad = None
+                self._apply_buffers()
+                self.apply_options(told)
+                for number, optimizer in enumerate(self.optimizers):
+                    self._apply_states(optimizer, told["optimizers"][number]["states"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            words = f"{type(error).__name__}: {error}"[:300]
+            raise CheckpointError(f"the optimizer's state cannot be used ({words})") from None
+        finally:
+            self._loading = {}
+
+    def apply_options(self, told: Mapping[str, Any]) -> None:
+        """The optimizers' options alone, such as the learning rate."""
+        for number, optimizer in enumerate(self.optimizers):
+            groups = told["optimizers"][number]["groups"]
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                for key, value in options.items():
+                    group[key] = self._option(group.get(key), value)
+
+    def _option(self, live: Any, told: Any) -> Any:
+        def tensor(name: str) -> Any:
+            if not isinstance(live, torch.Tensor):
+                return self._made(name, None)
+            if name in self._loading:
+                self._fill(live, name)
+            return live
+
+        return unpack(told, tensor)
+
+    def _apply_buffers(self) -> None:
+        for name in self._loading:
+            if name.startswith("buffer/"):
+                key = name.removeprefix("buffer/")
+                self.buffers.mark(key)
+                self._fill(self.buffers.live(key), name)
+        self.buffers.remember()
+
+    def _apply_states(self, optimizer: torch.optim.Optimizer, told: Mapping[str, Any]) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names[id(parameter)]
+                live = optimizer.state.pop(parameter, {})
+                if name in told:
+                    reuse = {id(t): t for t in live.values() if isinstance(t, torch.Tensor)}
+                    optimizer.state[parameter] = self._state(told[name], parameter, live, reuse)
+
+    def _state(
+        self, told: Any, parameter: torch.Tensor, live: Any, reuse: Mapping[int, torch.Tensor]
+    ) -> dict[str, Any]:
+        by_key: dict[str, torch.Tensor] = {
+            key: value for key, value in live.items() if id(value) in reuse
+        }
+
+        def tensor(name: str) -> torch.Tensor:
+            key = name.rpartition(".")[2]
+            old, place = by_key.get(key), self._loading[name]
+            if old is not None and old.dtype == place.dtype and _is_size(old, place):
+                self._fill(old, name)
+                return old
+            return self._made(name, parameter)
+
+        made: dict[str, Any] = unpack(told, tensor)
+        return made
+
+    def _made(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
+        """A new tensor with what was loaded."""
+        place, (_, shape, like, home) = self._loading[name], self._lines[name]
+        assert place.staged is not None
+        values = decode(place.staged, place.dtype)
+        if like is not None and parameter is not None:
+            own = local(parameter)
+            values = values.to(own.device).view(own.shape)
+            if isinstance(parameter, DTensor):
+                made: torch.Tensor = DTensor.from_local(
+                    values,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+                return made
+            return values.contiguous()
+        device = self.device if home == "device" else torch.device("cpu")
+        return values.view(tuple(shape)).to(device)
+
+    def _fill(self, live: torch.Tensor, name: str) -> None:
+        place = self._loading[name]
+        assert place.staged is not None
+        own = local(live)
+        own.copy_(decode(place.staged, place.dtype).view(own.shape))
+
+    # -- digest ---------------------------------------------------------------------------
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor FP32 on the CPU) of weights and optimizer state. Collective.
+
+        Buffers are this rank's own.
+        """
+        found: dict[str, torch.Tensor] = {f"param/{n}": p for n, p in self.parameters.items()}
+        for name in self.buffers.changing():
+            found[f"buffer/{name}"] = self.buffers.live(name)
+        self.optimizer_tensors(found)
+        for name in sorted(found):
+            tensor = found[name].detach()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            yield name, encode(whole.cpu())
+
+    def optimizer_tensors(self, found: dict[str, torch.Tensor]) -> None:
+        """Add the tensors of the optimizers' states, by their names in a checkpoint."""
+        for number, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter in optimizer.state:
+                        name = self._names[id(parameter)]
+
+                        def note(value: torch.Tensor, where: str) -> str:
+                            found[where] = value
+                            return where
+
+                        pack(optimizer.state[parameter], f"optim/{number}/{name}", note)
+
+
+def _add(add: Callable[..., None], tensor: torch.Tensor, where: str) -> str:
+    add(where, tensor, None)
+    return where
+
+
+def _home(tensor: torch.Tensor) -> str:
+    """Where a tensor that is like no parameter belongs."""
+    return "cpu" if tensor.device.type == "cpu" else "device"
+
+
+def _is_size(live: torch.Tensor, place: Place) -> bool:
+    return local(live).numel() == place.geometry.count
+
+
+def _layout(places: Sequence[Place]) -> list[tuple[str, tuple[int, ...], int]]:
+    return [(place.name, place.shape, place.start) for place in places]
+
+
+def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    if len(models) == 1:
+        return [("", models[0])]
+    return [(f"model{number}", model) for number, model in enumerate(models)]
+
+
+def _joined(prefix: str, name: str) -> str:
+    return ".".join(part for part in (prefix, name) if part)

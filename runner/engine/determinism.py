@@ -1,0 +1,61 @@
+"""Switches that make a device give the same bits for the same computation, and whether it does.
+
+On CPUs with the kernels used here nothing has to be switched. On CUDA flash attention's backward
+pass, some of cuBLAS and Inductor, and NCCL's choice of an algorithm may differ between two runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+
+import torch
+
+from runner.engine.protocol import Engine, LocalSums, MicroStep
+
+# Read by libraries when they begin. NCCL: one algorithm in a fixed order, no sums in the switch.
+_SETTINGS = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "Ring",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
+}
+
+
+def be_deterministic(environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Switch it on for this process; before CUDA begins. What the user has set is kept.
+
+    Returns:
+        The effective settings of the environment.
+    """
+    for name, value in _SETTINGS.items():
+        environment.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads memory that was not written.
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    torch.backends.cudnn.benchmark = False
+    return {name: environment[name] for name in _SETTINGS}
+
+
+def repeats_bits(engine: Engine, works: Sequence[MicroStep]) -> bool:
+    """Whether this rank gets the same bits from ``works`` twice. Collective; changes nothing.
+
+    Compares loss, gradient norm and the losses of each sequence; the gradients are dropped.
+    """
+    first, second = (_numbers(engine, works) for _ in range(2))
+    return len(first) == len(second) and all(map(_same_bits, first, second))
+
+
+def _numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
+    sums: LocalSums = engine.accumulate(works)
+    found = [sums.loss, sums.grad_square, sums.nonfinite, *sums.sequences.losses]
+    kept = [number.detach().clone() for number in found]
+    one = torch.ones((), device=engine.device)
+    engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
+    return kept
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN is equal to itself here."""
+    words = {4: torch.int32, 8: torch.int64}
+    a, b = (x.contiguous().view(words[x.element_size()]) for x in (one, other))
+    return bool(torch.equal(a, b))

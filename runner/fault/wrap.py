@@ -1,0 +1,228 @@
+"""Puts the faults of :mod:`runner.fault.inject` around the parts of a run, from outside.
+
+A step passes through four seams: the phases that a rank tells its heartbeat, the group of ranks,
+the engine, and the modules inside that engine. Each wrapper is the part that it wraps but for what
+a fault changes, so that neither the step nor the forward pass knows of faults. Without faults
+nothing is wrapped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runner.fault.inject import Disturbance, FaultInjector
+
+Part = TypeVar("Part")
+# Of a micro-batch: cross-entropy, the loss to train on, and what is counted; [B] each.
+Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+# The phases in which an ``at=POINT`` lies; "fetch" is the begin of a step.
+_POINTS = ("agree", "apply")
+
+
+def wrap_heart(heart: Part, faults: FaultInjector) -> Part:
+    """A heartbeat under which faults strike as the step enters its phases."""
+    return cast(Part, FaultyHeart(heart, faults)) if faults.has_any else heart
+
+
+def wrap_group(group: Part, faults: FaultInjector) -> Part:
+    """A group in which this rank may enter a wrong collective or tell a wrong identity."""
+    return cast(Part, FaultyGroup(group, faults)) if faults.has_any else group
+
+
+def wrap_engine(engine: Part, faults: FaultInjector, inside: MicroBatchFaults) -> Part:
+    """An engine whose replicated state and micro-batches may be damaged.
+
+    Args:
+        inside: given to the engine, and attached to its modules.
+    """
+    return cast(Part, FaultyEngine(engine, faults, inside)) if faults.has_any else engine
+
+
+class _Wrapped:
+    """Everything that a fault leaves alone."""
+
+    def __init__(self, part: Any, faults: FaultInjector) -> None:
+        self._part = part
+        self._faults = faults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+class FaultyHeart(_Wrapped):
+    """See :class:`runner.health.heartbeat.Heartbeat`; the watchdog knows the phase by then."""
+
+    _step = 0
+
+    def begin_step(self, step: int) -> None:
+        self._part.begin_step(step)
+        self._step = step
+        if self._faults.never_breaks(step):
+            never_break()
+        self._faults.before_step(step)
+
+    def enter(self, phase: str, **more: Any) -> None:
+        self._part.enter(phase, **more)
+        if phase in _POINTS:
+            self._faults.at(phase, self._step)
+
+
+def never_break() -> None:
+    """Take from this process's collectives what only gloo gives: that they raise.
+
+    A collective of gloo breaks by itself when a peer dies. NCCL's does not, and the training
+    thread waits for the device for ever; so does whoever waits here.
+    """
+    from torch._C._distributed_c10d import Work
+
+    waits: Any = Work.wait
+    if getattr(waits, "never_breaks", False):
+        return
+
+    def wait(work: Any, *arguments: Any, **more: Any) -> Any:
+        try:
+            return waits(work, *arguments, **more)
+        except RuntimeError:
+            while True:
+                threading.Event().wait(60)
+
+    wait.never_breaks = True  # type: ignore[attr-defined]
+    setattr(Work, "wait", wait)  # noqa: B010  # it has another signature
+
+
+class FaultyGroup(_Wrapped):
+    """See :class:`runner.distributed.agreement.Ranks`."""
+
+    def __init__(self, group: Any, faults: FaultInjector) -> None:
+        super().__init__(group, faults)
+        self._claimed: set[int] = set()  # steps for which this rank claims to be elsewhere
+
+    def all_reduce(self, packed: torch.Tensor) -> None:
+        wrong = self._faults.wrong_collective()
+        if wrong == "other_shape":
+            packed = torch.cat([packed, packed[:1]])
+        if wrong == "other_collective":
+            dist.broadcast(packed, src=dist.get_rank())
+        elif wrong != "skip_collective":
+            self._part.all_reduce(packed)
+
+    def fingerprint(self, identity: Mapping[str, Any]) -> list[float]:
+        if self._faults.claims_other_identity():
+            self._claimed.add(identity["step"])
+        numbers: list[float] = self._part.fingerprint(self._claim(identity))
+        return numbers
+
+    def require_alike(self, sums: Sequence[float], identity: Mapping[str, Any]) -> None:
+        self._part.require_alike(sums, self._claim(identity))
+
+    def may_repeat(self, step: int) -> bool:
+        """A fault that is bound to a step happens once, and so not in vain."""
+        return not self._faults.is_due(step) and bool(self._part.may_repeat(step))
+
+    def _claim(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        step = identity["step"]
+        return {**identity, "step": step + int(step in self._claimed)}
+
+
+class FaultyEngine(_Wrapped):
+    """See :class:`runner.engine.protocol.Engine`."""
+
+    def __init__(self, engine: Any, faults: FaultInjector, inside: MicroBatchFaults) -> None:
+        super().__init__(engine, faults)
+        self._inside = inside
+
+    def accumulate(self, works: Sequence[Any]) -> Any:
+        if self._faults.flips_bit():
+            _flip_bit(self._part.replicated()[1])
+        self._inside.begin(self._faults.disturbance(work.batch.positions) for work in works)
+        return self._part.accumulate(works)
+
+
+class MicroBatchFaults:
+    """The faults' way into an engine's computation: what it does to losses, before they count.
+
+    One call of the model belongs to each disturbance.
+    """
+
+    def __init__(self) -> None:
+        self._due: deque[Disturbance | None] = deque()
+        self._now: Disturbance | None = None
+        self._is_scaled = False
+
+    def attach(self, model: nn.Module, embedding: nn.Module) -> None:
+        """Reach the embedding's output and gradient.
+
+        After the engine has set its own hooks there, so that its probe sees what is done to the
+        gradient.
+        """
+        model.register_forward_pre_hook(self._at_model)
+        embedding.register_forward_hook(self._at_embedding)
+
+    def begin(self, disturbances: Iterable[Disturbance | None]) -> None:
+        """Of the micro-batches that come now, in their order."""
+        self._due = deque(disturbances)
+
+    def __call__(self, losses: Losses) -> Losses:
+        fault, self._now = self._now, None
+        if fault is None:
+            return losses
+        scales = [fault.loss_scale]
+        if not self._is_scaled:  # the embedding's output is not one row a sample
+            scales.append(fault.activation_scale)
+        for scale in scales:
+            if scale is not None:
+                factor = torch.tensor(scale, device=losses[0].device)
+                losses = losses[0] * factor, losses[1] * factor, losses[2]
+        return losses
+
+    def _at_model(self, module: nn.Module, inputs: object) -> None:
+        self._now = self._due.popleft() if self._due else None
+        self._is_scaled = False
+        if self._now is not None and self._now.in_forward is not None:
+            self._now.in_forward()
+
+    def _at_embedding(self, module: nn.Module, inputs: object, output: Any) -> Any:
+        fault = self._now
+        if fault is None:
+            return output
+        if isinstance(output, tuple):
+            return (self._disturbed(output[0], fault), *output[1:])
+        return self._disturbed(output, fault)
+
+    def _disturbed(self, output: torch.Tensor, fault: Disturbance) -> torch.Tensor:
+        # Another tensor than the one on which the engine's probe is: in the backward pass this
+        # one's gradient comes first.
+        output = output.view_as(output)
+        scales = fault.activation_scale
+        if scales is not None and output.dim() and len(output) % len(scales) == 0:
+            scale = torch.tensor(scales, device=output.device, dtype=output.dtype)
+            scale = scale.repeat(len(output) // len(scales))
+            output = output * scale.view(-1, *[1] * (output.dim() - 1))
+            self._is_scaled = True
+        if not output.requires_grad:
+            output.requires_grad_()  # a frozen embedding
+        output.register_hook(  # type: ignore[no-untyped-call]
+            lambda grad: _at_embedding_gradient(grad, fault)
+        )
+        return output
+
+
+def _at_embedding_gradient(grad: torch.Tensor, fault: Disturbance) -> torch.Tensor:
+    if fault.in_backward is not None:
+        fault.in_backward()
+    return grad * torch.nan if fault.nan_grad else grad
+
+
+def _flip_bit(copies: list[torch.Tensor]) -> None:
+    """Of a number's upper half: the lowest of FP32 is rounded away by the next update."""
+    if copies:
+        words = copies[0].view(-1).view(torch.int16)
+        words[copies[0].element_size() // 2 - 1] ^= 1

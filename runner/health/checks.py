@@ -1,0 +1,203 @@
+"""Looks at the ranks themselves now and then: is one slow, has one silently gone wrong?
+
+Collective, at steps that all ranks agree on. What it finds is journalled on all of them alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from runner.distributed.agreement import Ranks
+from runner.engine.protocol import Engine
+from runner.policy.decision.history import Incident
+from runner.policy.straggler import Pace, Stragglers
+from runner.system.error import RankError
+
+_PROBE_REPEATS = 5
+_PROBE_SIZE = {"cpu": 192, "cuda": 2048}
+# By bytes of an element.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PIECE = 1 << 18  # words at a time
+_PLACE = 0x1E3779B97F4A7C15  # odd, and so is the next
+_FACTOR = 0x3F58476D1CE4E5B9
+
+
+class PaceInspector:
+    """Compares the ranks' speed.
+
+    Args:
+        take_seconds: gives the seconds of the steps since its last call: of each before its first
+            collective, and of each in all.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: Ranks,
+        device: torch.device,
+        stragglers: Stragglers,
+        take_seconds: Callable[[], tuple[list[float], list[float]]],
+        report: Callable[[Incident], None],
+    ) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._stragglers = stragglers
+        self._take_seconds = take_seconds
+        self._report = report
+        size = _PROBE_SIZE.get(device.type, 512)
+        # As training computes: a throttled GPU is slow in its matrix units.
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._matrix = torch.ones(size, size, device=device, dtype=dtype)
+
+    def look(self, step: int) -> None:
+        """Journal who has become slow. Collective."""
+        host, whole = self._take_seconds()
+        own = [_median(host), self._probe(), _median(whole)]
+        world = self._ranks.world_size
+        slots = [0.0] * (3 * world)
+        slots[3 * self._ranks.rank : 3 * self._ranks.rank + 3] = own
+        told = self._ranks.sum(slots)
+        paces = [
+            Pace(host=told[3 * r], device=told[3 * r + 1], step=told[3 * r + 2])
+            for r in range(world)
+        ]
+        for found in self._stragglers.note(paces):
+            self._report(
+                Incident(
+                    kind="straggler",
+                    step=step,
+                    decision="go on",
+                    reason=found.words,
+                    ranks=(found.rank,),
+                )
+            )
+
+    def _probe(self) -> float:
+        """Seconds of a fixed product of two matrices; the fastest of a few, to shed noise."""
+        best = float("inf")
+        for _ in range(_PROBE_REPEATS):
+            self._wait()
+            began = time.perf_counter()
+            torch.mm(self._matrix, self._matrix)
+            self._wait()
+            best = min(best, time.perf_counter() - began)
+        return best
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class ReplicaInspector:
+    """Compares copies of the same state, bit by bit.
+
+    Args:
+        distrust: called with the last step at which the copies were equal (0: never looked);
+            later checkpoints are not to be used again.
+        next_serial: the number of the checkpoint to come: those before it are meant.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: Ranks,
+        engine: Engine,
+        report: Callable[[Incident], None],
+        distrust: Callable[[int], None],
+        next_serial: Callable[[], int],
+        good_step: int,
+    ) -> None:
+        self._ranks = ranks
+        self._engine = engine
+        self._report = report
+        self._distrust = distrust
+        self._next_serial = next_serial
+        self._good_step = good_step
+
+    def look(self, step: int) -> None:
+        """
+        Raises:
+            RankError: copies differ; the ranks are named. All ranks raise it.
+        """
+        copy, tensors = self._engine.replicated()
+        told = self._ranks.gather([copy, checksum(tensors)])
+        odd = odd_ones([(int(group), str(value)) for group, value in told])
+        if not odd:
+            self._good_step = step
+            return
+        words = (
+            f"rank {', '.join(map(str, odd))}: replicated state differs from the other copies "
+            f"at step {step}; it was equal at step {self._good_step}"
+        )
+        self._report(
+            Incident(
+                kind="replica_mismatch",
+                step=step,
+                decision=f"restart from a checkpoint not after step {self._good_step}",
+                reason=words,
+                ranks=tuple(odd),
+                # Should the run end before the marks are on disk, the next start has these.
+                detail={"good_step": self._good_step, "next_serial": self._next_serial()},
+            )
+        )
+        self._distrust(self._good_step)
+        raise RankError(words)
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> str:
+    """Changes with any one bit, and where two words or two tensors have changed places.
+
+    Each tensor's raw words are mixed with their places and summed in int64, which wraps: the sum
+    is the same on every device, in whatever order it is added up. In pieces, so that it takes some
+    MiB beside the tensors.
+    """
+    numbers: list[object] = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    sums = [_sum_of_words(tensor) for tensor in tensors]
+    numbers += torch.stack(sums).tolist() if sums else []
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()
+
+
+def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 scalar on the tensor's device; waits for nothing."""
+    words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
+    size = min(_PIECE, len(words))
+    places = torch.arange(size, device=words.device).mul_(_PLACE)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for piece in torch.split(words, size) if size else ():
+        # A polynomial in an odd number: pieces have an order as well.
+        total.mul_(_FACTOR).add_(_mixed(piece, places[: len(piece)]).sum())
+    return total
+
+
+def _mixed(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """int64, one a word, which depends on its bits and its place, and not linearly.
+
+    One to one for each place, so that no changed word is lost: times an odd number, then xor with
+    a shift, as in splitmix64 (Steele, Lea and Flood, 2014). A sum of what is linear in words and
+    places would not see an exchange.
+    """
+    mixed = torch.add(words, places).mul_(_FACTOR)
+    return mixed.bitwise_xor_(mixed >> 29)
+
+
+def odd_ones(told: Sequence[tuple[int, str]]) -> list[int]:
+    """Ranks whose copy differs from the majority of the same copy; all, where there is none."""
+    odd: list[int] = []
+    for group in {copy for copy, _ in told}:
+        members = {rank: value for rank, (copy, value) in enumerate(told) if copy == group}
+        counts = Counter(members.values()).most_common()
+        if len(counts) > 1:
+            most, count = counts[0]
+            clear = count * 2 > len(members)
+            odd += [rank for rank, value in members.items() if not clear or value != most]
+    return sorted(odd)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

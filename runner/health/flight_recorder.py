@@ -1,0 +1,250 @@
+"""Compares the flight recorders of all ranks: where did they first do different things?
+
+Pure. Entries are those of :func:`runner.health.collective_trace.collectives`: the collectives
+that a rank entered, in order, numbered by ``seq`` within each process group.
+
+gloo's are entered by the host, which waits in them. NCCL's are only launched by it: the device
+comes to them later, and the hosts run on, each to another place, until their launch queues are
+full. So of NCCL's the first number counts that is unfinished anywhere, and nothing after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Entry = Mapping[str, Any]
+NCCL = "nccl"
+
+# Collectives in which every rank must hand over as much as the others.
+_SAME_SIZES = (
+    "all_reduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce_scatter",
+    "reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "all_gather",
+    "all_gather_base",
+    "all_gather_into_tensor_coalesced",
+    "barrier",
+)
+_KINDS = ("operation", "shape", "absent", "device", "network")  # the surest sign first
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first collective that not all ranks went through alike.
+
+    ``kind`` is ``operation``, ``shape``, ``absent``, ``device`` (a rank's device has not come to
+    what the others' wait in) or ``network`` (all are in it, or which it is cannot be told);
+    ``ranks`` are the odd ones out, all when no side has a majority, none where nobody can say.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    group: str
+    seq: int
+    words: str
+
+
+def backend_of(group: str) -> str:
+    """``nccl`` of the group ``0/nccl``; empty where it has no backend's name."""
+    return group.partition("/")[2]
+
+
+def waits_in(entries: Sequence[Entry]) -> Entry | None:
+    """What a rank waits in, by its own entries: the first of NCCL's that its device is in.
+
+    Without any of NCCL's, the newest one, when it is unfinished.
+    """
+    launched = [e for e in entries if backend_of(str(e["group"])) == NCCL and not e["finished"]]
+    begun = [entry for entry in launched if entry["state"] == "started"]
+    if begun or launched:
+        return (begun or launched)[0]
+    newest = next((e for e in reversed(entries) if backend_of(str(e["group"])) != NCCL), None)
+    return newest if newest is not None and not newest["finished"] else None
+
+
+def first_divergence(recorded: Mapping[int, Sequence[Entry]]) -> Divergence | None:
+    """What went apart, by rank; None when nothing did.
+
+    Args:
+        recorded: rank to its entries, oldest first. A rank that could not tell is left out.
+    """
+    found = []
+    # One pass: of many ranks, each is in a few of many groups.
+    by_group: dict[str, dict[int, dict[int, Entry]]] = {}
+    for rank, entries in recorded.items():
+        for entry in entries:
+            by_rank = by_group.setdefault(str(entry["group"]), {})
+            by_rank.setdefault(rank, {})[int(entry["seq"])] = entry
+    for group, members in sorted(by_group.items()):
+        # A rank that never entered anything in the whole-world group is missing from it too.
+        if group.partition("/")[0] == "0":
+            members = {rank: members.get(rank, {}) for rank in recorded}
+        divergence = _in_group(group, members)
+        if divergence is not None:
+            found.append(divergence)
+    waiting = {rank: waits_in(entries) for rank, entries in recorded.items()}
+    return min(
+        found,
+        key=lambda d: (
+            _waits_elsewhere(d, waiting),
+            _KINDS.index(d.kind),
+            -sum(_is_in(d, entry) for entry in waiting.values()),
+            d.group,
+        ),
+        default=None,
+    )
+
+
+def _is_in(found: Divergence, entry: Entry | None) -> bool:
+    return entry is not None and (entry["group"], entry["seq"]) == (found.group, found.seq)
+
+
+def _waits_elsewhere(found: Divergence, waiting: Mapping[int, Entry | None]) -> bool:
+    """Whether those who are late wait for somebody themselves, in another group."""
+    if found.kind not in ("absent", "device"):
+        return False
+    places = [waiting.get(rank) for rank in found.ranks]
+    return bool(places) and all(e is not None and e["group"] != found.group for e in places)
+
+
+def _in_group(group: str, members: Mapping[int, Mapping[int, Entry]]) -> Divergence | None:
+    if len(members) < 2:
+        return None
+    # The recorder is a ring: what one rank has forgotten cannot be compared.
+    first = max((min(seqs) for seqs in members.values() if seqs), default=0)
+    last = max((max(seqs) for seqs in members.values() if seqs), default=-1)
+    # Not a range: what a file says of its numbers may be anything.
+    for seq in sorted({seq for seqs in members.values() for seq in seqs if first <= seq <= last}):
+        here = {rank: seqs[seq] for rank, seqs in members.items() if seq in seqs}
+        absent = tuple(rank for rank in members if rank not in here)
+        divergence = _at(group, seq, here, absent)
+        if divergence is not None:
+            return divergence
+        if backend_of(group) == NCCL and _waiting(here):
+            return _on_devices(group, seq, here)
+    return None
+
+
+def _at(
+    group: str, seq: int, here: Mapping[int, Entry], absent: tuple[int, ...]
+) -> Divergence | None:
+    ops = {rank: str(entry["op"]) for rank, entry in here.items()}
+    if len(set(ops.values())) > 1:
+        return Divergence(
+            kind="operation", ranks=_odd(ops), group=group, seq=seq, words=_each(seq, here)
+        )
+    shapes = {rank: f"{entry['sizes']} {entry['dtypes']}" for rank, entry in here.items()}
+    if len(set(shapes.values())) > 1 and next(iter(ops.values())).lstrip("_") in _SAME_SIZES:
+        return Divergence(
+            kind="shape", ranks=_odd(shapes), group=group, seq=seq, words=_each(seq, here)
+        )
+    waiting = _waiting(here)
+    if absent and waiting:
+        return _absent(group, seq, waiting, absent)
+    return None
+
+
+def _waiting(here: Mapping[int, Entry]) -> dict[int, Entry]:
+    return {rank: entry for rank, entry in here.items() if not entry["finished"]}
+
+
+def _absent(
+    group: str, seq: int, waiting: Mapping[int, Entry], absent: tuple[int, ...]
+) -> Divergence:
+    where = _each(seq, waiting)
+    if backend_of(group) == NCCL and len(absent) > len(waiting):
+        return Divergence(
+            kind="absent",
+            ranks=(),
+            group=group,
+            seq=seq,
+            words=f"rank {named(waiting)} waits in what the others never entered, and which of "
+            f"them went astray cannot be told: {where}",
+        )
+    return Divergence(
+        kind="absent",
+        ranks=absent,
+        group=group,
+        seq=seq,
+        words=f"rank {named(absent)} never entered what the others wait in: {where}",
+    )
+
+
+def _on_devices(group: str, seq: int, here: Mapping[int, Entry]) -> Divergence:
+    """All hosts launched the same: how far did each device come?
+
+    Whether a device has begun is recorded only with TORCH_NCCL_ENABLE_TIMING=1, which
+    ``debug=nccl`` and ``debug=collectives`` set.
+    """
+    over = [rank for rank, entry in here.items() if entry["finished"]]
+    begun = [rank for rank, entry in here.items() if entry["state"] == "started"]
+    not_begun = tuple(r for r, e in here.items() if not e["finished"] and e["state"] != "started")
+    waiting = _each(seq, _waiting(here))
+    done = f"; on rank {named(over)} it is done" if over else ""
+
+    def told(kind: str, ranks: Iterable[int], words: str) -> Divergence:
+        return Divergence(kind=kind, ranks=tuple(ranks), group=group, seq=seq, words=words)
+
+    if not not_begun:
+        return told(
+            "network",
+            (),
+            f"the devices are in one collective and none gets on: the network between them, or a "
+            f"peer's device: {waiting}{done}",
+        )
+    if begun and len(not_begun) <= len(begun) + len(over):
+        return told(
+            "device",
+            not_begun,
+            f"the device of rank {named(not_begun)} has not come to what the others' wait in: it "
+            f"hangs in a kernel before it, or is slow: {waiting}",
+        )
+    if begun:
+        return told(
+            "network",
+            (),
+            f"the device of rank {named(begun)} waits in what most have not come to; whose "
+            f"device holds them up cannot be told: {waiting}{done}",
+        )
+    return told(
+        "network",
+        (),
+        "every host has launched it, the devices do not get through: a device that hangs before "
+        "it and a network that is down cannot be told apart without TORCH_NCCL_ENABLE_TIMING=1 "
+        f"(debug=nccl sets it): {waiting}{done}",
+    )
+
+
+def _odd(values: Mapping[int, str]) -> tuple[int, ...]:
+    """The ranks outside the majority; all of them when there is none."""
+    counts = Counter(values.values()).most_common()
+    if counts[0][1] * 2 <= len(values):
+        return tuple(sorted(values))
+    return tuple(sorted(rank for rank, value in values.items() if value != counts[0][0]))
+
+
+def _each(seq: int, here: Mapping[int, Entry]) -> str:
+    """What each rank entered; ranks that did the same are named together."""
+    words: dict[str, list[int]] = {}
+    for rank, entry in sorted(here.items()):
+        shape = ", ".join(
+            f"{str(dtype).lower()}{list(size)}"
+            for dtype, size in zip(entry["dtypes"], entry["sizes"], strict=False)
+        )
+        text = f"{entry['op']} #{seq} ({shape}) at {entry['line'] or 'an unknown line'}"
+        words.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {named(ranks)} entered {text}" for text, ranks in words.items())
+
+
+def named(ranks: Collection[int]) -> str:
+    """Rank numbers as a person wants to read them: not thousands."""
+    shown = ", ".join(map(str, sorted(ranks)[:_MOST_NAMED]))
+    more = len(ranks) - _MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,83 @@
+"""The other ranks of this machine: which of them died, and of what.
+
+Only a parent is told how a process ended; but until the parent has asked, ``/proc`` shows it to
+everybody. torchrun asks ten times a second, so a thread waits for the deaths themselves. It is
+what notices a death over NCCL, where no collective breaks because a peer is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Mapping
+
+from runner.distributed.env import rank_name, told_exit
+from runner.system.environment import variables
+from runner.system.error import (
+    EXIT_CONFIG,
+    EXIT_DONE,
+    EXIT_HALTED,
+    EXIT_NO_CHECKPOINT,
+    EXIT_PREEMPTED,
+)
+from runner.system.process import exit_status, is_alive
+
+# With these a rank has said what it had to say, and the others end in the same way.
+IN_ORDER = (EXIT_DONE, EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT, EXIT_PREEMPTED)
+_LOOK_MILLISECONDS = 200  # where the kernel cannot tell of a death by itself
+
+
+class PeerProcesses:
+    """Watches processes by rank.
+
+    ``deaths`` maps the dead to exit code or minus the signal; to None where the parent had asked
+    for it before anybody could look, and the rank did not leave its code for a supervisor.
+
+    Args:
+        processes: by rank, as :func:`runner.system.process.own_process` tells them.
+    """
+
+    def __init__(self, processes: Mapping[int, Mapping[str, str | int]]) -> None:
+        self.deaths: dict[int, int | None] = {}
+        self._processes = dict(processes)
+        self._open: dict[int, int] = {}  # pidfd to rank
+        self._looked_at: set[int] = set()  # ranks without one: a kernel before 5.3
+        self._thread = threading.Thread(target=self._run, name="neighbours", daemon=True)
+
+    def start(self) -> None:
+        """Begin; processes that are gone already are dead."""
+        for rank, process in self._processes.items():
+            try:
+                self._open[os.pidfd_open(int(process["pid"]))] = rank
+            except ProcessLookupError:
+                self._note(rank)
+            except (OSError, AttributeError):
+                self._looked_at.add(rank)
+        if self._open or self._looked_at:
+            self._thread.start()
+
+    def ended_badly(self) -> list[int]:
+        """Ranks that died and did not leave in order, by all that is known."""
+        return [rank for rank, status in list(self.deaths.items()) if status not in IN_ORDER]
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for descriptor in self._open:
+            poll.register(descriptor, select.POLLIN)
+        left = len(self._open)
+        while left or self._looked_at:
+            for descriptor, _ in poll.poll(_LOOK_MILLISECONDS if self._looked_at else None):
+                self._note(self._open[descriptor])
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                left -= 1
+            for rank in sorted(self._looked_at):
+                if not is_alive(self._processes[rank]):
+                    self._note(rank)
+                    self._looked_at.discard(rank)
+
+    def _note(self, rank: int) -> None:
+        status = exit_status(int(self._processes[rank]["pid"]))
+        # Its parent may have been faster than this thread; a supervisor is told by itself.
+        self.deaths[rank] = told_exit(variables(), rank_name(rank)) if status is None else status

@@ -1,0 +1,135 @@
+"""A request to stop: a signal to any rank, or the scheduler's time limit.
+
+Told to the other ranks at the step's end. The watchdog looks as well, because a Python signal
+handler does not run while the training thread waits inside a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+from runner.health.leave import leave
+from runner.system.error import EXIT_PREEMPTED
+from runner.system.process import answer_hangup
+
+_log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+# A scheduler signals the launcher and its ranks, and the launcher passes its own on: within
+# this time it is one request.
+_SAME_REQUEST_SECONDS = 2.0
+
+
+def who_asked(reasons: Sequence[str]) -> str:
+    """Which ranks were asked to stop, and by what, in words.
+
+    Args:
+        reasons: :attr:`StopRequest.reason` of every rank, by rank.
+    """
+    return "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+
+
+class StopRequest:
+    """Whether this rank was asked to stop. A second request ends the process at once.
+
+    Args:
+        grace_seconds: from the request to the exit, at most.
+        stop_at: seconds since the epoch at which to stop unasked; None: never.
+        has_agent: a launcher watches over this process; it is the one to decide what the end of
+            a terminal means.
+    """
+
+    def __init__(
+        self, *, grace_seconds: float, stop_at: float | None = None, has_agent: bool = False
+    ) -> None:
+        self._grace_seconds = grace_seconds
+        self._has_agent = has_agent
+        # From here on by a clock that nobody sets: a jump of the other would end the run.
+        self._stop_at = None if stop_at is None else time.monotonic() + stop_at - time.time()
+        self._asked: tuple[float, str] | None = None
+        self._lock = threading.Lock()
+        self._pipe: int | None = None
+
+    def listen(self) -> None:
+        """Install the handlers; main thread only."""
+        self._pipe, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # The number arrives here at once, whatever the training thread is doing.
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+        # A launcher's ranks have no terminal: to them it is a request like the others.
+        answer_hangup(self._handle, always=self._has_agent)
+
+    @property
+    def is_set(self) -> bool:
+        self._read_pipe()
+        if self._asked is None and self._stop_at is not None and time.monotonic() >= self._stop_at:
+            self._asked = (time.monotonic(), "the job's time limit is near")
+        return self._asked is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the grace is over."""
+        asked = self._asked
+        return asked is not None and time.monotonic() > asked[0] + self._grace_seconds
+
+    @property
+    def reason(self) -> str:
+        """Who asked; empty when nobody did."""
+        return self._asked[1] if self._asked else ""
+
+    def ask(self, reason: str) -> None:
+        """Ask this rank to stop, as a signal would."""
+        if self._asked is None:
+            self._asked = (time.monotonic(), reason)
+
+    def look(self) -> None:
+        """The watchdog's: end a rank that was asked to stop and cannot.
+
+        One second after the training thread should have given up by itself.
+        """
+        self._read_pipe()
+        asked = self._asked
+        if asked is not None and time.monotonic() > asked[0] + self._grace_seconds + 1.0:
+            _end(
+                f"asked to stop ({asked[1]}), but the step did not end within "
+                f"preempt.grace_seconds={self._grace_seconds:g}; the newest checkpoint stands",
+                EXIT_PREEMPTED,
+            )
+
+    def _read_pipe(self) -> None:
+        if self._pipe is None:
+            return
+        with self._lock:
+            try:
+                numbers = os.read(self._pipe, 64)
+            except BlockingIOError:
+                return
+            for number in numbers:
+                if number in (*SIGNALS, signal.SIGHUP):
+                    self._note(signal.Signals(number))
+
+    def _note(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._asked is None:
+            self._asked = (now, number.name)
+        elif now > self._asked[0] + _SAME_REQUEST_SECONDS:
+            _end(f"{number.name} for the second time: ending at once", 128 + number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Nothing is left to do: the wakeup pipe has it. Without a handler, no wakeup."""
+
+
+def _end(words: str, code: int) -> NoReturn:
+    try:
+        _log.warning("%s", words)
+    finally:
+        leave(code)

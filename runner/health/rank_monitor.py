@@ -1,0 +1,535 @@
+"""Sees to it that a run which cannot go on ends soon, on all ranks, and says why.
+
+One per rank. It watches the heartbeat, the other ranks' reports, the launcher, the fence and
+the stop request from a thread of its own, writes this rank's report when something is wrong,
+and lets one rank tell the cause. What counts as cause is decided in
+:mod:`runner.health.root_cause`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, NoReturn
+
+from runner.distributed.env import JobEnv, RankEnv, tell_begun
+from runner.distributed.rendezvous import Facts
+from runner.health.collective_trace import collectives, has_nccl
+from runner.health.heartbeat import HangTimeouts, Heartbeat
+from runner.health.leave import end_within, leave
+from runner.health.lost_peer import OWN, in_words, whose_fault
+from runner.health.node_reports import (
+    FROM_RANKS,
+    merge_node,
+    node_folder,
+    read_all_reports,
+    told_nodes,
+)
+from runner.health.peer_processes import PeerProcesses
+from runner.health.preemption import StopRequest
+from runner.health.rank_report import (
+    Report,
+    has_reports,
+    last_words,
+    now,
+    read_reports,
+    reported,
+    stack_of,
+    stacks,
+    write_report,
+)
+from runner.health.root_cause import RootCause, blame
+from runner.health.watchdog import Watchdog
+from runner.run_dir.lease import BEAT_SECONDS, Fence
+from runner.run_dir.paths import RunDir
+from runner.system.environment import variables
+from runner.system.error import EXIT_CRASH, Superseded
+from runner.system.files import write_json
+from runner.system.process import (
+    first_parent,
+    host_name,
+    is_alive,
+    num_oom_kills,
+    own_process,
+    pid_namespace,
+)
+
+_log = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.5
+_CAUSE = "cause.json"
+_JOURNAL_SECONDS = 5.0
+_SHARED_SECONDS = 1.0  # between looks at a folder that all ranks look at
+_SECONDS_A_RANK = 3e-4  # more to wait for the others' evidence, of many ranks
+# For writing and telling what was wrong, beyond watchdog.settle_seconds: a disk may not answer.
+_TELL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchRules:
+    """``watchdog.*``; ``enabled`` False leaves the heartbeat unwatched."""
+
+    enabled: bool
+    patience: HangTimeouts
+    settle_seconds: float
+
+
+class RankMonitor:
+    """See the module's docstring.
+
+    Args:
+        stop: its grace is watched too.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: RankEnv,
+        launch: JobEnv,
+        run_dir: RunDir,
+        rules: WatchRules,
+        stop: StopRequest,
+    ) -> None:
+        self.heart = Heartbeat()
+        self._journal: Callable[[RootCause, int], None] | None = None
+        self._place = place
+        self._launch = launch
+        self._dir = run_dir
+        self._rules = rules
+        self._stop = stop
+        self._parent = first_parent()
+        self._oom_kills = num_oom_kills()
+        self._peers: Sequence[Facts] = ()
+        self._fence: Fence | None = None
+        # What has happened to the others comes before the request to stop: torchrun makes one
+        # when a rank has died, and that is no preemption.
+        looks = [self._look_at_launcher, self._look_at_start]
+        looks += [self._look_at_peers, self._look_at_others]
+        self._watchdog = Watchdog([*looks, self._stop.look], tick_seconds=_TICK_SECONDS)
+        self._neighbours: PeerProcesses | None = None
+        self._fatal: tuple[Path, IO[str]] | None = None
+        self._telling = threading.Lock()
+        self._have_met = False
+        self._expected: tuple[str, float, float] | None = None  # what, seconds, until when
+        self._looked: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Watch the launcher and the requests to stop: ranks may wait long for each other."""
+        self._watchdog.start()
+
+    def expect(self, what: str, seconds: float) -> None:
+        """Until the next stage of the start, or :meth:`begin`: end this rank if it takes longer.
+
+        NCCL's initialisation has no limit of its own, and a wrong interface or a blocked port
+        would hold the job until its time is over.
+        """
+        self._expected = (what, seconds, time.monotonic() + seconds)
+        if sys.__stderr__ is not None:
+            self._watchdog.resort_to((sys.__stderr__, seconds + _TELL_SECONDS))
+
+    def begin(self, fence: Fence, peers: Sequence[Facts]) -> None:
+        """Watch the rest as well. ``peers``: what this node's ranks told at the roll call."""
+        here = pid_namespace()
+        self._peers = [peer for peer in peers if peer["pids"] == here]
+        others = {int(peer["rank"]): peer["process"] for peer in self._peers}
+        others.pop(self._place.rank, None)
+        self._neighbours = PeerProcesses(others)
+        self._neighbours.start()
+        self._fence = fence
+        if self._place.world_size > 1:  # alone, the terminal is the better place
+            path = self._dir.fatal(fence.number, self._place.rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fatal = (path, path.open("w"))
+            faulthandler.enable(self._fatal[1])
+        looks: list[Callable[[], None]] = [self._look_at_fence]
+        last_resort = None
+        if self._rules.enabled:
+            looks.append(self._look_at_heart)
+            if self._fatal is not None:
+                last_resort = (self._fatal[1], 2 * self._rules.patience.slow_seconds + 60)
+        self._expected = None
+        self._watchdog.resort_to(None)
+        self._watchdog.add(looks, last_resort=last_resort)
+        told = {
+            "process": own_process(),
+            "world_size": self._place.world_size,
+            "local_world_size": self._place.local_world_size,
+            "incident": str(self._folder().absolute()),
+        }
+        tell_begun(variables(), self._place.rank, told)
+
+    def write_causes_to(self, journal: Callable[[RootCause, int], None]) -> None:
+        """From now on this rank writes down what ended the run; ``journal`` takes the cause."""
+        self._journal = journal
+
+    def all_have_met(self) -> None:
+        """Every rank has come to the end: from here on each may go when it likes."""
+        self._have_met = True
+
+    def dead_peers(self) -> list[int]:
+        """Ranks of this node that died before all had come to the end."""
+        if self._have_met or self._neighbours is None:
+            return []
+        return sorted(self._neighbours.ended_badly())
+
+    def end(self) -> None:
+        """The run has come to an end that all ranks know of."""
+        self._watchdog.stop()
+        if self._fatal is not None:
+            faulthandler.disable()
+            self._fatal[1].close()
+            self._fatal[0].unlink(missing_ok=True)
+        if self._fence is not None and self._place.is_first:
+            self._fence.release()
+
+    def failed(self, error: Exception) -> None:
+        """The training thread ends with an error that the other ranks do not share.
+
+        Returns when the error is this rank's own. When it says that others are gone, or does not
+        tell, the cause is told from all ranks' reports in its place and the process ends.
+        """
+        if self._fence is None:
+            return
+        code = error.exit_code if isinstance(error, Superseded) else EXIT_CRASH
+        cancel = self._end_soon(code)
+        # For good: the watchdog has nothing to add. When it is the one that tells, it ends this
+        # process; should it not come to that, this thread does.
+        if not self._telling.acquire(timeout=self._settle_seconds + _TELL_SECONDS):
+            leave(code)
+        if isinstance(error, Superseded):
+            self._give_way(error)
+        kind = whose_fault(error)
+        if kind != OWN:
+            self._conclude(kind, in_words(error), error)
+        try:
+            self._tell_own(error)
+        except Exception as failure:  # the caller's error is the one that counts
+            _log.error("telling of an error failed: %s", failure)
+        finally:
+            cancel()
+
+    def _tell_own(self, error: Exception) -> None:
+        """This rank's own error, which the caller then raises."""
+        words = f"{type(error).__name__}: {in_words(error)}"
+        report = self._report("exception", words, error)
+        cause = blame([report], self._place.world_size)
+        self._say_cause(cause)  # first: the others say it when they see a report without
+        self._write(report)
+        self._write_down(cause)
+        _tell_torchrun(error)
+
+    # -- looks of the watchdog ------------------------------------------------------------
+
+    def _look_at_heart(self) -> None:
+        heart, limit = self.heart, self.heart.limit(self._rules.patience)
+        if heart.seconds > limit and self._telling.acquire(blocking=False):
+            words = f"no progress for {heart.seconds:.1f} s (limit {limit:.1f} s)"
+            self._conclude("hang", words)
+
+    def _look_at_peers(self) -> None:
+        """A rank of this node has died. Over NCCL no collective breaks: nobody else says so."""
+        dead = self.dead_peers()
+        if dead and self._telling.acquire(blocking=False):
+            named = ", ".join(map(str, dead))
+            self._conclude("called", f"rank {named} of this node is dead")
+
+    def _look_at_others(self) -> None:
+        """Another rank has something to tell: add this rank's part, and end."""
+        if self._have_met or self._fence is None or not self._is_due("others", _SHARED_SECONDS):
+            return
+        # Of many ranks nobody lists a folder: it is made by the first that has something to tell.
+        folder = self._folder()
+        if not (folder.exists() if self._is_by_node else has_reports(folder)):
+            return
+        if self._telling.acquire(blocking=False):
+            self._conclude("called", "called by another rank's report")
+
+    def _look_at_launcher(self) -> None:
+        if not self._launch.has_agent or os.getppid() == self._parent:
+            return
+        if self._telling.acquire(blocking=False):
+            self._end_soon(EXIT_CRASH)
+            try:
+                words = (
+                    f"the launcher (process {self._parent}) is gone; nobody would stop this rank"
+                )
+                if self._fence is not None:
+                    self._write(self._report("exception", words))
+                _log.error("%s", words)
+            finally:
+                leave(EXIT_CRASH)
+
+    def _look_at_start(self) -> None:
+        """The rank has not begun, and what it waits for does not come."""
+        expected = self._expected
+        if expected is None or time.monotonic() < expected[2]:
+            return
+        if self._telling.acquire(blocking=False):
+            self._end_soon(EXIT_CRASH)
+            try:
+                what, seconds, _ = expected
+                _log.error(
+                    "rank %d on %s: %s did not end within %g s",
+                    *(self._place.rank, host_name(), what, seconds),
+                )
+            finally:
+                leave(EXIT_CRASH)
+
+    def _look_at_fence(self) -> None:
+        """One rank a node looks; rank 0 also shows that the run is alive."""
+        if self._fence is None or self._place.local_rank != 0:
+            return
+        if not self._is_due("fence", BEAT_SECONDS):
+            return
+        try:
+            self._fence.check()
+            if self._place.is_first and self._moves():
+                self._fence.beat()
+        except Superseded as error:
+            self._give_way(error)
+
+    def _moves(self) -> bool:
+        """Whether the training thread does: a run that takes no step is not to look alive.
+
+        By the watchdog's limits also where nobody ends a rank for exceeding them.
+        """
+        return self.heart.seconds <= self.heart.limit(self._rules.patience)
+
+    def _is_due(self, what: str, seconds: float) -> bool:
+        """At most once in so many seconds: the file system is shared by all ranks."""
+        now = time.monotonic()
+        if now < self._looked.get(what, 0.0) + seconds:
+            return False
+        self._looked[what] = now
+        return True
+
+    def _give_way(self, error: Superseded) -> NoReturn:
+        self._end_soon(error.exit_code)
+        try:
+            _log.error("%s", error)
+        finally:
+            leave(error.exit_code)
+
+    def _end_soon(self, code: int) -> Callable[[], None]:
+        """From here on this process ends, whatever holds up what it still has to tell."""
+        return end_within(self._settle_seconds + _TELL_SECONDS, code)
+
+    # -- telling --------------------------------------------------------------------------
+
+    def _folder(self) -> Path:
+        assert self._fence is not None
+        return self._dir.incident(self._fence.number)
+
+    @property
+    def _is_by_node(self) -> bool:
+        return self._place.world_size >= FROM_RANKS
+
+    @property
+    def _settle_seconds(self) -> float:
+        """How long others are waited for: of many, each takes its time to look and to write."""
+        more = _SECONDS_A_RANK * self._place.world_size if self._is_by_node else 0.0
+        return self._rules.settle_seconds + more
+
+    def _own_folder(self) -> Path:
+        """Where this rank's report goes."""
+        first = self._place.rank - self._place.local_rank
+        return node_folder(self._folder(), first) if self._is_by_node else self._folder()
+
+    def _report(self, kind: str, message: str, error: BaseException | None = None) -> Report:
+        """Whole, with the collectives; an early one is left where NCCL has to be asked for them.
+
+        The thread that asks may never give the interpreter's lock back.
+        """
+        early = self._without_collectives(kind, message, error)
+        if self._fence is not None and has_nccl():
+            with contextlib.suppress(OSError):
+                write_report(self._own_folder(), early, early=True)
+        entries, untold = collectives()
+        return replace(early, collectives=entries, untold=untold)
+
+    def _without_collectives(self, kind: str, message: str, error: BaseException | None) -> Report:
+        heart = self.heart
+        return Report(
+            rank=self._place.rank,
+            world_size=self._place.world_size,
+            kind=kind,
+            step=heart.step,
+            phase=heart.phase,
+            seconds=round(heart.seconds, 3),
+            message=message,
+            traceback="".join(traceback.format_exception(error)) if error else "",
+            host=host_name(),
+            pid=os.getpid(),
+            time=now(),
+            stacks=[stack_of(error)] if error is not None else stacks(),
+        )
+
+    def _write(self, report: Report, *, for_other: bool = False) -> None:
+        # Evidence is worth having, ending in time is worth more: a full disk is no reason to stay.
+        with contextlib.suppress(OSError):
+            write_report(self._own_folder(), report, for_other=for_other)
+
+    def _conclude(self, kind: str, message: str, error: Exception | None = None) -> NoReturn:
+        """Write this rank's report, wait for the others', say the cause once, end this process."""
+        self._end_soon(EXIT_CRASH)
+        try:
+            self._write(self._report(kind, message, error))
+            self._tell_cause()
+        except Exception as failure:
+            _log.error("%s: %s; telling it failed: %s", kind, message, failure)
+        finally:
+            leave(EXIT_CRASH)
+
+    def _tell_cause(self) -> None:
+        """Out of all ranks' reports, unless another rank does."""
+        if self._is_by_node:
+            self._tell_cause_of_many()
+            return
+        told = self._wait_for_reports(self._place.world_size, self._settle_seconds)
+        own = self._place.rank
+        is_teller = own == min((rank for rank, is_own in told.items() if is_own), default=own)
+        # A rank with an exception of its own has told it already.
+        is_teller = is_teller and not (self._folder() / _CAUSE).exists()
+        if is_teller or self._place.is_first:
+            cause = blame(read_reports(self._folder()), self._place.world_size)
+            if is_teller:
+                self._say_cause(cause)
+            self._write_down(cause)
+        self._end_silent_peers()
+
+    def _tell_cause_of_many(self) -> None:
+        """A node's leader puts its ranks' reports into one file; the lowest of them tells."""
+        limit = time.monotonic() + self._settle_seconds
+        here = self._wait_for_reports(self._place.local_world_size, self._settle_seconds / 2)
+        leader = min((rank for rank, is_own in here.items() if is_own), default=self._place.rank)
+        folder, first = self._folder(), self._place.rank - self._place.local_rank
+        if leader == self._place.rank:
+            with contextlib.suppress(OSError):
+                merge_node(folder, first)
+            num_nodes = -(-self._place.world_size // self._place.local_world_size)
+            while time.monotonic() < limit:
+                is_over = (folder / _CAUSE).exists() and not self._place.is_first
+                if is_over or (first == 0 and len(told_nodes(folder)) >= num_nodes):
+                    break
+                time.sleep(0.1 + 1e-4 * num_nodes)
+            is_told = (folder / _CAUSE).exists()
+            is_teller = not is_told and first == min(told_nodes(folder), default=first)
+            if is_teller or self._place.is_first:
+                cause = blame(read_all_reports(folder), self._place.world_size)
+                if is_teller:
+                    self._say_cause(cause)
+                self._write_down(cause)
+        self._end_silent_peers()
+
+    def _say_cause(self, cause: RootCause) -> None:
+        """To the person watching."""
+        folder = self._folder()
+        about = {"step": cause.step, "ranks": list(cause.ranks), "reason": cause.reason}
+        extra = {"incident": "crash", "fields": about}
+        _log.error("! step %d crash: %s", cause.step, cause.reason, extra=extra)
+        _log.info("evidence of each rank: %s", folder)
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / _CAUSE, to_json(cause))
+
+    def _wait_for_reports(self, num_ranks: int, seconds: float) -> dict[int, bool]:
+        """Ranks that have told, or that somebody has told of; and whether they did it."""
+        limit = time.monotonic() + seconds
+        while True:
+            self._write_for_the_dead()
+            told = reported(self._own_folder())
+            if len(told) == num_ranks or time.monotonic() > limit:
+                return told
+            time.sleep(0.02 + 1e-4 * num_ranks)
+
+    def _write_for_the_dead(self) -> None:
+        """A dead neighbour cannot write itself."""
+        assert self._neighbours is not None and self._fence is not None
+        told = reported(self._own_folder())
+        for rank, status in list(self._neighbours.deaths.items()):
+            if rank in told:
+                continue
+            report = Report(
+                rank=rank,
+                world_size=self._place.world_size,
+                kind="signal" if status is not None and status < 0 else "exit",
+                step=self.heart.step,
+                phase=self.heart.phase,
+                message=self._death(status),
+                host=host_name(),
+                time=now(),
+            )
+            # Some signals leave a rank the time for its last words.
+            fatal = self._dir.fatal(self._fence.number, rank)
+            self._write(last_words(fatal, report) or report, for_other=True)
+
+    def _death(self, status: int | None) -> str:
+        """What a neighbour's status (see :class:`PeerProcesses`) means."""
+        if status is None:
+            return "gone without a word: SIGKILL, out of memory, or ended by its launcher"
+        if status >= 0:
+            return f"ended with exit code {status} and without a word"
+        oom = -status == signal.SIGKILL and num_oom_kills() > self._oom_kills
+        return f"killed by {_signal_name(-status)}" + (
+            " by the kernel, out of memory" if oom else ""
+        )
+
+    def _write_down(self, cause: RootCause) -> None:
+        journal, fence = self._journal, self._fence
+        if journal is None or fence is None:
+            return
+
+        def write() -> None:
+            with contextlib.suppress(OSError, Superseded):
+                journal(cause, fence.number)
+
+        # The training thread may be stuck in the very file: the next start can write it too.
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(_JOURNAL_SECONDS)
+
+    def _end_silent_peers(self) -> None:
+        """A stopped neighbour would hold the launcher up for its own half minute."""
+        told = reported(self._own_folder())
+        for peer in self._peers:
+            rank, process = int(peer["rank"]), peer["process"]
+            if rank != self._place.rank and rank not in told and is_alive(process):
+                with contextlib.suppress(OSError):
+                    os.kill(int(process["pid"]), signal.SIGKILL)
+
+
+def to_json(cause: RootCause) -> dict[str, object]:
+    """Without the report, which has a file of its own."""
+    return {
+        "kind": cause.kind,
+        "ranks": list(cause.ranks),
+        "step": cause.step,
+        "reason": cause.reason,
+        "signature": cause.signature,
+    }
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _tell_torchrun(error: Exception) -> None:
+    """So that its own table of failures shows the traceback."""
+    if "TORCHELASTIC_ERROR_FILE" in variables():
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):
+            get_error_handler().record_exception(error)

@@ -1,0 +1,259 @@
+"""What one rank writes when something is wrong, so that the cause can be told from disk alone.
+
+out/incidents/000003/rank-00001.json         incarnation 3, rank 1
+out/incidents/000003/rank-00001.early.json   the same, written before NCCL is asked
+out/incidents/000003/rank-00000.seen.json    rank 0 is dead; a neighbour wrote it
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.system.files import read_bounded, write_json
+from runner.system.parsing import whole
+from runner.system.redact import redacted
+
+_REPORT_BYTES = 1 << 26
+_FATAL_BYTES = 1 << 24
+_MOST_RANKS = 1 << 20
+_SEEN, _EARLY = "seen.json", "early.json"
+
+Frame = dict[str, Any]  # {"file", "line", "function"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One rank's account.
+
+    Attributes:
+        kind: ``exception`` (its own), ``lost_contact`` (a collective broke: somebody else's
+            fault), ``unclear`` (a collective broke, and its error does not tell whose fault it
+            is), ``hang`` (its watchdog fired), ``called`` (another rank's watchdog fired),
+            ``fatal`` (a signal that Python could still catch), and seen from outside: ``signal``,
+            or ``exit`` (it ended by itself, without a report).
+        seconds: in the phase.
+        stacks: of every thread, outermost frame first.
+        collectives: entries of torch's flight recorders, oldest first; see
+            :func:`runner.health.collective_trace.collectives`.
+        untold: which recorder did not answer, in words.
+    """
+
+    rank: int
+    world_size: int
+    kind: str
+    step: int
+    phase: str
+    seconds: float = 0.0
+    message: str = ""
+    traceback: str = ""
+    host: str = ""
+    pid: int = 0
+    time: float = 0.0
+    stacks: list[dict[str, Any]] = field(default_factory=list)
+    collectives: list[dict[str, Any]] = field(default_factory=list)
+    untold: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Report:
+        """
+        Raises:
+            TypeError, ValueError, KeyError: it is no report.
+        """
+        return cls(
+            rank=whole(value["rank"], "rank", below=_MOST_RANKS),
+            world_size=whole(value["world_size"], "world_size", below=_MOST_RANKS),
+            kind=str(value["kind"]),
+            step=whole(value["step"], "step"),
+            phase=str(value["phase"]),
+            seconds=float(value["seconds"]),
+            message=str(value["message"]),
+            traceback=str(value["traceback"]),
+            host=str(value["host"]),
+            pid=whole(value["pid"], "pid"),
+            time=float(value["time"]),
+            stacks=[
+                {"thread": str(stack["thread"]), "frames": [_frame(f) for f in stack["frames"]]}
+                for stack in value["stacks"]
+            ],
+            collectives=told_entries(value["collectives"]),
+            untold=str(value.get("untold", "")),
+        )
+
+    @property
+    def where(self) -> str:
+        """The innermost line of the training thread that is not inside a library."""
+        for stack in self.stacks:
+            if stack["thread"] == "MainThread":
+                return own_line(stack["frames"])
+        return ""
+
+
+def _frame(frame: Any) -> Frame:
+    line = whole(frame["line"] or 0, "line")
+    return {"file": str(frame["file"]), "line": line, "function": str(frame["function"])}
+
+
+def _told_entry(entry: Any) -> dict[str, Any]:
+    """One of a report's collectives, as a file has it."""
+    is_over = bool(entry["finished"])
+    return {
+        "group": str(entry["group"]),
+        "seq": whole(entry["seq"], "seq"),
+        "op": str(entry["op"]),
+        "sizes": [[whole(length, "size") for length in size] for size in entry["sizes"]],
+        "dtypes": [str(dtype) for dtype in entry["dtypes"]],
+        "state": str(entry.get("state", "completed" if is_over else "scheduled")),
+        "finished": is_over,
+        "line": str(entry["line"]),
+    }
+
+
+def told_entries(entries: Any) -> list[dict[str, Any]]:
+    """A report's collectives, as a file has them.
+
+    Raises:
+        TypeError, ValueError, KeyError: they are none.
+    """
+    return [_told_entry(entry) for entry in entries]
+
+
+_HANDS_ON = ("runner/distributed/agreement.py", "runner/fault/wrap.py")
+
+
+def own_line(frames: list[Frame]) -> str:
+    """``file:line function`` of the innermost frame outside of installed packages.
+
+    Not of what only hands a collective on: its caller says which one it is.
+    """
+    own = [frame for frame in frames if "site-packages" not in frame["file"]]
+    own = [frame for frame in own if "/lib/python" not in frame["file"]] or own or frames
+    own = [frame for frame in own if not frame["file"].endswith(_HANDS_ON)] or own
+    if not own:
+        return ""
+    return f"{own[-1]['file']}:{own[-1]['line']} {own[-1]['function']}"
+
+
+def write_report(
+    folder: Path, report: Report, *, for_other: bool = False, early: bool = False
+) -> None:
+    """Make a report durable under ``folder``.
+
+    Args:
+        for_other: it is about a rank that is dead.
+        early: the rank may not come to write the whole one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ending = _SEEN if for_other else _EARLY if early else "json"
+    write_json(folder / f"rank-{report.rank:05d}.{ending}", redacted(report.to_json()))
+
+
+def has_reports(folder: Path) -> bool:
+    """Whether any rank has something to tell."""
+    return any(True for _ in folder.glob("rank-*.json"))
+
+
+def reported(folder: Path) -> dict[int, bool]:
+    """Ranks that have a whole report, and whether it is their own. Reads names only."""
+    found: dict[int, bool] = {}
+    for path in folder.glob("rank-*.json"):
+        rank, _, ending = path.name.removeprefix("rank-").partition(".")
+        if rank.isdigit() and ending != _EARLY:
+            found[int(rank)] = found.get(int(rank), False) or ending == "json"
+    return found
+
+
+def read_reports(folder: Path) -> list[Report]:
+    """The readable reports of an incident, one a rank: its own before one about it."""
+    found: dict[int, Report] = {}
+    endings = ("json", _EARLY, _SEEN)
+    paths = [(path.name.partition(".")[2], path) for path in folder.glob("rank-*.json")]
+    for _, path in sorted(
+        paths, key=lambda told: (endings.index(told[0]) if told[0] in endings else 0, told[1])
+    ):
+        try:
+            report = Report.from_json(json.loads(read_bounded(path, _REPORT_BYTES)))
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+            continue  # torn: the rank died while it wrote
+        if path.name.startswith(f"rank-{report.rank:05d}."):
+            found.setdefault(report.rank, report)
+    return [found[rank] for rank in sorted(found)]
+
+
+def stacks() -> list[dict[str, Any]]:
+    """The Python stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return [
+        {
+            "thread": names.get(ident, str(ident)),
+            "frames": [
+                {"file": f.filename, "line": f.lineno, "function": f.name}
+                for f in traceback.extract_stack(frame)
+            ],
+        }
+        for ident, frame in sys._current_frames().items()
+    ]
+
+
+def stack_of(error: BaseException) -> dict[str, Any]:
+    """The frames an exception came through, as the training thread's stack."""
+    frames = [
+        {"file": f.filename, "line": f.lineno, "function": f.name}
+        for f in traceback.extract_tb(error.__traceback__)
+    ]
+    return {"thread": "MainThread", "frames": frames}
+
+
+def last_words(path: Path, seen: Report) -> Report | None:
+    """What faulthandler wrote for a rank that died of a signal it could catch; None: nothing."""
+    try:
+        text = read_bounded(path, _FATAL_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+    if not text.strip():
+        return None
+    first, _, _ = text.partition("\n")
+    return Report(
+        rank=seen.rank,
+        world_size=seen.world_size,
+        kind="fatal",
+        step=seen.step,
+        phase=seen.phase,
+        message=first.strip(),
+        traceback=text,
+        host=seen.host,
+        pid=seen.pid,
+        time=seen.time,
+        stacks=[{"thread": "MainThread", "frames": _frames(text)}],
+    )
+
+
+def _frames(text: str) -> list[Frame]:
+    """The training thread's frames in what faulthandler wrote, outermost first.
+
+    It begins with the thread that died, which may be one of C++ without any Python frame.
+    """
+    blocks = [_block(block) for block in re.split(r"(?:Current t|T)hread 0x", text)[1:]]
+    blocks = [block for block in blocks if block]
+    training = [b for b in blocks if any("__main__" in str(frame["file"]) for frame in b)]
+    return next(iter(training or blocks), [])
+
+
+def _block(text: str) -> list[Frame]:
+    found = re.findall(r'File "([^"]+)", line ([0-9]{1,9}) in (\S+)', text)
+    return [{"file": f, "line": int(n), "function": name} for f, n, name in reversed(found)]
+
+
+def now() -> float:
+    return time.time()

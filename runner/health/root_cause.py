@@ -1,0 +1,208 @@
+"""Who was at fault: from the ranks' reports to one sentence. Pure.
+
+A device that has failed comes first: the others' exceptions are what followed from it. Then: an
+exception of a rank's own comes before a signal, a signal before an exit without a word, that
+before a rank that is gone, that before an error that does not tell whose fault it is, and that
+before what the collectives show. Ranks that only lost contact with others are never to blame
+while there is anybody else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from runner.health.flight_recorder import first_divergence, named, waits_in
+from runner.health.hardware import is_hardware
+from runner.health.rank_report import Report
+
+_MOST_NAMED = 8
+HARDWARE = "hardware"  # an exception that says so; as runner.policy.restart has it
+_OWN_FAULTS = ("exception", "fatal", "signal", "exit")  # the surest sign first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootCause:
+    """The cause of a crash.
+
+    ``signature`` stays the same when the same thing fails at the same place again, whatever
+    the numbers in its message are; ``first`` is the report to show, when there is one.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    step: int
+    reason: str
+    signature: str
+    first: Report | None = None
+
+
+def blame(reports: Sequence[Report], world_size: int) -> RootCause:
+    """The cause that the reports of one incarnation speak for. ``reports`` may be empty."""
+    step = max((report.step for report in reports), default=0)
+    broken = [r for r in reports if r.kind == "exception" and is_hardware(r.message)]
+    if broken:
+        return replace(_own_fault("exception", broken, reports), kind=HARDWARE)
+    for kind in _OWN_FAULTS:
+        guilty = [report for report in reports if report.kind == kind]
+        if guilty:
+            return _own_fault(kind, guilty, reports)
+    silent = tuple(sorted(set(range(world_size)) - {report.rank for report in reports}))
+    if not reports:
+        return RootCause(
+            kind="silence",
+            ranks=(),
+            step=0,
+            reason="every rank ended without a word: killed all at once, cut off, or the power "
+            "went",
+            signature="silence",
+        )
+    unclear = [report for report in reports if report.kind == "unclear"]
+    if unclear and not silent:
+        return _own_fault("unclear", unclear, reports)
+    # Of a recorder that did not answer nothing follows, least of all that a rank was absent.
+    told = {report.rank: report.collectives for report in reports if not report.untold}
+    divergence = first_divergence(told)
+    if divergence is not None and not silent:
+        return RootCause(
+            kind=divergence.kind,
+            ranks=divergence.ranks,
+            step=step,
+            reason=f"{_KIND_WORDS[divergence.kind]}: {divergence.words}"
+            f"{_doing(reports, divergence.ranks)}{_untold(reports)}",
+            signature=f"{divergence.kind} {_without_numbers(divergence.words)}",
+        )
+    if silent:
+        return _silent(silent, reports, step)
+    return _stuck(reports, step)
+
+
+_KIND_WORDS = {
+    "operation": "ranks entered different collectives",
+    "shape": "ranks entered one collective with different shapes",
+    "absent": "a collective was not entered by all",
+    "device": "a device does not get on",
+    "network": "a collective does not end",
+}
+
+
+def _own_fault(kind: str, guilty: list[Report], reports: Sequence[Report]) -> RootCause:
+    first = min(guilty, key=lambda report: report.time)
+    same = [r for r in guilty if _without_numbers(r.message) == _without_numbers(first.message)]
+    ranks = tuple(sorted(report.rank for report in same))
+    at = f" at {first.where}" if first.where else ""
+    others = [report for report in reports if report.kind not in (*_OWN_FAULTS, "unclear")]
+    waiting = "" if kind == "exception" else changed_shape(others) or _waiting_in(others)
+    return RootCause(
+        kind=kind,
+        ranks=ranks,
+        step=first.step,
+        reason=f"rank {named(ranks)}: {first.message} in {first.phase} of step {first.step}"
+        f"{at}{waiting}",
+        signature=f"{kind} {_without_numbers(first.message)} {_without_numbers(first.where)}",
+        first=first,
+    )
+
+
+def _silent(silent: tuple[int, ...], reports: Sequence[Report], step: int) -> RootCause:
+    hung = any(report.kind in ("hang", "called") for report in reports)
+    what = (
+        "does not answer: stopped (SIGSTOP), frozen, or cut off"
+        if hung
+        else "is gone without a word: SIGKILL, out of memory, or its node is down"
+    )
+    return RootCause(
+        kind="silence",
+        ranks=silent,
+        step=step,
+        reason=f"rank {named(silent)} {what}{_waiting_in(reports)}",
+        signature=f"silence {what}",
+    )
+
+
+def _stuck(reports: Sequence[Report], step: int) -> RootCause:
+    """All ranks told, all collectives match: somebody is busy, or the network is."""
+    waiting = [report for report in reports if _last_open(report) is not None]
+    busy = [report for report in reports if _last_open(report) is None]
+    if busy and waiting:
+        ranks = tuple(report.rank for report in busy)
+        places = "; ".join(f"rank {r.rank} in {r.phase} at {r.where}" for r in busy[:_MOST_NAMED])
+        return RootCause(
+            kind="hang",
+            ranks=ranks,
+            step=step,
+            reason=f"{places}, for {busy[0].seconds:.0f} s{_waiting_in(waiting)}",
+            signature=f"hang {_without_numbers(busy[0].where)}",
+        )
+    first = reports[0]
+    return RootCause(
+        kind="network",
+        ranks=tuple(report.rank for report in reports),
+        step=step,
+        reason=f"all ranks are in {first.phase} of step {step} at {first.where} and none gets on: "
+        f"{first.message or 'the network between them may be down'}{_untold(reports)}",
+        signature=f"network {_without_numbers(first.where)}",
+    )
+
+
+def _last_open(report: Report) -> Mapping[str, object] | None:
+    return waits_in(report.collectives)
+
+
+def _untold(reports: Sequence[Report]) -> str:
+    """Whose recorder did not answer: that device may be the one that hangs."""
+    silent = [report for report in reports if report.untold]
+    if not silent:
+        return ""
+    return f"; rank {named([r.rank for r in silent])}: {silent[0].untold}"
+
+
+def _waiting_in(reports: Sequence[Report]) -> str:
+    for report in reports:
+        entry = _last_open(report)
+        if entry is not None:
+            return (
+                f"; rank {report.rank} waited for it in {entry['op']} #{entry['seq']} "
+                f"at {entry['line'] or report.where}"
+            )
+    return ""
+
+
+def changed_shape(reports: Sequence[Report]) -> str:
+    """A rank whose last collective was not as large as at the same line before.
+
+    gloo aborts the rank that received the wrong size, which takes its own record with it.
+    """
+    for report in reports:
+        entries = report.collectives
+        for last in reversed(entries[-3:]):
+            key = (last["group"], last["op"], last["line"])
+            before = [
+                str(entry["sizes"])
+                for entry in entries
+                if (entry["group"], entry["op"], entry["line"]) == key
+                and entry["seq"] < last["seq"]
+            ]
+            # A line that hands over many sizes, such as a model's forward, tells nothing.
+            if len(before) > 1 and len(set(before)) == 1 and before[0] != str(last["sizes"]):
+                return (
+                    f"; rank {report.rank} handed over {last['sizes']} in {last['op']} "
+                    f"#{last['seq']} at {last['line']}, where it was {before[0]} before"
+                )
+    return ""
+
+
+def _doing(reports: Sequence[Report], ranks: tuple[int, ...]) -> str:
+    """What the odd ones were busy with, and whether they were moving."""
+    told = [r for r in reports if r.rank in ranks and r.where]
+    longest = max((r.seconds for r in reports), default=0.0)
+    return "".join(
+        f"; rank {r.rank} is in {r.phase} at {r.where}"
+        + (", and still moves: it is slow" if 2 * r.seconds < longest and r.seconds else "")
+        for r in told[:_MOST_NAMED]
+    )
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"0x[0-9a-f]+|\d+", "N", text)

@@ -1,0 +1,114 @@
+"""The guard under the Hugging Face Trainer, and trainers made of it such as TRL's.
+
+>>> from runner.integrations.hf import guard_trainer  # doctest: +SKIP
+>>> guard = guard_trainer(trainer, "runs/a", every=50)  # doctest: +SKIP
+>>> trainer.train()  # the same script again resumes  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from runner.embed.guard import Guard
+from runner.integrations.batches import GuardedBatches, HasBatches
+from runner.system.error import ConfigError
+
+_REFUSED = {
+    "deepspeed": "its engine applies the update itself; use python -m runner parallel=zero3",
+    "fp16": "its loss scaling overflows on purpose; use bf16=True",
+}
+
+
+class _Callback(TrainerCallback):  # type: ignore[misc]
+    """Carries the guard's questions to where the Trainer asks its callbacks."""
+
+    def __init__(self, guarded: GuardedTrainer) -> None:
+        self._guarded = guarded
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guarded.begin(kwargs["model"], kwargs["optimizer"], kwargs["lr_scheduler"])
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guarded.batches.begin_epoch()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guarded.before_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guarded.batches.guard.settle()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._guarded.batches.guard.close()
+
+
+class GuardedTrainer(HasBatches):
+    """What :func:`guard_trainer` gives: the guard, once training has begun."""
+
+    def __init__(self, trainer: Trainer, out: str | Path, settings: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._out = out
+        self._settings = settings
+        self._optimizer: Any = None
+        self._training_step = trainer.training_step
+        self._clip = float(trainer.args.max_grad_norm or 0.0)
+        trainer.args.max_grad_norm = 0.0  # it clips before it asks; the guard clips after
+        trainer.training_step = self._step
+        trainer.add_callback(_Callback(self))
+
+    def begin(self, model: Any, optimizer: Any, scheduler: Any) -> None:
+        """Training begins: resume what ``out`` holds."""
+        # Accelerate's wrapper, which tells the Trainer whether to step its schedule.
+        self._optimizer = optimizer
+        args = self._trainer.args
+        self._batches = GuardedBatches(
+            lambda: Guard(
+                self._out,
+                model=model,
+                optimizer=getattr(optimizer, "optimizer", optimizer),
+                scheduler=scheduler,
+                clip=self._clip or None,
+                accumulate=args.gradient_accumulation_steps,
+                **self._settings,
+            )
+        )
+
+    def before_step(self) -> None:
+        """After the backward passes; without gradients nothing is changed."""
+        is_allowed = self.batches.may_step()
+        if not is_allowed:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        self._optimizer._is_overflow = not is_allowed
+
+    def _step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> torch.Tensor:
+        """In the place of ``Trainer.training_step``: forward and backward of one batch."""
+        if not self.batches.take():
+            return torch.zeros((), device=self._trainer.args.device)
+        loss: torch.Tensor = self._training_step(model, inputs, *rest, **kwargs)
+        self.batches.note(loss)
+        return loss
+
+
+def guard_trainer(trainer: Trainer, out: str | Path, **settings: Any) -> GuardedTrainer:
+    """Guard a Trainer; call it before ``trainer.train()``, without ``resume_from_checkpoint``.
+
+    The Trainer's ``max_grad_norm`` becomes the guard's clip. Its step counter counts batches read,
+    skipped ones too; so a restart reads the data again, passes over what is behind it, and ends
+    where it would have ended. ``save_strategy="no"`` saves disk: the ring has the checkpoints.
+
+    Args:
+        out: directory of the run; the same one again resumes it.
+        settings: as :class:`runner.Guard` takes them.
+
+    Raises:
+        ConfigError: the Trainer uses what cannot be guarded: DeepSpeed, FP16 loss scaling.
+    """
+    for name, why in _REFUSED.items():
+        if getattr(trainer.args, name, None):
+            raise ConfigError(f"guard_trainer: {name}={getattr(trainer.args, name)!r}: {why}")
+    return GuardedTrainer(trainer, out, settings)

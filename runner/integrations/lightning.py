@@ -1,0 +1,121 @@
+"""The guard as a callback of the Lightning Trainer. Under Fabric use :class:`runner.Guard` itself.
+
+>>> from runner.integrations.lightning import GuardCallback  # doctest: +SKIP
+>>> trainer = Trainer(callbacks=[GuardCallback("runs/a", every=50)])  # doctest: +SKIP
+>>> trainer.fit(module, loader)  # the same script again resumes  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from runner.embed.guard import Guard
+from runner.integrations.batches import GuardedBatches, HasBatches
+from runner.system.error import ConfigError
+
+
+class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
+    """Guards ``Trainer.fit`` with automatic optimization and one optimizer.
+
+    Lightning counts each step that it tries, skipped ones too; so a restart reads the data again,
+    passes over what is behind it, and ends where it would have ended.
+
+    Args:
+        out: directory of the run; the same one again resumes it.
+        settings: as :class:`runner.Guard` takes them; clipping is Lightning's own.
+    """
+
+    def __init__(self, out: str | Path, **settings: Any) -> None:
+        self._out = out
+        self._settings = settings
+        self._schedules: list[dict[str, Any]] | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse what cannot be guarded."""
+        strategy = type(trainer.strategy).__name__
+        if "DeepSpeed" in strategy:
+            raise ConfigError(
+                f"GuardCallback: {strategy}: its engine applies the update itself; use python -m "
+                "runner parallel=zero3, or another strategy"
+            )
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ConfigError(
+                f"GuardCallback: precision={trainer.precision}: its loss scaling overflows on "
+                "purpose; use bf16-mixed"
+            )
+        if not pl_module.automatic_optimization or len(trainer.optimizers) > 1:
+            raise ConfigError(
+                "GuardCallback: needs automatic optimization and one optimizer; with manual "
+                "optimization put runner.Guard into your training_step"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Resume what ``out`` holds."""
+        self._batches = GuardedBatches(
+            lambda: Guard(
+                self._out,
+                model=pl_module,
+                optimizer=trainer.optimizers[0],
+                scheduler=[config.scheduler for config in trainer.lr_scheduler_configs],
+                accumulate=trainer.accumulate_grad_batches,
+                **self._settings,
+            )
+        )
+        train = pl_module.training_step
+        batches = self._batches
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            """In the place of ``training_step``: None is no loss, and nothing is computed."""
+            return train(*args, **kwargs) if batches.take() else None
+
+        pl_module.training_step = step
+        self._restore = lambda: setattr(pl_module, "training_step", train)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.batches.begin_epoch()
+
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
+    ) -> None:
+        self.batches.note(loss)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """After the backward passes; without gradients nothing is changed."""
+        self._schedules = None
+        if not self.batches.may_step():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            # Lightning steps them all the same.
+            self._schedules = [
+                dict(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs
+            ]
+            self._options = [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After the schedules were stepped: undo that for a step that was not made, or count it."""
+        if self._schedules is not None:
+            for config, state in zip(trainer.lr_scheduler_configs, self._schedules, strict=True):
+                config.scheduler.load_state_dict(state)
+            for group, options in zip(
+                trainer.optimizers[0].param_groups, self._options, strict=True
+            ):
+                group.update(options)
+            self._schedules = None
+        else:
+            self.guard.settle()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore()  # type: ignore[no-untyped-call]
+        self.guard.close()

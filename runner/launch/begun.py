@@ -1,0 +1,105 @@
+"""The ranks of this node as their supervisor sees them: have they begun, did one die unseen.
+
+A rank that dies is told of by its neighbours on the node. Where it was alone on its node, or all
+of them died, no other node would hear of it: over NCCL no collective breaks there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from runner.distributed.env import rank_name, read_begun
+from runner.health.rank_report import Report, has_reports, now, write_report
+from runner.launch import process_tree
+from runner.launch.exits import read_exits
+from runner.system.process import exit_status, host_name, is_alive
+
+# Neighbours notice a death at once and know more of it.
+_NEIGHBOURS_SECONDS = 3.0
+_SCAN_SECONDS = 1.0  # between looks for processes: every process of the machine is asked
+
+
+class BegunRanks:
+    """Of one attempt.
+
+    Args:
+        exits: where ranks tell that they have begun, and how they ended.
+        mark: of the attempt's processes.
+        limit_seconds: how long ranks may be there without beginning; None: for ever.
+    """
+
+    def __init__(self, exits: Path, mark: str, limit_seconds: float | None) -> None:
+        self._exits = exits
+        self._mark = mark
+        self._limit = limit_seconds
+        self._have_begun = limit_seconds is None
+        self._there_since: float | None = None
+        self._scanned = float("-inf")
+        self._dead_since: dict[tuple[int, str], float] = {}
+        self._status: dict[tuple[int, str], int | None] = {}
+
+    def late(self) -> str:
+        """In words, that ranks are there and have not begun in time; empty while all is well."""
+        if self._have_begun:
+            return ""
+        if read_begun(self._exits):
+            self._have_begun = True
+            return ""
+        clock = time.monotonic()
+        if self._there_since is None and clock > self._scanned + _SCAN_SECONDS:
+            self._scanned = clock
+            self._there_since = clock if process_tree.ranks(self._mark) else None
+        assert self._limit is not None
+        if self._there_since is None or clock - self._there_since < self._limit:
+            return ""
+        return (
+            f"{host_name()}: its ranks are there for {self._limit:g} s and none has begun "
+            "(parallel.start_seconds + parallel.timeout_seconds + watchdog.slow_seconds)"
+        )
+
+    def look(self, *, is_over: bool = False) -> None:
+        """Tell the other nodes of ranks that died when nobody else has.
+
+        Args:
+            is_over: what started them has ended: nobody is left who could tell.
+        """
+        begun = read_begun(self._exits)
+        ended = read_exits(self._exits) if begun else {}
+        clock = time.monotonic()
+        for rank, told in begun.items():
+            name = (rank, str(told.get("incident")))
+            if rank_name(rank) in ended or not self._others_elsewhere(told):
+                continue
+            if name not in self._dead_since:
+                if is_alive(told["process"]) is not False:
+                    continue
+                self._dead_since[name] = clock
+                self._status[name] = exit_status(int(told["process"]["pid"]))
+            if is_over or clock - self._dead_since[name] > _NEIGHBOURS_SECONDS:
+                self._tell(rank, told, self._status[name])
+
+    def _others_elsewhere(self, told: dict[str, Any]) -> bool:
+        return int(told["world_size"]) > int(told["local_world_size"])
+
+    def _tell(self, rank: int, told: dict[str, Any], status: int | None) -> None:
+        folder = Path(told["incident"])
+        if has_reports(folder):
+            return
+        words = "gone without a word: SIGKILL, out of memory, or ended by its launcher"
+        if status is not None:
+            words = f"killed by signal {-status}" if status < 0 else f"ended with {status}"
+        report = Report(
+            rank=rank,
+            world_size=int(told["world_size"]),
+            kind="exit" if status is None or status >= 0 else "signal",
+            step=0,
+            phase="some phase",
+            message=f"{words} (seen by the supervisor of {host_name()})",
+            host=host_name(),
+            time=now(),
+        )
+        with contextlib.suppress(OSError):
+            write_report(folder, report, for_other=True)

@@ -1,0 +1,80 @@
+"""Reads from a run's directory how far an attempt came and what ended it. Writes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.policy.retention.records import State
+from runner.run_dir.paths import RunDir
+from runner.system.json_lines import iter_lines, read_lines, step_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Of one attempt.
+
+    ``cause`` (a kind of :mod:`runner.health.root_cause`) and ``signature`` are None where no
+    process said what failed; ``host`` is that of the rank at fault, empty where that is not known.
+    """
+
+    took_up: bool
+    step: int
+    cause: str | None
+    signature: str | None
+    words: str | None
+    ranks: tuple[int, ...]
+    host: str = ""
+
+
+def newest_clean(out: Path) -> int:
+    """Step of the furthest clean checkpoint, -1 without one."""
+    entries, _ = CheckpointDirectory(RunDir(out).ring).entries()
+    steps = [entry.record.step for entry in entries if entry.record.state is State.clean]
+    return max(steps, default=-1)
+
+
+def journal_lines(out: Path) -> int:
+    """How many lines the journal has."""
+    return len(read_lines(RunDir(out).journal)[0])
+
+
+def evidence(out: Path, *, since: int) -> Evidence:
+    """What the journal says from line ``since`` on, and the step after the last one told of."""
+    lines = read_lines(RunDir(out).journal)[0][since:]
+    # A crash that nobody was left to tell is journalled by the next start, before its own line.
+    lines = list(dropwhile(lambda line: line.get("kind") != "start", lines))
+    starts = [line for line in lines if line.get("kind") == "start"]
+    # The first crash told is the cause; those after it are its consequences.
+    crash = next((line for line in lines if line.get("kind") == "crash"), None)
+    if crash is not None:
+        return Evidence(
+            took_up=True,
+            step=int(crash.get("step", 0)),
+            cause=_detail(crash, "cause"),
+            signature=_detail(crash, "signature"),
+            words=str(crash.get("reason", "")),
+            ranks=tuple(int(rank) for rank in crash.get("ranks", [])),
+            host=_detail(crash, "host") or "",
+        )
+    done = 0
+    for line in iter_lines(RunDir(out).metrics):
+        done = step_of(line) if line.get("action") == "apply" else done
+    begun = step_of(starts[-1]) if starts else 0
+    return Evidence(
+        took_up=bool(starts),
+        step=max(done, begun) + 1,
+        cause=None,
+        signature=None,
+        words=None,
+        ranks=(),
+    )
+
+
+def _detail(crash: dict[str, Any], name: str) -> str | None:
+    detail = crash.get("detail")
+    told = detail.get(name) if isinstance(detail, dict) else None
+    return str(told) if told else None

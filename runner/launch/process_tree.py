@@ -1,0 +1,107 @@
+"""Finds, signals and ends the processes of one attempt, also those that left its session.
+
+torchrun gives each worker a session of its own, so neither a group nor a parent names them all;
+a mark in the environment does, which children inherit. Linux: it reads /proc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.system.process import die_with_parent, is_in_kernel, unblock
+from runner.system.process import parent as parent_of
+
+MARK = "HOLDFAST_MARK"
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of this user that carry the mark; zombies have none."""
+    wanted = f"{MARK}={mark}"
+    return [pid for pid in _pids() if wanted in _environment(pid)]
+
+
+def ranks(mark: str) -> list[int]:
+    """The marked processes that are ranks, without the processes that they started."""
+    found = [pid for pid in marked(mark) if _has_rank(pid)]
+    return [pid for pid in found if parent_of(pid) not in found]
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether the process has a handler for this signal by now."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    masks = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")]
+    return bool(masks) and bool(masks[0] >> (number - 1) & 1)
+
+
+def send(pid: int, number: int) -> None:
+    """Signal a process, unless it has just ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def end_all(mark: str, *, timeout_seconds: float = 10.0, stuck_seconds: float = 120.0) -> list[int]:
+    """SIGKILL until none is left; returns those that were there.
+
+    Args:
+        stuck_seconds: for those that sleep in the kernel (state D), as in a GPU's driver: they die
+            when it lets them, and hold the GPU's memory until then.
+    """
+    began = time.monotonic()
+    seen: set[int] = set()
+    while pids := marked(mark):
+        waited = time.monotonic() - began
+        if waited > (stuck_seconds if any(map(is_in_kernel, pids)) else timeout_seconds):
+            break
+        seen.update(pids)
+        for pid in pids:
+            send(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return sorted(seen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What a child does before exec, so that it dies with its parent; for ``preexec_fn``.
+
+    Args:
+        parent: the process that starts it.
+        shielded: it ignores SIGTERM and SIGUSR1.
+        is_torchrun: what it says must not keep it: a torchrun that waits for a reader to say
+            which rank failed never ends. Other programs may not know that a write can fail.
+    """
+
+    parent: int
+    shielded: bool
+    is_torchrun: bool
+
+    def __call__(self) -> None:
+        die_with_parent(self.parent)
+        if self.is_torchrun:
+            unblock(1)
+            unblock(2)
+        if self.shielded:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _environment(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # ended, or another user's
+        return []
+
+
+def _has_rank(pid: int) -> bool:
+    return any(entry.startswith("RANK=") for entry in _environment(pid))

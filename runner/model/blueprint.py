@@ -1,0 +1,386 @@
+"""What a run must know of its network before there is one, and how it is built.
+
+Two kinds: the decoder of this package, and a network from elsewhere that the settings name. Owns
+what is the same on every engine; must not know how parameters are sharded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from runner.model.decoder import Decoder, DecoderShape, flops_per_token, num_parameters
+from runner.model.frozen import freeze, num_frozen_multiplied
+from runner.model.initial import initial_range, initial_rule
+from runner.model.loss import HeadLosses
+from runner.model.objective import (
+    INPUT,
+    LABELS,
+    DecoderObjective,
+    GuestObjective,
+    accepted_by,
+    has_own_losses,
+)
+from runner.model.recorded import (
+    Recording,
+    named_tensors,
+    put_tensor,
+    record,
+    record_in_memory,
+)
+from runner.system.error import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter's whole shape, and whether it is trained."""
+
+    shape: tuple[int, ...]
+    is_trained: bool
+
+
+class Blueprint(Protocol):
+    """See the module."""
+
+    def num_parameters(self) -> int:
+        """Learned elements."""
+        ...
+
+    def parameters(self) -> dict[str, Parameter]:
+        """By name; a tied one once."""
+        ...
+
+    def on_meta(self) -> nn.Module:
+        """The network without memory."""
+        ...
+
+    def made(self) -> nn.Module:
+        """The network on torch's default device; what is not trained is so already."""
+        ...
+
+    def finish(self, network: nn.Module, device: torch.device) -> None:
+        """Make what is neither parameter nor learned, on ``device``."""
+        ...
+
+    def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
+        """The network under its loss, see :mod:`runner.model.objective`."""
+        ...
+
+    def units(self, network: nn.Module) -> Sequence[nn.Module]:
+        """What to shard and to compile one by one."""
+        ...
+
+    def probe(self, network: nn.Module) -> nn.Module:
+        """The module whose output is the first activation of each sample."""
+        ...
+
+    def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
+        """Elements ``[start, start + count)`` of a fresh parameter, FP32 on the CPU."""
+        ...
+
+    def flops_per_token(self) -> float:
+        """Forward and backward; 0 where nobody can tell."""
+        ...
+
+    @property
+    def untrained_loss(self) -> float:
+        """Of a uniform guess, in nats; 0 where that has no meaning."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderBlueprint:
+    """The decoder of this package.
+
+    Args:
+        frozen: regular expressions of parameters not to train.
+    """
+
+    shape: DecoderShape
+    head_losses: HeadLosses
+    frozen: Sequence[str]
+
+    @property
+    def untrained_loss(self) -> float:
+        return math.log(self.shape.vocab_size)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return _parameters(self.on_meta())
+
+    def num_parameters(self) -> int:
+        """Learned elements."""
+        return num_parameters(self.shape)
+
+    def on_meta(self) -> nn.Module:
+        with torch.device("meta"):
+            return self.made()
+
+    def made(self) -> nn.Module:
+        network = Decoder(self.shape, self.head_losses)
+        freeze(network, self.frozen)
+        return network
+
+    def finish(self, network: nn.Module, device: torch.device) -> None:
+        _decoder(network).reset_buffers(device)
+
+    def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
+        losses = self.head_losses
+        return DecoderObjective(_decoder(network), fp32=losses.fp32, z_loss=losses.z_loss)
+
+    def units(self, network: nn.Module) -> Sequence[nn.Module]:
+        return list(_decoder(network).blocks)
+
+    def probe(self, network: nn.Module) -> nn.Module:
+        return _decoder(network).embedding
+
+    def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
+        rule = initial_rule(name, self.shape)
+        return initial_range(
+            name=name,
+            shape=tuple(shape),
+            std=rule.std,
+            ones=rule.ones,
+            seed=seed,
+            start=start,
+            count=count,
+        )
+
+    def flops_per_token(self) -> float:
+        frozen = num_frozen_multiplied(_decoder(self.on_meta()))
+        return flops_per_token(self.shape, num_frozen=frozen)
+
+
+def _decoder(network: nn.Module) -> Decoder:
+    assert isinstance(network, Decoder)
+    return network
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuestBlueprint:
+    """A network from elsewhere, with the initial values that its constructor gives it.
+
+    Args:
+        name: as the settings have it.
+        make: calls the constructor.
+        seed: of its initial values.
+        seq_len, vocab_size: of the data, 0 where it has none.
+        fp32: compute the cross-entropy of logits in FP32.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    seed: int
+    seq_len: int
+    vocab_size: int
+    frozen: Sequence[str]
+    fp32: bool
+
+    @cached_property
+    def _first(self) -> tuple[Recording, str]:
+        """The twin, and why it had to be made in memory, if it had."""
+        try:
+            made, why = record(self._checked), ""
+        except Exception as error:  # of somebody else's constructor; what else is wrong comes again
+            cause = error.__cause__ or error
+            why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
+            made = self._in_memory()
+        self._settle(made.network)
+        return made, why
+
+    @property
+    def twin(self) -> Recording:
+        """Never trained: knows how each tensor begins."""
+        return self._first[0]
+
+    @property
+    def why_in_memory(self) -> str:
+        """Why it has to be made whole on each rank; empty where it has not."""
+        return self._first[1]
+
+    def _in_memory(self) -> Recording:
+        return record_in_memory(self._checked, f"{self.seed}/{self.name}")
+
+    def again(self) -> Recording:
+        """Built once more, as the twin was."""
+        made = self._in_memory() if self.why_in_memory else record(self._checked)
+        self._settle(made.network)
+        return made
+
+    def _checked(self) -> nn.Module:
+        network = self.make()
+        if not isinstance(network, nn.Module):
+            raise ConfigError(
+                f"model._target_={self.name}: gives {type(network).__name__}; it must give a "
+                "torch.nn.Module"
+            )
+        return network
+
+    def _settle(self, network: nn.Module) -> None:
+        parameters = dict(network.named_parameters())
+        if not parameters:
+            raise ConfigError(f"model._target_={self.name}: has no parameters to train")
+        for name, parameter in parameters.items():
+            if not parameter.is_floating_point():
+                raise ConfigError(
+                    f"model._target_={self.name}: the parameter {name} is {parameter.dtype}; only "
+                    "floating-point ones are trained: make it a buffer"
+                )
+        freeze(network, self.frozen)
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            raise ConfigError(f"model._target_={self.name}: no parameter requires a gradient")
+
+    @property
+    def untrained_loss(self) -> float:
+        has_logits = self.vocab_size > 1 and not has_own_losses(self.twin.network)
+        return math.log(self.vocab_size) if has_logits else 0.0
+
+    def parameters(self) -> dict[str, Parameter]:
+        return _parameters(self.twin.network)
+
+    def num_parameters(self) -> int:
+        """Learned elements."""
+        return sum(math.prod(one.shape) for one in self.parameters().values())
+
+    def on_meta(self) -> nn.Module:
+        network = self.again().network
+        for parameter in network.parameters():
+            # Masters are FP32 whatever the constructor made of them.
+            parameter.data = parameter.data.float()
+        return network
+
+    def made(self) -> nn.Module:
+        network = self._checked()
+        freeze(network, self.frozen)
+        return network
+
+    def finish(self, network: nn.Module, device: torch.device) -> None:
+        """Buffers and plain attributes, as the constructor makes them."""
+        for name, tensor in named_tensors(self.twin.network):
+            if not isinstance(tensor, nn.Parameter):
+                owner, _, own = name.rpartition(".")
+                made = self.twin.made(tensor, f"{self.seed}/{name}").to(device)
+                put_tensor(network.get_submodule(owner), own, made)
+
+    def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
+        return GuestObjective(network, fp32=self.fp32, dtype=torch.bfloat16 if bf16 else None)
+
+    def units(self, network: nn.Module) -> Sequence[nn.Module]:
+        told = getattr(network, "blocks", None)
+        if callable(told) and not isinstance(told, nn.Module):
+            units = list(told())
+            _check_units(self.name, network, units)
+        else:
+            lists = [list(m) for m in network.modules() if isinstance(m, nn.ModuleList)]
+            units = max(lists, key=_size, default=[])
+        return [] if _shares(network, units) else units
+
+    def probe(self, network: nn.Module) -> nn.Module:
+        told = getattr(network, "probe", None)
+        if callable(told) and not isinstance(told, nn.Module):
+            return _module(self.name, "probe()", told())
+        found = _input_embeddings(network)
+        leaves = [m for m in network.modules() if any(True for _ in m.parameters(recurse=False))]
+        embeddings = [module for module in leaves if isinstance(module, nn.Embedding)]
+        return found or next(iter(embeddings), leaves[0])
+
+    def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
+        twin = dict(self.twin.network.named_parameters())[name]
+        whole = self.twin.made(twin, f"{seed}/{name}")
+        return whole.detach().float().reshape(-1)[start : start + count]
+
+    def flops_per_token(self) -> float:
+        network = self.twin.network
+        if has_own_losses(network) or not self.seq_len:
+            return 0.0
+        tokens = torch.zeros((1, self.seq_len), dtype=torch.int64, device="meta")
+        try:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                self.objective(network, bf16=False)({INPUT: tokens, LABELS: tokens})
+        except Exception:  # it looks at values; the run does without the share of the peak
+            return 0.0
+        return 3.0 * float(counter.get_total_flops()) / self.seq_len
+
+    def takes_segments(self) -> bool:
+        """Whether it can be told where documents end."""
+        network = self.twin.network
+        return has_own_losses(network) or "segments" in accepted_by(network.forward)
+
+
+Places = list[list[tuple[str, str]]]
+
+
+def parameter_places(network: nn.Module) -> Places:
+    """Of each parameter that stands at several places: the names of their modules, and its own."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for prefix, module in network.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((prefix, name))
+    return [places for places in found.values() if len(places) > 1]
+
+
+def retie(network: nn.Module, places: Places) -> None:
+    """Have these be one parameter each again: ``to_empty`` gives every place its own memory."""
+    for (owner, owned), *others in places:
+        parameter = getattr(network.get_submodule(owner), owned)
+        for prefix, name in others:
+            setattr(network.get_submodule(prefix), name, parameter)
+
+
+def _parameters(network: nn.Module) -> dict[str, Parameter]:
+    return {
+        name: Parameter(shape=tuple(parameter.shape), is_trained=parameter.requires_grad)
+        for name, parameter in network.named_parameters()
+    }
+
+
+def _size(modules: Sequence[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _shares(network: nn.Module, units: Sequence[nn.Module]) -> bool:
+    """Whether a parameter belongs to two of the units, or to one and to what is outside of all.
+
+    Each unit gathers its own; such a network is gathered as a whole.
+    """
+    owners: dict[int, set[int]] = {}
+    inside = [set(unit.modules()) for unit in units]
+    for module in network.modules():
+        mine = [at for at, modules in enumerate(inside) if module in modules] or [-1]
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).update(mine)
+    return any(len(found) > 1 for found in owners.values())
+
+
+def _check_units(name: str, network: nn.Module, units: Sequence[Any]) -> None:
+    known = set(network.modules())
+    for unit in units:
+        if not isinstance(unit, nn.Module) or unit not in known or unit is network:
+            raise ConfigError(
+                f"model._target_={name}: blocks() must give modules of the model, without itself; "
+                f"it gives {type(unit).__name__}"
+            )
+
+
+def _input_embeddings(network: nn.Module) -> nn.Module | None:
+    told = getattr(network, "get_input_embeddings", None)
+    try:
+        found = told() if callable(told) else None
+    except (NotImplementedError, AttributeError):  # transformers: a model without any
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _module(name: str, what: str, found: Any) -> nn.Module:
+    if not isinstance(found, nn.Module):
+        raise ConfigError(
+            f"model._target_={name}: {what} gives {type(found).__name__}; it must give a module"
+        )
+    return found

@@ -1,0 +1,133 @@
+"""What an engine calls: a network and its loss as one module, from a batch to sums a sequence.
+
+Owns the way from a batch to losses, for the decoder and for networks from elsewhere. Must not know
+how it is sharded, or what is done with the sums.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.model.decoder import Decoder
+from runner.model.loss import NOT_COUNTED, sequence_losses
+from runner.system.error import ConfigError
+
+Batch = Mapping[str, Tensor]
+# Cross-entropy, the loss to train on, and what is counted: sums over each sample, [B] each.
+Losses = tuple[Tensor, Tensor, Tensor]
+
+INPUT, LABELS, SEGMENTS, REAL = "input_ids", "labels", "segments", "real"
+
+
+class DecoderObjective(nn.Module):
+    """The decoder under :func:`runner.model.loss.sequence_losses`."""
+
+    def __init__(self, network: Decoder, *, fp32: bool, z_loss: float) -> None:
+        super().__init__()
+        self.network = network
+        self._fp32 = fp32
+        self._z_loss = z_loss
+
+    def forward(self, batch: Batch) -> Losses:
+        """``input_ids`` and ``labels`` int64 ``[B, T]``, ``segments`` int32 ``[B, T]`` or none."""
+        labels = batch[LABELS]
+        # The labels go along: logits that are too large the network turns into losses itself.
+        logits = self.network(batch[INPUT], batch.get(SEGMENTS), labels)
+        losses = sequence_losses(logits, labels, fp32=self._fp32, z_loss=self._z_loss)
+        return *losses, (labels != NOT_COUNTED).sum(dim=1)
+
+
+class GuestObjective(nn.Module):
+    """A network from elsewhere: its own ``losses(batch)``, or logits from ``forward(input_ids)``.
+
+    Args:
+        fp32: compute the cross-entropy of logits in FP32.
+        dtype: what numbers of a batch that are not whole are turned into; None leaves them.
+    """
+
+    def __init__(self, network: nn.Module, *, fp32: bool, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.network = network
+        self._fp32 = fp32
+        self._dtype = dtype
+        self._more = accepted_by(network.forward)
+        config = getattr(network, "config", None)
+        if getattr(config, "use_cache", None):
+            # transformers would keep keys and values of every layer, for generation.
+            config.use_cache = False  # type: ignore[union-attr]
+
+    def forward(self, batch: Batch) -> Losses:
+        """See the class; ``real``, bool ``[B]``, is False for rows that fill the batch up.
+
+        Raises:
+            ConfigError: what the network gives has another shape than it must have.
+        """
+        given = {name: self._cast(tensor) for name, tensor in batch.items()}
+        real = given.pop(REAL, None)
+        if real is None and LABELS in given:
+            real = (given[LABELS] != NOT_COUNTED).flatten(1).any(dim=1)
+        rows = len(next(iter(given.values())))
+        # Buffers stay FP32 and would carry activations along, which BF16 weights do not go with.
+        is_mixed = self._dtype is not None
+        device = next(iter(given.values())).device.type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=is_mixed):
+            if has_own_losses(self.network):
+                sums, counts = _own_losses(self.network, given, rows)
+            else:
+                sums, counts = self._from_logits(given)
+        if real is not None:
+            sums = torch.where(real, sums, 0.0)
+            counts = torch.where(real, counts, 0)
+        return sums, sums, counts
+
+    def _from_logits(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        if INPUT not in batch or LABELS not in batch:
+            raise ConfigError(
+                f"model._target_: the batch has {', '.join(batch)}; forward(input_ids) needs "
+                "input_ids and labels: give the model a method losses(batch)"
+            )
+        more = {n: t for n, t in batch.items() if n in self._more and n not in (INPUT, LABELS)}
+        told = self.network(batch[INPUT], **more)
+        logits = getattr(told, "logits", told)
+        labels = batch[LABELS]
+        if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
+            raise ConfigError(
+                f"model._target_: forward gives {_shape(logits)}; it must give logits [B, T, V], "
+                f"and labels are {list(labels.shape)}; or give the model a method losses(batch)"
+            )
+        losses, _ = sequence_losses(logits, labels, fp32=self._fp32, z_loss=0.0)
+        return losses, (labels != NOT_COUNTED).sum(dim=1)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        is_cast = self._dtype is not None and tensor.is_floating_point()
+        return tensor.to(self._dtype) if is_cast else tensor
+
+
+def _own_losses(network: nn.Module, batch: dict[str, Tensor], rows: int) -> tuple[Tensor, Tensor]:
+    found: Any = network.losses(batch)  # type: ignore[operator]
+    told = tuple(found) if isinstance(found, tuple | list) else (found,)
+    if len(told) == 2 and all(isinstance(t, Tensor) and t.shape == (rows,) for t in told):
+        return told[0].float(), told[1].detach()
+    raise ConfigError(
+        "model._target_: losses(batch) must give two tensors, the loss and the count of each "
+        f"sample, [{rows}] both; it gives {', '.join(map(_shape, told))}"
+    )
+
+
+def has_own_losses(network: nn.Module) -> bool:
+    """Whether it computes its loss itself."""
+    return callable(getattr(network, "losses", None))
+
+
+def accepted_by(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of its parameters."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__

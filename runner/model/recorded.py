@@ -1,0 +1,352 @@
+"""A network built without memory, and each of its tensors made later, one at a time.
+
+Owns the record of what a constructor did to each tensor, and its repetition on the CPU under a
+seed of the tensor's own. So initial weights are the network's own, whatever they are, need the
+memory of one tensor, and do not depend on ranks, sharding or on what else is made. Must not know
+what the network is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_CPU = torch.device("cpu")
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """A tensor without memory. Not the tensor itself, of which ``nn.Module.to`` wants no user."""
+
+    storage: torch.UntypedStorage
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Window:
+        return cls(
+            storage=tensor.untyped_storage(),
+            offset=int(tensor.storage_offset()),
+            size=tuple(tensor.size()),
+            stride=tuple(tensor.stride()),
+            dtype=tensor.dtype,
+        )
+
+    @property
+    def owner(self) -> int:
+        """Names the memory."""
+        return int(self.storage._cdata)
+
+    def is_whole(self) -> bool:
+        """Whether it has every element of its memory."""
+        return math.prod(self.size) * self.dtype.itemsize == self.storage.nbytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """One call that made or changed tensors without memory."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[_Window, ...]
+    written: tuple[_Window, ...]
+
+    def touched(self) -> set[int]:
+        """Memory that it makes, shows or writes to."""
+        return {window.owner for window in (*self.outputs, *self.written)}
+
+    def taken(self) -> set[int]:
+        """Memory that it is given."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return {leaf.owner for leaf in leaves if isinstance(leaf, _Window)}
+
+
+@dataclass(slots=True)
+class Recording:
+    """What the constructor of ``network`` did; its tensors are on the meta device.
+
+    What it took from elsewhere (numpy, a file) is remembered as it was.
+    """
+
+    network: nn.Module
+    _operations: list[_Operation] = field(default_factory=list)
+    _origins: dict[int, Tensor] = field(default_factory=dict)
+
+    def made(self, wanted: Tensor, seed: str) -> Tensor:
+        """A tensor of the network, as its constructor would have made it, on the CPU.
+
+        Args:
+            wanted: a parameter, a buffer or any other tensor that the constructor made.
+            seed: of random numbers, for this tensor alone.
+        """
+        origin = self._origins[id(wanted)]
+        if not _is_fake(origin):
+            return origin
+        storages: dict[int, torch.UntypedStorage] = {}
+        window = _Window.of(origin)
+        with fixed_seeds(seed), torch.no_grad():
+            for operation in self._needed(window):
+                _repeat(operation, storages)
+            return _real(window, storages)
+
+    def signature(self) -> str:
+        """Of all that decides the weights; two builds of one network have the same."""
+        digest = hashlib.sha256()
+        for operation in self._operations:
+            told = pytree.tree_map(_told, (operation.args, operation.kwargs))
+            # Not the repr of a Python function: it has an address, another in each process.
+            name = getattr(operation.function, "__qualname__", str(operation.function))
+            digest.update(f"{name} {told}\n".encode())
+        for name, tensor in named_tensors(self.network):
+            digest.update(f"{name} {_told(self._origins[id(tensor)])}\n".encode())
+        return digest.hexdigest()
+
+    def _needed(self, wanted: _Window) -> list[_Operation]:
+        """What made the tensor's memory or wrote to it, in order, and what that took."""
+        owners = {wanted.owner}
+        needed = []
+        for operation in reversed(self._operations):
+            if not owners.isdisjoint(operation.touched()):
+                needed.append(operation)
+                owners |= operation.taken()
+        return _without_dead(needed[::-1], wanted)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what happens to tensors without memory."""
+
+    def __init__(self, operations: list[_Operation]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operations = operations
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        noted = pytree.tree_map(_kept, (args, dict(kwargs or {})))
+        result = func(*args, **(kwargs or {}))
+        outputs = _windows(result)
+        written = _windows(_written(func, args, kwargs or {}))
+        if outputs or written:
+            made = _Operation(
+                function=func, args=noted[0], kwargs=noted[1], outputs=outputs, written=written
+            )
+            self._operations.append(made)
+        return result
+
+
+def record(make: Callable[[], nn.Module]) -> Recording:
+    """Call a constructor without giving memory to its tensors, and note what it does.
+
+    They tell it that they are on the CPU: torch and transformers leave out initial values of
+    tensors that are known to be on the meta device.
+
+    Raises:
+        Exception: whatever the constructor raises; some need the values of what they make.
+    """
+    operations: list[_Operation] = []
+    modes = FakeTensorMode(allow_non_fake_inputs=True), _Recorder(operations)
+    with fixed_seeds("record"), _without_values(operations), modes[0], modes[1]:
+        network = make()
+    return Recording(network, operations, _to_meta(network))
+
+
+@contextlib.contextmanager
+def _without_values(operations: list[_Operation]) -> Iterator[None]:
+    """Two things of torch that would look at the values of tensors, or change who they are."""
+
+    def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # It draws until it likes what it sees, so that it is noted as a whole.
+        if not _is_fake(tensor):
+            return drawn(tensor, *args, **kwargs)  # type: ignore[no-any-return]
+        window = _Window.of(tensor)
+        operations.append(
+            _Operation(
+                function=drawn, args=(window, *args), kwargs=kwargs, outputs=(), written=(window,)
+            )
+        )
+        return tensor
+
+    def swap(one: Tensor, other: Tensor) -> None:
+        # By ``nn.Module.to``; of tensors without memory also where nothing changes (PEFT does so).
+        if not _is_fake(one) or _Window.of(one) != _Window.of(other):
+            swapped(one, other)  # type: ignore[no-untyped-call]
+
+    name = "_no_grad_trunc_normal_"
+    drawn, swapped = getattr(nn.init, name), torch.utils.swap_tensors
+    setattr(nn.init, name, draw)
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        setattr(nn.init, name, drawn)
+        torch.utils.swap_tensors = swapped
+
+
+def record_in_memory(make: Callable[[], nn.Module], seed: str) -> Recording:
+    """For a constructor that needs values: the whole network is made, on the CPU."""
+    with fixed_seeds(seed):
+        network = make()
+    return Recording(network, [], _to_meta(network))
+
+
+def _to_meta(network: nn.Module) -> dict[int, Tensor]:
+    """Put tensors on the meta device in the place of the network's; from their ids to the latter.
+
+    What is tied stays tied.
+    """
+    metas: dict[int, Tensor] = {}
+    origins: dict[int, Tensor] = {}
+    for module in network.modules():
+        for name, tensor in own_tensors(module):
+            if id(tensor) not in metas:
+                made = _meta(tensor)
+                metas[id(tensor)], origins[id(made)] = made, tensor
+            put_tensor(module, name, metas[id(tensor)])
+    return origins
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters, buffers and plain attributes of one module, without its children's."""
+    places = (module._parameters, module._buffers, vars(module))
+    return [(n, t) for place in places for n, t in place.items() if isinstance(t, Tensor)]
+
+
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Where :func:`own_tensors` has found one of this name."""
+    if name in module._parameters and type(module).__setattr__ is not nn.Module.__setattr__:
+        setattr(module, name, tensor)  # nn.GRU keeps a list of them as well
+        return
+    places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+    next(place for place in places if name in place)[name] = tensor
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+@contextlib.contextmanager
+def fixed_seeds(seed: str) -> Iterator[None]:
+    """All that a constructor commonly draws from begins alike, and is put back."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.manual_seed(_number(seed))
+    np.random.seed(_number(seed) % 2**32)
+    random.seed(_number(seed))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a network, plain attributes of its modules too; in a fixed order."""
+    for prefix, module in network.named_modules():
+        for name, tensor in own_tensors(module):
+            yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _number(seed: str) -> int:
+    # HAZARD: torch's CPU generator keeps the low 32 bits of its seed.
+    return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "little")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def _windows(tree: Any) -> tuple[_Window, ...]:
+    return tuple(_Window.of(tensor) for tensor in _tensors(tree) if _is_fake(tensor))
+
+
+def _kept(value: Any) -> Any:
+    """An argument as it is to be remembered: of what is real a copy, it may be changed later."""
+    if not isinstance(value, Tensor):
+        return value
+    if _is_fake(value):
+        return _Window.of(value)
+    # Under the modes a clone would be without memory, too.
+    with torch.utils._python_dispatch._disable_current_modes():
+        return value.detach().clone()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Arguments that the operation changes, by its schema."""
+    found: list[Tensor] = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            found += _tensors(value)
+    return tuple(found)
+
+
+_DRAWS = ("normal_", "uniform_", "zero_", "fill_")
+
+
+def _without_dead(operations: list[_Operation], wanted: _Window) -> list[_Operation]:
+    """Without values that are drawn over, unread: ``nn.Linear`` draws, and its owner again."""
+    if any(one.taken() - {wanted.owner} for one in operations):
+        return operations
+    draws = [at for at, one in enumerate(operations) if _overwrites(one, wanted)]
+    last = draws[-1] if draws else 0
+    making = [one for one in operations[:last] if not one.taken()]
+    return [*making, *operations[last:]]
+
+
+def _overwrites(operation: _Operation, wanted: _Window) -> bool:
+    schema = getattr(operation.function, "_schema", None)
+    name = schema.name if schema else ""
+    if name.removeprefix("aten::") not in _DRAWS or not operation.written:
+        return False
+    return operation.written[0].owner == wanted.owner and operation.written[0].is_whole()
+
+
+def _repeat(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
+    def real(value: Any) -> Any:
+        if isinstance(value, _Window):
+            return _real(value, storages)
+        return value.clone() if isinstance(value, Tensor) else value
+
+    args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
+    result = operation.function(*args, **kwargs)
+    for window, made in zip(operation.outputs, _tensors(result), strict=False):
+        storages.setdefault(window.owner, made.untyped_storage())
+
+
+def _real(window: _Window, storages: dict[int, torch.UntypedStorage]) -> Tensor:
+    """The same window on the real memory."""
+    empty = torch.empty(0, dtype=window.dtype, device=_CPU)
+    return empty.set_(storages[window.owner], window.offset, window.size, window.stride)
+
+
+def _told(value: Any) -> Any:
+    if isinstance(value, _Window):
+        return f"{value.size} {value.dtype}"
+    if not isinstance(value, Tensor):
+        return value
+    told = f"{tuple(value.shape)} {value.dtype}"
+    if _is_fake(value):
+        return told
+    data = value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{told} {hashlib.sha256(data).hexdigest()}"

@@ -1,0 +1,95 @@
+"""Lines that wait in memory while their files cannot be written: how long that may go on.
+
+Rank 0 writes the files, so it alone has lines to keep; the step's agreement tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runner.system.json_lines import Kept, LineFile
+
+_MOST_BYTES = 64 << 20  # some hundred thousand lines
+
+
+class Backlog:
+    """The files of one run. On ranks that write none there is nothing in it.
+
+    Args:
+        patience_seconds: how long lines are kept before the run is asked to stop.
+        ask_to_stop: takes the reason.
+        from_first: collective; rank 0's JSON value, on every rank.
+        say: one line for a person.
+    """
+
+    def __init__(
+        self,
+        *,
+        patience_seconds: float,
+        ask_to_stop: Callable[[str], None],
+        from_first: Callable[[str], str],
+        say: Callable[[str], None],
+    ) -> None:
+        self._patience_seconds = patience_seconds
+        self._ask_to_stop = ask_to_stop
+        self._from_first = from_first
+        self._say = say
+        self._files: list[LineFile] = []
+        self._has_asked = False
+        self._words = ""
+
+    def add(self, file: LineFile | None) -> None:
+        """Look after this file as well."""
+        if file is not None:
+            self._files.append(file)
+
+    def look(self) -> bool:
+        """Whether lines are kept on this rank. Once a step."""
+        for file in self._files:
+            file.retry()
+        kept = self._kept()
+        if not kept:
+            return False
+        self._words = "; ".join(one.words for _, one in kept)
+        seconds = max(one.seconds for _, one in kept)
+        is_full = sum(one.num_bytes for _, one in kept) > _MOST_BYTES
+        if (seconds > self._patience_seconds or is_full) and not self._has_asked:
+            self._has_asked = True
+            self._ask_to_stop(
+                f"lines are kept in memory for {seconds:.0f} s "
+                f"(track.unwritten_seconds={self._patience_seconds:g}): {self._words}"
+            )
+        return True
+
+    def words(self) -> str:
+        """What the system said last on the first rank. Collective."""
+        return self._from_first(self._words)
+
+    def standing(self) -> str:
+        """The same if lines are kept there now; else empty. Collective."""
+        return self._from_first(self._words if self.look() else "")
+
+    @property
+    def patience_seconds(self) -> float:
+        return self._patience_seconds
+
+    def require_written(self) -> None:
+        """A checkpoint counts on the lines before it: without them it must not be published.
+
+        Raises:
+            OSError: some are kept in memory only.
+        """
+        for file, one in self._kept():
+            raise OSError(
+                f"{one.num_lines} lines of {file.path} are kept in memory only ({one.words})"
+            )
+
+    def finish(self) -> None:
+        """A last try; says what is lost."""
+        for file in self._files:
+            file.sync()
+        for file, one in self._kept():
+            self._say(f"warning: {one.num_lines} lines of {file.path} are lost: {one.words}")
+
+    def _kept(self) -> list[tuple[LineFile, Kept]]:
+        return [(file, kept) for file in self._files if (kept := file.kept) is not None]

@@ -1,0 +1,79 @@
+"""How far a command is, on standard error: nothing for work of two seconds, a bar for more."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.text import Text
+
+from runner.observe.console import Working
+
+_QUIET_SECONDS = 2.0
+_EVERY_SECONDS = 0.2
+
+
+class Bar:
+    """A live line on a terminal, and a plain line every half minute elsewhere.
+
+    Args:
+        what: in words: "verifying".
+        total: bytes, or things of the kind that ``unit`` names.
+        unit: in the plural; empty for bytes.
+        console: where it is shown; standard error, so that the output can be piped.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        *,
+        unit: str = "",
+        console: RichConsole | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total = total
+        self._done = 0
+        self._clock = clock
+        self._working = Working(what, clock, unit=unit)
+        self._working.begin(0)
+        self._next = clock() + _QUIET_SECONDS
+        self._console = console or RichConsole(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def add(self, count: int) -> None:
+        """So much more is done."""
+        self.at(self._done + count)
+
+    def at(self, done: int, total: int | None = None) -> None:
+        """So much is done by now, of a total that may have grown."""
+        self._done = done
+        self._total = self._total if total is None else total
+        now = self._clock()
+        if now < self._next or self._total <= 0:
+            return
+        self._next = now + _EVERY_SECONDS
+        text = self._working.text(done, self._total)
+        if self._console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self._console, auto_refresh=False, transient=True)
+                self._live.start()
+            self._live.update(Text(text), refresh=True)
+        elif self._working.is_due():
+            self._console.print(Text(text))

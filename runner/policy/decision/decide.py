@@ -1,0 +1,119 @@
+"""From the numbers of one step to its verdict and its action: one place for loop and backtest.
+
+The story around it differs (a loop has weights, a backtest has rows of a file); what is
+judged and decided must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from runner.policy.decision.episode import Diagnosis, Episode, stopped
+from runner.policy.decision.history import History
+from runner.policy.decision.judge import Baseline, Kind, Verdict
+from runner.policy.decision.ladder import (
+    Action,
+    Apply,
+    BadStepTracker,
+    DecisionInput,
+    Halt,
+    Rebaseline,
+    RemedyRules,
+    Rollback,
+    decide,
+)
+from runner.policy.decision.signals import StepSignals
+from runner.policy.retention.records import Record
+
+# A level above what an untrained model reaches, by more than noise, is no data mix.
+_UNTRAINED_MARGIN = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDecision:
+    """What a step means and what to do about it.
+
+    ``onset`` is the sample position at which the trouble began (of a clean step: its own),
+    ``finding`` the trouble that ended with this step, ``case`` what was decided on (None: a clean
+    step).
+    """
+
+    verdict: Verdict
+    action: Action
+    onset: int
+    finding: Diagnosis | None
+    case: DecisionInput | None = None
+
+    @property
+    def lacks_target(self) -> bool:
+        """Whether a checkpoint that is being proven could change the decision."""
+        return isinstance(self.action, Rollback | Halt) and self.action.lacks_target
+
+
+def rule(
+    signals: StepSignals,
+    *,
+    baseline: Baseline,
+    trouble: BadStepTracker,
+    history: History,
+    ring: Sequence[Record],
+    rules: RemedyRules,
+) -> StepDecision:
+    """Judge one attempted step and decide on it; only ``trouble`` takes note of it.
+
+    ``ring`` are the checkpoints there are, ``history`` the journal so far.
+    """
+    verdict = baseline.judge(signals)
+    if signals.withheld is not None:  # nothing was applied, whatever the judge makes of it
+        verdict = replace(verdict, kind=Kind.non_finite, reason=signals.withheld)
+    is_bad = verdict.kind in (Kind.non_finite, Kind.spike)
+    finding = trouble.note(signals, baseline.before() if is_bad else None)
+    if verdict.kind is Kind.clean:
+        # Nothing to decide: what nearly every step costs is the judgement alone.
+        action: Action = Apply(reason=verdict.reason)
+        return StepDecision(verdict=verdict, action=action, onset=signals.start, finding=finding)
+    case = DecisionInput(
+        verdict=verdict,
+        signals=signals,
+        trouble=trouble,
+        history=history,
+        ring=ring,
+        rules=rules,
+        untrained_loss=max(baseline.first_loss, rules.untrained_loss) * _UNTRAINED_MARGIN,
+        recent=baseline.recent(rules.level_steps),
+    )
+    return _decided(case, baseline, finding)
+
+
+def rule_again(ruling: StepDecision, *, baseline: Baseline, ring: Sequence[Record]) -> StepDecision:
+    """The same step with the checkpoints that there are by now."""
+    assert ruling.case is not None
+    return _decided(replace(ruling.case, ring=ring), baseline, ruling.finding)
+
+
+def _decided(case: DecisionInput, baseline: Baseline, finding: Diagnosis | None) -> StepDecision:
+    action = decide(case)
+    return StepDecision(
+        verdict=case.verdict,
+        action=action,
+        onset=case.onset[1],
+        finding=_ended_by(action, case, baseline) or finding,
+        case=case,
+    )
+
+
+_HOW = {Rollback: "the run goes back", Halt: "the run halts", Rebaseline: "taken as a new level"}
+
+
+def _ended_by(action: Action, case: DecisionInput, baseline: Baseline) -> Diagnosis | None:
+    how = _HOW.get(type(action))
+    if how is None:
+        return None
+    step, start = case.onset
+    drifted = case.verdict.kind is Kind.drift
+    known = None if drifted else case.trouble.episode
+    episode = known or Episode.begin(step, start, baseline.before())
+    if drifted:
+        episode = replace(episode, stop=case.signals.stop)
+    return stopped(episode, drifted=drifted, how=how)

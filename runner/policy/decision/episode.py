@@ -1,0 +1,171 @@
+"""What a stretch of trouble was, told when it ends: its shape and the cause to suspect.
+
+The shape is how it ended: by itself, by going back, or as a rise that no single step showed.
+The cause is read from what came *before* the first bad step, for afterwards all norms are large:
+a norm that was flat and then jumps points at the data, one that crept up before at the
+learning rate or the numerics; NaN out of a calm norm at one sample or one layer. A norm that rose a
+little, as norms also do by themselves, points nowhere: unclear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from runner.policy.decision.signals import StepSignals
+
+# So much of the drift alarm's height at the onset already: a divergence, not a jump.
+_RISING_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreOnset:
+    """The clean steps before the onset.
+
+    ``loss`` and ``grad_norm`` are medians; ``creep`` is by what factor the newest norms stood
+    above theirs where that is more than noise, else 1, and ``is_creep_clear`` whether it is more
+    than norms do by themselves; ``drift_share`` how much of the drift alarm's height was reached.
+    """
+
+    loss: float
+    grad_norm: float
+    creep: float
+    is_creep_clear: bool
+    drift_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """Bad steps that belong together. Positions are half open; ``num_tried`` counts attempts."""
+
+    onset_step: int
+    start: int
+    stop: int
+    num_bad: int
+    num_nonfinite: int
+    num_tried: int
+    first_norm: float | None
+    worst_loss: float | None
+    before: PreOnset
+
+    @classmethod
+    def begin(cls, step: int, start: int, before: PreOnset) -> Episode:
+        """Nothing bad counted yet."""
+        return cls(
+            onset_step=step,
+            start=start,
+            stop=start,
+            num_bad=0,
+            num_nonfinite=0,
+            num_tried=0,
+            first_norm=None,
+            worst_loss=None,
+            before=before,
+        )
+
+    def with_step(self, signals: StepSignals, *, is_bad: bool) -> Episode:
+        """One attempted step later."""
+        if not is_bad:
+            return replace(self, num_tried=self.num_tried + 1)
+        return replace(
+            self,
+            num_tried=self.num_tried + 1,
+            num_bad=self.num_bad + 1,
+            num_nonfinite=self.num_nonfinite + (not signals.is_finite),
+            stop=signals.stop,
+            first_norm=self.first_norm if self.num_bad else _finite(signals.grad_norm),
+            worst_loss=max(self.worst_loss or -math.inf, signals.loss)
+            if math.isfinite(signals.loss)
+            else self.worst_loss,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> Episode:
+        """Inverse of :meth:`to_json`."""
+        return cls(**{**state, "before": PreOnset(**state["before"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """An episode's end: ``shape`` is transient, persistent or divergence."""
+
+    episode: Episode
+    shape: str
+    course: str
+    cause: str
+    why: str
+
+    def words(self, onset_step: int | None = None) -> str:
+        """One sentence; a replay gives the step as it was recorded."""
+        step = self.episode.onset_step if onset_step is None else onset_step
+        return (
+            f"{self.shape} from step {step}: {self.course}; "
+            f"suspected cause: {self.cause} ({self.why})"
+        )
+
+
+def transient(episode: Episode) -> Diagnosis:
+    """It stopped by itself once its steps were left out."""
+    count = _count(episode.num_bad, "bad step")
+    return _finding(episode, "transient", f"{count}, then clean again without going back")
+
+
+def scattered(episode: Episode) -> Diagnosis:
+    """It never stopped, and was never dense enough to go back for."""
+    count = _count(episode.num_bad, "bad step")
+    return _finding(
+        episode, "persistent", f"{count} among {episode.num_tried}, never enough at once to go back"
+    )
+
+
+def stopped(episode: Episode, *, drifted: bool, how: str) -> Diagnosis:
+    """It ended by decision: ``how`` says which."""
+    if drifted or episode.before.drift_share >= _RISING_SHARE:
+        return _finding(episode, "divergence", f"the loss kept rising; {how}")
+    count = _count(episode.num_bad, "bad step")
+    return _finding(episode, "persistent", f"{count} among {episode.num_tried}; {how}")
+
+
+def _finding(episode: Episode, shape: str, course: str) -> Diagnosis:
+    cause, why = _suspect(episode)
+    return Diagnosis(episode=episode, shape=shape, course=course, cause=cause, why=why)
+
+
+def blames_data(episode: Episode) -> bool:
+    """Whether bad steps came out of nothing: then neither the rate nor the state is to blame."""
+    return episode.num_bad > 0 and episode.before.creep <= 1.0
+
+
+def _suspect(episode: Episode) -> tuple[str, str]:
+    before = episode.before
+    usual = f"{before.grad_norm:.3g}"
+    if before.creep > 1.0 and not before.is_creep_clear:
+        return "unclear", (
+            f"the grad norm had risen to {before.creep:.2g} times its usual {usual} before: too "
+            "little to tell a rate from the data"
+        )
+    if before.creep > 1.0:
+        return "learning rate or numerics", (
+            f"the grad norm had crept up to {before.creep:.2g} times its usual {usual} before"
+        )
+    if episode.num_bad and episode.num_nonfinite == episode.num_bad:
+        return "one sample or one layer", f"not finite out of a calm grad norm of {usual}"
+    if not episode.num_bad:
+        return "data", f"its mix or its difficulty: the grad norm stayed at {usual} all along"
+    if episode.first_norm is None:
+        return "data", f"grad norm flat at {usual} before, then not finite"
+    return "data", f"grad norm flat at {usual} before, {episode.first_norm:.3g} at the onset"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

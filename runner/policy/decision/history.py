@@ -1,0 +1,225 @@
+"""What is never rolled back: the run's incidents and what follows from them.
+
+:class:`History` is a fold over the journal's entries: the skip ledger, the rollbacks, the rate
+cuts, the number of attempts. Every rank holds the same one; rank 0's copy is on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.signals import StepSignals
+from runner.policy.retention.records import Record
+from runner.policy.schedule import RateCut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One journal line.
+
+    ``samples`` is the half-open span of stream positions concerned, ``sample_ids`` names the
+    suspects in the data set's own words, ``detail`` holds what the kind needs to be replayed.
+    """
+
+    kind: str
+    step: int
+    decision: str
+    reason: str
+    ranks: tuple[int, ...] = ()
+    samples: tuple[int, int] | None = None
+    sample_ids: tuple[str, ...] = ()
+    cost_steps: int = 0
+    cost_seconds: float = 0.0
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Incident:
+        """Inverse of :meth:`to_json`; other keys (time, seq, attempt) are left out.
+
+        Raises:
+            KeyError, TypeError: the line is no incident.
+        """
+        samples = line["samples"]
+        return cls(
+            kind=str(line["kind"]),
+            step=int(line["step"]),
+            decision=str(line["decision"]),
+            reason=str(line["reason"]),
+            ranks=tuple(int(rank) for rank in line["ranks"]),
+            samples=None if samples is None else (int(samples[0]), int(samples[1])),
+            sample_ids=tuple(str(name) for name in line["sample_ids"]),
+            cost_steps=int(line["cost_steps"]),
+            cost_seconds=float(line["cost_seconds"]),
+            detail=dict(line["detail"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackRecord:
+    """A rollback that happened: where trouble began, and the checkpoint the run went back to.
+
+    ``cursor`` is the checkpoint's: what was read from there on was undone.
+    """
+
+    onset_step: int
+    to_step: int
+    cursor: int
+    serial: int
+    next_serial: int
+    skip: tuple[int, int]
+    repeat: int
+    metrics_bytes: int
+    seq: int
+
+
+class History:
+    """The fold. ``add`` takes incidents in journal order."""
+
+    def __init__(self, told_to_skip: Iterable[tuple[int, int]] = ()) -> None:
+        self.ledger = Ledger(told_to_skip)
+        self.rollbacks: list[RollbackRecord] = []
+        self.cuts: list[RateCut] = []
+        self.incidents: list[Incident] = []
+        self.mismatches: list[tuple[int, int]] = []  # next serial, last step known to be good
+        self.num_starts = 0
+        self.num_discarded = 0
+        self.unreadable: set[int] = set()  # indices in the data set
+        self.mixtures: list[tuple[int, dict[str, float]]] = []  # from a position on, by weights
+        self.known_stop = 0  # one past the last position that a line has put into the ledger
+
+    def add(self, incident: Incident) -> None:
+        """Fold one incident in."""
+        seq = len(self.incidents)
+        self.incidents.append(incident)
+        if incident.kind == "start":
+            self.num_starts += 1
+        elif incident.kind == "discard" and incident.samples is not None:
+            self.num_discarded += 1
+            self._skip(*incident.samples)
+        elif incident.kind == "unreadable":
+            self.unreadable.update(incident.detail["indices"])
+            for position in incident.detail["positions"]:
+                self._skip(position, position + 1)
+        elif incident.kind == "mixture":
+            self.mixtures.append((incident.detail["start"], dict(incident.detail["weights"])))
+        elif incident.kind == "rollback" and incident.samples is not None:
+            self._add_rollback(incident, incident.samples, seq)
+        elif incident.kind == "replica_mismatch" and "good_step" in incident.detail:
+            self.mismatches.append((incident.detail["next_serial"], incident.detail["good_step"]))
+
+    def _skip(self, start: int, stop: int) -> None:
+        self.ledger.add(start, stop)
+        self.known_stop = max(self.known_stop, stop)
+
+    def _add_rollback(self, incident: Incident, skip: tuple[int, int], seq: int) -> None:
+        detail = incident.detail
+        if not detail.get("read_again", False):
+            self._skip(*skip)
+        self.rollbacks.append(
+            RollbackRecord(
+                onset_step=detail["onset_step"],
+                to_step=detail["to_step"],
+                cursor=detail["cursor"],
+                serial=detail["serial"],
+                next_serial=detail["next_serial"],
+                skip=skip,
+                repeat=detail["repeat"],
+                metrics_bytes=detail["metrics_bytes"],
+                seq=seq,
+            )
+        )
+        if detail["cut_steps"]:
+            # From the onset, not from the checkpoint: which one was proven in time depends on
+            # the disk, and the run must not.
+            start = detail["onset_step"] - 1
+            stop = start + detail["cut_steps"]
+            self.cuts.append(RateCut(start=start, stop=stop, factor=detail["cut_factor"]))
+
+    def abandoned_serials(self) -> set[int]:
+        """Checkpoints that a rollback left behind: never to be used again."""
+        return {
+            serial
+            for rollback in self.rollbacks
+            for serial in range(rollback.serial + 1, rollback.next_serial)
+        }
+
+    def distrusts(self, record: Record) -> bool:
+        """Whether it was saved after copies were last known to be equal, before they differed.
+
+        The ring says so too, with a mark; a crash may come between this line and the mark.
+        """
+        return any(
+            record.serial < next_serial and record.step > good_step
+            for next_serial, good_step in self.mismatches
+        )
+
+    def last_rollback_to(self, serial: int) -> RollbackRecord | None:
+        """The newest rollback that went back to this checkpoint."""
+        return next((r for r in reversed(self.rollbacks) if r.serial == serial), None)
+
+    def discards_from(self, cursor: int) -> list[Incident]:
+        """Discards at sample position ``cursor`` or later that no rollback undid, in order.
+
+        The place in the journal does not tell which they are: a restarted run may come to a
+        discard long after it was journalled.
+        """
+        return [
+            incident
+            for seq, incident in enumerate(self.incidents)
+            if incident.kind == "discard"
+            and incident.samples is not None
+            and incident.samples[0] >= cursor
+            and not self._was_undone(seq, incident.samples[0])
+        ]
+
+    def _was_undone(self, seq: int, position: int) -> bool:
+        return any(back.seq > seq and back.cursor <= position for back in self.rollbacks)
+
+
+def discard_incident(signals: StepSignals, *, verdict: str, reason: str) -> Incident:
+    """A discard, with what its line must hold so that a restart can repeat the judgement."""
+    return Incident(
+        kind="discard",
+        step=signals.step,
+        decision="discard",
+        reason=reason,
+        samples=(signals.start, signals.stop),
+        detail={
+            "verdict": verdict,
+            "loss": _word(signals.loss),
+            "grad_norm": _word(signals.grad_norm),
+            "tokens": signals.tokens,
+            "nonfinite_ranks": signals.nonfinite_ranks,
+            "withheld": signals.withheld,
+        },
+    )
+
+
+def discarded_signals(incident: Incident) -> StepSignals:
+    """The signals of a journalled discard: the inverse of :func:`discard_incident`."""
+    assert incident.samples is not None
+    detail = incident.detail
+    return StepSignals(
+        step=incident.step,
+        start=incident.samples[0],
+        stop=incident.samples[1],
+        loss=float(detail["loss"]),
+        grad_norm=float(detail["grad_norm"]),
+        tokens=int(detail["tokens"]),
+        nonfinite_ranks=int(detail["nonfinite_ranks"]),
+        gated=True,
+        withheld=detail.get("withheld"),
+    )
+
+
+def _word(value: float) -> float | str:
+    """JSON has no NaN and no Infinity; float() reads these words back."""
+    return value if math.isfinite(value) else repr(value)

@@ -1,0 +1,463 @@
+"""The judge: what one step's numbers mean, given the clean steps before it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from runner.policy.decision.episode import PreOnset
+from runner.policy.decision.signals import Bounds, Limits, StepSignals
+from runner.policy.decision.window import Window, median_of_sorted
+
+
+class Kind(Enum):
+    clean = "Clean"
+    non_finite = "NonFinite"
+    spike = "Spike"
+    drift = "Drift"
+    level_shift = "LevelShift"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A judgement and the sentence that explains it.
+
+    ``onset_step`` and ``onset`` (sample position) say where the trouble began; for a single
+    bad step that is the step itself, for a drift where the excess began to pile up. ``limits``
+    are those that the step was held against.
+    """
+
+    kind: Kind
+    reason: str
+    onset_step: int
+    onset: int
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeRules:
+    """Thresholds; ``runner.config.schema.GuardConfig`` documents each."""
+
+    enabled: bool
+    window: int
+    min_history: int
+    loss_sigmas: float
+    loss_floor: float
+    pair_sigmas: float
+    pair_floor: float
+    norm_sigmas: float
+    norm_floor: float
+    drift_slack: float
+    drift_nats: float
+    drift_rise: float
+
+
+# The level that a falling loss is judged against: the median of so many newest losses. Five
+# follow the steepest hundred steps of a language model closely; two bad ones do not move it.
+_LEVEL_STEPS = 5
+# What the whole window says of slope, noise and tail is held against the newest steps: where a
+# steep beginning has just ended, most of the window still tells of another curve.
+_LATE_STEPS = 16
+# A slope is corrected for by no more than this share of loss_floor: a steep fall that ends at once
+# is no trouble, and a limit below the level would never let the level in.
+_MOST_BIAS = 0.5
+# Sixteen values tell the noise to about a third and the tail worse; so much is allowed for that.
+_LATE_SIGMAS = 2.0
+_LATE_TAIL = 1.5
+# A pair must stand out of the window's own tail: this many times as far above the middle as the
+# third highest value (one or two hard batches do not move it). That is 3.5 sigmas of normal noise,
+# more where tails are heavy.
+_TAIL_RANK = 3
+_PAIR_TAILS = 2.0
+# No single step may bring more than this share of the alarm: a drift is many steps' agreement.
+_DRIFT_STEPS = 10
+# The alarm's least height in robust sigmas of the loss. With the slack of one sigma, chance
+# alone comes so high about once in exp(2 * 0.6 * 16) = 2e8 steps of normal noise.
+_DRIFT_SIGMAS = 16.0
+# The best level held is forgotten by one slack in so many steps: what rises slower than that
+# is the data or the schedule.
+_DRIFT_MEMORY = 1000
+# A run whose best level lies above what it began with has learned nothing that going back would
+# save. Above: by so many nats and so many robust sigmas (the median of five errs by half a sigma).
+_BEGINNING_STEPS = 5
+_ABOVE_BEGINNING = 0.1
+_ABOVE_BEGINNING_SIGMAS = 2.0
+# What counts as normal norm before trouble: these many newest clean steps.
+_BEFORE_STEPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """Middle, robust sigma, and how far the tail reaches above the middle."""
+
+    center: float
+    sigma: float
+    tail: float
+
+
+def _noise(window: Window) -> _Noise:
+    center, sigma = window.center_and_sigma()
+    return _Noise(center, sigma, _PAIR_TAILS * (window.largest(_TAIL_RANK) - center))
+
+
+def _late_noise(late: Window) -> _Noise:
+    """The same of the newest steps alone, with an allowance for their being few."""
+    center, sigma = late.center_and_sigma()
+    tail = _LATE_TAIL * _PAIR_TAILS * (late.largest(1) - center)
+    return _Noise(center, _LATE_SIGMAS * sigma, tail)
+
+
+class Baseline:
+    """What normal looks like: statistics of applied steps only. Rolled back with the weights.
+
+    A loss is held against two levels: the median of the window, and the median of the last
+    five steps. The first does not follow a rise, the second follows a fall: in the first
+    hundreds of steps the window's median lies whole nats above the curve and would hide any
+    jump. How far a healthy loss lies from the second (the surprise: its bias where the loss
+    falls, its spread) is measured on the window too, so no slope has to be assumed.
+
+    One high loss may be a hard batch, two in a row are less likely so: after a step above the
+    pair limit that limit holds. So a small lasting jump is found by its second step in noise in
+    which a single step of its height is nothing. Tails decide how unlikely: the pair limit lies
+    beyond the window's own.
+
+    The limits in force lag one applied step behind the statistics. Where the host reads the
+    numbers one step late (``guard.sync=false``) it knows by then what holds after one more
+    applied step (:attr:`bounds_ahead`), so that reading late and reading at once give the same
+    limits and the same run, bit for bit. Which of the two limits holds does not lag: the gate
+    picks by the loss before, which the device has.
+    """
+
+    def __init__(self, rules: JudgeRules) -> None:
+        self._rules = rules
+        self._begin_with([])
+        self._clear([], [], [])
+        self._limits = self._next_limits = (Limits(), Limits())
+        self._after_high = False
+        self._level: float | None = None
+        self._next_level: float | None = None
+        self._best_level = math.inf
+        self._drift = 0.0
+        self._drift_onset = (0, 0)
+        self.first_loss = math.nan
+        self.clean_streak = 0
+
+    def _begin_with(self, losses: list[float]) -> None:
+        self._beginning = losses
+        self._began = statistics.median(losses) if losses else math.inf
+
+    def _clear(
+        self, losses: Iterable[float], surprises: Iterable[float], log_norms: Iterable[float]
+    ) -> None:
+        size = self._rules.window
+        late = min(size, _LATE_STEPS)
+        self._loss = Window(size, losses)
+        self._surprise = Window(size, surprises)
+        self._log_norm = Window(size, log_norms)
+        self._late_surprise = Window(late, self._surprise.values())
+        self._late_log_norm = Window(late, self._log_norm.values())
+        self._measure_loss()
+
+    def _measure_loss(self) -> None:
+        """Level and noise of the window's losses, and what the drift test takes from them."""
+        measured = self._loss.center_and_sigma() if len(self._loss) else (0.0, 0.0)
+        self._median, self._sigma = measured
+        self._slack = max(self._rules.drift_slack, self._sigma)
+        self._alarm = max(self._rules.drift_nats, _DRIFT_SIGMAS * self._sigma)
+
+    @property
+    def limits(self) -> Limits:
+        """The gate's bounds for the next step."""
+        return self._limits[self._after_high]
+
+    @property
+    def bounds(self) -> Bounds:
+        """The gate's bounds for the next step, everything before it being known."""
+        return Bounds(usual=self.limits, again=self.limits)
+
+    @property
+    def bounds_ahead(self) -> Bounds:
+        """For the step after the next, should the next be applied and clean."""
+        usual, again = self._next_limits
+        return Bounds(usual=usual, again=again, high=self._limits[True].loss)
+
+    def end_limit(self, earlier: float | None = None) -> float:
+        """The highest loss, in nats per token, at which an end state passes for sound.
+
+        Args:
+            earlier: a held-out loss of before. No further above it than the limit lies above the
+                training's level is within the limits as well.
+        """
+        limit = self._limits[False].loss
+        if earlier is None or self._next_level is None:
+            return limit
+        return max(limit, earlier + limit - self._next_level)
+
+    @property
+    def may_alarm(self) -> bool:
+        """Whether the next step, though within its limits, could be found a drift."""
+        most = self._alarm / _DRIFT_STEPS  # as _excess has it
+        return self._rules.enabled and self._drift + most > self._alarm and self._has_risen()
+
+    def accept(self, signals: StepSignals) -> None:
+        """Admit an applied, clean step."""
+        self.clean_streak += 1
+        self._after_high = self._is_high(signals)
+        if not self._rules.enabled:
+            return  # what was not judged may be anything, NaN included
+        if math.isnan(self.first_loss):
+            self.first_loss = signals.loss
+        if len(self._beginning) < _BEGINNING_STEPS:
+            self._begin_with([*self._beginning, signals.loss])
+        self._pile_up_drift(signals)
+        if self._level is not None:
+            surprise = signals.loss - self._level
+            self._surprise.push(surprise)
+            self._late_surprise.push(surprise)
+        log_norm = _log(signals.grad_norm)
+        self._loss.push(signals.loss)
+        self._log_norm.push(log_norm)
+        self._late_log_norm.push(log_norm)
+        self._measure_loss()
+        level = median_of_sorted(sorted(self._loss.newest(_LEVEL_STEPS)))
+        self._level, self._next_level = self._next_level, level
+        self._limits, self._next_limits = self._next_limits, self._compute_limits(level)
+
+    def refuse(self, signals: StepSignals) -> None:
+        """Note a step that was not clean: probations of checkpoints begin anew."""
+        self.clean_streak = 0
+        self._after_high = self._is_high(signals)
+
+    def _is_high(self, signals: StepSignals) -> bool:
+        # NaN is high: what compares False with everything must not pass for low.
+        return not signals.loss <= self._limits[True].loss
+
+    def restart_at(self, losses: list[float], grad_norms: list[float]) -> None:
+        """Take a new level as normal: forget the old statistics, begin with these values."""
+        losses = losses[-self._rules.window :]
+        center = statistics.median(losses)
+        self._begin_with(losses[-_BEGINNING_STEPS:])
+        self._clear(losses, [loss - center for loss in losses], [_log(norm) for norm in grad_norms])
+        self._level = self._next_level = center
+        self._best_level = math.inf
+        self._drift = 0.0
+        self._limits = self._next_limits = self._compute_limits(center)
+        self._after_high = False
+
+    def recent(self, count: int) -> list[tuple[float, float]]:
+        """(loss, grad norm) of the newest clean steps, in order."""
+        norms = [math.exp(value) for value in reversed(self._log_norm.newest(count))]
+        return list(zip(reversed(self._loss.newest(count)), norms, strict=True))
+
+    def before(self) -> PreOnset:
+        """What the clean steps up to now looked like, for the record of an episode."""
+        if not len(self._loss):
+            return PreOnset(
+                loss=0.0, grad_norm=0.0, creep=1.0, is_creep_clear=False, drift_share=0.0
+            )
+        usual = self._log_norm.median()
+        creep, is_clear = self._norm_creep(usual)
+        return PreOnset(
+            loss=self._loss.median(),
+            grad_norm=math.exp(usual),
+            creep=math.exp(creep),
+            is_creep_clear=is_clear,
+            drift_share=self._drift / self._alarm,
+        )
+
+    def _norm_creep(self, usual: float) -> tuple[float, bool]:
+        """How far the newest log norms lie above the usual one, and whether that is clear.
+
+        Clear: the very last one by far; two of the newest eight (one alone may be a hard batch);
+        or a rise over the whole window that goes on from quarter to quarter to half as much again.
+        A rise takes the window's median and spread along: a straight one ends two such spreads
+        above where it began, noise less than half a spread. Norms wander, though, in the first
+        hundreds of steps most of all, so a smaller rise tells nothing either way; below that, 0.
+        """
+        sigma = self._log_norm.sigma()
+        newest = self._log_norm.newest(_BEFORE_STEPS)
+        last, second = newest[0] - usual, sorted(newest)[-2:][0] - usual
+        rise, goes_on = _rise(self._log_norm.values())
+        signs = [
+            (last, max(4 * sigma, math.log(2.0))),
+            (second, max(3 * sigma, math.log(1.5))),
+            (rise if goes_on else 0.0, max(1.2 * sigma, math.log(1.5))),
+        ]
+        clear = [sign for sign, least in signs if sign > least]
+        if clear:
+            return max(clear), True
+        return (rise if rise > max(1.2 * sigma, math.log(1.25)) else 0.0), False
+
+    def judge(self, signals: StepSignals) -> Verdict:
+        """The verdict on one attempted step. Pure: nothing is admitted here."""
+        kind, reason = self._classify(signals)
+        if kind is Kind.drift and self._drift > 0.0:
+            onset_step, onset = self._drift_onset
+        else:
+            onset_step, onset = signals.step, signals.start
+        return Verdict(
+            kind=kind, reason=reason, onset_step=onset_step, onset=onset, limits=self.limits
+        )
+
+    def _classify(self, signals: StepSignals) -> tuple[Kind, str]:
+        # Non-finite first: NaN compares False with everything, so no limit would catch it.
+        if not self._rules.enabled:
+            return Kind.clean, "guard.enabled=false"
+        if not signals.is_finite:
+            return Kind.non_finite, (
+                f"loss {signals.loss:g}, grad norm {signals.grad_norm:g}, "
+                f"{signals.nonfinite_ranks} rank(s) with NaN or Inf"
+            )
+        if self.limits.exceeded(signals):
+            return Kind.spike, self._explain_spike(signals)
+        summed = self._drift + self._excess(signals.loss)
+        if summed > self._alarm and self._has_risen():
+            return Kind.drift, (
+                f"loss {signals.loss:.3f} and its recent run lie above the best held level "
+                f"{self._best_level:.3f}: summed excess {summed:.2f} > {self._alarm:.2f} "
+                f"(guard.drift_nats={self._rules.drift_nats:g})"
+            )
+        return Kind.clean, "within limits"
+
+    def _explain_spike(self, signals: StepSignals) -> str:
+        parts = []
+        if signals.loss > self.limits.loss:
+            when = " after a high one" if self._after_high else ""
+            parts.append(
+                f"loss {signals.loss:.3f} > limit {self.limits.loss:.3f}{when} "
+                f"(median {self._loss.median():.3f}, of the last {_LEVEL_STEPS} steps "
+                f"{self._next_level:.3f})"
+            )
+        if signals.grad_norm > self.limits.grad_norm:
+            parts.append(
+                f"grad norm {signals.grad_norm:.3g} > limit {self.limits.grad_norm:.3g} "
+                f"(median {math.exp(self._log_norm.median()):.3g})"
+            )
+        return ", ".join(parts)
+
+    def _compute_limits(self, level: float) -> tuple[Limits, Limits]:
+        """The limits after a usual step and after a high one."""
+        rules = self._rules
+        if not rules.enabled or len(self._loss) < rules.min_history:
+            return _NO_LIMITS
+        # The best level is held by as many steps as the window has, not by a lucky few.
+        median, sigma = self._median, self._sigma
+        self._best_level = min(self._best_level + self._slack / _DRIFT_MEMORY, median)
+        tail = _PAIR_TAILS * (self._loss.largest(_TAIL_RANK) - median)
+        usual, late = _noise(self._surprise), _late_noise(self._late_surprise)
+        short = level + min(0.0, max(usual.center, late.center, -_MOST_BIAS * rules.loss_floor))
+        spread, short_tail = min(usual.sigma, late.sigma), min(usual.tail, late.tail)
+        alone = min(
+            median + max(rules.loss_sigmas * sigma, rules.loss_floor),
+            short + max(rules.loss_sigmas * spread, rules.loss_floor),
+        )
+        again = min(
+            alone,  # the second is never allowed more than the first
+            median + max(rules.pair_sigmas * sigma, rules.pair_floor, tail),
+            short + max(rules.pair_sigmas * spread, rules.pair_floor, short_tail),
+        )
+        norm = self._norm_limit()
+        return Limits(loss=alone, grad_norm=norm), Limits(loss=again, grad_norm=norm)
+
+    def _norm_limit(self) -> float:
+        rules = self._rules
+        usual, sigma = self._log_norm.center_and_sigma()
+        log_norm = usual + max(rules.norm_sigmas * sigma, rules.norm_floor)
+        if rules.norm_sigmas * sigma > rules.norm_floor:
+            late = _late_noise(self._late_log_norm)
+            least = max(rules.norm_sigmas * late.sigma, rules.norm_floor)
+            log_norm = min(log_norm, max(usual, late.center) + least)
+        return math.exp(min(log_norm, 700.0))
+
+    def _excess(self, loss: float) -> float:
+        """Page's test (CUSUM, 1954) against the best level held; slack grows with the noise."""
+        if self._limits[False].loss == math.inf:
+            return 0.0  # armed no earlier than the gate, or one unjudged spike would be a drift
+        margin = max(_ABOVE_BEGINNING, _ABOVE_BEGINNING_SIGMAS * self._sigma)
+        if self._best_level > self._began + margin:
+            return 0.0  # nothing learned yet: going back would save nothing, and meet it again
+        return min(loss - self._best_level - self._slack, self._alarm / _DRIFT_STEPS)
+
+    def _has_risen(self) -> bool:
+        """Whether the newest steps, not a few of them, lie high enough to be worth going back."""
+        late = median_of_sorted(sorted(self._loss.newest(_LATE_STEPS)))
+        return late > self._best_level + self._rules.drift_rise
+
+    def _pile_up_drift(self, signals: StepSignals) -> None:
+        if self._drift == 0.0:
+            self._drift_onset = (signals.step, signals.start)
+        # No more than the alarm: what never rose far enough is not held against it for ever.
+        self._drift = min(max(0.0, self._drift + self._excess(signals.loss)), self._alarm)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, exactly: floats survive JSON bit for bit (shortest repr)."""
+        return {
+            "loss": self._loss.values(),
+            "surprise": self._surprise.values(),
+            "log_norm": self._log_norm.values(),
+            "level": self._level,
+            "next_level": self._next_level,
+            "limits": [_limits_to_json(limits) for limits in self._limits],
+            "next_limits": [_limits_to_json(limits) for limits in self._next_limits],
+            "after_high": self._after_high,
+            "best_level": _finite(self._best_level),
+            "beginning": self._beginning,
+            "drift": self._drift,
+            "drift_onset": list(self._drift_onset),
+            "first_loss": _finite(self.first_loss),
+            "clean_streak": self.clean_streak,
+        }
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_json`."""
+        self._begin_with(list(state["beginning"]))
+        self._clear(state["loss"], state["surprise"], state["log_norm"])
+        self._level, self._next_level = state["level"], state["next_level"]
+        self._limits = _limits_from_json(state["limits"])
+        self._next_limits = _limits_from_json(state["next_limits"])
+        self._after_high = state["after_high"]
+        self._best_level = math.inf if state["best_level"] is None else state["best_level"]
+        self._drift = state["drift"]
+        self._drift_onset = (state["drift_onset"][0], state["drift_onset"][1])
+        self.first_loss = math.nan if state["first_loss"] is None else state["first_loss"]
+        self.clean_streak = state["clean_streak"]
+
+
+def _rise(values: list[float]) -> tuple[float, bool]:
+    """From the first quarter's median to the last's, and whether it goes on in between."""
+    size = len(values) // 4
+    if size < _BEFORE_STEPS:
+        return 0.0, False  # medians of so few tell nothing
+    quarters = [statistics.median(values[at * size : (at + 1) * size]) for at in range(4)]
+    return quarters[-1] - quarters[0], quarters == sorted(quarters)
+
+
+def _log(norm: float) -> float:
+    """Log of a grad norm; a norm of zero (all targets masked) is no news, not minus infinity."""
+    return math.log(max(norm, 1e-30))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _limits_to_json(limits: Limits) -> list[float | None]:
+    return [_finite(limits.loss), _finite(limits.grad_norm)]
+
+
+def _limits_from_json(pair: list[list[float | None]]) -> tuple[Limits, Limits]:
+    usual, again = (
+        Limits(loss=_or_infinite(loss), grad_norm=_or_infinite(norm)) for loss, norm in pair
+    )
+    return usual, again
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+_NO_LIMITS = (Limits(), Limits())

@@ -1,0 +1,409 @@
+"""The decision ladder: from a verdict and what came before to one action with its reason.
+
+one bad step            discard it
+bad steps persist       back to the newest clean checkpoint before the onset, skip the range
+it comes back           an older checkpoint, a wider range; then a lower rate for a while, unless
+                        it came out of nothing each time, as bad data does
+it comes back, level    finite and steady from other weights too: it is the data's new
+                        level; take it as the new baseline
+budget spent            halt: a person must look
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runner.policy.decision.episode import (
+    Diagnosis,
+    Episode,
+    PreOnset,
+    blames_data,
+    scattered,
+    transient,
+)
+from runner.policy.decision.history import History
+from runner.policy.decision.judge import Kind, Verdict
+from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.window import MAD_TO_SIGMA
+from runner.policy.retention.records import Reach, Record, older_targets, rollback_targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemedyRules:
+    """Thresholds of the ladder; ``runner.config.schema.GuardConfig`` documents each.
+
+    ``batch`` is the global batch in samples: margins are configured in steps' worth of it.
+    ``untrained_loss`` (nats per token) is that of a uniform guess where it is known, 0 where only
+    the run's first loss tells, infinity where that one was no untrained model's either.
+    """
+
+    batch: int
+    untrained_loss: float
+    persist: int
+    persist_window: int
+    skip: bool
+    margin: int
+    ahead: int
+    back: int
+    repeat_window: int
+    widen: float
+    cooldown: float
+    cooldown_steps: int
+    level_steps: int
+    level_spread: float
+    max_rollbacks: int
+    budget_window: int
+    max_discards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apply:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discard:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebaseline:
+    """Take the level of these steps as normal from here on.
+
+    ``applied``: they were within the gate's limits (a drift), so this step counts.
+    """
+
+    reason: str
+    applied: bool
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """Go back to the first usable of ``targets`` (best first) and never read ``skip``.
+
+    ``read_again``: do read it, as a plain restart would (``guard.skip=false``). ``lacks_target``:
+    see :class:`Halt`; the oldest checkpoint has to do.
+    """
+
+    reason: str
+    targets: tuple[Record, ...]
+    skip: tuple[int, int]
+    read_again: bool
+    onset_step: int
+    repeat: int
+    cut_factor: float
+    cut_steps: int
+    lacks_target: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt:
+    """A person must look. ``lacks_target``: no clean checkpoint lies before the onset, so far."""
+
+    reason: str
+    lacks_target: bool = False
+
+
+Action = Apply | Discard | Rebaseline | Rollback | Halt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadStep:
+    step: int
+    start: int
+    stop: int
+    loss: float
+    grad_norm: float
+    finite: bool
+
+
+# An episode that neither ended nor came to a rollback is told after so many windows.
+_LONGEST_EPISODE = 10
+
+
+class BadStepTracker:
+    """The bad steps that may belong together. Rolled back with the weights.
+
+    ``bad``: those among the last ``persist_window`` attempted steps, and the whole unbroken
+    run up to now however long; a bad step long before is other trouble.
+    """
+
+    def __init__(self, rules: RemedyRules) -> None:
+        self._window = rules.persist_window
+        self._recent: deque[bool] = deque(maxlen=rules.persist_window)
+        self._num_recent = 0
+        self.bad: list[BadStep] = []
+        self.in_a_row = 0
+        self.episode: Episode | None = None
+
+    def note(self, signals: StepSignals, before: PreOnset | None = None) -> Diagnosis | None:
+        """Take one attempted step into account; ``before`` is given where it is bad.
+
+        Returns what the episode was that ended with this step: ``persist_window`` clean ones.
+        """
+        is_bad = before is not None
+        recent = self._recent
+        if len(recent) == self._window:
+            self._num_recent -= recent[0]
+        recent.append(is_bad)
+        if before is not None:
+            self._num_recent += 1
+            self.in_a_row += 1
+            self.bad.append(_bad_step(signals))
+            self.episode = self.episode or Episode.begin(signals.step, signals.start, before)
+        else:
+            self.in_a_row = 0
+        if self.bad:
+            del self.bad[: len(self.bad) - max(self.in_a_row, self._num_recent)]
+        if self.episode is None:
+            return None
+        self.episode = self.episode.with_step(signals, is_bad=is_bad)
+        return self._ended(self.episode)
+
+    def _ended(self, episode: Episode) -> Diagnosis | None:
+        if not self._num_recent:
+            finding = transient(episode)
+        elif self._num_recent == 1 and episode.num_tried >= _LONGEST_EPISODE * self._window:
+            finding = scattered(episode)
+        else:
+            return None
+        self.episode = None
+        return finding
+
+    def settle(self) -> None:
+        """The episode is over by decision: its level is the new normal."""
+        self._recent.clear()
+        self._num_recent = 0
+        self.bad.clear()
+        self.in_a_row = 0
+        self.episode = None
+
+    def num_recent(self) -> int:
+        """Bad steps among the last ``persist_window`` attempted ones."""
+        return self._num_recent
+
+    def last_run(self) -> list[BadStep]:
+        """The bad steps in a row up to now."""
+        return self.bad[len(self.bad) - self.in_a_row :]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; bad steps that were not finite hold no numbers."""
+        return {
+            "recent": list(self._recent),
+            "bad": [asdict(step) | ({} if step.finite else _NO_NUMBERS) for step in self.bad],
+            "in_a_row": self.in_a_row,
+            "episode": self.episode.to_json() if self.episode else None,
+        }
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_json`."""
+        self._recent.clear()
+        self._recent.extend(state["recent"])
+        self._num_recent = sum(self._recent)
+        self.bad = [BadStep(**step) for step in state["bad"]]
+        self.in_a_row = state["in_a_row"]
+        told = state["episode"]
+        self.episode = Episode.from_json(told) if told else None
+
+
+_NO_NUMBERS = {"loss": 0.0, "grad_norm": 0.0}
+
+
+def _bad_step(signals: StepSignals) -> BadStep:
+    return BadStep(
+        step=signals.step,
+        start=signals.start,
+        stop=signals.stop,
+        loss=signals.loss,
+        grad_norm=signals.grad_norm,
+        finite=signals.is_finite,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionInput:
+    """All that a decision rests on. ``trouble`` has already noted the step.
+
+    ``untrained_loss`` (nats per token) bounds what may become a new baseline: a level worse
+    than knowing nothing is no data mix. ``recent`` are (loss, grad norm) of the newest clean
+    steps, in order.
+    """
+
+    verdict: Verdict
+    signals: StepSignals
+    trouble: BadStepTracker
+    history: History
+    ring: Sequence[Record]
+    rules: RemedyRules
+    untrained_loss: float
+    recent: Sequence[tuple[float, float]] = ()
+
+    @property
+    def repeat(self) -> int:
+        """How often in a row trouble came back soon after a rollback; 0 for the first time."""
+        if not self.history.rollbacks:
+            return 0
+        last = self.history.rollbacks[-1]
+        is_soon = self.verdict.onset_step - last.onset_step <= self.rules.repeat_window
+        return last.repeat + 1 if is_soon else 0
+
+    @property
+    def onset(self) -> tuple[int, int]:
+        """Step and sample position at which the trouble began."""
+        if self.verdict.kind is Kind.drift:
+            return self.verdict.onset_step, self.verdict.onset
+        first = self.trouble.bad[0]
+        return first.step, first.start
+
+
+def decide(case: DecisionInput) -> Action:
+    """The action for this step."""
+    verdict, trouble, rules = case.verdict, case.trouble, case.rules
+    if verdict.kind is Kind.clean:
+        return Apply(reason=verdict.reason)
+    if verdict.kind is not Kind.drift:
+        if trouble.in_a_row > rules.max_discards:
+            return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
+        if trouble.num_recent() < rules.persist:
+            return Discard(reason=verdict.reason)
+        if case.repeat and _is_level(trouble.last_run(), rules, case.untrained_loss):
+            return _settle_or_wait(trouble.last_run(), rules)
+    elif case.repeat and _has_settled(case.recent, rules):
+        why = "came back after a rollback and no longer rises"
+        return _accept(case.recent, why, applied=True)
+    return _go_back(case)
+
+
+def _is_level(run: Sequence[BadStep], rules: RemedyRules, untrained_loss: float) -> bool:
+    if len(run) < 2 or not all(step.finite for step in run):
+        return False
+    losses = [step.loss for step in run]
+    center = statistics.median(losses)
+    spread = MAD_TO_SIGMA * statistics.median(abs(loss - center) for loss in losses)
+    return spread <= rules.level_spread * center and max(losses) <= untrained_loss
+
+
+def _settle_or_wait(run: Sequence[BadStep], rules: RemedyRules) -> Action:
+    said = "bad steps in a row, after a rollback too"
+    if len(run) < rules.level_steps:
+        return Discard(reason=f"{len(run)} level {said}; a new baseline at {rules.level_steps}")
+    values = [(step.loss, step.grad_norm) for step in run]
+    return _accept(values, f"holds for {len(run)} {said}", applied=False)
+
+
+def _has_settled(recent: Sequence[tuple[float, float]], rules: RemedyRules) -> bool:
+    """Whether a drift has reached a new level: the later half lies no higher than the earlier."""
+    losses = [loss for loss, _ in recent[-rules.level_steps :]]
+    half = len(losses) // 2
+    if len(losses) < rules.level_steps:
+        return False
+    early, late = statistics.median(losses[:half]), statistics.median(losses[half:])
+    spread = MAD_TO_SIGMA * statistics.median(abs(loss - early) for loss in losses[:half])
+    # The error of a median of n values is about 1.25 sigma / sqrt(n).
+    return bool(late - early <= 1.25 * spread / half**0.5)
+
+
+def _accept(values: Sequence[tuple[float, float]], what: str, *, applied: bool) -> Rebaseline:
+    center = statistics.median(loss for loss, _ in values)
+    return Rebaseline(
+        reason=f"loss level {center:.3f} {what}: the data's level changed, not the model",
+        applied=applied,
+        losses=tuple(loss for loss, _ in values),
+        grad_norms=tuple(norm for _, norm in values),
+    )
+
+
+def _go_back(case: DecisionInput) -> Rollback | Halt:
+    rules, repeat, reason = case.rules, case.repeat, case.verdict.reason
+    rollbacks, step = case.history.rollbacks, case.signals.step
+    spent = sum(step - past.onset_step < rules.budget_window for past in rollbacks)
+    if spent >= rules.max_rollbacks:
+        return Halt(
+            reason=f"{spent} rollbacks within {rules.budget_window} steps "
+            f"(guard.max_rollbacks={rules.max_rollbacks}) and trouble again: {reason}"
+        )
+    onset_step, _ = case.onset
+    skip = _skip_range(case)
+    targets = rollback_targets(case.ring, cursor=skip[0], step=max(0, onset_step - rules.back))
+    lacks_target = not targets
+    if not targets and case.verdict.kind is Kind.drift:
+        # A slow rise may have begun before the oldest checkpoint kept. Each of its steps was clean,
+        # so that one is as good as can be had, and better than waiting for a person.
+        targets = rollback_targets(case.ring, cursor=case.signals.start, step=step)[-1:]
+        skip = (max(skip[0], targets[0].cursor), skip[1]) if targets else skip
+    if not targets:
+        return Halt(
+            reason=f"no clean checkpoint at or before sample position {skip[0]} to go back to: "
+            f"{reason}",
+            lacks_target=True,
+        )
+    is_last = spent + 1 == rules.max_rollbacks
+    cool = rules.cooldown_steps if repeat >= 2 and (is_last or not _blames_data(case)) else 0
+    return Rollback(
+        reason=_explain(case, cool),
+        targets=tuple(older_targets(targets, repeat)),
+        skip=skip,
+        read_again=not rules.skip,
+        onset_step=onset_step,
+        repeat=repeat,
+        cut_factor=rules.cooldown if cool else 1.0,
+        cut_steps=cool,
+        lacks_target=lacks_target,
+    )
+
+
+def _blames_data(case: DecisionInput) -> bool:
+    """A rate is not cut for the data's fault: that would only cost what was to be learned."""
+    episode = case.trouble.episode
+    return case.verdict.kind is not Kind.drift and episode is not None and blames_data(episode)
+
+
+def reach(
+    trouble: BadStepTracker, rules: RemedyRules, *, updates: int, cursor: int, ledger: Ledger
+) -> Reach:
+    """How far back a rollback would have to go whose next bad step comes now.
+
+    Its onset is the first of the bad steps that may still belong together, or the step to come,
+    as in :attr:`DecisionInput.onset`. A drift's is left out: it may lie any number of checkpoints
+    back, and :func:`decide` knows what to do then.
+    """
+    first = trouble.bad[0] if trouble.bad else None
+    step, start = (first.step, first.start) if first else (updates + 1, cursor)
+    return Reach(
+        step=max(0, step - rules.back), cursor=ledger.before(start, rules.margin * rules.batch)
+    )
+
+
+def _skip_range(case: DecisionInput) -> tuple[int, int]:
+    """From the onset less a margin to the end of the trouble seen, wider at each repeat.
+
+    The margin is counted in samples that were read: what the ledger holds already is no margin.
+    """
+    rules, ahead = case.rules, case.rules.ahead
+    if case.repeat:
+        ahead = round(max(rules.ahead, rules.persist) * rules.widen**case.repeat)
+    start = case.history.ledger.before(case.onset[1], rules.margin * rules.batch)
+    return start, case.signals.stop + ahead * rules.batch
+
+
+def _explain(case: DecisionInput, cool: int) -> str:
+    rules, repeat = case.rules, case.repeat
+    words = [case.verdict.reason]
+    if case.verdict.kind is not Kind.drift:
+        words.append(
+            f"{case.trouble.num_recent()} bad steps among the last {rules.persist_window} attempted"
+        )
+    if repeat:
+        words.append(f"repeat {repeat}: an older checkpoint and a wider range")
+    if cool:
+        words.append(f"learning rate times {rules.cooldown:g} for {cool} updates from the onset")
+    elif repeat >= 2 and rules.cooldown_steps:
+        words.append("the data is suspected: the learning rate stays")
+    return "; ".join(words)

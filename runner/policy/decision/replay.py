@@ -1,0 +1,342 @@
+"""The guard over a recorded curve: the same judge, the same ladder, on rows instead of steps.
+
+A row stands for one attempted step and for one position of the stream. A rollback is carried
+out as the loop would: the statistics of the checkpoint come back, the rows from there to the
+skipped range are read again, the range is not. What a curve cannot tell is how the run would
+have gone on after being mended: the rows behind the range are those of the run that was not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from runner.policy.decision.decide import StepDecision, rule
+from runner.policy.decision.episode import Diagnosis
+from runner.policy.decision.history import History, Incident, discard_incident
+from runner.policy.decision.judge import Baseline, JudgeRules, Kind, Verdict
+from runner.policy.decision.ladder import (
+    Action,
+    Apply,
+    BadStepTracker,
+    Discard,
+    Halt,
+    Rebaseline,
+    RemedyRules,
+    Rollback,
+    reach,
+)
+from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.signals import Limits, StepSignals
+from runner.policy.retention.records import Record, State, due_for_proof, retire, with_state
+
+# States kept to go on from where a recorded restart did.
+_STATES_KEPT = 1000
+_ROWS_AT_ONCE = 1000  # before somebody is told how far it is
+_ACTIONS: dict[type[Action], str] = {
+    Discard: "discard",
+    Rollback: "rollback",
+    Rebaseline: "rebaseline",
+    Halt: "halt",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Columns of equal length, in the order of recording.
+
+    ``steps`` as recorded; ``losses`` and ``grad_norms`` may hold NaN and Inf, which count as
+    such; ``fresh`` are rows before which nothing is known (a gap in the steps, or row 0 of a
+    recording that does not begin with the training), ``restarts`` rows whose step is not beyond
+    the row's before.
+    """
+
+    steps: Sequence[int]
+    losses: Sequence[float]
+    grad_norms: Sequence[float]
+    fresh: frozenset[int] = frozenset()
+    restarts: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRules:
+    """When the run would have saved; ``runner.config.schema.CheckpointConfig`` documents each."""
+
+    every: int
+    clean_after: int
+    keep: int
+    keep_every: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A row that was not applied as usual, and why.
+
+    ``onset`` is the row where the trouble began, ``num_undone`` how many applied rows a
+    rollback took back.
+    """
+
+    row: int
+    verdict: str
+    action: str
+    reason: str
+    onset: int
+    num_undone: int = 0
+
+
+class Replay:
+    """One pass over one curve: :meth:`run`, then read what it found.
+
+    ``decisions`` in the order they were taken, ``findings`` (end row and what the trouble was),
+    ``skipped`` the rows that rollbacks would never have read, ``limits`` in force at each row
+    where ``keep_limits`` asked for them.
+    """
+
+    def __init__(
+        self,
+        curve: Curve,
+        *,
+        judge: JudgeRules,
+        remedy: RemedyRules,
+        saves: SaveRules,
+        keep_limits: bool = False,
+    ) -> None:
+        assert remedy.batch == 1, "a row is one position of the stream"
+        self._curve, self._judge, self._remedy, self._saves = curve, judge, remedy, saves
+        self.decisions: list[Decision] = []
+        self.findings: dict[int, tuple[int, Diagnosis]] = {}
+        self.skipped = Ledger()
+        self.limits: dict[int, Limits] | None = {} if keep_limits else None
+        self._end = len(curve.steps)
+        if 0 in curve.fresh:
+            self._forget_the_beginning()
+        self._begin_anew(0)
+
+    def run(self, moved: Callable[[int], None] = lambda row: None) -> None:
+        """Replay the whole curve; ``moved`` is told now and then at which row it is."""
+        total = len(self._curve.steps)
+        marks = sorted((self._curve.restarts | self._curve.fresh) - {0})
+        for begin, end in pairwise([0, *marks, total]):
+            if begin and begin in self._curve.fresh:
+                self._forget_the_beginning()
+                self._begin_anew(begin)
+            row = self._recorded_restart(begin) if begin in self._curve.restarts else begin
+            self._end = end
+            while row < end:
+                row = self._read(row, min(end, row + _ROWS_AT_ONCE))
+                moved(row)
+
+    def _forget_the_beginning(self) -> None:
+        """The first row to come is no untrained model's, so its loss bounds nothing."""
+        self._remedy = replace(self._remedy, untrained_loss=math.inf)
+
+    def _begin_anew(self, row: int) -> None:
+        """The state of a run whose first row this is."""
+        self._baseline = Baseline(self._judge)
+        self._trouble = BadStepTracker(self._remedy)
+        self._history = History()
+        self._records: list[Record] = []
+        self._saved: dict[int, tuple[Record, dict[str, Any]]] = {}
+        self._next_serial = 1
+        self._updates = 0
+        self._known_until = row
+        self._save(row)
+        self._prove()
+
+    def _read(self, row: int, end: int) -> int:
+        """Rows from ``row`` on until something other than applying them; returns the next."""
+        curve, updates, baseline = self._curve, self._updates, self._baseline
+        losses, norms, ledger = curve.losses, curve.grad_norms, self._history.ledger
+        every, limits = self._saves.every, self.limits
+        trouble, history, records, rules = (
+            self._trouble,
+            self._history,
+            self._records,
+            self._remedy,
+        )
+        while row < end:
+            if row < self._known_until and row in ledger:
+                row += 1
+                continue
+            signals = StepSignals(
+                step=updates + 1,
+                start=row,
+                stop=row + 1,
+                loss=losses[row],
+                grad_norm=norms[row],
+                tokens=1,
+                nonfinite_ranks=0,
+                gated=False,
+            )
+            if limits is not None:
+                limits[row] = baseline.limits
+            ruling = rule(
+                signals,
+                baseline=baseline,
+                trouble=trouble,
+                history=history,
+                ring=records,
+                rules=rules,
+            )
+            row += 1
+            if ruling.finding is not None:
+                self.findings[ruling.finding.episode.start] = (row - 1, ruling.finding)
+            if not isinstance(ruling.action, Apply):
+                return self._act(row - 1, signals, ruling)
+            baseline.accept(signals)
+            self._updates = updates = updates + 1
+            if updates % every == 0:
+                self._save(row)
+            if self._unproven:
+                self._prove()
+        return row
+
+    def _act(self, row: int, signals: StepSignals, ruling: StepDecision) -> int:
+        """What the loop would do; returns the row to read next."""
+        action, verdict = ruling.action, ruling.verdict
+        self._baseline.refuse(signals)
+        undone, following = 0, row + 1
+        if isinstance(action, Discard):
+            self._discard(signals, verdict)
+        elif isinstance(action, Rebaseline):
+            self._rebaseline(signals, verdict, action)
+        elif isinstance(action, Rollback):
+            undone = self._updates - action.targets[0].step
+            following = self._roll_back(signals, action)
+        self.decisions.append(
+            Decision(
+                row=row,
+                verdict=_verdict_word(verdict, action),
+                action=_ACTIONS[type(action)],
+                reason=action.reason,
+                onset=ruling.onset,
+                num_undone=undone,
+            )
+        )
+        if isinstance(action, Halt):
+            # A person would look, and start again; what follows is judged with a clean slate.
+            first_loss = self._baseline.first_loss
+            self._begin_anew(row + 1)
+            self._baseline.first_loss = first_loss
+        return following
+
+    def _discard(self, signals: StepSignals, verdict: Verdict) -> None:
+        self._history.add(
+            discard_incident(signals, verdict=verdict.kind.value, reason=verdict.reason)
+        )
+
+    def _rebaseline(self, signals: StepSignals, verdict: Verdict, action: Rebaseline) -> None:
+        if not action.applied:
+            self._discard(signals, verdict)
+        self._baseline.restart_at(list(action.losses), list(action.grad_norms))
+        self._trouble.settle()
+        if action.applied:
+            self._baseline.accept(signals)
+            self._updates += 1
+
+    def _roll_back(self, signals: StepSignals, action: Rollback) -> int:
+        target = action.targets[0]
+        # What was recorded after a restart or a gap is no continuation of these rows.
+        skip = action.skip[0], min(action.skip[1], self._end)
+        self.skipped.add(*skip)
+        self._history.add(
+            Incident(
+                kind="rollback",
+                step=signals.step,
+                decision=f"back to step {target.step}",
+                reason=action.reason,
+                samples=skip,
+                detail={
+                    "onset_step": action.onset_step,
+                    "to_step": target.step,
+                    "cursor": target.cursor,
+                    "serial": target.serial,
+                    "next_serial": self._next_serial,
+                    # Read again, a recorded row would be the same trouble for ever.
+                    "read_again": False,
+                    "repeat": action.repeat,
+                    "metrics_bytes": 0,
+                    "cut_factor": action.cut_factor,
+                    "cut_steps": action.cut_steps,
+                },
+            )
+        )
+        self._known_until = max(self._known_until, skip[1])
+        self._load(target.serial)
+        return target.cursor
+
+    def _recorded_restart(self, begin: int) -> int:
+        """The recorded run went back itself: from the newest state before the step it went to.
+
+        The rows it left behind are never read again.
+        """
+        step = self._curve.steps[begin]
+        earlier = [r.serial for r, _ in self._saved.values() if self._precedes(r, step)]
+        if not earlier:
+            self._begin_anew(begin)
+            return begin
+        self._load(max(earlier))
+        row = cursor = self._saved[max(earlier)][0].cursor
+        while row < begin and self._curve.steps[row] < step:
+            row += 1
+        if row < begin:
+            self._history.ledger.add(row, begin)
+        self._known_until = begin
+        return cursor
+
+    def _precedes(self, record: Record, step: int) -> bool:
+        cursor = record.cursor
+        return cursor == 0 or self._curve.steps[cursor - 1] < step
+
+    def _load(self, serial: int) -> None:
+        record, state = self._saved[serial]
+        self._baseline.load_json(state["baseline"])
+        self._trouble.load_json(state["trouble"])
+        self._updates = record.step
+        self._records[:] = [r for r in self._records if r.serial <= serial]
+        self._saved = {key: value for key, value in self._saved.items() if key <= serial}
+        self._unproven = any(r.state is State.committed for r in self._records)
+
+    def _save(self, cursor: int) -> None:
+        record = Record(
+            serial=self._next_serial, step=self._updates, cursor=cursor, state=State.committed
+        )
+        self._next_serial += 1
+        self._saved[record.serial] = (
+            record,
+            {"baseline": self._baseline.to_json(), "trouble": self._trouble.to_json()},
+        )
+        if len(self._saved) > _STATES_KEPT:
+            del self._saved[next(iter(self._saved))]
+        self._records.append(record)
+        rules = self._saves
+        needed = reach(
+            self._trouble,
+            self._remedy,
+            updates=self._updates,
+            cursor=cursor,
+            ledger=self._history.ledger,
+        )
+        gone = retire(self._records, keep=rules.keep, keep_every=rules.keep_every, reach=needed)
+        if gone:
+            self._records[:] = [r for r in self._records if r not in gone]
+        self._unproven = True
+
+    def _prove(self) -> None:
+        streak, clean_after = self._baseline.clean_streak, self._saves.clean_after
+        if streak < clean_after and self._updates:
+            return
+        due = due_for_proof(
+            self._records, step=self._updates, clean_streak=streak, clean_after=clean_after
+        )
+        for record in due:
+            self._records[:] = with_state(self._records, record.serial, State.clean)
+        self._unproven = any(r.state is State.committed for r in self._records)
+
+
+def _verdict_word(verdict: Verdict, action: Action) -> str:
+    kind = Kind.level_shift if isinstance(action, Rebaseline) else verdict.kind
+    return kind.value

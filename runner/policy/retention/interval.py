@@ -1,0 +1,171 @@
+"""``checkpoint.every=auto``: how many steps lie between checkpoints, from what things cost.
+
+The formula is :func:`runner.policy.retention.goodput.availability_interval`. What goes into it
+is measured in the run; how often it fails is seldom known early, so that a rate to begin from
+counts as one failure seen.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from runner.policy.retention.goodput import (
+    LLAMA3_DAYS,
+    LLAMA3_FAILURES,
+    LLAMA3_NODES,
+    availability_interval,
+    node_mtbf_hours,
+)
+
+FIRST_PROBATIONS = 2  # times clean_after, before anything is measured: to learn the costs soon
+_LEAST_SAVES = 2  # measured before anything is changed
+_CALM = 1.25  # an interval stays while the best one is within this factor of it
+_REMEMBERED_SAVES = 8
+_REMEMBERED_STEPS = 256
+_OWN_HOURS = 24.0  # of one machine: people and queues end a job more often than its hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntervalRules:
+    """``clean_after`` and ``most`` in steps; ``prior_seconds`` between failures of the job."""
+
+    clean_after: int
+    most: int
+    prior_seconds: float
+
+    @property
+    def first(self) -> int:
+        """Steps to begin with."""
+        return self.bounded(FIRST_PROBATIONS * self.clean_after)
+
+    def bounded(self, steps: int) -> int:
+        """Within ``clean_after`` and ``most``."""
+        return max(self.clean_after, min(self.most, steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One rank's numbers, in seconds.
+
+    Args:
+        step: a step while no checkpoint is being written.
+        blocked: of training, for one save.
+        slowed: what the steps while it is written take longer, in all.
+        write: from a save until nothing of it is under way any more.
+        restart: from the last sign of life to the first new step.
+        failures: crashes and rollbacks: what went back to a checkpoint.
+        up: that the run has been up, over all its starts.
+    """
+
+    step: float
+    blocked: float
+    slowed: float
+    write: float
+    restart: float
+    failures: int
+    up: float
+
+    @property
+    def save(self) -> float:
+        """What a save costs training."""
+        return self.blocked + self.slowed
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def prior_seconds(given_hours: float | None, num_nodes: int) -> float:
+    """Between failures of a job before it has seen any: as given, or by the size of the job."""
+    by_size = node_mtbf_hours(LLAMA3_FAILURES, LLAMA3_DAYS, LLAMA3_NODES) / num_nodes
+    return 3600 * (given_hours or min(_OWN_HOURS, by_size))
+
+
+def mtbf_seconds(measured: Measured, rules: IntervalRules) -> float:
+    """The mean of a gamma posterior's time, its prior worth one failure in ``prior_seconds``."""
+    return (rules.prior_seconds + measured.up) / (1 + measured.failures)
+
+
+def best_steps(measured: Measured, rules: IntervalRules) -> int:
+    """Steps between checkpoints that lose least, in two digits, within the bounds.
+
+    No checkpoint before the one before it is written, or before its probation is over: it
+    could not be gone back to.
+    """
+    detect = max(rules.clean_after * measured.step, measured.write)
+    seconds = availability_interval(
+        measured.save, mtbf_seconds(measured, rules), measured.restart, detect
+    )
+    work = max(0.0, seconds - measured.blocked) / max(measured.step, 1e-9)
+    steps = math.ceil(work) if work < 10 else _two_digits(work)
+    return rules.bounded(steps)
+
+
+def _two_digits(number: float) -> int:
+    unit = int(10 ** (math.floor(math.log10(number)) - 1))
+    return round(number / unit) * unit
+
+
+def next_steps(now: int, measured: Measured, rules: IntervalRules) -> int:
+    """The interval from here on: ``now``, unless the best one is far from it."""
+    best = best_steps(measured, rules)
+    is_near = now / _CALM <= best <= now * _CALM
+    return now if is_near and now == rules.bounded(now) else best
+
+
+def why(was: int, steps: int, measured: Measured, rules: IntervalRules) -> str:
+    """In words, with the numbers."""
+    hours = mtbf_seconds(measured, rules) / 3600
+    return (
+        f"a save costs {measured.save:.3g} s ({measured.blocked:.3g} of it blocking) and is "
+        f"written in {measured.write:.3g} s, a step takes {measured.step:.3g} s, a failure comes "
+        f"every {hours:.3g} h ({measured.failures} seen in {measured.up / 3600:.3g} h, "
+        f"{rules.prior_seconds / 3600:.3g} h expected), a restart takes {measured.restart:.3g} s: "
+        f"{steps} steps lose least, it was {was}"
+    )
+
+
+class SaveCosts:
+    """A fold over steps and saves, on one rank."""
+
+    def __init__(self) -> None:
+        self._idle: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._busy: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        # Of each save: seconds blocked, steps while it was under way, their seconds.
+        self._saves: deque[tuple[float, int, float]] = deque(maxlen=_REMEMBERED_SAVES)
+        self._now: tuple[float, int, float] | None = None
+
+    def step(self, seconds: float, *, busy: bool) -> None:
+        """A step; ``busy`` while a checkpoint is written, proven or sent."""
+        (self._busy if busy else self._idle).append(seconds)
+        if busy and self._now is not None:
+            blocked, steps, spent = self._now
+            self._now = blocked, steps + 1, spent + seconds
+
+    def saved(self, blocked_seconds: float) -> None:
+        """A save began after ``blocked_seconds``; the one before it is measured whole."""
+        if self._now is not None:
+            self._saves.append(self._now)
+        self._now = blocked_seconds, 0, 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._saves) >= _LEAST_SAVES
+
+    def measured(self, *, restart: float, failures: int, up: float) -> Measured:
+        """Medians, which one slow step or disk does not move."""
+        step = statistics.median(self._idle or self._busy or [0.0])
+        slowed = [max(0.0, spent - steps * step) for _, steps, spent in self._saves]
+        return Measured(
+            step=step,
+            blocked=statistics.median([blocked for blocked, _, _ in self._saves] or [0.0]),
+            slowed=statistics.median(slowed or [0.0]),
+            write=statistics.median([spent for _, _, spent in self._saves] or [0.0]),
+            restart=restart,
+            failures=failures,
+            up=up,
+        )

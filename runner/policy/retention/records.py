@@ -1,0 +1,202 @@
+"""Which checkpoints are proven, which may be used, which may go. No files here.
+
+A record is one copy of a checkpoint, in memory or on disk; the copies of one moment share a
+serial. ``committed``: whole. ``clean``: verified and followed by enough clean steps.
+``tainted``: trouble began before it was proven, or the run went back behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+# Unproven checkpoints serve a restart only; more than the two newest are of no use to it.
+_UNPROVEN_KEPT = 2
+
+
+class State(Enum):
+    committed = "committed"
+    clean = "clean"
+    tainted = "tainted"
+
+
+class Tier(Enum):
+    """Where a copy lies. One in memory may be gone after a crash; retention never counts it."""
+
+    memory = "memory"
+    disk = "disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One copy. ``serial`` orders them: steps repeat after a rollback, clocks lie."""
+
+    serial: int
+    step: int
+    cursor: int
+    state: State
+    tier: Tier = Tier.disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far back the next rollback may have to go: to a checkpoint at or before both.
+
+    ``step`` in applied updates, ``cursor`` a sample position.
+    """
+
+    step: int
+    cursor: int
+
+
+def _by_use(record: Record) -> tuple[int, bool]:
+    """Newest first, and of two copies the one in memory."""
+    return -record.serial, record.tier is Tier.disk
+
+
+def on_disk(records: Iterable[Record]) -> list[Record]:
+    return [record for record in records if record.tier is Tier.disk]
+
+
+def in_memory(records: Iterable[Record]) -> list[Record]:
+    return [record for record in records if record.tier is Tier.memory]
+
+
+def due_for_proof(
+    records: Iterable[Record], *, step: int, clean_streak: int, clean_after: int
+) -> list[Record]:
+    """Committed checkpoints followed by ``clean_after`` clean steps in a row.
+
+    A discarded step begins the count anew. The initial state (step 0) needs no probation:
+    no update came before it that could have poisoned it.
+    """
+    return [
+        record
+        for record in records
+        if record.state is State.committed
+        and (
+            record.step == 0 or (step - record.step >= clean_after and clean_streak >= clean_after)
+        )
+    ]
+
+
+def with_state(
+    records: Iterable[Record], serial: int, state: State, tier: Tier = Tier.disk
+) -> list[Record]:
+    """The records with one of them in another state."""
+    return [replace(r, state=state) if (r.serial, r.tier) == (serial, tier) else r for r in records]
+
+
+def without(records: Iterable[Record], serial: int, tier: Tier) -> list[Record]:
+    """The records without one of them."""
+    return [r for r in records if (r.serial, r.tier) != (serial, tier)]
+
+
+def rollback_targets(records: Iterable[Record], *, cursor: int, step: int) -> list[Record]:
+    """Clean checkpoints that read nothing from ``cursor`` on and are at ``step`` or before.
+
+    Newest first.
+    """
+    usable = [
+        record
+        for record in records
+        if record.state is State.clean and record.cursor <= cursor and record.step <= step
+    ]
+    return sorted(usable, key=_by_use)
+
+
+def older_targets(targets: Sequence[Record], repeat: int) -> list[Record]:
+    """Where to go when trouble has come back ``repeat`` times, best first.
+
+    As many checkpoints on disk are passed over: snapshots in memory lie a few steps apart, and
+    going back a few steps more is no other remedy. Those passed over come last, the oldest
+    first: better than none where the others cannot be loaded.
+    """
+    serials = [record.serial for record in on_disk(targets) or targets]
+    newest = serials[min(repeat, len(serials) - 1)] if repeat else targets[0].serial
+    older = [record for record in targets if record.serial <= newest]
+    return older + [record for record in reversed(targets) if record.serial > newest]
+
+
+def resume_order(records: Iterable[Record]) -> list[Record]:
+    """Checkpoints a restart may load, best first: newest whole one that is not tainted."""
+    usable = [record for record in records if record.state is not State.tainted]
+    return sorted(usable, key=_by_use)
+
+
+def abandoned_by_rollback(records: Iterable[Record], target: int) -> list[Record]:
+    """Checkpoints of the path the run left when it went back to serial ``target``."""
+    return [record for record in records if record.serial > target]
+
+
+def retire(
+    records: Sequence[Record], *, keep: int, keep_every: int, reach: Reach | None = None
+) -> list[Record]:
+    """The checkpoints to delete from the disk now, oldest first; never the last clean one.
+
+    A copy in memory keeps nothing from being deleted, nor the other way round. Kept: the ``keep``
+    newest clean ones, clean ones at multiples of ``keep_every`` steps (0: none), the newest
+    unproven ones, and the newest clean one within ``reach`` with those after it: bad steps that
+    are few as yet may be the onset of what the run must go back for, and a checkpoint proven
+    between them lies behind it.
+    """
+    newest = sorted(on_disk(records), key=lambda record: record.serial, reverse=True)
+    clean = [record for record in newest if record.state is State.clean]
+    unproven = [record for record in newest if record.state is State.committed]
+    kept = {record.serial for record in clean[: max(1, keep)]}
+    kept |= {record.serial for record in unproven[:_UNPROVEN_KEPT]}
+    if reach is not None:
+        within = rollback_targets(clean, cursor=reach.cursor, step=reach.step)
+        kept |= {record.serial for record in clean if within and record.serial >= within[0].serial}
+    if keep_every > 0:
+        kept |= {record.serial for record in clean if record.step % keep_every == 0}
+    tainted_only = not clean and not unproven
+    return [
+        record
+        for record in reversed(newest)
+        # With nothing else left, a tainted checkpoint is better than none: a person may want it.
+        if record.serial not in kept and not (tainted_only and record.serial == newest[0].serial)
+    ]
+
+
+def make_room(records: Iterable[Record], *, busy: Collection[int], must: bool) -> Record | None:
+    """The copy in memory to give up for a new one; None: rather do without the new one.
+
+    Kept: the newest clean one, which a rollback goes to; the oldest unproven one, which is
+    nearest to its proof: if each snapshot took the place of the one before, none would ever be
+    proven.
+
+    Args:
+        busy: serials of copies that are being written to disk or proven.
+        must: the new one goes to disk; what is kept here may be given up for it.
+    """
+    held = sorted(in_memory(records), key=lambda record: record.serial)
+    clean = [record for record in held if record.state is State.clean]
+    unproven = [record for record in held if record.state is not State.clean]
+    choice = [*clean[:-1], *reversed(unproven[1:])]
+    if must:
+        choice += [*unproven[:1], *clean[-1:]]
+    return next((record for record in choice if record.serial not in busy), None)
+
+
+def next_upload(
+    records: Iterable[Record], stored: Iterable[Record], *, tried: int
+) -> Record | None:
+    """The newest clean checkpoint, unless it is stored, or was ``tried`` (a serial) in vain.
+
+    Older ones are not sent after it: where the store is slower than the ring, the newest is
+    what a restart wants.
+    """
+    clean = [record for record in records if record.state is State.clean]
+    if not clean:
+        return None
+    newest = max(clean, key=lambda record: record.serial)
+    done = max((record.serial for record in stored), default=0)
+    return newest if newest.serial > max(done, tried) else None
+
+
+def kept_there(stored: Sequence[Record], *, keep: int, keep_every: int) -> list[Record]:
+    """What stays in the store: by the same rule as in the ring."""
+    leaving = {record.serial for record in retire(stored, keep=keep, keep_every=keep_every)}
+    return [record for record in stored if record.serial not in leaving]

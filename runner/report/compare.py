@@ -1,0 +1,141 @@
+"""Several runs side by side: a row each, and their losses over steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from runner.observe.console import duration
+from runner.report.curve import evaluations
+from runner.report.drawing import HEIGHT, WIDTH, bounds, number
+from runner.report.markup import Html, join, table, tag
+from runner.report.rows import Row
+from runner.report.run import RunReader
+from runner.report.state import Standing, standing
+
+_POINTS = 600
+_LINES = 8  # colours and dashes that are told apart
+
+
+def comparison(runs: Sequence[RunReader]) -> Html:
+    """What a person looks at first, of each; then what differs in the settings."""
+    now = [standing(run) for run in runs]
+    names = [run.run_dir.out.name or str(run.run_dir.out) for run in runs]
+    rows = [
+        _row(place, name, one) for place, (name, one) in enumerate(zip(names, now, strict=True))
+    ]
+    heads = [
+        "", "run", "status", "step", "loss", "held-out", "goodput", "wall", "discarded",
+        "rollbacks", "restarts",
+    ]  # fmt: skip
+    return tag(
+        "section",
+        tag("h2", "Side by side"),
+        table(heads, rows),
+        tag(
+            "figure",
+            tag("figcaption", "Loss", tag("small", " nats per token, over applied steps")),
+            _still(runs),
+            cls="chart compare",
+        ),
+        _differences(runs, names),
+        cls="compare",
+    )
+
+
+def comparison_data(runs: Sequence[RunReader], names: Sequence[str]) -> dict[str, Any]:
+    """The lines of the common chart, each thinned over steps that count."""
+    lines = [[[step, _plain(loss)] for step, loss in _counted(run)] for run in runs]
+    return {
+        "names": list(names),
+        "lines": lines,
+        "evaluations": [evaluations(run.fold.evaluated.rows()[-2000:]) for run in runs],
+    }
+
+
+def _row(place: int, name: str, now: Standing) -> list[object]:
+    return [
+        tag("span", cls=f"sign line{place % _LINES}"),
+        name,
+        now.status,
+        f"{now.step:,}",
+        "" if now.loss is None else f"{now.loss:.4f}",
+        "" if now.eval_loss is None else f"{now.eval_loss:.4f}",
+        f"{now.goodput:.0%}",
+        duration(now.wall_seconds),
+        f"{now.discards:,}",
+        f"{now.rollbacks:,}",
+        f"{now.restarts:,}",
+    ]
+
+
+def _counted(run: RunReader) -> list[tuple[int, float]]:
+    """Step and loss of the steps that count, some hundred of them with every column's highest."""
+    kept: dict[int, Row] = {}
+    for row in run.fold.thinned.rows():
+        if row.is_applied and math.isfinite(row.loss):
+            kept[row.step] = row  # a later attempt at a step takes the place of an undone one
+    last = max(kept, default=1)
+    found: dict[int, list[tuple[int, float]]] = {}
+    for step in sorted(kept):
+        found.setdefault(_POINTS * step // (last + 1), []).append((step, kept[step].loss))
+    points = set()
+    for column in found.values():
+        points |= {
+            min(column, key=lambda point: point[1]),
+            max(column, key=lambda point: point[1]),
+        }
+    return sorted(points)
+
+
+def _still(runs: Sequence[RunReader]) -> Html:
+    lines = [_counted(run) for run in runs]
+    scale = bounds([loss for line in lines for _, loss in line], is_log=False)
+    if scale is None:
+        return Html("")
+    low, high = scale
+    last = max(step for line in lines for step, _ in line)
+    left, top, bottom = 62, 10, 26
+
+    def at(step: int, loss: float) -> str:
+        x = left + (WIDTH - left - 8) * step / max(1, last)
+        share = min(1.0, max(0.0, (loss - low) / (high - low)))
+        return f"{x:.1f} {top + (HEIGHT - top - bottom) * (1 - share):.1f}"
+
+    paths = [
+        tag(
+            "path",
+            d="M" + "L".join(at(*point) for point in line),
+            cls=f"curve line{place % _LINES}",
+        )
+        for place, line in enumerate(lines)
+        if line
+    ]
+    ends = [
+        tag("text", number(high), x=left - 6, y=top + 10, text_anchor="end", cls="tick"),
+        tag("text", number(low), x=left - 6, y=HEIGHT - bottom, text_anchor="end", cls="tick"),
+        tag("text", "0", x=left, y=HEIGHT - 8, cls="tick"),
+        tag("text", f"{last:,}", x=WIDTH - 8, y=HEIGHT - 8, text_anchor="end", cls="tick"),
+    ]
+    return tag(
+        "svg", tag("title", "Loss of all runs over steps"), join(ends), join(paths),
+        viewBox=f"0 0 {WIDTH} {HEIGHT}", cls="still", role="img",
+    )  # fmt: skip
+
+
+def _differences(runs: Sequence[RunReader], names: Sequence[str]) -> Html | None:
+    told = [run.settings() for run in runs]
+    keys = [key for key in dict.fromkeys(k for one in told for k in one) if key != "out"]
+    rows = [
+        [key, *("-" if one.get(key) is None else str(one[key])[:200] for one in told)]
+        for key in keys
+        if len({repr(one.get(key)) for one in told}) > 1
+    ]
+    if not rows:
+        return tag("p", "Their settings are the same.", cls="note")
+    return join([tag("h3", "Settings that differ"), table(["key", *names], rows)])
+
+
+def _plain(loss: float) -> float:
+    return float(f"{loss:.6g}")

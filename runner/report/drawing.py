@@ -1,0 +1,226 @@
+"""A curve as SVG: what is seen without the script, and on paper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from runner.report.curve import Curve
+from runner.report.markup import Html, join, tag
+from runner.report.rows import Row
+from runner.report.run import Mark
+
+WIDTH, HEIGHT = 1000, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 8, 16, 26
+_COLUMNS = 500
+_MOST_CROSSES = 400
+# A curve's own scale ends so far above what 98 % of it span; what lies higher is shown at the edge.
+_SPANS = 6.0
+
+
+def bounds(values: Sequence[float], *, is_log: bool) -> tuple[float, float] | None:
+    """The scale of a chart: all values, but for outliers that would flatten the rest."""
+    known = sorted(
+        math.log10(value) if is_log else value
+        for value in values
+        if math.isfinite(value) and (value > 0 or not is_log)
+    )
+    if not known:
+        return None
+    low, high = known[0], known[-1]
+    usual = known[min(len(known) - 1, int(0.98 * len(known)))]
+    if usual > low and high - low > _SPANS * (usual - low):
+        high = usual + (usual - low) * 0.5
+    if high <= low:
+        low, high = low - max(1e-9, abs(low) * 0.05), high + max(1e-9, abs(high) * 0.05)
+    room = 0.05 * (high - low)
+    low, high = low - (room if is_log or low - room > 0 or low <= 0 else low), high + room
+    return (10**low, 10**high) if is_log else (low, high)
+
+
+def drawing(curve: Curve, rows: Sequence[Row], marks: Sequence[Mark]) -> Html:
+    """The whole run; every column's lowest and highest value."""
+    applied = [row for row in rows if row.is_applied]
+    scale = bounds([getattr(row, curve.key) for row in applied], is_log=curve.is_log)
+    assert scale is not None, "only curves with values are drawn"
+    low, high = (math.log10(end) for end in scale) if curve.is_log else scale
+    last = max(1, rows[-1].attempt)
+
+    def across(attempt: float) -> float:
+        return _LEFT + (WIDTH - _LEFT - _RIGHT) * attempt / last
+
+    def up(value: float) -> float:
+        told = math.log10(max(value, 1e-300)) if curve.is_log else value
+        share = min(1.0, max(0.0, (told - low) / (high - low)))
+        return _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - share)
+
+    return tag(
+        "svg",
+        tag("title", f"{curve.title} over all attempted steps"),
+        *_rulers(curve, scale, rows, across, up),
+        *(_over(mark, across) for mark in marks[-_MOST_CROSSES:]),
+        tag("path", d=_lines(applied, marks, curve.key, across, up), cls="curve"),
+        _crosses(curve, rows, across, up),
+        viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        cls=f"still {curve.key}",
+        role="img",
+    )
+
+
+def _lines(
+    rows: Sequence[Row],
+    marks: Sequence[Mark],
+    key: str,
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+) -> str:
+    """A line from each way back to the next."""
+    ends = [mark.attempt for mark in marks if mark.line.kind == "rollback"]
+    parts, at = [], 0
+    for end in [*ends, rows[-1].attempt + 1]:
+        begin = at
+        while at < len(rows) and rows[at].attempt <= end:
+            at += 1
+        parts.append(_line(rows[begin:at], key, across, up))
+    return "".join(parts)
+
+
+def _line(
+    rows: Sequence[Row], key: str, across: Callable[[float], float], up: Callable[[float], float]
+) -> str:
+    """Down and up within each column, and on to the next."""
+    spans: dict[int, list[float]] = {}
+    step = (WIDTH - _LEFT - _RIGHT) / _COLUMNS
+    for row in rows:
+        value = getattr(row, key)
+        if math.isfinite(value):
+            spans.setdefault(int((across(row.attempt) - _LEFT) / step), []).append(up(value))
+    words = []
+    for column, heights in spans.items():
+        at = _LEFT + column * step
+        words.append(f"{at:.1f} {heights[0]:.1f}")
+        if len(heights) > 1:
+            words += [f"{at:.1f} {max(heights):.1f}", f"{at:.1f} {min(heights):.1f}"]
+            words.append(f"{at:.1f} {heights[-1]:.1f}")
+    return f"M{'L'.join(words)}" if words else ""
+
+
+def _crosses(
+    curve: Curve,
+    rows: Sequence[Row],
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+) -> Html:
+    odd = [row for row in rows if not row.is_applied][-_MOST_CROSSES:]
+    if curve.key not in ("loss", "grad_norm"):
+        return Html("")
+    words = []
+    for row in odd:
+        value = getattr(row, curve.key)
+        x, y = across(row.attempt), up(value) if math.isfinite(value) else _TOP
+        words.append(f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
+    return tag("path", d="".join(words), cls="cross") if words else Html("")
+
+
+def _over(mark: Mark, across: Callable[[float], float]) -> Html:
+    x = across(mark.attempt)
+    if mark.line.kind == "rollback" and mark.back_to is not None:
+        back = across(mark.back_to)
+        way = f"M{x:.1f} {_TOP + 16}Q{(x + back) / 2:.1f} {_TOP - 14} {back:.1f} {_TOP + 16}"
+        return tag("path", d=f"{way}l5 -7m-5 7l8 -2", cls="arc")
+    if mark.line.kind in ("start", "crash", "rebaseline", "halt"):
+        bottom = HEIGHT - _BOTTOM
+        return tag("path", d=f"M{x:.1f} {_TOP}V{bottom}", cls=f"over {_safe(mark.line.kind)}")
+    return Html("")
+
+
+def _safe(kind: str) -> str:
+    return kind if kind.isalpha() else "other"
+
+
+def _rulers(
+    curve: Curve,
+    scale: tuple[float, float],
+    rows: Sequence[Row],
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+) -> list[Html]:
+    made = []
+    for value in _ticks(scale, is_log=curve.is_log):
+        y = up(value)
+        made.append(tag("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", cls="grid"))
+        made.append(
+            tag("text", number(value), x=_LEFT - 6, y=f"{y + 4:.1f}", text_anchor="end", cls="tick")
+        )
+    for row in _spread(rows):
+        x = across(row.attempt)
+        end = "start" if x < _LEFT + 20 else "end" if x > WIDTH - 40 else "middle"
+        made.append(
+            tag("text", f"{row.step:,}", x=f"{x:.1f}", y=HEIGHT - 8, text_anchor=end, cls="tick")
+        )
+    return made
+
+
+def _spread(rows: Sequence[Row], count: int = 8) -> Iterable[Row]:
+    """Rows at about equal distances."""
+    last = rows[-1].attempt
+    found: dict[int, Row] = {}
+    for row in rows:
+        found.setdefault(count * row.attempt // max(1, last), row)
+    return found.values()
+
+
+def _ticks(scale: tuple[float, float], *, is_log: bool) -> list[float]:
+    low, high = scale
+    if is_log:
+        first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+        tens = [10.0**power for power in range(first, last + 1)]
+        if len(tens) >= 2:
+            return tens[:: max(1, len(tens) // 5)]
+        return [low * (high / low) ** (place / 3) for place in range(4)]
+    rough = (high - low) / 4
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    first = math.ceil(low / step)
+    return [place * step for place in range(first, math.floor(high / step) + 1)]
+
+
+def number(value: float) -> str:
+    """A number on an axis: 0.003, 1.2, 17k."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e4:
+        for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+            if abs(value) >= size:
+                return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+def bar(parts: Sequence[tuple[str, float]], title: str) -> Html:
+    """Shares of a whole, one beside the other; each part's name is its class."""
+    whole = sum(amount for _, amount in parts) or 1.0
+    made, at = [], 0.0
+    for name, amount in parts:
+        width = WIDTH * amount / whole
+        if width > 0:
+            made.append(
+                tag(
+                    "rect",
+                    tag("title", f"{name.replace('_', ' ')} {amount / whole:.1%}"),
+                    x=f"{at:.2f}",
+                    y=0,
+                    width=f"{width:.2f}",
+                    height=26,
+                    cls=f"kind {name}",
+                )
+            )
+        at += width
+    return tag(
+        "svg",
+        tag("title", title),
+        join(made),
+        viewBox=f"0 0 {WIDTH} 26",
+        preserveAspectRatio="none",
+        cls="bar",
+        role="img",
+    )

@@ -1,0 +1,159 @@
+"""A run in a terminal: one screen, made from the same files as the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from runner.observe.console import duration
+from runner.report.drawing import bounds, number
+from runner.report.incident import notices, troubles
+from runner.report.markup import plain
+from runner.report.rows import Row
+from runner.report.run import RunReader
+from runner.report.section import size, took
+from runner.report.state import Standing, sentence, standing
+
+_HEIGHT = 7  # lines of the chart
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_COLOURS = {"done": "green", "running": "cyan", "halted": "red", "failed": "red"}
+_MOST = 5  # incidents, checkpoints
+
+
+def frame(run: RunReader, *, width: int) -> Group:
+    """The screen of a run as it is now.
+
+    Args:
+        width: of the terminal, in characters.
+    """
+    now = standing(run)
+    parts: list[RenderableType] = [
+        Panel(
+            Text(plain(sentence(now))),
+            title=Text(plain(run.run_dir.out.name or run.run_dir.out)),
+            title_align="left",
+            border_style=_COLOURS.get(now.status, "yellow"),
+        ),
+        _numbers(now),
+    ]
+    rows = [row for row in run.fold.thinned.rows() if math.isfinite(row.loss) or not row.is_applied]
+    if any(row.is_applied for row in rows):
+        parts.append(_chart(rows, max(20, width - 14)))
+    parts += _incidents(run, width)
+    parts.append(_time(run))
+    parts += _ring(run)
+    return Group(*parts)
+
+
+def _numbers(now: Standing) -> Text:
+    told = [
+        *([f"to go {duration(now.eta_seconds)}"] if now.eta_seconds is not None else []),
+        *([f"{now.tokens_per_second:,.0f} tok/s"] if now.tokens_per_second else []),
+        f"goodput {now.goodput:.0%}",
+        f"discarded {now.discards:,}",
+        f"rollbacks {now.rollbacks:,}",
+        f"restarts {now.restarts:,}",
+    ]
+    return Text("  ".join(told))
+
+
+def _chart(rows: Sequence[Row], width: int) -> Group:
+    """The loss over all attempted steps, the highest of each column; crosses are not applied."""
+    last = rows[-1].attempt
+    highest: list[float | None] = [None] * width
+    odd = [False] * width
+    for row in rows:
+        at = min(width - 1, width * row.attempt // (last + 1))
+        if not row.is_applied:
+            odd[at] = True
+        else:
+            highest[at] = max(row.loss, highest[at] or row.loss)
+    for at in range(1, width):  # a column of crosses, or of no step: the line goes on
+        highest[at] = highest[at - 1] if highest[at] is None else highest[at]
+    scale = bounds([row.loss for row in rows if row.is_applied], is_log=False)
+    assert scale is not None, "there is an applied loss"
+    low, high = scale
+    lines = [Text(" " * 9 + "".join("x" if one else " " for one in odd), style="red")]
+    for line in range(_HEIGHT - 1, -1, -1):
+        label = number(low + (high - low) * (line + 1) / _HEIGHT) if line % 3 == 0 else ""
+        cells = "".join(_cell(value, low, high, line) for value in highest)
+        lines.append(Text(f"{label:>8} ").append(cells, style="cyan"))
+    first, end = f"{rows[0].step:,}", f"{rows[-1].step:,}"
+    ruler = f"{first}{end:>{max(1, width - len(first))}}"
+    lines.append(Text(f"{'step':>8} {ruler}", style="dim"))
+    return Group(Text("loss, nats per token", style="bold"), *lines)
+
+
+def _cell(value: float | None, low: float, high: float, line: int) -> str:
+    if value is None:
+        return " "
+    filled = min(1.0, max(0.02, (value - low) / (high - low))) * _HEIGHT - line
+    return _EIGHTHS[int(min(1.0, max(0.0, filled)) * 8)]
+
+
+def _incidents(run: RunReader, width: int) -> list[RenderableType]:
+    found = troubles(run.fold.lines)
+    warned = notices(run.fold.lines)
+    if not found and not warned:
+        return []
+    table = _table(f"incidents ({len(found):,})", "step", "what", "ranks", "why", "done")
+    room = max(20, width - 42)
+    for one in found[-_MOST:]:
+        line = next((one for one in reversed(one.lines) if one.kind != "episode"), one.first)
+        _add(
+            table,
+            f"{one.first.step:,}",
+            line.kind,
+            ",".join(map(str, line.ranks[:8])),
+            _cut(line.reason, 0.6 * room),
+            _cut(line.decision, 0.4 * room),
+        )
+    for line in warned[-2:]:
+        words = _cut(line.reason, 0.6 * room), _cut(line.decision, 0.4 * room)
+        _add(table, f"{line.step:,}", line.kind, "", *words)
+    return [table]
+
+
+def _cut(words: str, most: float) -> str:
+    shown = plain(words)
+    return shown if len(shown) <= most else f"{shown[: int(most) - 1]}…"
+
+
+def _time(run: RunReader) -> Table:
+    whole, hour = run.time_spent(), run.last_hour()
+    table = _table("where the time went", "what", "in all", "share", "last hour")
+    total = sum(whole.values()) or 1.0
+    for name, seconds in sorted(whole.items(), key=lambda one: -one[1])[:6]:
+        if seconds > 0:
+            late = took(hour.get(name, 0.0)) if hour else ""
+            _add(table, name.replace("_", " "), took(seconds), f"{seconds / total:.0%}", late)
+    return table
+
+
+def _ring(run: RunReader) -> list[RenderableType]:
+    found = run.checkpoints()
+    if not found:
+        return []
+    table = _table("the ring on disk", "step", "state", "size", "age")
+    clock = float(run.clock())
+    for one in reversed(found[-_MOST:]):
+        age = duration(max(0.0, clock - one.time))
+        _add(table, f"{one.step:,}", one.state.value, size(one.num_bytes), age)
+    return [table]
+
+
+def _table(title: str, *heads: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="ellipsis", no_wrap=True)
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(plain(cell).replace("\n", " ")) for cell in cells))

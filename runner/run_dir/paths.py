@@ -1,0 +1,255 @@
+"""The run's directory: where each file lies, and whether this command may continue it."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runner.config.compose import digest, flat, from_yaml, to_yaml, trajectory
+from runner.config.schema import ResumeConfig, RunConfig
+from runner.system.error import ConfigError
+from runner.system.files import make_folder, read_bounded, write_durably
+
+_CONFIG_BYTES = 4 << 20
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_ID_BYTES = 4096
+_NOT_FOR_OTHERS = 0o022
+_ARGUMENT = re.compile(r"[a-z]+\.arguments\.")  # of code of the user's own: it may lose one
+# Another value makes other tensors, so that no checkpoint of the run can be loaded.
+_RESHAPING = frozenset(
+    f"model.{name}"
+    for name in (
+        "dim",
+        "layers",
+        "kv_heads",
+        "ffn_dim",
+        "vocab_size",
+        "tied_head",
+        "qk_norm",
+        "frozen",
+    )
+)
+
+
+class RunDir:
+    """Names of the files a run leaves in ``out``."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.config = out / "config.yaml"
+        self.journal = out / "journal.jsonl"
+        self.metrics = out / "metrics.jsonl"
+        self.summary = out / "summary.json"
+        self.ring = out / "ring"
+        self.faults = out / "faults"
+        self.debug = out / "debug"
+        self.tensorboard = out / "tensorboard"
+        self.incarnation = out / "incarnation"
+        self.incidents = out / "incidents"
+        self.run_id = out / "run_id"
+
+    def incident(self, number: int) -> Path:
+        """Where the ranks of an incarnation say what went wrong."""
+        return self.incidents / f"{number:06d}"
+
+    def fatal(self, number: int, rank: int) -> Path:
+        """Where a rank's last words go when a signal ends it; removed at an orderly end."""
+        return self.debug / f"fatal-{number:06d}-rank-{rank:05d}.txt"
+
+    def create(self) -> None:
+        """Make the directory.
+
+        Raises:
+            ConfigError: it cannot be made or written.
+        """
+        try:
+            make_folder(self.ring)
+            self.debug.mkdir(exist_ok=True)
+            probe = self.out / ".writable"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"out={self.out}: cannot be written ({error})") from None
+
+    def identity(self) -> str:
+        """The run's random name, made at its first start: another run in ``out`` has another."""
+        name = self.known_identity()
+        if name is None:
+            name = secrets.token_hex(16)
+            write_durably(self.run_id, name.encode() + b"\n")
+        return name
+
+    def known_identity(self) -> str | None:
+        """The same where it has been made; only reads."""
+        try:
+            name = read_bounded(self.run_id, _ID_BYTES).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        return name if _RUN_ID.fullmatch(name) else None
+
+    @property
+    def is_open_to_all(self) -> bool:
+        """Whether anybody may write in there, and so decide what the next start loads."""
+        mode = self.out.stat().st_mode
+        return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
+
+    def settings_changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Keys that decide the trajectory and differ from the stored ones: (was, is)."""
+        if not self.config.exists():
+            return {}
+        return settings_differing(self.stored_settings(), config)
+
+    def stored_settings(self) -> dict[str, Any]:
+        """Dotted keys of the settings in ``out``; empty before there are any.
+
+        Raises:
+            ConfigError: the file is not one of settings.
+        """
+        if not self.config.exists():
+            return {}
+        return from_yaml(_text(self.config), source=self.config)
+
+    def refuse_change(
+        self, changed: dict[str, tuple[Any, Any]], config: RunConfig, place: str = ""
+    ) -> None:
+        """
+        Args:
+            place: where the stored settings are; without it, ``out``.
+
+        Raises:
+            ConfigError: something changed that ``config.resume`` does not allow; every such key is
+                named, with what to type to go on.
+        """
+        refused = {
+            key: values for key, values in changed.items() if not is_allowed(key, config.resume)
+        }
+        if refused:
+            raise ConfigError(
+                f"{place or f'out={self.out}'} holds a run with other settings:\n"
+                f"{_told(refused)}\n{_remedies(refused, config)}"
+            )
+
+    def refuse_other_tensors(
+        self,
+        stored: Mapping[str, tuple[int, ...]],
+        wanted: Mapping[str, tuple[int, ...]],
+        changed: dict[str, tuple[Any, Any]],
+    ) -> None:
+        """
+        Args:
+            stored: names of a checkpoint's tensors and their shapes.
+            wanted: those of the model of these settings.
+
+        Raises:
+            ConfigError: they differ. Nothing in ``out`` was touched.
+        """
+        names = sorted(stored.keys() | wanted.keys(), key=lambda name: (name[:6] != "param/", name))
+        differing = [name for name in names if stored.get(name) != wanted.get(name)]
+        if not differing:
+            return
+        name = differing[0]
+        blamed = {key: values for key, values in changed.items() if key.startswith("model.")}
+        raise ConfigError(
+            f"out={self.out}: its checkpoints are of another model than that of these settings: "
+            f"{len(differing)} tensors differ, first {name}: {_shape(stored.get(name))} there, "
+            f"{_shape(wanted.get(name))} here"
+            + (f"\n{_told(blamed)}" if blamed else "")
+            + "\nA run keeps its tensors, whatever resume.allow says: give the old values, or "
+            "another out"
+        )
+
+    def store_config(self, config: RunConfig) -> None:
+        """Write the resolved settings, with their digest on top."""
+        text = f"# settings sha256 {digest(flat(config))}\n{to_yaml(config)}"
+        write_durably(self.config, text.encode())
+
+
+def is_allowed(key: str, resume: ResumeConfig) -> bool:
+    """Whether a setting may have another value than the run had."""
+    if resume.allow_change:
+        return True
+    allowed = [*resume.allow, *(["schedule.total"] if "steps" in resume.allow else [])]
+    return any(key == one or key.startswith(f"{one}.") for one in allowed)
+
+
+def _told(changed: dict[str, tuple[Any, Any]]) -> str:
+    return "\n".join(
+        f"  {key}: was {_shown(was)}, now {_shown(now)}" for key, (was, now) in changed.items()
+    )
+
+
+def _remedies(refused: dict[str, tuple[Any, Any]], config: RunConfig) -> str:
+    """What to type instead; each of these commands works."""
+    keys = [*config.resume.allow, *(key for key in refused if key not in _RESHAPING)]
+    fixed = [key for key in refused if key in _RESHAPING]
+    lines = []
+    if fixed:
+        lines.append(f"{', '.join(fixed)}: cannot change, the checkpoints hold other tensors.")
+    else:
+        lines.append(
+            f"To go on with the new values add 'resume.allow=[{','.join(keys)}]' (or "
+            "resume.allow_change=true for whatever has changed); each change is journalled."
+        )
+    was, _ = refused.get("schedule.total", (None, None))
+    warmup = config.schedule.warmup
+    # Not a number: the stored settings are a file that anybody may have edited.
+    follows = isinstance(was, int) and was > 0 and config.schedule.total is None
+    if follows and (was > warmup or config.steps <= warmup):
+        lines.append(
+            f"schedule.total follows steps where it is not given: steps={config.steps} "
+            f"schedule.total={was} trains on at the rate that the schedule ended with."
+        )
+    return "\n".join([*lines, "Or give the old values, or another out."])
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(list(shape))
+
+
+def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Keys that decide the trajectory and differ: (was, is). ``stored`` is left changed."""
+    stored["schedule.total"] = _stored_total(stored)
+    if stored.get("model.precision") == "auto":  # from an import: no step has been taken in any
+        stored["model.precision"] = config.model.precision.value
+    stored.setdefault("compute.deterministic", False)  # of a run from before the key
+    wanted = trajectory(config)
+    taken_away = {name: None for name in stored if _ARGUMENT.match(name) and name not in wanted}
+    return {
+        name: (stored.get(name), value)
+        for name, value in {**wanted, **taken_away}.items()
+        if stored.get(name) != value
+    }
+
+
+def keep_for_owner() -> None:
+    """From now on this process makes nothing that others can write.
+
+    Who may write in a run directory decides what the next start loads. Who may read there is
+    left to the user's umask: people look at each other's runs.
+    """
+    os.umask(os.umask(_NOT_FOR_OTHERS) | _NOT_FOR_OTHERS)
+
+
+def _shown(value: object) -> str:
+    """A stored value on a terminal: not without end, and without control characters."""
+    text = str(value)[:200]
+    return text if text.isprintable() else repr(text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bounded(path, _CONFIG_BYTES, follow=True).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a settings file ({error})") from None
+
+
+def _stored_total(stored: dict[str, Any]) -> Any:
+    """The schedule's length as :func:`runner.config.compose.trajectory` counts it."""
+    if stored.get("schedule.kind") == "constant":
+        return None
+    return stored.get("schedule.total") or stored.get("steps")

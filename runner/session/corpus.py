@@ -1,0 +1,236 @@
+"""The corpus' part of the composition root: settings become a data set, and its order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.config.schema import DataConfig, DataKind, RunConfig
+from runner.config.sources import sources_of
+from runner.data.claim import Owners
+from runner.data.cursor import SampleStream
+from runner.data.dataset import Dataset
+from runner.data.guest import Adapted, adapt
+from runner.data.mixture import Mixed, MixtureOrder, mix
+from runner.data.packing import Packed, Unpadded, prepare_packs
+from runner.data.rows import Rows, RowSource
+from runner.data.synthetic import SyntheticLanguage
+from runner.data.text import Prepared, TextSource, open_prepared, prepare_text
+from runner.data.tokens import open_tokens
+from runner.data.whole import Tell, notes_in
+from runner.system.environment import variables
+from runner.system.error import DataError
+from runner.system.guest import call_target, parameters_of
+from runner.system.process import is_alive, own_process
+
+# What was prepared, one for each source; "" where nothing had to be.
+Places = Sequence[str]
+
+
+def prepare_data(config: RunConfig, tell: Tell) -> list[Prepared | None]:
+    """What one process of a node does for all: see to it that the tokens are in the cache.
+
+    Args:
+        tell: told of the progress; it may raise, and nothing is left then.
+
+    Returns:
+        For each source what :func:`open_dataset` needs; None where nothing has to be prepared.
+
+    Raises:
+        DataError: the corpus cannot be trained on.
+    """
+    made = [_prepare(data, seed, tell) for data, seed in _parts(config)]
+    if config.data.val_path is not None:  # the last one
+        made.append(_prepare(_validation(config.data), config.seed, tell))
+    return made
+
+
+def open_dataset(config: RunConfig, prepared: Places | None = None) -> Dataset:
+    """The corpus.
+
+    Args:
+        prepared: the places that :func:`prepare_data` gave to some process of this node; None:
+            this process is alone, and does it itself.
+
+    Raises:
+        DataError: it cannot be trained on.
+    """
+    if prepared is None:
+        prepared = [str(p.place) if p else "" for p in prepare_data(config, lambda *_: None)]
+    opened = [
+        _open(data, seed, place)
+        for (data, seed), place in zip(_parts(config), prepared, strict=False)
+    ]
+    sources = sources_of(config.data)
+    if not sources:
+        return opened[0]
+    # By name: neither the order nor the fingerprint follows from the order in which they are told.
+    named = {s.name: one for s, one in zip(sources, opened, strict=True)}
+    return mix({name: named[name] for name in sorted(named)})
+
+
+def open_validation(config: RunConfig, prepared: Places) -> Dataset | None:
+    """What ``data.val_path`` names, if anything. Raises as :func:`open_dataset`.
+
+    Args:
+        prepared: as it takes it.
+    """
+    if config.data.val_path is None:
+        return None
+    return _open(_validation(config.data), config.seed, prepared[-1])
+
+
+def _validation(data: DataConfig) -> DataConfig:
+    return dataclasses.replace(data, path=data.val_path, val_path=None)
+
+
+def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
+    """The order of samples."""
+    if not isinstance(dataset, Mixed):
+        return SampleStream(
+            num_samples=len(dataset),
+            seed=config.seed,
+            held_out_share=config.data.held_out if config.data.val_path is None else 0.0,
+            global_size=config.batch.global_size,
+        )
+    order = MixtureOrder(
+        dataset.lengths,
+        seed=config.seed,
+        held_out_share=config.data.held_out,
+        weights={source.name: source.weight for source in sources_of(config.data)},
+    )
+    return SampleStream.of(order, global_size=config.batch.global_size)
+
+
+def _parts(config: RunConfig) -> list[tuple[DataConfig, int]]:
+    """The settings and the seed of each source; of a corpus that is none of several, its own."""
+    sources = sources_of(config.data)
+    if not sources:
+        return [(config.data, config.seed)]
+    return [(s.data, config.seed if s.seed is None else s.seed) for s in sources]
+
+
+def _prepare(data: DataConfig, seed: int, tell: Tell) -> Prepared | None:
+    if data._target_ is not None or data.kind is not DataKind.text:
+        return _prepare_rows(data, seed, tell)
+    source = TextSource(
+        paths=data.path,
+        suffixes=data.suffixes,
+        field=data.field,
+        tokenizer=data.tokenizer,
+        begin_token=data.begin_token,
+        end_token=data.end_token,
+        cache=token_cache(data.cache),
+    )
+    return prepare_text(source, tell=tell, owners=Owners(own=own_process(), is_alive=is_alive))
+
+
+def _prepare_rows(data: DataConfig, seed: int, tell: Tell) -> Prepared | None:
+    """What goes on in memory on every rank, but for the longest of it."""
+    if data._target_ is None and data.kind is not DataKind.hf:
+        return None
+    rows = _rows(data) if data._target_ is None else None
+    words = rows.words() if rows is not None else ""
+    if not data.pack:
+        return Prepared(place=Path(), words=words) if rows is not None else None
+    dataset = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
+    place = prepare_packs(
+        _unpadded(dataset), seq_len=data.seq_len, cache=token_cache(data.cache), tell=tell
+    )
+    return Prepared(place=place, words=words)
+
+
+def _unpadded(dataset: Dataset) -> Unpadded:
+    if isinstance(dataset, Adapted):
+        return dataset
+    raise DataError("data.pack=true: the samples hold no token ids; leave it out")
+
+
+def _rows(data: DataConfig) -> Rows:
+    source = RowSource(
+        paths=data.path,
+        field=data.field,
+        messages=data.messages,
+        tokenizer=data.tokenizer,
+        cache=token_cache(data.cache) / "rows",
+        begin_token=data.begin_token,
+        end_token=data.end_token,
+    )
+    return Rows(source, seq_len=data.seq_len, vocab_size=data.vocab_size)
+
+
+def _adapted(data: DataConfig) -> Dataset:
+    return adapt(_rows(data), vocab_size=data.vocab_size, seq_len=data.seq_len, name="data.path")
+
+
+def _open(data: DataConfig, seed: int, place: str) -> Dataset:
+    """
+    Args:
+        place: that of what was prepared, or empty.
+    """
+    if data._target_ is not None or data.kind is DataKind.hf:
+        made = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
+        if not data.pack:
+            return made
+        return Packed(_unpadded(made), Path(place), seq_len=data.seq_len)
+    if data.kind is DataKind.synthetic:
+        return SyntheticLanguage(
+            vocab_size=data.vocab_size or 64,
+            samples=data.samples,
+            seq_len=data.seq_len,
+            seed=seed,
+        )
+    if data.kind is DataKind.tokens:
+        return open_tokens(
+            paths=data.path,
+            token_dtype=data.token_dtype.value,
+            vocab_size=data.vocab_size,
+            seq_len=data.seq_len,
+            end_token=data.end_token,
+            isolate_documents=data.isolate_documents,
+        )
+    return open_prepared(
+        Path(place), seq_len=data.seq_len, isolate_documents=data.isolate_documents
+    )
+
+
+def _own_dataset(data: DataConfig, seed: int, target: str) -> Dataset:
+    """What code of the user's own gives.
+
+    A parameter that has the name of a key of the group gets its value, where one was given or the
+    parameter has no default of its own; so do ``seed`` and ``seq_len``.
+    """
+    usual = DataConfig()
+    path = data.path[0] if len(data.path) == 1 else data.path
+    known = {spec.name: getattr(data, spec.name) for spec in dataclasses.fields(data)}
+    known |= {"path": path, "seed": seed}
+    required = {
+        name
+        for name, parameter in parameters_of("data._target_", target).items()
+        if parameter.default is parameter.empty
+    }
+    own = call_target(
+        "data._target_",
+        target,
+        data.arguments or {},
+        {
+            name: value
+            for name, value in known.items()
+            if name in required or name == "seq_len" or value != getattr(usual, name, seed)
+        },
+    )
+    return adapt(own, vocab_size=data.vocab_size, seq_len=data.seq_len, name=target)
+
+
+def digest_notes(config: RunConfig) -> Path:
+    """Where it is remembered which files were read whole, and what their digest was."""
+    return notes_in(token_cache(config.data.cache))
+
+
+def token_cache(wanted: str | None) -> Path:
+    """Where token files are kept: as asked, or the user's cache directory (XDG)."""
+    if wanted is not None:
+        return Path(wanted).expanduser()
+    base = variables().get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "holdfast"

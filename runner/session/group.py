@@ -1,0 +1,207 @@
+"""This rank among the others: what there is from the first line of a command to its last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.config.schema import LogKind, RunConfig
+from runner.distributed.agreement import Ranks
+from runner.distributed.debug import debug_settings, is_torchruns_own, set_debug
+from runner.distributed.device import device_name, device_versions, find_device
+from runner.distributed.env import JobEnv, RankEnv, launch_from
+from runner.distributed.process_group import end_group, start_group, take_device
+from runner.distributed.rendezvous import Facts
+from runner.engine.determinism import be_deterministic
+from runner.health.heartbeat import Heartbeat
+from runner.health.preemption import StopRequest
+from runner.health.rank_monitor import RankMonitor
+from runner.observe.console import Console
+from runner.run_dir.build_info import versions
+from runner.run_dir.paths import RunDir
+from runner.session import parts
+from runner.system import log
+from runner.system.environment import changeable, variables
+from runner.system.error import ConfigError, RunnerError, Superseded
+from runner.system.process import own_process, pid_namespace
+
+# The roll call has a limit of its own, and says who is missing.
+_MEET_SECONDS = 60.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """A rank whose process group is there.
+
+    Args:
+        debug: the settings of the collectives' debugging that were made.
+        peers: what the ranks of this node told of themselves when they met.
+        device_versions: of the device, its driver and libraries; equal on all ranks.
+    """
+
+    place: RankEnv
+    launch: JobEnv
+    device: torch.device
+    run_dir: RunDir
+    stop: StopRequest
+    monitor: RankMonitor
+    console: Console
+    ranks: Ranks
+    debug: Mapping[str, str]
+    peers: Sequence[Facts]
+    device_versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def heart(self) -> Heartbeat:
+        """Of this rank."""
+        return self.monitor.heart
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which writes what is written once."""
+        return self.place.is_first
+
+    def asked_to_stop(self) -> list[str]:
+        """Who asked each rank to stop, empty for nobody; by rank. Collective."""
+        return list(self.ranks.gather(self.stop.reason))
+
+
+@contextmanager
+def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
+    """Start the monitor and the process group; inside, failures are told to the other ranks.
+
+    Raises:
+        RunnerError: the ranks do not come together.
+    """
+    refuse_untried(config, place)
+    # Before CUDA begins, which reads some of it once.
+    switched = be_deterministic(changeable()) if config.compute.deterministic else {}
+    found = find_device(config.parallel.device, place, variables())
+    device = take_device(found)
+    run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
+    stop = parts.stop_request(config, launch)
+    stop.listen()
+    monitor = parts.witness(config, place, launch, run_dir, stop)
+    heart = monitor.heart
+    as_json = config.track.log is LogKind.json
+    log.begin(as_json=as_json, rank=place.rank, step=lambda: heart.step)
+    monitor.start()
+    settings = debug_settings(
+        config.debug.kind.value, subsystems=config.debug.nccl_subsystems, folder=run_dir.debug
+    )
+    if device.type == "cuda" and place.is_first and is_torchruns_own(variables()):
+        _log.info(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 in the place of torchrun's 1, which would take the "
+            "evidence of a hang away"
+        )
+    debug = set_debug(changeable(), settings)
+    facts: dict[str, Any] = {
+        "rank": place.rank,
+        "process": own_process(),
+        "pids": pid_namespace(),
+        "versions": versions() | device_versions(found),
+        "gpu": device_name(device),
+    }
+    parallel = config.parallel
+    monitor.expect(
+        "meeting the other ranks (parallel.start_seconds)", parallel.start_seconds + _MEET_SECONDS
+    )
+    try:
+        peers = start_group(
+            place,
+            device,
+            timeout_seconds=parallel.timeout_seconds,
+            start_seconds=parallel.start_seconds,
+            facts=facts,
+            problem=found.problem,
+            have_met=lambda: monitor.expect(
+                "connecting to the other ranks, all of which are there "
+                "(parallel.timeout_seconds; which interface is used NCCL_SOCKET_IFNAME says, "
+                "debug=nccl tells more)",
+                parallel.timeout_seconds,
+            ),
+        )
+        monitor.expect(
+            "taking the run directory (watchdog.slow_seconds)", config.watchdog.slow_seconds
+        )
+        with _telling(monitor):
+            group = _group(config, place, launch, device, stop, monitor, debug, peers)
+            yield replace(group, device_versions=device_versions(found) | switched)
+    except RunnerError:
+        monitor.end()
+        raise
+    monitor.end()
+
+
+def refuse_untried(config: RunConfig, place: RankEnv) -> None:
+    """
+    Raises:
+        ConfigError: there are more ranks than was ever measured.
+    """
+    most = config.parallel.max_ranks
+    if place.world_size > most:
+        raise ConfigError(
+            f"parallel.max_ranks={most}: there are {place.world_size} ranks. Nobody has tried "
+            "whether a start, a save or a crash report of so many ends in time (docs/scale.md). "
+            f"To try it: parallel.max_ranks={place.world_size}"
+        )
+
+
+def group_at_hand(config: RunConfig, place: RankEnv, device: torch.device) -> RankGroup:
+    """For a process group that the caller has started, and ends: benchmarks and tests."""
+    launch = launch_from(variables())
+    stop = parts.stop_request(config, launch)
+    monitor = parts.witness(config, place, launch, RunDir(Path(config.out)), stop)
+    return _group(config, place, launch, device, stop, monitor, {}, [])
+
+
+def _group(
+    config: RunConfig,
+    place: RankEnv,
+    launch: JobEnv,
+    device: torch.device,
+    stop: StopRequest,
+    monitor: RankMonitor,
+    debug: Mapping[str, str],
+    peers: Sequence[Facts],
+) -> RankGroup:
+    return RankGroup(
+        place=place,
+        launch=launch,
+        device=device,
+        run_dir=RunDir(Path(config.out)),
+        stop=stop,
+        monitor=monitor,
+        console=Console(
+            silent=not place.is_first,
+            every=config.track.every,
+            as_json=config.track.log is LogKind.json,
+        ),
+        ranks=Ranks(device),
+        debug=debug,
+        peers=peers,
+    )
+
+
+@contextmanager
+def _telling(monitor: RankMonitor) -> Iterator[None]:
+    """An error that the other ranks do not raise as well is reported before it goes on."""
+    try:
+        yield
+    except Superseded as error:
+        monitor.failed(error)
+        raise
+    except RunnerError:
+        raise
+    except Exception as error:
+        monitor.failed(error)
+        raise
+    finally:
+        end_group(monitor.all_have_met)

@@ -1,0 +1,312 @@
+"""What a command takes into its hands before anything is built: the lease, the corpus, the past.
+
+Each phase takes what the one before gives. All of them are collective, and raise alike on every
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.memory.tier import MemoryParts
+from runner.checkpoint.protocol import Identity
+from runner.config.compose import digest, flat
+from runner.config.schema import RunConfig
+from runner.data.cursor import SampleStream
+from runner.data.dataset import Dataset
+from runner.data.mixture import MixtureOrder
+from runner.data.whole import Tell
+from runner.distributed.env import JobEnv
+from runner.distributed.slow_agreement import all_or_none_slowly
+from runner.health.crash_log import crash_incident, forget_last_words
+from runner.health.preemption import who_asked
+from runner.model.blueprint import Blueprint
+from runner.observe.alert import CommandAlerts
+from runner.observe.journal import Journal
+from runner.policy.decision.history import Incident
+from runner.run_dir.lease import Fence
+from runner.session import parts
+from runner.session.group import RankGroup
+from runner.startup.precision import settle_precision
+from runner.startup.restore import RemoteRun, Restored, Restorer, open_remote, with_highest
+from runner.startup.resume import RunInventory, find, take_lease
+from runner.startup.shared_memory import StateOnDevice, node_folder, open_memory
+from runner.system.error import ConfigError, Preempted
+from runner.system.json_lines import LineFile
+from runner.system.process import parent_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to write to ``out``, and the settings by which all that follows goes.
+
+    Args:
+        config: with what this start decides settled.
+        config_digest: of them.
+        fence: proves the right; its number is this incarnation's.
+        remote: the object store, as it was when the run was claimed; None without one.
+    """
+
+    config: RunConfig
+    config_digest: str
+    fence: Fence
+    remote: RemoteRun | None
+
+    def directory(self, group: RankGroup) -> CheckpointDirectory:
+        """The checkpoints on disk, to be written to while the lease holds."""
+        return CheckpointDirectory(
+            group.run_dir.ring, owner=self.fence.number, check=self.fence.check
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """What is trained on, its order, and the network whose sizes follow from it."""
+
+    dataset: Dataset
+    stream: SampleStream
+    validation: Dataset | None
+    network: Blueprint
+
+    @property
+    def mixture(self) -> MixtureOrder | None:
+        """The order of its sources, where there are several."""
+        order = self.stream.order
+        return order if isinstance(order, MixtureOrder) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """What earlier incarnations left: in ``out``, or taken from the object store (``restored``)."""
+
+    found: RunInventory
+    restorer: Restorer | None
+    restored: Restored | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunJournal:
+    """The journal, and how an incident is reported: written down, then said."""
+
+    journal: Journal
+    group: RankGroup
+    alerts: CommandAlerts | None = None
+
+    def report(self, incident: Incident) -> None:
+        """Write it down and say it."""
+        self.journal.add(incident)
+        self.group.console.incident(incident)
+
+    def report_once(self, incident: Incident) -> None:
+        """For what a restart comes to again."""
+        if self.journal.add_once(incident):
+            self.group.console.incident(incident)
+
+
+def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
+    """Become the one that writes to ``out``, with settings that are equal on all ranks.
+
+    Raises:
+        ConfigError: the settings differ between ranks.
+        RunnerError: somebody else owns the run directory.
+    """
+    ranks, console = group.ranks, group.console
+    _require_equal_settings(config, group)
+    remote = open_remote(config, group.run_dir, ranks)
+    fence = take_lease(
+        group.run_dir,
+        config,
+        _known_launch(group),
+        ranks,
+        console.say,
+        after=remote.seen.claim if remote else 0,
+    )
+
+    def stored() -> Mapping[str, Any]:
+        return group.run_dir.stored_settings() or (remote.settings() if remote else {})
+
+    config = settle_precision(config, stored, group.device, ranks, console.say)
+    group.monitor.begin(fence, group.peers)
+    if group.is_first and group.run_dir.is_open_to_all:
+        console.say(
+            f"warning: anybody may write in {group.run_dir.out}, and so decide what a restart "
+            "loads; chmod o-w it"
+        )
+    return Lease(config=config, config_digest=digest(flat(config)), fence=fence, remote=remote)
+
+
+def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
+    """Tokenise where that is needed, open, and agree.
+
+    Raises:
+        DataError: it cannot be trained on.
+        ConfigError: ranks see different data.
+        Preempted: a rank was asked to stop meanwhile.
+    """
+    config, ranks = lease.config, group.ranks
+    prepared = _prepare_data(config, group)
+    dataset = ranks.all_or_none("opening the data", lambda: parts.open_dataset(config, prepared))
+    prints = ranks.gather(dataset.fingerprint())
+    if len(set(prints)) > 1:
+        raise ConfigError(f"ranks see different data; fingerprints by rank: {prints}")
+    stream = ranks.all_or_none("splitting the data", lambda: parts.sample_stream(config, dataset))
+    validation = ranks.all_or_none(
+        "opening data.val_path", lambda: parts.open_validation(config, prepared)
+    )
+    network = ranks.all_or_none("sizing the model", lambda: parts.blueprint(config, dataset))
+    return Corpus(dataset=dataset, stream=stream, validation=validation, network=network)
+
+
+def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
+    """Look at what is in ``out``; where the run is lost there, take it from the object store."""
+    restorer = restored = None
+    fingerprint = corpus.dataset.fingerprint()
+    if lease.remote is not None:
+        restorer = Restorer(
+            lease.remote,
+            group.run_dir,
+            lease.directory(group),
+            lease.config,
+            fingerprint,
+            group.ranks,
+        )
+        restored = restorer.restore_if_lost()
+    found = find(
+        group.run_dir,
+        lease.config,
+        fingerprint,
+        group.ranks,
+        lease.fence,
+        tensors=lambda: parts.state_shapes(corpus.network),
+    )
+    found = replace(found, next_serial=with_highest(found.next_serial, lease.remote))
+    for name in found.torn:
+        group.console.say(f"removed {name}: it was never committed")
+    for sentence in found.damaged:
+        group.console.say(f"damaged checkpoint, not to be used: {sentence}")
+    return Inventory(found=found, restorer=restorer, restored=restored)
+
+
+def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJournal:
+    """Write down what was found: changed settings, earlier crashes, what was restored."""
+    found = inventory.found
+    command = lease.config.track.command
+    alerts = CommandAlerts(command, group.run_dir.out) if command and group.is_first else None
+    journal = group.ranks.all_or_none(
+        "opening the journal", lambda: _journal(lease, found, group, alerts)
+    )
+    written = RunJournal(journal=journal, group=group, alerts=alerts)
+    _report_all(found.changes, written)
+    if group.is_first:
+        # After they are journalled, or a crash would hide them.
+        lease.fence.check()
+        group.run_dir.store_config(lease.config)
+    _report_all(found.crashes, written)
+    if group.is_first:
+        forget_last_words(group.run_dir, lease.fence.number)
+        group.monitor.write_causes_to(
+            lambda cause, number: journal.add(crash_incident(cause, number))
+        )
+    for incident in inventory.restored.incidents if inventory.restored else []:
+        written.report(incident)
+    return written
+
+
+def open_slots(
+    lease: Lease, group: RankGroup, state: StateOnDevice, identity: Identity
+) -> MemoryParts:
+    """This rank's part of the tier in memory, for what ``state`` holds now. Collective."""
+    name = group.ranks.all_or_none(
+        "naming the run", lambda: group.run_dir.identity() if group.is_first else None
+    )
+    return open_memory(
+        lease.config,
+        node_folder(group.ranks.from_first(name), group.run_dir.out),
+        state,
+        group.ranks,
+        group.place,
+        incarnation=lease.fence.number,
+        identity=identity,
+        say=group.console.say,
+    )
+
+
+def identity_of(lease: Lease, corpus: Corpus) -> Identity:
+    """What a checkpoint of this command is of."""
+    return Identity(
+        config_digest=lease.config_digest, data_fingerprint=corpus.dataset.fingerprint()
+    )
+
+
+def _require_equal_settings(config: RunConfig, group: RankGroup) -> None:
+    """Every rank composed its own settings; they must be the same."""
+    ranks = group.ranks
+    if len(set(ranks.gather(digest(flat(config))))) == 1:
+        return
+    settings = ranks.gather(flat(config))
+    differing = [key for key in settings[0] if len({repr(s[key]) for s in settings}) > 1]
+    words = "; ".join(f"{key}: {[s[key] for s in settings]} by rank" for key in differing)
+    raise ConfigError(f"ranks were started with different settings: {words}")
+
+
+def _known_launch(group: RankGroup) -> JobEnv:
+    """With the launchers' processes, of which one rank a node tells. Collective."""
+    tells = group.launch.has_agent and group.place.local_rank == 0
+    names = group.ranks.gather(parent_name() if tells else "")
+    return replace(group.launch, agents=tuple(sorted({name for name in names if name})))
+
+
+def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
+    """One rank of each node tokenises, or finds the tokens, for all of its node. Collective.
+
+    Returns:
+        The place of what was prepared for each source; empty where nothing had to be.
+    """
+    ranks, place = group.ranks, group.place
+
+    def work(tell: Tell) -> list[list[str]]:
+        made = parts.prepare_data(config, tell) if not place.local_rank else []
+        return [[str(one.place), one.words] if one else ["", ""] for one in made]
+
+    made = all_or_none_slowly(
+        ranks,
+        "preparing the data",
+        work,
+        moved=lambda: group.heart.enter("start"),
+        show=group.console.work,
+        is_asked_to_stop=lambda: group.stop.is_set,
+    )
+    group.console.close()
+    if made is None:
+        raise Preempted(
+            f"asked to stop ({who_asked(group.asked_to_stop())}) while the data was prepared; "
+            "nothing was trained yet, and what was not finished begins anew"
+        )
+    told = ranks.gather(made)[place.rank - place.local_rank]
+    for words in dict.fromkeys(words for _, words in told if words):
+        group.console.say(f"data.tokenizer={config.data.tokenizer}: {words}")
+    return [folder for folder, _ in told]
+
+
+def _journal(
+    lease: Lease, found: RunInventory, group: RankGroup, alerts: CommandAlerts | None
+) -> Journal:
+    file = None
+    if group.is_first:
+        lease.fence.check()
+        file = LineFile(group.run_dir.journal, length=found.journal_bytes, check=lease.fence.check)
+    told = [(start, stop) for start, stop in lease.config.data.skip]
+    return Journal(
+        found.journal,
+        told_to_skip=told,
+        file=file,
+        tell=alerts.tell if alerts is not None else lambda line: None,
+    )
+
+
+def _report_all(lines: Sequence[dict[str, Any]], written: RunJournal) -> None:
+    for line in lines:
+        written.report(Incident.from_json(line))

@@ -1,0 +1,421 @@
+"""The composition root: the one place that turns settings into concrete parts.
+
+Knows everything; nothing knows it but the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from runner.checkpoint.protocol import RingRules
+from runner.config.rules import judge_rules as judge_rules
+from runner.config.rules import named
+from runner.config.rules import remedy_rules as remedy_rules
+from runner.config.schema import ParallelKind, Precision, RunConfig
+from runner.config.validate import is_zero
+from runner.data.cursor import SampleStream
+from runner.data.dataset import Dataset, RecordDataset
+from runner.data.feed import Feed, Loading, RankShare
+from runner.distributed.agreement import Ranks
+from runner.distributed.env import JobEnv, RankEnv
+from runner.engine.adamw import AdamWSettings
+from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
+from runner.engine.protocol import Engine
+from runner.fault.inject import FaultInjector
+from runner.fault.wrap import MicroBatchFaults, wrap_engine
+from runner.health.heartbeat import HangTimeouts
+from runner.health.preemption import StopRequest
+from runner.health.rank_monitor import RankMonitor, WatchRules
+from runner.model.blueprint import (
+    Blueprint,
+    DecoderBlueprint,
+    GuestBlueprint,
+    parameter_places,
+    retie,
+)
+from runner.model.decoder import DecoderShape, default_ffn_dim
+from runner.model.loss import HeadLosses
+from runner.observe.throughput import Throughput, peak_tflops
+from runner.observe.tracker import BackgroundTracker, TensorBoardTracker
+from runner.policy.batch_shards import shard_batch
+from runner.policy.decision.history import History, Incident
+from runner.policy.retention.interval import IntervalRules, prior_seconds
+from runner.policy.schedule import Schedule
+from runner.run_dir.lease import Fence
+from runner.run_dir.paths import RunDir
+from runner.session.corpus import digest_notes as digest_notes
+from runner.session.corpus import open_dataset as open_dataset
+from runner.session.corpus import open_validation as open_validation
+from runner.session.corpus import prepare_data as prepare_data
+from runner.session.corpus import sample_stream as sample_stream
+from runner.startup.resume import Resumed
+from runner.system.error import ConfigError
+from runner.system.guest import call_target, find_target
+from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes
+
+Report = Callable[[Incident], None]
+
+
+def stop_request(config: RunConfig, launch: JobEnv) -> StopRequest:
+    """Signals, and the scheduler's time limit where it is known."""
+    end = launch.end_time
+    return StopRequest(
+        grace_seconds=config.preempt.grace_seconds,
+        stop_at=None if end is None else end - config.preempt.margin_seconds,
+        has_agent=launch.has_agent,
+    )
+
+
+def witness(
+    config: RunConfig, place: RankEnv, launch: JobEnv, run_dir: RunDir, stop: StopRequest
+) -> RankMonitor:
+    """What watches over this rank."""
+    watchdog = config.watchdog
+    return RankMonitor(
+        place=place,
+        launch=launch,
+        run_dir=run_dir,
+        stop=stop,
+        rules=WatchRules(
+            enabled=watchdog.enabled,
+            settle_seconds=watchdog.settle_seconds,
+            patience=HangTimeouts(**named(HangTimeouts, watchdog)),
+        ),
+    )
+
+
+def schedule(config: RunConfig) -> Schedule:
+    """The learning rate over updates."""
+    return Schedule(
+        kind=config.schedule.kind.value,
+        peak=config.optim.lr,
+        total=config.schedule.total or config.steps,
+        warmup=config.schedule.warmup,
+        floor=config.schedule.floor,
+        decay=config.schedule.decay,
+    )
+
+
+def reads_late(config: RunConfig, device: torch.device) -> bool:
+    """``guard.sync``, or what suits the device: on a CPU nothing is gained by reading late."""
+    return device.type == "cuda" if config.guard.sync is None else not config.guard.sync
+
+
+def feed(
+    config: RunConfig, dataset: Dataset, stream: SampleStream, place: RankEnv, device: torch.device
+) -> Feed:
+    """This rank's loader."""
+    return Feed(
+        dataset,
+        stream,
+        seq_len=config.data.seq_len,
+        share=RankShare(
+            global_size=config.batch.global_size,
+            micro_size=config.batch.micro_size,
+            rank=place.rank,
+            world_size=place.world_size,
+        ),
+        loading=Loading(
+            workers=config.data.workers,
+            prefetch=config.data.prefetch,
+            pin_memory=config.data.pin_memory and device.type == "cuda",
+            retry_seconds=config.data.retry_seconds,
+        ),
+    )
+
+
+def model_shape(config: RunConfig, dataset: Dataset) -> DecoderShape:
+    """The decoder's sizes, with what the data decides filled in.
+
+    Raises:
+        ConfigError: the embedding is smaller than the data's vocabulary, or sizes misfit.
+    """
+    model = config.model
+    if isinstance(dataset, RecordDataset):
+        raise ConfigError(
+            f"data._target_={config.data._target_}: gives samples without token ids, and the "
+            "decoder needs input_ids; name a model that knows what they are with model._target_"
+        )
+    vocab_size = model.vocab_size or dataset.vocab_size
+    if vocab_size < dataset.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size}: the data has {dataset.vocab_size} token ids; use "
+            "at least that, or null"
+        )
+    return DecoderShape(
+        vocab_size=vocab_size,
+        dim=model.dim,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        ffn_dim=model.ffn_dim or default_ffn_dim(model.dim),
+        seq_len=config.data.seq_len,
+        tied_head=model.tied_head,
+        qk_norm=model.qk_norm,
+        norm_eps=model.norm_eps,
+        rope_theta=model.rope_theta,
+        dropout=model.dropout,
+        activation_checkpointing=model.activation_checkpointing,
+        init_std=model.init_std,
+    )
+
+
+def blueprint(config: RunConfig, dataset: Dataset) -> Blueprint:
+    """The network that is to be built: the decoder, or what ``model._target_`` names.
+
+    Raises:
+        ConfigError: sizes misfit, or the target cannot be called.
+    """
+    model = config.model
+    if model._target_ is None:
+        return decoder_blueprint(config, model_shape(config, dataset))
+    target, arguments = model._target_, model.arguments or {}
+    vocab_size = getattr(dataset, "vocab_size", None) or 0
+    offered = {"seq_len": config.data.seq_len}
+    if vocab_size:
+        offered["vocab_size"] = vocab_size
+    # Before DeepSpeed patches what it meets while a model is made.
+    find_target("model._target_", target)
+    made = GuestBlueprint(
+        name=target,
+        make=lambda: call_target("model._target_", target, arguments, offered),
+        seed=config.seed,
+        seq_len=config.data.seq_len,
+        vocab_size=vocab_size,
+        frozen=model.frozen,
+        fp32=model.loss_fp32,
+    )
+    if (config.data.isolate_documents or config.data.pack) and not made.takes_segments():
+        key = "data.pack" if config.data.pack else "data.isolate_documents"
+        raise ConfigError(
+            f"{key}=true: forward of model._target_={target} takes no segments; "
+            "give it a parameter segments (int32 [B, T]), or leave the setting out"
+        )
+    return made
+
+
+def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprint:
+    """The decoder, under the loss of these settings."""
+    model = config.model
+    losses = HeadLosses(
+        fp32=model.loss_fp32,
+        z_loss=model.z_loss,
+        most_bytes=round(model.loss_chunk_mib * (1 << 20)),
+    )
+    return DecoderBlueprint(shape=shape, head_losses=losses, frozen=model.frozen)
+
+
+def state_shapes(network: Blueprint) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint of these settings holds: names of tensors, and their whole shapes."""
+    return {
+        f"{kind}/{name}": parameter.shape
+        for name, parameter in network.parameters().items()
+        for kind in ("param", *(("exp_avg", "exp_avg_sq") if parameter.is_trained else ()))
+    }
+
+
+def layout(config: RunConfig, place: RankEnv) -> Layout:
+    """Copies and shards for ``parallel.kind``."""
+    parallel, precision = config.parallel, config.model.precision
+    assert precision is not Precision.auto, "settle_precision comes first"
+    shard_size = place.world_size
+    if parallel.kind is ParallelKind.ddp:
+        shard_size = 1
+    elif parallel.kind is ParallelKind.hsdp:
+        shard_size = parallel.shard_size or place.local_world_size
+    return Layout(
+        replicas=place.world_size // shard_size,
+        shard_size=shard_size,
+        bf16=precision is Precision.bf16,
+        reshard_after_forward=parallel.reshard_after_forward,
+        reduce_each_micro_batch=parallel.reduce_each_micro_batch,
+        compile=config.model.compile,
+    )
+
+
+def works_a_step(config: RunConfig, place: RankEnv) -> int:
+    """How many micro-batches a step of any samples must have: DeepSpeed counts them."""
+    if not is_zero(config.parallel.kind):
+        return 1
+    batch = config.batch
+    return len(shard_batch(batch.global_size, batch.micro_size, place.world_size, place.rank))
+
+
+def engine(
+    config: RunConfig,
+    network: Blueprint | DecoderShape,
+    place: RankEnv,
+    device: torch.device,
+    faults: FaultInjector | None = None,
+    *,
+    has_weights: bool = True,
+) -> Engine:
+    """The model over the ranks, with its initial weights. Collective.
+
+    Args:
+        has_weights: False leaves the weights undefined, for :func:`initialise` or a load.
+    """
+    if isinstance(network, DecoderShape):
+        network = decoder_blueprint(config, network)
+    make = _zero if is_zero(config.parallel.kind) else _fsdp
+    if faults is None or not faults.has_any:
+        made, _, _ = make(config, network, place, device, None)
+    else:
+        inside = MicroBatchFaults()
+        made, model, embedding = make(config, network, place, device, inside)
+        inside.attach(model, embedding)
+        made = wrap_engine(made, faults, inside)
+    if has_weights:
+        initialise(made, config, network)
+    return made
+
+
+def initialise(engine: Engine, config: RunConfig, network: Blueprint) -> None:
+    """Give the engine its initial weights. Collective."""
+    engine.initialise(partial(network.initial, config.seed))
+
+
+def _fsdp(
+    config: RunConfig,
+    blueprint: Blueprint,
+    place: RankEnv,
+    device: torch.device,
+    inside: MicroBatchFaults | None,
+) -> tuple[Engine, nn.Module, nn.Module]:
+    """The engine, the module that it calls, and that whose output is the first activation."""
+    plan = layout(config, place)
+    mesh = device_mesh(device, plan)
+    network = blueprint.on_meta()
+    model = blueprint.objective(network, bf16=plan.bf16)
+    places = parameter_places(network)
+    shard_model(model, blueprint.units(network), mesh=mesh, layout=plan)
+    model.to_empty(device=device)
+    retie(network, places)
+    blueprint.finish(network, device)
+    embedding = blueprint.probe(network)
+    made = FsdpEngine(
+        model,
+        embedding=embedding,
+        settings=_adamw_settings(config),
+        layout=plan,
+        mesh=mesh,
+        device=device,
+        probe=config.guard.enabled or inside is not None,
+        disturb=inside,
+    )
+    return made, model, embedding
+
+
+def _zero(
+    config: RunConfig,
+    blueprint: Blueprint,
+    place: RankEnv,
+    device: torch.device,
+    inside: MicroBatchFaults | None,
+) -> tuple[Engine, nn.Module, nn.Module]:
+    """As :func:`_fsdp`."""
+    # Only here: deepspeed takes seconds to import, and needs a compiler on some machines.
+    from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_plan
+
+    batch = config.batch
+    shares = shard_batch(batch.global_size, batch.micro_size, place.world_size, place.rank)
+    plan = ZeroPlan(
+        stage=int(config.parallel.kind.value.removeprefix("zero")),
+        num_micro_batches=len(shares),
+        extra=config.parallel.deepspeed or {},
+    )
+    check_plan(plan)
+    network = build_module(blueprint.made, plan, device)
+    model = blueprint.objective(network, bf16=True)
+    embedding = blueprint.probe(network)
+    made = ZeroEngine(
+        model,
+        embedding=embedding,
+        settings=_adamw_settings(config),
+        plan=plan,
+        device=device,
+        probe=config.guard.enabled or inside is not None,
+        disturb=inside,
+    )
+    # Stage 3 has made them in BF16, and all stages have turned them into it.
+    blueprint.finish(network, device)
+    return made, model, embedding
+
+
+def _adamw_settings(config: RunConfig) -> AdamWSettings:
+    optim = config.optim
+    return AdamWSettings(
+        beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay
+    )
+
+
+def ring_rules(config: RunConfig) -> RingRules:
+    """What the ring keeps, and how it writes."""
+    wanted = config.checkpoint
+    return RingRules(
+        clean_after=wanted.clean_after,
+        keep=wanted.keep,
+        keep_every=wanted.keep_every,
+        background=wanted.background,
+        write_bytes_per_second=wanted.write_mib_per_second * (1 << 20),
+    )
+
+
+def cadence(
+    config: RunConfig,
+    place: RankEnv,
+    updates: int,
+    history: History,
+    ranks: Ranks,
+    spent: Callable[[], Mapping[str, float]],
+    report: Report,
+) -> SaveTimes:
+    """When checkpoints are due."""
+    wanted = config.checkpoint
+    if isinstance(wanted.every, int):
+        return FixedInterval(wanted.every)
+    nodes = -(-place.world_size // place.local_world_size)
+    return AutoInterval(
+        rules=IntervalRules(
+            clean_after=wanted.clean_after,
+            most=wanted.auto_most,
+            prior_seconds=prior_seconds(wanted.mtbf_hours, nodes),
+        ),
+        updates=updates,
+        history=history,
+        from_first=ranks.from_first,
+        spent=spent,
+        report=report,
+    )
+
+
+def throughput(
+    config: RunConfig, network: Blueprint, place: RankEnv, device: torch.device
+) -> Throughput:
+    """Tokens a second, and the share of the device's peak where that is known."""
+    peak = config.track.peak_tflops
+    if peak is None and device.type == "cuda":
+        peak = peak_tflops(torch.cuda.get_device_name(device))
+    return Throughput(
+        flops_per_token=network.flops_per_token() if peak else 0.0,
+        peak_flops=peak * 1e12 * place.world_size if peak else None,
+    )
+
+
+def trackers(
+    config: RunConfig, run_dir: RunDir, resumed: Resumed, fence: Fence
+) -> list[BackgroundTracker]:
+    """What writes the metrics elsewhere, too; on the first rank only, since it makes files."""
+    if not config.track.tensorboard:
+        return []
+    tensorboard = TensorBoardTracker(
+        run_dir.tensorboard,
+        first_step=resumed.step + 1,
+        number=fence.number,
+        check=fence.check,
+    )
+    return [BackgroundTracker(tensorboard, "TensorBoard")]

@@ -1,0 +1,142 @@
+"""One training command on one rank, in phases. The only module that knows all the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runner.config.extras import check_extras
+from runner.config.schema import RunConfig
+from runner.config.validate import check
+from runner.distributed.env import RankEnv
+from runner.fault.spec import parse_faults
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import on_disk
+from runner.report.writer import PageWriter
+from runner.run_dir.paths import keep_for_owner
+from runner.session.build import Opened, Run, begin, build, resume
+from runner.session.group import RankGroup, join
+from runner.session.opening import acquire_lease, open_corpus, open_journal, take_inventory
+from runner.session.state_digest import at_a_stop, collect_digest
+from runner.session.summary import End, RunSize, sum_up
+from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, Preempted, RunnerError
+from runner.train.collection import collected_at_boundaries
+
+# How long an end waits for the page of the run; less when it was asked to stop.
+_PAGE_SECONDS, _PAGE_SECONDS_ASKED = 30.0, 3.0
+_STATUS = {EXIT_HALTED: "halted", EXIT_PREEMPTED: "preempted"}
+
+
+def train(config: RunConfig, place: RankEnv) -> int:
+    """Run one training command; returns the exit code.
+
+    Raises:
+        RunnerError: the run could not begin. It is raised on every rank alike.
+    """
+    keep_for_owner()
+    check(config, world_size=place.world_size)
+    parse_faults(config.faults)  # a typing mistake is told before any process waits for another
+    check_extras(config)
+    with join(config, place) as group:
+        run = open_run(config, group)
+        with collected_at_boundaries():
+            end = fit(run)
+        return close(run, end)
+
+
+def open_run(config: RunConfig, group: RankGroup) -> Run:
+    """Take hold of the run directory, build the run, and resume it where ``out`` has it.
+
+    Raises:
+        RunnerError: the run cannot begin; alike on every rank.
+    """
+    lease = acquire_lease(config, group)
+    corpus = open_corpus(lease, group)
+    inventory = take_inventory(lease, corpus, group)
+    written = open_journal(lease, inventory, group)
+    opened = Opened(group=group, lease=lease, corpus=corpus, inventory=inventory, written=written)
+    machinery = build(opened)
+    return begin(opened, machinery, resume(opened, machinery))
+
+
+def fit(run: Run) -> End:
+    """Train to the end, whichever it is."""
+    try:
+        reason = run.loop.run()
+    except RunnerError as error:
+        status = _STATUS.get(error.exit_code, "failed")
+        if status == "halted":
+            run.ring.drain()  # what is being written is still worth having
+        else:  # a halt has its own line already
+            run.opened.written.journal.add(
+                Incident(
+                    kind=status,
+                    step=run.state.updates,
+                    decision="end",
+                    reason=str(error),
+                    detail={"stalls": run.reporter.take_stalls()},
+                )
+            )
+        in_time = not isinstance(error, Preempted) or error.in_time
+        return End(status=status, exit_code=error.exit_code, reason=str(error), in_time=in_time)
+    return End(status="done", exit_code=EXIT_DONE, reason=reason)
+
+
+def close(run: Run, end: End) -> int:
+    """Finish what is under way, write the summary; returns the exit code."""
+    group, lease, ring = run.opened.group, run.opened.lease, run.ring
+    group.heart.enter("finish")
+    if ring.uploads is not None and end.status in ("done", "halted"):
+        ring.uploads.finish(on_disk(ring.records), lease.config.checkpoint.remote_wait_seconds)
+    ring.close(wait=end.in_time, forget=_is_over(run, end))
+    run.feed.close()
+    run.reporter.close()
+    run.machinery.backlog.finish()
+    is_late = _is_late(run, end)
+    digest = collect_digest(run.engine, group.ranks, is_late) if end.in_time else None
+    if group.is_first:
+        lease.fence.check()
+        sum_up(
+            end,
+            digest=digest,
+            state=run.state,
+            journal=run.opened.written.journal,
+            where_time_went=run.reporter.where_time_went(),
+            size=RunSize(
+                batch=lease.config.batch.global_size,
+                world_size=group.place.world_size,
+                incarnation=lease.fence.number,
+            ),
+            run_dir=group.run_dir,
+            console=group.console,
+        )
+    if run.opened.written.alerts is not None:
+        run.opened.written.alerts.close()
+    if run.pages is not None:
+        _write_last_page(run.pages, run, end)
+    return end.exit_code
+
+
+def _write_last_page(pages: PageWriter, run: Run, end: End) -> None:
+    """What goes wrong with it is one line."""
+    asked = end.status == "preempted"
+    may = end.in_time and not (asked and run.opened.group.stop.is_late)
+    pages.finish(0.0 if not may else _PAGE_SECONDS_ASKED if asked else _PAGE_SECONDS)
+    if pages.loss is not None:
+        run.opened.group.console.say(
+            f"warning: no {pages.loss.outlet} was written: {pages.loss.reason}"
+        )
+
+
+def _is_late(run: Run, end: End) -> Callable[[], bool]:
+    stop = run.opened.group.stop
+
+    def is_late() -> bool:
+        return stop.is_late
+
+    return at_a_stop(is_late) if end.status == "preempted" else is_late
+
+
+def _is_over(run: Run, end: End) -> bool:
+    """Whether what is on disk is all that anybody will come back to."""
+    saved = run.ring.saved_step == run.state.updates
+    return end.in_time and (end.status in ("done", "halted") or saved)

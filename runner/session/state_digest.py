@@ -1,0 +1,109 @@
+"""The state digest of a run at its end, agreed by all ranks; never in a stop's way.
+
+See :mod:`runner.checkpoint.digest` for what it is. A small state is handed to rank 0 tensor by
+tensor; of a large one each rank sums its own shards where they lie, and copies nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from runner.checkpoint.digest import (
+    LANES,
+    Summing,
+    Sums,
+    added,
+    digest_of_sums,
+    is_whole,
+    state_digest,
+)
+from runner.checkpoint.disk.shards import own_share
+from runner.engine.protocol import Engine
+
+_STOP_SECONDS = 5.0
+_BETWEEN_LOOKS = 1 << 23  # elements
+_HALF = 32
+
+
+class Ranks(Protocol):
+    """The part of :class:`runner.distributed.agreement.Ranks` that is needed."""
+
+    @property
+    def rank(self) -> int: ...
+    def sum(self, numbers: list[float]) -> list[float]: ...
+
+
+def at_a_stop(is_late: Callable[[], bool]) -> Callable[[], bool]:
+    """Late when the grace is over, and a few seconds from now in any case."""
+    due = time.monotonic() + _STOP_SECONDS
+    return lambda: is_late() or time.monotonic() > due
+
+
+def collect_digest(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> str | None:
+    """The state digest on rank 0, None on the others and where any rank is late. Collective."""
+    shapes = {shard.name: shard.shape for shard in engine.shards()}
+    if not is_whole(shapes.values()):
+        return _of_sums(engine, ranks, is_late)
+    whole = _WholeTensors(engine, ranks, is_late)
+    counts = engine.update_counts()
+    if ranks.rank == 0:
+        digest = state_digest(whole, counts)
+    else:
+        digest = None
+        for _ in whole:
+            pass
+    return None if whole.was_late else digest
+
+
+class _WholeTensors:
+    """All tensors by name; ends early on every rank when one is late."""
+
+    def __init__(self, engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._is_late = is_late
+        self.was_late = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        since = _BETWEEN_LOOKS
+        for shard in sorted(self._engine.shards(), key=lambda one: one.name):
+            if since >= _BETWEEN_LOOKS:
+                self.was_late = self._ranks.sum([float(self._is_late())])[0] > 0
+                since = 0
+            if self.was_late:
+                return
+            yield shard.name, self._engine.full(shard.name)
+            since += math.prod(shard.shape)
+
+
+def _of_sums(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> str | None:
+    shards, counts = engine.shards(), engine.update_counts()
+    held: dict[str, Sums] = {shard.name: (0,) * LANES for shard in shards}
+    summing, late = Summing(), False
+    # Copies of a shard are equal: each rank sums its part of it.
+    for part in own_share(((s.name, s.start, s.local.detach()) for s in shards), engine.replica):
+        for first in range(0, len(part.values), _BETWEEN_LOOKS):
+            late = late or is_late()
+            if not late:
+                values = part.values[first : first + _BETWEEN_LOOKS]
+                told = summing.of(part.name, part.start + first, values)
+                held[part.name] = added(held[part.name], told)
+    names = sorted(held)
+    # In halves: FP64 adds whole numbers exactly up to 2^53, those of 2 million ranks.
+    mask = (1 << _HALF) - 1
+    halves = [float(x) for n in names for lane in held[n] for x in (lane & mask, lane >> _HALF)]
+    *summed, num_late = ranks.sum([*halves, float(late)])
+    if num_late or ranks.rank != 0:
+        return None
+    shapes = {shard.name: shard.shape for shard in shards}
+    lanes = [int(low) + (int(high) << _HALF) for low, high in zip(*[iter(summed)] * 2, strict=True)]
+    of_all = {
+        name: (shapes[name], added(tuple(lanes[LANES * at : LANES * at + LANES]), (0,) * LANES))
+        for at, name in enumerate(names)
+    }
+    return digest_of_sums(of_all, counts)

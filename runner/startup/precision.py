@@ -1,0 +1,91 @@
+"""Settles ``model.precision=auto`` once a run: as it began, or else by what every rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from runner.config.schema import Precision, RunConfig
+from runner.config.validate import is_zero
+from runner.distributed.agreement import Ranks
+from runner.engine.precision import has_native_bf16
+from runner.system.environment import variables
+from runner.system.error import ConfigError
+
+Stored = Callable[[], Mapping[str, Any]]
+_KEY = "model.precision"
+_MOST_NAMED = 8
+
+
+def settle_precision(
+    config: RunConfig,
+    stored: Stored,
+    device: torch.device,
+    ranks: Ranks,
+    say: Callable[[str], None],
+) -> RunConfig:
+    """The settings with the same ``bf16`` or ``fp32`` on all ranks. Collective.
+
+    Args:
+        stored: reads, on rank 0, the settings that the run began with; empty before it has.
+
+    Raises:
+        ConfigError: the stored settings cannot be read, or the run began in FP32 and the engine
+            that is asked for computes in BF16 only.
+    """
+    if config.model.precision is not Precision.auto:
+        return config
+    lacking = [rank for rank, has in enumerate(_natives(device, ranks)) if not has]
+    began = ranks.all_or_none(
+        "reading model.precision", lambda: _begun(stored()) if ranks.rank == 0 else None
+    )
+    began = ranks.from_first(began)
+    zero = is_zero(config.parallel.kind)
+    if zero and began == Precision.fp32.value:
+        raise ConfigError(
+            f"parallel={config.parallel.kind.value}: computes in BF16 only, and the run in out="
+            f"{config.out} began with model.precision=fp32; give another engine, another out, or "
+            "model.precision=bf16 and resume.allow=[model.precision]"
+        )
+    by_device = Precision.fp32 if lacking and not zero else Precision.bf16
+    precision = Precision(began) if began else by_device
+    words = _words(precision, began, lacking, ranks.world_size)
+    if words:
+        say(words)
+    return replace(config, model=replace(config.model, precision=precision))
+
+
+def _natives(device: torch.device, ranks: Ranks) -> list[bool]:
+    return ranks.gather(has_native_bf16(device, variables()))
+
+
+def _begun(stored: Mapping[str, Any]) -> str | None:
+    """What the run began with; ``auto`` has been stored by an import, and nothing has begun."""
+    known = stored.get(_KEY)
+    return known if known in (Precision.bf16.value, Precision.fp32.value) else None
+
+
+def _words(precision: Precision, began: str | None, lacking: list[int], world_size: int) -> str:
+    """What a reader would not guess; empty where all have BF16 and it is used."""
+    if precision is Precision.fp32:
+        if began:
+            return f"{_KEY}=auto: fp32, as the run began"
+        return (
+            f"{_KEY}=auto: fp32, since {_who(lacking, world_size)} no BF16 instructions; "
+            f"{_KEY}=bf16 asks for BF16 all the same (emulated, several times slower)"
+        )
+    if not lacking:
+        return ""
+    why = "as the run began" if began else "which this engine needs"
+    slow = f"{_who(lacking, world_size)} no BF16 instructions: emulated, several times slower"
+    return f"{_KEY}=auto: bf16, {why}, but {slow}"
+
+
+def _who(lacking: list[int], world_size: int) -> str:
+    if len(lacking) == world_size:
+        return "the processor has"
+    named = ", ".join(map(str, lacking[:_MOST_NAMED]))
+    return f"the processors of rank {named}{' and others' * (len(lacking) > _MOST_NAMED)} have"

@@ -1,0 +1,407 @@
+"""The object store at a start: what lies there, whose it is, and taking a lost run back from it.
+
+Rank 0 looks, all ranks are told; files are fetched by all ranks together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint.disk.directory import CheckpointDirectory, folder_name
+from runner.checkpoint.jobs import LockstepQueue
+from runner.checkpoint.manifest import FileFacts, Manifest, by_kind
+from runner.checkpoint.remote.retrying_files import RemoteFault
+from runner.checkpoint.remote.store import (
+    RUN_FILES,
+    RemoteListing,
+    RemoteRing,
+    WriterClaim,
+    folder_bytes,
+)
+from runner.checkpoint.remote.upload import RemoteRules, RemoteTarget, Uploads
+from runner.config.compose import from_yaml
+from runner.config.schema import RunConfig
+from runner.distributed.agreement import Ranks
+from runner.observe.journal import read_journal
+from runner.policy.decision.history import History, Incident
+from runner.policy.retention.records import Record, State, resume_order
+from runner.run_dir.lease import Fence
+from runner.run_dir.paths import RunDir, is_allowed, settings_differing
+from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RankError
+from runner.system.files import sync_directory
+from runner.system.json_lines import iter_lines
+
+_CONFIG_BYTES = 4 << 20
+
+
+class RemoteRun:
+    """The remote of one run on one rank; ``seen`` is what was there at the start.
+
+    ``silence`` says why it could not be looked at, empty when it could.
+    """
+
+    def __init__(
+        self, ring: RemoteRing, seen: RemoteListing, silence: str, run_dir: RunDir
+    ) -> None:
+        self.ring = ring
+        self.seen = seen
+        self.silence = silence
+        self._dir = run_dir
+
+    @property
+    def highest_serial(self) -> int:
+        """No serial up to this one may be given to another checkpoint."""
+        return self.seen.highest
+
+    def settings(self) -> dict[str, Any]:
+        """Dotted keys of the settings of the newest whole checkpoint; empty without any.
+
+        Raises:
+            RankError: the remote does not answer; to be started again.
+        """
+        for record in sorted(self.seen.stored, key=lambda one: one.serial, reverse=True):
+            try:
+                return self.settings_of(folder_name(record))
+            except CorruptCheckpoint:  # named where it is taken back
+                continue
+        return {}
+
+    def settings_of(self, folder: str) -> dict[str, Any]:
+        """Dotted keys of the settings that a checkpoint was made with.
+
+        Raises:
+            CorruptCheckpoint: they are not what was sent.
+            RankError: the remote does not answer; to be started again.
+        """
+        facts = _answered(lambda: self.ring.run_facts(folder))
+        name = f"ring/{folder}/run/config.yaml"
+        data = _answered(lambda: self.ring.files.read(name, _CONFIG_BYTES))
+        if hashlib.sha256(data).hexdigest() != facts["config.yaml"].sha256:
+            raise CorruptCheckpoint(
+                f"{self.ring.url}/{name}: digest differs: damaged at the remote"
+            )
+        return from_yaml(data.decode(errors="replace"), source=Path(name))
+
+    def incidents(self, step: int) -> list[Incident]:
+        """What a start has to say of the remote."""
+        if not self.silence:
+            return []
+        return [
+            Incident(
+                kind="remote_unreachable",
+                step=step,
+                decision="go on; uploads are tried all the same",
+                reason=f"{self.ring.url}: {self.silence}",
+            )
+        ]
+
+    def uploads(
+        self,
+        config: RunConfig,
+        store: CheckpointDirectory,
+        *,
+        ranks: Ranks,
+        queue: LockstepQueue,
+        fence: Fence,
+        tainted: set[int],
+        report: Callable[[Incident], None],
+    ) -> Uploads:
+        """The part that sends. The journal must have its first line by now."""
+        return Uploads(
+            RemoteTarget(
+                ring=self.ring,
+                run=run_name(self._dir) if ranks.rank == 0 else "",
+                claim=WriterClaim(number=fence.number, token=secrets.token_hex(8)),
+                out=self._dir.out,
+                check=fence.check,
+            ),
+            store,
+            rules=RemoteRules(
+                keep=config.checkpoint.remote_keep, keep_every=config.checkpoint.keep_every
+            ),
+            stored=self.seen.stored,
+            tainted=tainted,
+            queue=queue,
+            ranks=ranks,
+            report=report,
+        )
+
+
+def open_remote(config: RunConfig, run_dir: RunDir, ranks: Ranks) -> RemoteRun | None:
+    """Look at ``checkpoint.remote``. Collective; None where there is none.
+
+    Raises:
+        ConfigError: its package is not installed, or another run's checkpoints are there.
+    """
+    url, seconds = config.checkpoint.remote, config.checkpoint.remote_wait_seconds
+    if url is None:
+        return None
+    ring = ranks.all_or_none("opening checkpoint.remote", lambda: RemoteRing(url))
+    told = ranks.all_or_none(
+        "looking at checkpoint.remote",
+        lambda: _look(ring, run_dir, seconds) if ranks.rank == 0 else None,
+    )
+    told = ranks.from_first(told)
+    stored = [
+        Record(serial=serial, step=step, cursor=0, state=State.clean)
+        for serial, step in told["stored"]
+    ]
+    seen = RemoteListing(
+        stored=stored, highest=told["highest"], claim=told["claim"], run=told["run"]
+    )
+    return RemoteRun(ring, seen, told["silence"], run_dir)
+
+
+def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
+    try:
+        seen = _within(ring.list_checkpoints, seconds)
+    except (RemoteFault, TimeoutError) as error:
+        silence = str(error) or f"no answer within {seconds:g} s"
+        return {"stored": [], "highest": 0, "claim": 0, "run": "", "silence": silence}
+    own = run_name(run_dir)
+    if own and seen.stored and seen.run not in ("", own):  # a copy by hand has no claim
+        raise ConfigError(
+            f"checkpoint.remote={ring.url}: holds the checkpoints of another run than "
+            f"out={run_dir.out} (its name is {seen.run[:12]!r}, this one's {own[:12]!r}); give "
+            "each run a place of its own"
+        )
+    made = asdict(seen)
+    made["stored"] = [[record.serial, record.step] for record in seen.stored]
+    return made | {"silence": ""}
+
+
+def _within(work: Callable[[], RemoteListing], seconds: float) -> RemoteListing:
+    """A store that takes the connection and never answers must not hold up the start."""
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="remote")
+    try:
+        return thread.submit(work).result(timeout=seconds)
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
+
+
+def run_name(run_dir: RunDir) -> str:
+    """What all incarnations of a run have in common: the digest of its journal's first line.
+
+    Empty before there is one.
+    """
+    first = next(islice(iter_lines(run_dir.journal), 1), None)
+    if first is None:
+        return ""
+    return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()
+
+
+# -- taking a run back --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What was taken back, and what has to be said of it."""
+
+    record: Record
+    incidents: list[Incident]
+
+
+def is_lost(run_dir: RunDir, store: CheckpointDirectory) -> bool:
+    """Whether ``out`` has no checkpoint that a start could load, going by the manifests."""
+    entries, _ = store.entries()
+    left_behind = _abandoned(run_dir)
+    usable = resume_order([entry.record for entry in entries])
+    return not [record for record in usable if record.serial not in left_behind]
+
+
+def _abandoned(run_dir: RunDir) -> set[int]:
+    history = History()
+    for line in read_journal(run_dir.journal)[0]:
+        history.add(Incident.from_json(line))
+    return history.abandoned_serials()
+
+
+class Restorer:
+    """Copies the newest clean checkpoint back into ``out``; with it the journal, the metrics
+    and the settings, where ``out`` has no journal any more."""
+
+    def __init__(
+        self,
+        remote: RemoteRun,
+        run_dir: RunDir,
+        store: CheckpointDirectory,
+        config: RunConfig,
+        fingerprint: str,
+        ranks: Ranks,
+    ) -> None:
+        self._remote = remote
+        self._dir = run_dir
+        self._store = store
+        self._config = config
+        self._fingerprint = fingerprint
+        self._ranks = ranks
+
+    @property
+    def silence(self) -> str:
+        """Why the remote could not be looked at; empty when it could."""
+        return self._remote.silence
+
+    def restore_if_lost(self) -> Restored | None:
+        """:meth:`restore` where ``out`` has nothing to load. Collective.
+
+        Raises:
+            RankError: the remote could not be looked at: to begin anew might throw a run away.
+        """
+        lost = self._ranks.all_or_none(
+            "reading the ring",
+            lambda: self._ranks.rank == 0 and is_lost(self._dir, self._store),
+        )
+        if not self._ranks.from_first(lost):
+            return None
+        if self.silence and not self._config.resume.without_remote:
+            raise RankError(
+                f"out={self._dir.out} has no checkpoint to go on from, and checkpoint.remote="
+                f"{self._remote.ring.url} does not answer ({self.silence}), so it may hold this "
+                "run's: start again when it answers, or begin at step 0 with "
+                "resume.without_remote=true"
+            )
+        return self.restore()
+
+    def restore(self) -> Restored | None:
+        """The newest one whose every byte is as it was sent; None without any. Collective.
+
+        Raises:
+            CheckpointError: there are some, and none can be used.
+            ConfigError: they are of other settings or other data.
+            RankError: the remote does not answer; to be started again.
+        """
+        ranks, faults = self._ranks, list[Incident]()
+        wanted = ranks.all_or_none(
+            "choosing a checkpoint", lambda: self._candidates() if ranks.rank == 0 else []
+        )
+        wanted = ranks.from_first(wanted)
+        for folder in wanted:
+            try:
+                record = self._take_back(folder)
+            except CorruptCheckpoint as error:
+                faults.append(_damaged(str(error)))
+                continue
+            return Restored(record=record, incidents=[*faults, self._incident(record)])
+        if faults:
+            words = "; ".join(incident.reason for incident in faults)
+            raise CheckpointError(
+                f"no checkpoint in {self._dir.ring} can be loaded, and none at "
+                f"checkpoint.remote={self._remote.ring.url}: {words}"
+            )
+        return None
+
+    def _candidates(self) -> list[str]:
+        left_behind = _abandoned(self._dir)
+        newest_first = sorted(self._remote.seen.stored, key=lambda r: r.serial, reverse=True)
+        return [folder_name(r) for r in newest_first if r.serial not in left_behind]
+
+    def _take_back(self, folder: str) -> Record:
+        ranks = self._ranks
+        told: tuple[Manifest, bytes] = ranks.all_or_none(
+            "reading the remote", lambda: _answered(lambda: self._remote.ring.manifest(folder))
+        )
+        manifest, data = told
+        ranks.all_or_none(
+            "preparing the download", lambda: ranks.rank != 0 or self._prepare(folder, manifest)
+        )
+        ranks.all_or_none("downloading", lambda: self._fetch(folder, manifest))
+        ranks.all_or_none(
+            "taking the run back", lambda: ranks.rank != 0 or self._publish(manifest, data)
+        )
+        return Record(
+            serial=manifest.serial, step=manifest.step, cursor=manifest.cursor, state=State.clean
+        )
+
+    def _prepare(self, folder: str, manifest: Manifest) -> bool:
+        """Refuse what is not ours, and what does not fit; fetch the run's own files."""
+        ring = self._remote.ring
+        facts = _answered(lambda: ring.run_facts(folder))
+        self._refuse_others(folder, manifest)
+        needed = folder_bytes(manifest, facts)
+        free = shutil.disk_usage(self._dir.out).free
+        if needed > free:
+            raise ConfigError(
+                f"out={self._dir.out}: {needed} bytes are needed to take the run back from "
+                f"{ring.url}, {free} are free; free space or choose another out"
+            )
+        writing = self._store.writing_folder(manifest.serial)
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+        if not self._dir.journal.exists():
+            self._fetch_run_files(folder, facts)
+        return True
+
+    def _refuse_others(self, folder: str, manifest: Manifest) -> None:
+        if self._config.resume.allow_change:
+            return
+        stored = self._remote.settings_of(folder)
+        place = f"checkpoint.remote={self._remote.ring.url}"
+        self._dir.refuse_change(settings_differing(stored, self._config), self._config, place)
+        other_data = manifest.data_fingerprint != self._fingerprint
+        if other_data and not is_allowed("data.path", self._config.resume):
+            raise ConfigError(
+                f"{place}: its run was trained on another corpus than data.path="
+                f"{self._config.data.path} (fingerprint {manifest.data_fingerprint[:12]}, now "
+                f"{self._fingerprint[:12]}). Restore the corpus, choose another remote, or "
+                "resume.allow=[data.path]"
+            )
+
+    def _fetch_run_files(self, folder: str, facts: dict[str, FileFacts]) -> None:
+        """The journal last: where there is one, the rest is there."""
+        for name in sorted(RUN_FILES, key=lambda name: name == self._dir.journal.name):
+            temporary = self._dir.out / f"{name}.fetched"
+            where, fact = f"ring/{folder}/run/{name}", facts[name]
+            self._get(where, temporary, fact)
+            temporary.rename(self._dir.out / name)
+        sync_directory(self._dir.out)
+
+    def _fetch(self, folder: str, manifest: Manifest) -> None:
+        """This rank's share of the files."""
+        writing = self._store.writing_folder(manifest.serial)
+        for name in by_kind(manifest.files)[self._ranks.rank :: self._ranks.world_size]:
+            self._get(f"ring/{folder}/{name}", writing / name, manifest.files[name])
+
+    def _get(self, name: str, target: Path, facts: FileFacts) -> None:
+        _answered(lambda: self._remote.ring.files.fetch(name, target, facts))
+
+    def _publish(self, manifest: Manifest, data: bytes) -> bool:
+        self._store.take_back(manifest, data)
+        return True
+
+    def _incident(self, record: Record) -> Incident:
+        return Incident(
+            kind="restored",
+            step=record.step,
+            decision=f"go on from checkpoint {record.serial} of step {record.step}",
+            reason=f"out had no usable checkpoint; taken back from {self._remote.ring.url}, every "
+            "byte verified",
+            detail={"serial": record.serial},
+        )
+
+
+def _answered(work: Callable[[], Any]) -> Any:
+    """A remote that does not answer now may do so when the job is started again."""
+    try:
+        return work()
+    except RemoteFault as error:
+        raise RankError(f"checkpoint.remote: {error}; start again when it answers") from None
+
+
+def _damaged(sentence: str) -> Incident:
+    return Incident(
+        kind="checkpoint_damaged", step=0, decision="an older one is used", reason=sentence
+    )
+
+
+def with_highest(next_serial: int, remote: RemoteRun | None) -> int:
+    """The next serial, which the remote must not know either."""
+    return max(next_serial, remote.highest_serial + 1) if remote else next_serial

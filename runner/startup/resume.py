@@ -1,0 +1,292 @@
+"""Finds out what lies in ``out`` and takes the run up from there, or begins it.
+
+Rank 0 reads, all ranks are told; loading is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.protocol import Restored
+from runner.checkpoint.ring import Ring
+from runner.config.schema import RunConfig
+from runner.distributed.agreement import Ranks
+from runner.distributed.env import JobEnv
+from runner.health.crash_log import unexplained
+from runner.observe.journal import Journal, read_journal
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import Record, State, Tier, resume_order
+from runner.run_dir.lease import Fence, take
+from runner.run_dir.paths import RunDir, is_allowed
+from runner.system.error import CheckpointError, ConfigError
+from runner.system.json_lines import last_line, step_of
+from runner.train.state import TrainState
+
+Tensors = Mapping[str, tuple[int, ...]]  # names and shapes of what a checkpoint holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInventory:
+    """What lies in ``out``.
+
+    ``damaged`` has a sentence for each unreadable manifest, ``crashes`` the journal lines for
+    earlier incarnations that ended without writing their own, ``changes`` for settings that the
+    user let change.
+    """
+
+    journal: list[dict[str, Any]]
+    journal_bytes: int
+    records: list[Record]
+    damaged: list[str]
+    torn: list[str]
+    last_metrics_step: int
+    metrics_bytes: int
+    next_serial: int
+    crashes: list[dict[str, Any]]
+    changes: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Where this command takes up the run.
+
+    ``known_discards`` were journalled after the loaded checkpoint: the loop judges them again
+    instead of computing them again. ``unused`` says which snapshots in memory were of no use.
+    """
+
+    step: int
+    metrics_bytes: int
+    known_discards: list[Incident]
+    tier: Tier = Tier.disk
+    unused: tuple[str, ...] = ()
+    is_fresh: bool = False
+
+
+def take_lease(
+    run_dir: RunDir,
+    config: RunConfig,
+    launch: JobEnv,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    *,
+    after: int = 0,
+) -> Fence:
+    """Become the one that writes to ``out``. Collective.
+
+    Args:
+        after: the last incarnation that is known of where ``out`` is empty.
+
+    Raises:
+        ConfigError: another launch is alive in there, or it cannot be written.
+    """
+
+    def take_first() -> int:
+        if ranks.rank != 0:
+            return 0
+        run_dir.create()
+        return take(
+            run_dir.incarnation,
+            launch,
+            stale_seconds=config.resume.stale_seconds,
+            take_over=config.resume.take_over,
+            say=say,
+            after=after,
+        ).number
+
+    number = ranks.from_first(ranks.all_or_none("taking out", take_first))
+    return Fence(run_dir.incarnation, number)
+
+
+def find(
+    run_dir: RunDir,
+    config: RunConfig,
+    fingerprint: str,
+    ranks: Ranks,
+    fence: Fence,
+    tensors: Callable[[], Tensors] | None = None,
+) -> RunInventory:
+    """Read ``out`` on rank 0 and tell everybody. Collective.
+
+    Args:
+        tensors: gives what a checkpoint of these settings holds, to be compared with what is there.
+
+    Raises:
+        ConfigError: the run there has other settings, another model or other data, or a file is
+            not ours.
+    """
+    told = ranks.all_or_none(
+        "opening out",
+        lambda: _read(run_dir, config, fingerprint, fence, tensors) if ranks.rank == 0 else None,
+    )
+    told = ranks.from_first(told)
+    told["records"] = [
+        Record(serial=serial, step=step, cursor=cursor, state=State(state))
+        for serial, step, cursor, state in told["records"]
+    ]
+    return RunInventory(**told)
+
+
+def _read(
+    run_dir: RunDir,
+    config: RunConfig,
+    fingerprint: str,
+    fence: Fence,
+    tensors: Callable[[], Tensors] | None,
+) -> dict[str, Any]:
+    store = CheckpointDirectory(run_dir.ring, owner=fence.number, check=fence.check)
+    torn = store.sweep()  # before the ring is read: see CheckpointDirectory.commit
+    entries, damaged = store.entries()
+    changed = _settings_changed(run_dir, config)
+    if entries:
+        newest = entries[-1].manifest
+        if tensors is not None:
+            run_dir.refuse_other_tensors(newest.shapes, tensors(), changed)
+        changed |= _data_changed(config, newest.data_fingerprint, fingerprint)
+    lines, length = read_journal(run_dir.journal)
+    if entries:
+        _refuse_lost_lines(run_dir, len(lines), entries[-1].manifest)
+    serials = [0, *(entry.record.serial for entry in entries), *map(_serial_in, lines)]
+    return {
+        "journal": lines,
+        "journal_bytes": length,
+        "records": [
+            [e.record.serial, e.record.step, e.record.cursor, e.record.state.value] for e in entries
+        ],
+        "damaged": damaged,
+        "torn": torn,
+        "last_metrics_step": step_of(last_line(run_dir.metrics) or {}),
+        "metrics_bytes": run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0,
+        "next_serial": max(serials) + 1 + len(damaged),
+        "crashes": [i.to_json() for i in unexplained(run_dir, lines, fence.number)],
+        "changes": [
+            _change(key, was, now, entries[-1].record.step if entries else 0).to_json()
+            for key, (was, now) in changed.items()
+        ],
+    }
+
+
+def _settings_changed(run_dir: RunDir, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """What differs and may; all of it is refused that may not."""
+    try:
+        changed = run_dir.settings_changed(config)
+    except ConfigError:
+        if not config.resume.allow_change:
+            raise
+        return {}  # damaged: what was is not known, and whatever is now was allowed
+    run_dir.refuse_change(changed, config)
+    return changed
+
+
+def _change(key: str, was: Any, now: Any, step: int) -> Incident:
+    return Incident(
+        kind="setting_changed",
+        step=step,
+        decision="go on with the new value",
+        reason=f"{key}: was {str(was)[:200]}, now {str(now)[:200]}, as the command allows",
+        detail={"key": key, "was": was, "now": now},
+    )
+
+
+def _refuse_lost_lines(run_dir: RunDir, num_lines: int, newest: Manifest) -> None:
+    """A crash loses no line that was acknowledged; without them the run would forget its skips."""
+    if num_lines < newest.journal_lines:
+        raise ConfigError(
+            f"{run_dir.journal}: has {num_lines} whole lines, but had {newest.journal_lines} when "
+            f"checkpoint {newest.serial} of step {newest.step} was saved: it was removed, cut or "
+            "damaged. Put it back from a copy, or choose another out"
+        )
+
+
+def _serial_in(line: Mapping[str, Any]) -> int:
+    """The highest checkpoint number a journal line speaks of: none is given out twice."""
+    return int(line["detail"].get("next_serial", 1)) - 1
+
+
+def _data_changed(config: RunConfig, was: str, now: str) -> dict[str, tuple[Any, Any]]:
+    """The fingerprint where it is another one.
+
+    Raises:
+        ConfigError: and that is not allowed.
+    """
+    if was == now:
+        return {}
+    if not is_allowed("data.path", config.resume):
+        raise ConfigError(
+            f"data.path={config.data.path}: the corpus is not the one that out={config.out} was "
+            f"trained on (fingerprint {was[:12]}, now {now[:12]}); positions would name other "
+            "samples. Restore the corpus, choose another out, or resume.allow=[data.path]"
+        )
+    return {"data": (was, now)}
+
+
+def resume_from(
+    found: RunInventory, run_dir: RunDir, ring: Ring, journal: Journal, state: TrainState
+) -> Resumed:
+    """Load the newest checkpoint that can be used, or begin. Collective.
+
+    Raises:
+        CheckpointError: there were checkpoints, and none can be used.
+    """
+    history = journal.history
+    left_behind = history.abandoned_serials()
+    left_behind |= {record.serial for record in found.records if history.distrusts(record)}
+    usable = [record for record in found.records if record.serial not in left_behind]
+    ring.adopt(usable, next_serial=found.next_serial)
+    for sentence in found.damaged:
+        journal.add_once(_damaged(sentence))
+    # In memory as well as on disk: the marks of a mismatch may have come too late for either.
+    unused = ring.inherit(
+        _last_incarnation(found.journal),
+        is_refused=lambda one: one.serial in left_behind or history.distrusts(one),
+        metrics_bytes=found.metrics_bytes,
+        journal_lines=len(found.journal),
+    )
+    if not ring.records:
+        return _begin(found, run_dir)
+    restored = ring.restore(resume_order(ring.records))
+    state.load_json(restored.train_state)
+    for record in found.records:
+        if record.serial in left_behind:
+            ring.remove(record)
+    return _resume_point(journal, restored, unused)
+
+
+def _last_incarnation(journal: list[dict[str, Any]]) -> int:
+    """The last one that came to train: only its snapshots follow from all that is journalled.
+
+    A node that was left out since may hold older ones.
+    """
+    starts = [line["detail"] for line in journal if line["kind"] == "start"]
+    number = starts[-1].get("incarnation") if starts else 0
+    return number if type(number) is int else 0
+
+
+def _damaged(sentence: str) -> Incident:
+    return Incident(kind="checkpoint_damaged", step=0, decision="not to be used", reason=sentence)
+
+
+def _begin(found: RunInventory, run_dir: RunDir) -> Resumed:
+    if found.last_metrics_step or found.damaged:
+        raise CheckpointError(
+            f"out={run_dir.out}: the run had reached step {found.last_metrics_step}, but no "
+            f"checkpoint in {run_dir.ring} can be used"
+            + "".join(f"; {sentence}" for sentence in found.damaged)
+            + ". Put the ring back from a copy, or choose another out to begin anew."
+        )
+    return Resumed(step=0, metrics_bytes=0, known_discards=[], is_fresh=True)
+
+
+def _resume_point(journal: Journal, restored: Restored, unused: list[str]) -> Resumed:
+    """The later of the checkpoint's save and the last rollback to it."""
+    rollback = journal.history.last_rollback_to(restored.serial)
+    return Resumed(
+        step=restored.step,
+        metrics_bytes=rollback.metrics_bytes if rollback else restored.metrics_bytes,
+        known_discards=journal.history.discards_from(restored.cursor),
+        tier=restored.tier,
+        unused=tuple(unused),
+    )

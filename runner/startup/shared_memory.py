@@ -1,0 +1,240 @@
+"""The tier in memory at a run's start: whether it fits, and how many slots, agreed by all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from runner.checkpoint.memory.node_dir import NodeDir, free_bytes
+from runner.checkpoint.memory.peer_replica import KEPT, PeerReplica
+from runner.checkpoint.memory.snapshot import Memory, SlotLayout, empty_header
+from runner.checkpoint.memory.tier import MemoryParts
+from runner.checkpoint.protocol import Identity, Shard
+from runner.config.schema import CheckpointConfig, RunConfig
+from runner.distributed.agreement import Ranks
+from runner.distributed.env import RankEnv
+from runner.policy.retention.slot_budget import (
+    FEWEST_SLOTS,
+    NodeNeed,
+    SlotPlan,
+    plan_slots,
+    slots_for_probation,
+)
+from runner.system.environment import variables
+from runner.system.error import ConfigError
+from runner.system.process import is_alive, own_process
+
+MEMORY_DIR = "HOLDFAST_MEMORY_DIR"
+_EVERY = 10
+_GIB = 1 << 30
+_MOST_THREADS = 8
+
+
+class StateOnDevice(Protocol):
+    """The part of an engine that is needed."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def shards(self) -> Sequence[Shard]: ...
+
+
+def memory_every(config: CheckpointConfig) -> int:
+    """Steps between snapshots; 0: none."""
+    return _EVERY if config.memory_every is None else config.memory_every
+
+
+def node_folder(run_id: str, out: Path) -> NodeDir:
+    """Where this node keeps the run's snapshots; a copy of ``out`` has another place.
+
+    In shared memory, unless HOLDFAST_MEMORY_DIR names another folder.
+    """
+    where = out.resolve()
+    run = hashlib.sha256(f"{run_id} {where}".encode()).hexdigest()[:32]
+    return NodeDir(
+        Path(variables().get(MEMORY_DIR) or "/dev/shm"),
+        run=run,
+        out=where,
+        process=own_process(),
+        is_alive=is_alive,
+    )
+
+
+def open_memory(
+    config: RunConfig,
+    node: NodeDir,
+    engine: StateOnDevice,
+    ranks: Ranks,
+    place: RankEnv,
+    *,
+    incarnation: int,
+    identity: Identity,
+    say: Callable[[str], None],
+) -> MemoryParts:
+    """This rank's slots, none of them made yet. Collective.
+
+    Returns:
+        Without memory, on all ranks: not wanted, or not possible and not asked for by name.
+
+    Raises:
+        ConfigError: ``checkpoint.memory_every`` was given, and it does not fit or work.
+    """
+    wanted = config.checkpoint
+    if memory_every(wanted) == 0:
+        if place.local_rank == 0:
+            node.remove(node.folder)  # it would never be looked at again
+        return MemoryParts()
+    layout = SlotLayout(engine.shards())
+    told = ranks.gather(_look(node, place, layout))
+    for line in (line for look in told for line in look["swept"]):
+        say(f"removed snapshots in memory: {line}")
+    errors = list(dict.fromkeys(look["error"] for look in told if look["error"]))
+    if errors:
+        _do_without(wanted, "; ".join(errors), say)
+        return MemoryParts()
+    nodes = ranks_by_node(told)
+    has_replica = wanted.memory_mirror and len(nodes) > 1
+    if wanted.memory_mirror and not has_replica:
+        say("checkpoint.memory_mirror=true: all ranks are on one node, nothing is mirrored")
+    needs = node_needs(told, wanted.memory_limit_gib, spare_slots=KEPT if has_replica else 0)
+    plan = plan_slots(needs, wanted=_wanted(wanted))
+    if plan.slots == 0:
+        _do_without(wanted, _too_little(plan.tightest, wanted), say)
+        return MemoryParts()
+    say(_announced(plan, layout, node, len(told), wanted))
+    mark = empty_header(
+        layout,
+        incarnation=incarnation,
+        rank=place.rank,
+        world_size=place.world_size,
+        identity=identity,
+    )
+    memory = Memory(
+        node,
+        layout,
+        mark=mark,
+        num_slots=plan.slots,
+        device=engine.device,
+        threads=_threads(place),
+    )
+    ranks.all_or_none("making a folder in shared memory", memory.open)
+    if not has_replica:
+        return MemoryParts(memory=memory)
+    seconds = timedelta(seconds=config.parallel.timeout_seconds)
+    replica = PeerReplica(
+        node,
+        memory,
+        nodes=nodes,
+        sizes=[int(look["bytes"]) for look in told],
+        mark=mark,
+        group=dist.new_group(backend="gloo", timeout=seconds),
+    )
+    return MemoryParts(memory=memory, replica=replica)
+
+
+def ranks_by_node(looks: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The ranks of each node, nodes by their first rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, look in enumerate(looks):
+        nodes.setdefault(look["memory"], []).append(rank)
+    return list(nodes.values())
+
+
+def _look(node: NodeDir, place: RankEnv, layout: SlotLayout) -> dict[str, Any]:
+    own = own_process()
+    look: dict[str, Any] = {"bytes": layout.num_bytes, "swept": [], "error": ""}
+    look["host"] = own["host"]
+    try:
+        node.open()
+        if place.local_rank == 0:
+            look["swept"] = [str(gone) for gone in node.sweep()]
+        status = node.folder.stat()
+        # Two names of one machine, as containers have, share one memory.
+        look["memory"] = f"{own['boot'] or own['host']} {status.st_dev}:{status.st_ino}"
+        # What lies there of this run will have gone by the time that its place is needed.
+        look["free"] = free_bytes(node.folder) + node.num_bytes()
+    except OSError as error:
+        look["error"] = str(error)
+    return look
+
+
+def node_needs(
+    looks: Sequence[dict[str, Any]], limit_gib: float | None, *, spare_slots: int = 0
+) -> list[NodeNeed]:
+    """What each node has and needs, from what its ranks saw.
+
+    Args:
+        looks: by rank: ``host``, which ``memory``, ``bytes`` of a slot, ``free`` bytes there.
+        spare_slots: for another node's snapshots.
+    """
+    found = []
+    for there in ([looks[rank] for rank in ranks] for ranks in ranks_by_node(looks)):
+        free = min(int(look["free"]) for look in there)
+        budget = free // 2 if limit_gib is None else min(free, int(limit_gib * _GIB))
+        found.append(
+            NodeNeed(
+                name=there[0]["host"],
+                slot_bytes=sum(int(look["bytes"]) for look in there),
+                budget_bytes=budget,
+                spare_slots=spare_slots,
+            )
+        )
+    return found
+
+
+def _wanted(config: CheckpointConfig) -> int:
+    interval = memory_every(config)
+    if isinstance(config.every, int):
+        interval = min(interval, config.every)
+    needed = slots_for_probation(interval=interval, clean_after=config.clean_after)
+    return config.memory_slots or needed
+
+
+def _do_without(config: CheckpointConfig, why: str, say: Callable[[str], None]) -> None:
+    if config.memory_every is not None:
+        raise ConfigError(f"checkpoint.memory_every={config.memory_every}: {why}")
+    say(f"warning: no snapshots in memory: {why}")
+
+
+def _too_little(node: NodeNeed, config: CheckpointConfig) -> str:
+    limit = config.memory_limit_gib
+    whose = "half of what is free" if limit is None else f"checkpoint.memory_limit_gib={limit:g}"
+    return (
+        f"{FEWEST_SLOTS} snapshots of {size(node.slot_bytes)} need "
+        f"{size(FEWEST_SLOTS * node.slot_bytes)} of node {node.name}, which has "
+        f"{size(node.budget_bytes)} for them ({whose}); raise checkpoint.memory_limit_gib, shard "
+        "over more ranks, or set checkpoint.memory_every=0"
+    )
+
+
+def _announced(
+    plan: SlotPlan, layout: SlotLayout, node: NodeDir, num_ranks: int, config: CheckpointConfig
+) -> str:
+    wanted, tightest = _wanted(config), plan.tightest
+    fewer = "" if plan.slots == wanted else f" (for {wanted} there is no room)"
+    copies = f" and {tightest.spare_slots} of another node's" if tightest.spare_slots else ""
+    total = (plan.slots + tightest.spare_slots) * tightest.slot_bytes
+    return (
+        f"snapshots in memory: every {memory_every(config)} steps, {plan.slots} slots{fewer}"
+        f"{copies} of {size(layout.num_bytes)} for each of {num_ranks} ranks, {size(total)} of "
+        f"{size(tightest.budget_bytes)} on a node, in {node.folder.parent}"
+    )
+
+
+def _threads(place: RankEnv) -> int:
+    return max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // place.local_world_size))
+
+
+def size(num_bytes: float) -> str:
+    """In the unit that suits."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} GiB"

@@ -1,0 +1,110 @@
+"""The exceptions that end a run on purpose, and the exit codes they end it with.
+
+    RunnerError
+    ├── ConfigError          2   a setting or an input file that the user can mend
+    │   ├── DataError        2   the corpus cannot be trained on as it is
+    │   └── MissingPackage   2   a setting needs a package that is not installed here
+    ├── Halted               3   the guard gave up; starting again would not help
+    ├── CheckpointError      4   no checkpoint can be loaded
+    │   └── CorruptCheckpoint     one checkpoint failed its digest or is torn
+    │       └── UnreadableCheckpoint  the disk would not give it: it may be sound
+    ├── ReadError            1   no checkpoint can be read, and none is damaged; start me again
+    ├── Preempted           75   asked to stop; saved; start me again
+    ├── SaveError            1   the end state could not be saved; start me again
+    ├── RankError            1   one rank failed and every rank was told so
+    ├── StartError           1   the ranks did not find each other
+    └── Superseded           2   a newer incarnation owns the run directory
+
+Any other exception is a crash: exit code 1, start the job again.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_CRASH = 1
+EXIT_CONFIG = 2
+EXIT_HALTED = 3
+EXIT_NO_CHECKPOINT = 4
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL; Slurm's RequeueExit can name it
+
+
+class RunnerError(Exception):
+    """Base of every error this project raises on purpose."""
+
+    exit_code = EXIT_CRASH
+
+
+class ConfigError(RunnerError):
+    """A setting the user can mend. The message names key, value seen, what is allowed."""
+
+    exit_code = EXIT_CONFIG
+
+
+class DataError(ConfigError):
+    """The corpus cannot be trained on. The message names the file and what to do."""
+
+
+class MissingPackage(ConfigError):
+    """A setting needs an optional package. Another node may have it, so each node says it."""
+
+
+class Halted(RunnerError):
+    """The guard's budget is spent; restarting would repeat the trouble."""
+
+    exit_code = EXIT_HALTED
+
+
+class CheckpointError(RunnerError):
+    """No checkpoint can be loaded, or one does not fit the model."""
+
+    exit_code = EXIT_NO_CHECKPOINT
+
+
+class CorruptCheckpoint(CheckpointError):
+    """One checkpoint is damaged: the message names the file. An older one may do."""
+
+
+class UnreadableCheckpoint(CorruptCheckpoint):
+    """The system refused to read a file of it. It may be as sound as ever: another try tells."""
+
+
+class ReadError(RunnerError):
+    """No checkpoint can be read just now, though some may be sound; a restart may help."""
+
+
+class Preempted(RunnerError):
+    """A stop was requested. ``in_time`` tells whether the state of that moment is saved."""
+
+    exit_code = EXIT_PREEMPTED
+
+    def __init__(self, words: str, *, in_time: bool = True) -> None:
+        super().__init__(words)
+        self.in_time = in_time
+
+
+class SaveError(RunnerError):
+    """The end state could not be written; an older checkpoint stands."""
+
+
+class RankError(RunnerError):
+    """At least one rank failed locally; raised alike on all ranks."""
+
+
+class StartError(RunnerError):
+    """The ranks did not come together; the message names who is absent or not reachable.
+
+    ``is_local``: the other ranks do not know, so that this one has to say it.
+    """
+
+    def __init__(self, words: str, *, is_local: bool = False) -> None:
+        super().__init__(words)
+        self.is_local = is_local
+
+
+class Superseded(RunnerError):
+    """Another incarnation owns the run; this process must write nothing more.
+
+    Its code is the one that nobody restarts: a restart would take the run away again.
+    """
+
+    exit_code = EXIT_CONFIG

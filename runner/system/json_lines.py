@@ -1,0 +1,305 @@
+"""A file of JSON lines that survives a crash: appended whole, a torn last line mended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from runner.system.error import ConfigError
+from runner.system.files import naming, open_regular, replace_for_writing
+from runner.system.parsing import json_text, parse_json
+
+_LINE_BYTES = 1 << 24  # no line of ours comes near
+_TAIL_BYTES = 1 << 16  # some hundred lines
+# A disk that takes nothing is asked again after so long.
+_RETRY_SECONDS = 1.0
+# Lines that are not known to be on the disk are held until they are; so many bytes at most.
+_UNSYNCED_BYTES = 1 << 20
+_NO_FILE = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ELOOP)
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of a file and their length in bytes; see :func:`iter_lines`."""
+    found: list[dict[str, Any]] = []
+    length = 0
+    for line, end in _whole_lines(path, 0):
+        found.append(line)
+        length = end
+    return found, length
+
+
+def iter_lines(path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """The whole lines between two positions in bytes, each the begin of a line, one at a time.
+
+    Reading ends at the first line that is torn or no JSON object: a crash can only tear the
+    end, and what comes after a torn line was never acknowledged.
+
+    Raises:
+        ConfigError: it is no plain file, or may not be read.
+    """
+    for line, end in _whole_lines(path, start):
+        if stop is not None and end > stop:
+            return
+        yield line
+
+
+def _whole_lines(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each line with the position in bytes at which it ends."""
+    if not path.exists():
+        return
+    end = start
+    with naming(path), _open(path) as file:
+        file.seek(start)
+        while raw := file.readline(_LINE_BYTES):
+            line = _parsed(raw)
+            if line is None:
+                return
+            end += len(raw)
+            yield line, end
+
+
+def lines_after(path: Path, length: int) -> int:
+    """How many whole lines there are behind the first one from byte ``length`` on."""
+    if not path.exists():
+        return 0
+    with naming(path), _open(path) as file:
+        file.seek(length)
+        file.readline()
+        return sum(
+            _parsed(raw) is not None for raw in iter(lambda: file.readline(_LINE_BYTES), b"")
+        )
+
+
+def last_line(path: Path) -> dict[str, Any] | None:
+    """The last line that :func:`iter_lines` gives, read from the end; None without any.
+
+    A line that is damaged further back than the first whole one it comes to is not noticed.
+
+    Raises:
+        ConfigError: as :func:`iter_lines`.
+    """
+    if not path.exists():
+        return None
+    size = path.stat().st_size
+    behind = _TAIL_BYTES
+    while True:
+        last = deque(_whole_lines(path, _line_after(path, size - behind)), maxlen=1)
+        if last:
+            return last[0][0]
+        if behind >= size:
+            return None
+        behind *= 4
+
+
+def _line_after(path: Path, position: int) -> int:
+    """Where the first line begins that does not begin before ``position``."""
+    if position <= 0:
+        return 0
+    with naming(path), _open(path) as file:
+        file.seek(position - 1)  # a line may begin right at the position
+        file.readline(_LINE_BYTES)
+        return file.tell()
+
+
+def step_of(line: dict[str, Any]) -> int:
+    """A metrics line's step; 0 where it has none."""
+    step = line.get("step")
+    return step if type(step) is int and 0 <= step < 1 << 63 else 0
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path, follow=True)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); move it away") from None
+        raise
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        line = parse_json(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Lines that wait in memory: how many, since when, and what the system said."""
+
+    num_lines: int
+    num_bytes: int
+    seconds: float
+    words: str
+
+
+class LineFile:
+    """Appends JSON lines after ``length`` bytes; what lies behind is left out.
+
+    Opening it is :func:`runner.system.files.replace_for_writing`: a process of an earlier
+    incarnation that still has the old file open writes to one that is no longer there.
+
+    A disk that takes no line (it is full, or away) is no error here: the line and those behind it
+    are kept, in order, and tried again with the next ones. :attr:`kept` tells of it, and whoever
+    owns the file decides how long that may go on. In the file there are whole lines only. Any
+    thread may call: a crash is journalled by another one than the run's own.
+
+    Args:
+        check: raises when this process may not write here any more.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        length: int,
+        check: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path, self._check, self._clock = path, check, clock
+        self._waiting: deque[bytes] = deque()
+        self._unsynced: deque[bytes] = deque()  # in the file, but lost if the disk fails now
+        self._waiting_bytes = self._unsynced_bytes = 0
+        self._trouble: tuple[float, str] | None = None
+        self._next_try = 0.0
+        self._lock = threading.Lock()
+        self._is_torn = self._is_distrusted = False
+        self._open(length)
+
+    def _open(self, length: int) -> None:
+        replace_for_writing(self._path, length=length, check=self._check)
+        with naming(self._path):
+            self._file = self._path.open("ab", buffering=0)
+            self._whole = self._durable = os.fstat(self._file.fileno()).st_size
+
+    def append(self, line: Mapping[str, Any], *, durably: bool) -> None:
+        """Add one line; ``durably`` returns only when it is on the disk, or kept."""
+        data = json_text(line).encode() + b"\n"
+        with self._lock:
+            self._waiting.append(data)
+            self._waiting_bytes += len(data)
+            if self._trouble is None or self._clock() >= self._next_try:
+                self._try(durably=durably)
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    def kept(self) -> Kept | None:
+        """What waits in memory; None when all is in the file."""
+        trouble = self._trouble
+        if trouble is None:
+            return None
+        return Kept(
+            num_lines=len(self._waiting) + (len(self._unsynced) if self._is_distrusted else 0),
+            num_bytes=self._waiting_bytes + self._unsynced_bytes,
+            seconds=self._clock() - trouble[0],
+            words=trouble[1],
+        )
+
+    def retry(self) -> None:
+        """Try to write what is kept, if the last try is long enough ago."""
+        if self._trouble is None or self._clock() < self._next_try:
+            return
+        with self._lock:
+            self._try(durably=True)
+
+    def num_bytes(self) -> int:
+        """Length in bytes, with what is kept; a crash of the machine may leave less."""
+        return self._whole + self._waiting_bytes
+
+    def sync(self) -> int:
+        """Make everything durable, as far as the disk lets; returns the length as num_bytes."""
+        with self._lock:
+            if not self._file.closed:
+                self._try(durably=True)
+            return self.num_bytes()
+
+    def close(self) -> None:
+        """After a last try. What is still kept is lost; :attr:`kept` tells."""
+        with self._lock:
+            if self._file.closed:
+                return
+            self._try(durably=True)
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _try(self, *, durably: bool) -> None:
+        try:
+            with naming(self._path):
+                self._write(durably=durably)
+        except OSError as error:
+            now = self._clock()
+            since = now if self._trouble is None else self._trouble[0]
+            self._trouble = since, str(error)
+            self._next_try = now + _RETRY_SECONDS
+        else:
+            self._trouble = None
+
+    def _write(self, *, durably: bool) -> None:
+        if self._is_distrusted:
+            self._begin_anew()
+        while self._waiting:
+            data = self._waiting[0]
+            self._write_whole(data)
+            self._waiting.popleft()
+            self._waiting_bytes -= len(data)
+            self._unsynced.append(data)
+            self._unsynced_bytes += len(data)
+        # After trouble too: what a disk took reluctantly is worth a look.
+        if durably or self._trouble is not None or self._unsynced_bytes > _UNSYNCED_BYTES:
+            self._sync()
+
+    def _write_whole(self, data: bytes) -> None:
+        """The line, or nothing of it."""
+        if self._is_torn:
+            self._file.truncate(self._whole)
+            self._is_torn = False
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+            self._file.flush()
+        except OSError:
+            self._is_torn = True
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._whole)
+                self._is_torn = False
+            raise
+        self._whole += len(data)
+
+    def _sync(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+        except OSError:
+            # The kernel may have dropped what was not on the disk, and will not say so again.
+            self._is_distrusted = True
+            raise
+        self._durable = self._whole
+        self._unsynced.clear()
+        self._unsynced_bytes = 0
+
+    def _begin_anew(self) -> None:
+        """A fresh file, from what is known to be on the disk; the rest is written again."""
+        old = self._file
+        self._open(self._durable)
+        with contextlib.suppress(OSError):
+            old.close()
+        self._waiting.extendleft(reversed(self._unsynced))
+        self._waiting_bytes += self._unsynced_bytes
+        self._unsynced.clear()
+        self._unsynced_bytes = 0
+        self._is_distrusted = self._is_torn = False

@@ -1,0 +1,119 @@
+"""What this process says, through Python's ``logging``: text for a person, JSON for a pipeline.
+
+Everything but the live line and the table at the end is a record of a logger under ``runner``.
+:func:`begin` gives that logger its one handler, which writes whole lines to ``sys.stdout`` and
+``sys.stderr`` as they are at that moment; :func:`runner.system.output.install` sees to it that
+those never wait. A record may carry, as ``extra``:
+
+    incident  the kind of a journal incident
+    fields    a mapping of what else a pipeline can use; a step in it is the one meant
+
+The loggers of libraries are left as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from runner.system.parsing import json_text
+from runner.system.redact import redacted
+
+_ROOT = "runner"
+# What the one who watches reads goes to the standard output; all else to the standard error.
+_TO_STDOUT = "runner.observe.console"
+# What would move a terminal's cursor or change its colours.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_FIXED = frozenset({"time", "level", "rank", "message", "incident"})
+_MARKED = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
+
+Step = Callable[[], int]
+
+
+def begin(*, as_json: bool, rank: int | None = None, step: Step = lambda: 0) -> None:
+    """Let everything of ours be written in one format from here on.
+
+    Args:
+        rank: this process's; None: it is none.
+        step: the present step; 0 before the first.
+    """
+    logger = logging.getLogger(_ROOT)
+    for handler in [one for one in logger.handlers if isinstance(one, _Lines)]:
+        logger.removeHandler(handler)
+    logger.addHandler(_Lines(JsonFormat(rank, step) if as_json else TextFormat(rank)))
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # what a library hangs on the root logger would say it again
+
+
+class _Lines(logging.Handler):
+    """Writes records. It never raises: what cannot be said is no reason to end."""
+
+    def __init__(self, form: logging.Formatter) -> None:
+        super().__init__()
+        self.setFormatter(form)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            stream = sys.stdout if record.name == _TO_STDOUT else sys.stderr
+            if stream is not None:
+                stream.write(self.format(record) + "\n")
+                stream.flush()
+        except Exception:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # logging's name
+        """Nothing can be said of it either."""
+
+
+class TextFormat(logging.Formatter):
+    """The message, marked where it is a warning or an error, and with the rank where not the first.
+
+    Of an exception only the traceback: its last line is the message.
+    """
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__()
+        self._head = f"[rank {rank}] " if rank else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.exc_info:
+            words = self.formatException(record.exc_info)
+        else:
+            is_incident = getattr(record, "incident", None) is not None
+            mark = "" if is_incident else _MARKED.get(record.levelno, "")
+            words = mark + record.getMessage()
+        return self._head + _CONTROL.sub(_escaped, redacted(words))
+
+
+class JsonFormat(logging.Formatter):
+    """One object a line: time, level, rank, step, message, and what the record carries."""
+
+    def __init__(self, rank: int | None, step: Step) -> None:
+        super().__init__()
+        self._rank = rank
+        self._step = step
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line: dict[str, Any] = {
+            "time": time.replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "rank": self._rank,
+            "step": self._step(),
+            "message": record.getMessage(),
+        }
+        if (kind := getattr(record, "incident", None)) is not None:
+            line["incident"] = kind
+        fields: Mapping[str, Any] = getattr(record, "fields", {})
+        line |= {name: value for name, value in fields.items() if name not in _FIXED}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json_text(redacted(line))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\x{ord(found[0]):02x}"

@@ -1,0 +1,344 @@
+"""What this process says, on standard output and error: it never stops, delays or ends anything.
+
+A reader may have gone (EPIPE, EIO), the disk under a log may be full (ENOSPC), and a reader that
+sleeps leaves a full pipe or a stopped terminal on which a write waits for ever. So everything
+that Python code writes goes through an :class:`Outlet`, a bounded queue with a thread of its own,
+and the descriptors 1 and 2 are made such that C++ code that writes to them by itself (gloo, c10,
+a fatal signal's traceback) does not wait either, see
+:func:`runner.system.process.unblock`. What is lost is counted and told once. Knows nothing of
+runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import os
+import queue
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TextIO, TypeVar
+
+from runner.system.process import unblock
+
+T = TypeVar("T")
+
+# An item that is not taken for so long is told as lost, although a late reader may still get it.
+STALL_SECONDS = 5.0
+# What a process that ends gives a slow reader.
+END_SECONDS = 2.0
+_MOST_BYTES = 1 << 20  # waiting for a reader
+_MOST_LINE = 1 << 16  # characters without a line's end
+_POLL_SECONDS = 0.005
+_WRITABLE_MS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """The first thing that went wrong with an outlet; ``time`` in seconds since the epoch."""
+
+    outlet: str
+    reason: str
+    time: float
+
+
+class Outlet(Generic[T]):
+    """Hands items on in a thread of its own: :meth:`put` never waits and never fails.
+
+    Args:
+        name: what it is, for a person.
+        deliver: hands one item on; may raise or wait for ever. The item is lost if it raises.
+        most: items that may wait, each counted by ``weigh``; further ones are lost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        deliver: Callable[[T], None],
+        *,
+        most: int,
+        weigh: Callable[[T], int] = lambda _: 1,
+    ) -> None:
+        self.num_lost = 0
+        self._name = name
+        self._deliver = deliver
+        self._most = most
+        self._weigh = weigh
+        # Not queue.Queue: a signal handler or a finalizer may say something in the midst of put.
+        self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._waiting = 0
+        self._since: float | None = None
+        self._loss: Loss | None = None
+        self._thread: threading.Thread | None = None
+
+    def put(self, item: T) -> bool:
+        """Take one item, or lose it: then False."""
+        with self._lock:
+            weight = self._weigh(item)
+            if self._waiting + weight > self._most:
+                self._lose("nobody takes it, and too much is waiting")
+                return False
+            if not self._begin():
+                return False
+            self._waiting += weight
+            self._queue.put(item)
+            return True
+
+    def drain(self, seconds: float | None) -> bool:
+        """Wait until nothing waits; False when ``seconds`` (None: no limit) were too short."""
+        limit = None if seconds is None else time.monotonic() + seconds
+        while self._waiting:
+            if limit is not None and time.monotonic() > limit:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    @property
+    def loss(self) -> Loss | None:
+        """What went wrong first, if anything did."""
+        since = self._since
+        if self._loss is None and since is not None and time.monotonic() > since + STALL_SECONDS:
+            self._note(f"nobody takes it for {STALL_SECONDS:g} s")
+        return self._loss
+
+    def _begin(self) -> bool:
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # at the end of the interpreter
+                self._lose(str(error))
+                return False
+            self._thread = thread
+        return True
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            self._since = time.monotonic()
+            try:
+                self._deliver(item)
+            except Exception as error:
+                self._lose(f"{type(error).__name__}: {error}")
+            self._since = None
+            with self._lock:
+                self._waiting -= self._weigh(item)
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            self.num_lost += 1
+            self._note(reason)
+
+    def _note(self, reason: str) -> None:
+        if self._loss is None:
+            self._loss = Loss(outlet=self._name, reason=reason, time=time.time())
+
+
+class Sink:
+    """An open file that lines go to; also where a forked process goes on to write."""
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        # Its own number: others may put something else in the place of 1 or 2 for a while.
+        self._descriptor = os.dup(descriptor)
+        self._told_lost = 0
+        self._outlet: Outlet[bytes] | None = Outlet(
+            name, self._deliver, most=_MOST_BYTES, weigh=len
+        )
+        # A forked process has no thread here, and perhaps a lock that nobody will give back.
+        os.register_at_fork(after_in_child=self._forget_thread)
+
+    @property
+    def loss(self) -> Loss | None:
+        return None if self._outlet is None else self._outlet.loss
+
+    def put(self, data: bytes) -> None:
+        """Write this some time, or lose it."""
+        if self._outlet is None:
+            self._try(data)
+            return
+        lost = self._outlet.num_lost
+        if lost > self._told_lost:
+            data = f"[{lost - self._told_lost} pieces of output are missing]\n".encode() + data
+        if self._outlet.put(data):
+            self._told_lost = lost
+
+    def drain(self, seconds: float | None) -> bool:
+        """See :meth:`Outlet.drain`."""
+        return self._outlet is None or self._outlet.drain(seconds)
+
+    def _deliver(self, data: bytes) -> None:
+        """
+        Raises:
+            OSError: it cannot be written.
+        """
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:
+                _wait_until_writable(self._descriptor, _WRITABLE_MS)
+
+    def _try(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            if _wait_until_writable(self._descriptor, 0):
+                os.write(self._descriptor, data)
+
+    def _forget_thread(self) -> None:
+        self._outlet = None
+
+
+def _wait_until_writable(descriptor: int, milliseconds: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    return bool(poll.poll(milliseconds))
+
+
+class _Bytes(io.RawIOBase):
+    """``sys.stdout.buffer`` for those who write bytes."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self._sink.put(bytes(data))
+        return len(data)
+
+
+class Stream(io.TextIOBase):
+    """In the place of ``sys.stdout`` or ``sys.stderr``: whole lines go to the sink.
+
+    Args:
+        descriptor: 1 or 2, for what asks for it (the size of a terminal, a subprocess).
+        encoding: of the stream that it replaces.
+    """
+
+    def __init__(self, sink: Sink, descriptor: int, encoding: str) -> None:
+        self.buffer = _Bytes(sink)
+        self._sink = sink
+        self._descriptor = descriptor
+        self._encoding = encoding
+        self._begun = ""
+        self._lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
+
+    @property
+    def loss(self) -> Loss | None:
+        """See :attr:`Outlet.loss`."""
+        return self._sink.loss
+
+    def write(self, text: str, /) -> int:
+        with self._lock:
+            lines, newline, self._begun = (self._begun + text).rpartition("\n")
+            self._put(lines + newline)
+            if len(self._begun) > _MOST_LINE:
+                self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on what has no line's end yet; does not wait for it to be written."""
+        with self._lock:
+            text, self._begun = self._begun, ""
+            self._put(text)
+
+    def drain(self, seconds: float | None) -> bool:
+        """See :meth:`Outlet.drain`."""
+        self.flush()
+        return self._sink.drain(seconds)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def _put(self, text: str) -> None:
+        if text:
+            self._sink.put(text.encode(self._encoding, "backslashreplace"))
+
+    def _renew_lock(self) -> None:
+        self._lock = threading.RLock()
+        self._begun = ""  # the parent's to say
+
+
+def install() -> None:
+    """Let nothing that is written to this process's standard output and error stop it.
+
+    Standard streams that a caller has put something else in the place of are left as they are.
+    """
+    if _installed():
+        return
+    same = _are_same(1, 2)
+    sink: Sink | None = None
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream: TextIO | None = getattr(sys, name)
+        if stream is None or not _is_of(stream, descriptor):
+            continue
+        unblock(descriptor)
+        with contextlib.suppress(OSError):
+            stream.flush()
+        if sink is None or not same:
+            words = "standard output" if descriptor == 1 else "standard error"
+            sink = Sink(descriptor, "standard output and error" if same else words)
+        made = Stream(sink, descriptor, stream.encoding)
+        setattr(sys, name, made)
+        # Where it is found again: a live line puts proxies in the place of the other.
+        setattr(sys, f"__{name}__", made)
+    atexit.register(finish)  # where the interpreter ends by itself
+
+
+def losses() -> Iterable[Loss]:
+    """What went wrong with this process's standard output and error, at most once each."""
+    found = {stream.loss for stream in _installed()}
+    return [loss for loss in found if loss is not None]
+
+
+def finish(seconds: float | None = END_SECONDS) -> None:
+    """Give what was said a last moment to be written; what is not by then is lost.
+
+    Args:
+        seconds: in all; None: until it is written, for a command that only prints.
+    """
+    limit = None if seconds is None else time.monotonic() + seconds
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream is not None:
+                stream.flush()
+    for made in _installed():
+        made.drain(None if limit is None else max(0.0, limit - time.monotonic()))
+
+
+def _installed() -> list[Stream]:
+    streams: list[object] = [sys.__stdout__, sys.__stderr__]
+    return [made for made in streams if isinstance(made, Stream)]
+
+
+def _is_of(stream: TextIO, descriptor: int) -> bool:
+    try:
+        return stream.fileno() == descriptor
+    except (OSError, ValueError):  # it has none, or is closed
+        return False
+
+
+def _are_same(one: int, other: int) -> bool:
+    """Whether two descriptors are of one file, pipe or terminal: then lines keep their order."""
+    try:
+        first, second = os.fstat(one), os.fstat(other)
+    except OSError:
+        return False
+    return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)

@@ -1,0 +1,103 @@
+"""JSON as it is written, and what a file says, refusing what nobody wrote on purpose."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+NONFINITE = "nonfinite"
+
+
+def json_text(
+    tree: Mapping[str, Any],
+    *,
+    indent: int | None = None,
+    sort_keys: bool = False,
+    is_compact: bool = False,
+) -> str:
+    """JSON of an object: null stands for what is NaN or infinite, which JSON has no words for.
+
+    Where there was any, the object has a field more, ``nonfinite``: the path of each, such as
+    ``detail.losses[2]``, with a word that float() reads back. Every file that the project writes
+    goes through here, so that no number a run comes to can end it in a writer.
+    """
+    separators = (",", ":") if is_compact else None
+    try:
+        return json.dumps(
+            tree, allow_nan=False, indent=indent, sort_keys=sort_keys, separators=separators
+        )
+    except ValueError:  # looked for only then: nearly every line is finite
+        words: dict[str, str] = {}
+        clean = _without_nonfinite(tree, "", words)
+        return json.dumps(
+            clean | {NONFINITE: words},
+            allow_nan=False,
+            indent=indent,
+            sort_keys=sort_keys,
+            separators=separators,
+        )
+
+
+def _without_nonfinite(value: Any, path: str, words: dict[str, str]) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        words[path] = repr(float(value))
+        return None
+    if isinstance(value, Mapping):
+        return {
+            _key(key): _without_nonfinite(item, f"{path}.{key}" if path else str(key), words)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(item, f"{path}[{at}]", words) for at, item in enumerate(value)]
+    return value
+
+
+def _key(key: Any) -> Any:
+    return repr(key) if isinstance(key, float) else key
+
+
+def refuse_flagged(tree: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: some of its numbers were not finite: it cannot be computed with.
+    """
+    if NONFINITE in tree:
+        raise ValueError(f"holds numbers that are not finite: {str(tree[NONFINITE])[:200]}")
+
+
+def number_in(line: Mapping[str, Any], name: str) -> float | None:
+    """A number that :func:`json_text` wrote under ``name``, NaN and infinite too; None for null."""
+    value = line.get(name)
+    if value is None:
+        flags = line.get(NONFINITE)
+        value = flags.get(name) if isinstance(flags, dict) else None
+    return None if value is None else float(value)
+
+
+def parse_json(data: bytes) -> Any:
+    """The JSON value; NaN and Infinity, which Python reads as well, are none.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON.
+    """
+    return json.loads(data, parse_constant=_no_number)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def whole(value: Any, what: str, *, below: int = 1 << 63) -> int:
+    """``value``, which must be a whole number from 0 to ``below`` - 1; True is none.
+
+    Args:
+        what: names it in the message.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if type(value) is not int or not 0 <= value < below:
+        raise ValueError(f"{what} is {str(value)[:40]!r}, no whole number from 0 to {below - 1}")
+    return value

@@ -1,0 +1,183 @@
+"""Processes of this machine: what /proc tells about them, and what Linux offers beyond Python.
+
+Knows nothing of runs, ranks or torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType
+
+# Fields of /proc/PID/stat after the command's name, see proc(5).
+_STATE, _PARENT, _STARTED, _EXIT_CODE = 0, 1, 19, -1
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # not after a fork: loading takes locks that another thread may hold
+
+# Told before anything slow: the parent may be gone when torch is imported.
+_FIRST = (os.getpid(), os.getppid())
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def boot_id() -> str:
+    """Names this boot of this machine; process numbers mean nothing beyond it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def pid_namespace() -> str:
+    """Names the set of process numbers that this process sees; a container may have its own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def started_at(pid: int) -> str | None:
+    """When a process of this machine was started, in kernel ticks; None: there is none.
+
+    Together with the pid it names a process for good: numbers are used again.
+    """
+    fields = _stat(pid)
+    return None if not fields or _has_ended(fields) else fields[_STARTED]
+
+
+def parent(pid: int) -> int | None:
+    """The parent's process id, None when the process is gone; a zombie has one."""
+    fields = _stat(pid)
+    return int(fields[_PARENT]) if fields else None
+
+
+def is_in_kernel(pid: int) -> bool:
+    """Whether a process sleeps where no signal reaches it (state D)."""
+    fields = _stat(pid)
+    return bool(fields) and fields[_STATE] == "D"
+
+
+def exit_status(pid: int) -> int | None:
+    """How a process ended which nobody has reaped yet: its exit code, or minus the signal.
+
+    None: it lives, or is gone.
+    """
+    fields = _stat(pid)
+    if not fields or not _has_ended(fields):
+        return None
+    return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+
+
+def own_process() -> dict[str, str | int]:
+    """JSON that tells others which process this is: host, boot, pid, start."""
+    pid = os.getpid()
+    return {
+        "host": host_name(),
+        "boot": boot_id(),
+        "pid": pid,
+        "started": started_at(pid) or "",
+    }
+
+
+def parent_name() -> str:
+    """Names the process that started this one, as no other on any machine is named.
+
+    16 hex digits; empty where the parent is not to be seen.
+    """
+    pid = os.getppid()
+    started = started_at(pid)
+    if started is None:
+        return ""
+    words = f"{host_name()} {boot_id()} {pid} {started}"
+    return hashlib.sha256(words.encode()).hexdigest()[:16]
+
+
+def is_alive(process: Mapping[str, str | int]) -> bool | None:
+    """Whether the process of :func:`own_process` lives; None when it is another machine's."""
+    if process["host"] != host_name() or process["boot"] != boot_id():
+        return None
+    return started_at(int(process["pid"])) == process["started"]
+
+
+def num_oom_kills() -> int:
+    """How often the kernel of this machine has killed for want of memory since it booted."""
+    try:
+        text = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in text.splitlines() if "oom_kill " in line), 0)
+
+
+def first_parent() -> int:
+    """Who started this process; not who has it since that one is gone."""
+    pid, parent = _FIRST
+    return parent if pid == os.getpid() else os.getppid()  # forked since
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """The kernel is to send this process SIGKILL when its parent ends.
+
+    More exactly, when the parent's thread that started it ends. It survives an exec, but
+    children do not inherit it. Elsewhere than on Linux nothing happens.
+
+    Args:
+        parent: its process id; if it is gone already, this process ends now.
+    """
+    if hasattr(_LIBC, "prctl"):
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def unblock(descriptor: int) -> None:
+    """Writes to this pipe or terminal are to fail (EAGAIN) while it is full, not to wait.
+
+    The file is opened anew for that: the flag belongs to the open file, which other processes
+    share (a shell would lose output). Files never make a writer wait; sockets and what may not
+    be opened again stay as they are.
+    """
+    with contextlib.suppress(OSError):
+        if not (stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor)):
+            return
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        own = os.open(f"/proc/self/fd/{descriptor}", flags)
+        try:
+            os.dup2(own, descriptor)
+        finally:
+            os.close(own)
+
+
+def answer_hangup(handler: Callable[[int, FrameType | None], None], *, always: bool) -> None:
+    """What SIGHUP means, the end of a terminal: with output on it, a request to stop.
+
+    With output elsewhere this process goes on without its terminal, as under nohup; and where
+    nohup (or a parent) has it ignored already. Main thread only.
+
+    Args:
+        always: it is a request, wherever the output goes and whatever was set.
+    """
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    is_request = always or (os.isatty(1) and not is_ignored)
+    signal.signal(signal.SIGHUP, handler if is_request else signal.SIG_IGN)
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        # A process may have named itself in any bytes, brackets among them.
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _has_ended(fields: list[str]) -> bool:
+    return fields[_STATE] in "ZX"

@@ -1,0 +1,223 @@
+"""When checkpoints are saved and proven, and the last one at the end of the run.
+
+The ring knows how; see :mod:`runner.checkpoint.ring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runner.checkpoint.protocol import CheckpointMetadata
+from runner.checkpoint.ring import Ring
+from runner.health.heartbeat import Heartbeat
+from runner.health.preemption import StopRequest, who_asked
+from runner.observe.backlog import Backlog
+from runner.observe.journal import Journal
+from runner.policy.decision.ladder import RemedyRules
+from runner.system.error import Preempted, SaveError
+from runner.train.corpus_check import CorpusCheck
+from runner.train.final_proof import LastProof
+from runner.train.report import Reporter
+from runner.train.save_schedule import SaveTimes
+from runner.train.state import TrainState, reach_of
+from runner.train.step import StepInfo
+
+_LAST_TRIES = 2  # at an end state that is damaged when it is read back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSchedule:
+    """When a save is due: ``disk``; and a snapshot in memory every so many updates, 0 for never."""
+
+    disk: SaveTimes
+    memory_every: int
+
+    def is_due(self, updates: int) -> bool:
+        """Whether the state of exactly so many updates is saved."""
+        return self.is_due_in_memory(updates) or self.disk.is_due(updates)
+
+    def is_due_in_memory(self, updates: int) -> bool:
+        """Whether a snapshot of it is taken, whatever goes to disk."""
+        return self.memory_every > 0 and updates % self.memory_every == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proofs:
+    """What a proof asks beside the ring: ``last`` of the end state, ``corpus`` of all of them."""
+
+    last: LastProof
+    corpus: CorpusCheck | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preemption:
+    """A request to stop, and who was asked: ``reasons`` by rank, empty for none. Collective."""
+
+    stop: StopRequest
+    reasons: Callable[[], list[str]]
+
+
+class Checkpoints:
+    """Saves, proves and settles the checkpoints of one run."""
+
+    def __init__(
+        self,
+        ring: Ring,
+        *,
+        schedule: SaveSchedule,
+        proofs: Proofs,
+        rules: RemedyRules,
+        journal: Journal,
+        reporter: Reporter,
+        heart: Heartbeat,
+        backlog: Backlog,
+    ) -> None:
+        self._ring = ring
+        self._schedule = schedule
+        self._last = proofs.last
+        self._corpus = proofs.corpus
+        self._rules = rules
+        self._journal = journal
+        self._reporter = reporter
+        self._heart = heart
+        self._backlog = backlog
+
+    def begin(self, state: TrainState) -> None:
+        """Commit the initial state: the first checkpoint there is to go back to.
+
+        Its proof begins at once: the very first steps may be bad. So does that of one whose
+        probation was over when the run ended.
+        """
+        if self._ring.saved_step < 0:
+            with self._reporter.stall("checkpoint"):
+                self._save(state)
+                self._ring.drain()
+        self.prove(state)
+
+    def apply_progress(self, info: StepInfo, state: TrainState) -> None:
+        """Settle what all ranks have done in the background. Collective.
+
+        Raises:
+            ConfigError: the corpus is not the one that the run was begun on.
+        """
+        self._ring.apply_progress(info.job_counts, info.jobs)
+        if self._corpus is not None:
+            self._corpus.look(state.updates)
+        if info.signals.gated:
+            self._settle_corpus(state)
+
+    def prove(self, state: TrainState) -> None:
+        """Begin the proofs of the checkpoints whose probation is over."""
+        self._ring.after_step(
+            state.updates,
+            state.baseline.clean_streak,
+            reach=reach_of(state, self._rules, self._journal.history),
+            may_prove=self._corpus is None or not self._corpus.holds_proofs,
+        )
+
+    def after_update(self, state: TrainState, seconds: float) -> None:
+        """Save when one is due. Collective.
+
+        Args:
+            seconds: that the update took.
+        """
+        disk = self._schedule.disk
+        disk.step(seconds, busy=self._ring.is_busy)
+        if disk.is_due(state.updates):
+            with self._reporter.stall("checkpoint"), disk.save(state.updates):
+                self._save(state)
+        elif self._schedule.is_due_in_memory(state.updates):
+            with self._reporter.stall("checkpoint"):
+                self._save(state, disk=False)
+
+    def commit(self, state: TrainState) -> None:
+        """The present state is on disk when it returns, if the disk takes it. Collective."""
+        self._save_last(state)
+
+    def finish(self, state: TrainState, held_out: Callable[[], float | None]) -> str | None:
+        """Commit the end state and prove it; why it is not clean, or None. Collective.
+
+        Args:
+            held_out: the held-out loss of ``state``; called where the proof asks for it.
+
+        Raises:
+            SaveError: the end state is not on disk.
+            Preempted: it is not, since the disk takes nothing.
+            ConfigError: the corpus is not the one that the run was begun on.
+        """
+        self._settle_corpus(state)
+        for _ in range(_LAST_TRIES):
+            self._save_last(state)
+            if not self._is_saved(state):
+                break
+            self._heart.enter("save")
+            with self._reporter.stall("checkpoint"):
+                fault = self._last.fault(held_out)
+            if self._is_saved(state):  # else it was damaged on its way to the disk, or there
+                return fault
+        if words := self._backlog.standing():
+            raise Preempted(
+                f"all steps are applied, but the disk takes nothing ({words}): the newest "
+                f"checkpoint is of step {self._ring.saved_step}; free space and give the same "
+                "command again"
+            )
+        raise SaveError(
+            "all steps are applied, but the last checkpoint is not of step "
+            f"{state.updates}, or is damaged: the end state could not be saved (see the "
+            "journal); free space, look after the disk, and give the same command again"
+        )
+
+    def save_and_leave(self, state: TrainState, preemption: Preemption) -> None:
+        """Save what there is within the grace. Collective; always raises Preempted."""
+        asked = who_asked(preemption.reasons())
+        in_time = self._save_last(state, lambda: preemption.stop.is_late)
+        saved = self._ring.saved_step
+        if in_time and saved == state.updates:
+            raise Preempted(f"asked to stop ({asked}); saved at step {saved}")
+        why = "could not be saved" if in_time else "could not be saved in preempt.grace_seconds"
+        raise Preempted(
+            f"asked to stop ({asked}); step {state.updates} {why}; the newest checkpoint is "
+            f"of step {saved}",
+            in_time=in_time,
+        )
+
+    def _settle_corpus(self, state: TrainState) -> None:
+        """Where proofs wait for the corpus to be compared: wait for that, then give them.
+
+        So that what a bad step leads to does not depend on how long it takes to read the corpus.
+        """
+        if self._corpus is None or not self._corpus.holds_proofs:
+            return
+        self._heart.enter("save")
+        with self._reporter.stall("checkpoint"):
+            self._corpus.finish(state.updates)
+            self.prove(state)
+            self._ring.drain()
+
+    def _is_saved(self, state: TrainState) -> bool:
+        return self._ring.saved_step == state.updates
+
+    def _save(self, state: TrainState, *, disk: bool = True) -> None:
+        self._heart.enter("save")
+        self._ring.save(
+            CheckpointMetadata(
+                step=state.updates,
+                cursor=state.cursor,
+                train_state=state.to_json(),
+                metrics_bytes=self._reporter.metrics_bytes(durably=disk),
+                journal_lines=self._journal.num_lines,
+            ),
+            disk=disk,
+        )
+
+    def _save_last(self, state: TrainState, is_late: Callable[[], bool] = lambda: False) -> bool:
+        """Commit the present state unless it is; False when it became too late to wait."""
+        self._heart.enter("save")
+        with self._reporter.stall("checkpoint"):
+            if not self._ring.drain(is_late):
+                return False
+            if self._is_saved(state):
+                return True
+            self._save(state)
+            return self._ring.drain(is_late)

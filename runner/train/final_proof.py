@@ -1,0 +1,110 @@
+"""Proves the last checkpoint of a finished run, which no clean steps follow any more.
+
+In their place: every value of the state is finite, the held-out loss (or the loss of one more
+forward pass over the last batch) is within the guard's limits, and every byte on disk is what was
+written. Knows nothing of how a loss is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from runner.checkpoint.protocol import Ranks, ShardedState
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import State
+from runner.train.state import TrainState
+
+Loss = Callable[[], float | None]  # nats per token; None: there is none. Collective
+
+
+class LastOfRing(Protocol):
+    """The part of :class:`runner.checkpoint.ring.Ring` that is needed."""
+
+    @property
+    def last_state(self) -> State: ...
+    @property
+    def clean_step(self) -> int: ...
+    def prove_last(self) -> list[str]: ...
+
+
+class LastProof:
+    """
+    Args:
+        last_batch: the loss over the batch that ends at the cursor.
+        earlier: the newest held-out loss of before the last step.
+        report: takes incidents, alike on every rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        ring: LastOfRing,
+        sharded: ShardedState,
+        ranks: Ranks,
+        state: TrainState,
+        last_batch: Loss,
+        earlier: Loss,
+        report: Callable[[Incident], None],
+    ) -> None:
+        self._ring = ring
+        self._sharded = sharded
+        self._ranks = ranks
+        self._state = state
+        self._last_batch = last_batch
+        self._earlier = earlier
+        self._report = report
+
+    def fault(self, held_out: Loss) -> str | None:
+        """Prove the newest checkpoint on disk; why it is not clean, or None. Collective.
+
+        One that is damaged is tainted afterwards. One that does not prove for another reason is
+        whole, and serves a restart.
+        """
+        ring = self._ring
+        if ring.last_state is State.clean:  # the command of a finished run, given again
+            return None
+        fault = self._fault_of_values() or self._fault_of_loss(held_out)
+        fault = fault or "; ".join(ring.prove_last())
+        if fault and ring.last_state is State.committed:
+            self._report(
+                Incident(
+                    kind="unproven",
+                    step=self._state.updates,
+                    decision=f"end; the newest clean checkpoint is of step {ring.clean_step}",
+                    reason=f"the last checkpoint does not prove: {fault}",
+                )
+            )
+        return fault or None
+
+    def _fault_of_values(self) -> str | None:
+        sound = [bool(torch.isfinite(shard.local).all()) for shard in self._sharded.shards()]
+        [num_unsound] = self._ranks.sum([float(not all(sound))])
+        return f"{num_unsound:.0f} rank(s) hold NaN or Inf in the state" if num_unsound else None
+
+    def _fault_of_loss(self, held_out: Loss) -> str | None:
+        """A held-out loss is better evidence: the last batch was just trained on.
+
+        It may lie far above the training's where a run has learned its data by heart, or tell of
+        a held-out sample that gives NaN. So it decides against the state only beside an earlier
+        one.
+        """
+        baseline = self._state.baseline
+        loss = held_out()
+        if loss is not None and math.isfinite(loss):
+            if loss <= baseline.end_limit():
+                return None
+            earlier = self._earlier()
+            if earlier is not None:
+                return _above("held-out loss", loss, baseline.end_limit(earlier))
+        loss = self._last_batch()
+        if loss is None or not math.isfinite(loss):
+            return f"the loss over the last batch is {loss}"
+        return _above("loss over the last batch", loss, baseline.end_limit())
+
+
+def _above(what: str, loss: float, limit: float) -> str | None:
+    return f"{what} {loss:.3f} > limit {limit:.3f}" if loss > limit else None

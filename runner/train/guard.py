@@ -1,0 +1,123 @@
+"""Judges a step and carries out the decision. What each decision writes is in ``recovery``."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from runner.checkpoint.ring import Ring
+from runner.health.heartbeat import Heartbeat
+from runner.observe.backlog import Backlog
+from runner.observe.journal import Journal
+from runner.policy.decision.decide import StepDecision, rule, rule_again
+from runner.policy.decision.judge import Kind, Verdict
+from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules
+from runner.policy.decision.signals import StepSignals
+from runner.system.error import Halted
+from runner.train.recovery import Recovery
+from runner.train.report import Reporter
+from runner.train.state import TrainState
+from runner.train.step import StepInfo
+
+
+class Steps(Protocol):
+    """The part of :class:`runner.train.step_runner.StepRunner` that is needed."""
+
+    @property
+    def is_ahead(self) -> bool: ...
+    def forget_known_discards(self) -> None: ...
+
+
+class Guard:
+    """Decides what a step means, and does what follows from it."""
+
+    def __init__(
+        self,
+        *,
+        rules: RemedyRules,
+        recovery: Recovery,
+        steps: Steps,
+        ring: Ring,
+        journal: Journal,
+        reporter: Reporter,
+        heart: Heartbeat,
+        backlog: Backlog,
+    ) -> None:
+        self._rules = rules
+        self._recovery = recovery
+        self._steps = steps
+        self._ring = ring
+        self._journal = journal
+        self._reporter = reporter
+        self._heart = heart
+        self._backlog = backlog
+        self._keeps_lines = False
+
+    def note_lines(self, info: StepInfo) -> None:
+        """Journal that the first rank's files cannot be written any more, or can again."""
+        if info.keeps_lines is not self._keeps_lines:
+            self._keeps_lines = info.keeps_lines
+            self._recovery.note_lines(
+                info.signals.step,
+                self._backlog.words(),
+                self._backlog.patience_seconds if info.keeps_lines else None,
+            )
+
+    def handle(self, info: StepInfo, state: TrainState) -> Verdict | None:
+        """Judge the step; discard it or go back where the decision says so. Collective.
+
+        Returns:
+            The verdict of an update that was applied and counts; None where the step is over.
+
+        Raises:
+            Halted: the guard's budget is spent.
+            CheckpointError: nothing to go back to can be loaded.
+            DataError: more samples than data.max_unreadable could not be read.
+            RankError: a rank's storage is gone.
+        """
+        if info.unreadable:
+            self._recovery.pass_over(info)
+            return None
+        signals = info.signals
+        ruling = self._rule(signals, state)
+        verdict, action = ruling.verdict, ruling.action
+        if ruling.finding is not None:
+            self._recovery.conclude(info, ruling.finding)
+        if info.known is not None and isinstance(action, Apply):
+            # Settings were changed on purpose since; what was discarded stays discarded.
+            action = Discard(reason=info.known.reason)
+        assert isinstance(action, Apply) is not signals.gated or verdict.kind is Kind.drift
+        assert isinstance(action, Apply) or not self._steps.is_ahead
+        if isinstance(action, Apply):
+            return verdict
+        state.baseline.refuse(signals)
+        if isinstance(action, Discard):
+            self._recovery.discard(state, info, verdict, action)
+        elif isinstance(action, Rebaseline):
+            self._recovery.rebaseline(state, info, verdict, action)
+            return verdict if action.applied else None
+        elif isinstance(action, Halt):
+            self._recovery.halt(info, verdict, action)
+            raise Halted(action.reason)
+        else:
+            self._steps.forget_known_discards()
+            self._heart.enter("roll back")
+            self._recovery.roll_back(state, info, verdict, action)
+        return None
+
+    def _rule(self, signals: StepSignals, state: TrainState) -> StepDecision:
+        """What the step means and what to do. Collective where a checkpoint is waited for."""
+        ruling = rule(
+            signals,
+            baseline=state.baseline,
+            trouble=state.trouble,
+            history=self._journal.history,
+            ring=self._ring.records,
+            rules=self._rules,
+        )
+        if not ruling.lacks_target:
+            return ruling
+        # Whether the run halts must not depend on how long a proof takes.
+        self._heart.enter("roll back")
+        with self._reporter.stall("rollback"):
+            self._ring.finish_proofs()
+        return rule_again(ruling, baseline=state.baseline, ring=self._ring.records)

@@ -1,0 +1,99 @@
+"""The story of a run: attempt a step, judge it, act on it, look at the state, save it, stop.
+
+Knows the actors by name; how things are done stands in the modules beside this one.
+"""
+
+from __future__ import annotations
+
+from runner.policy.decision.judge import Verdict
+from runner.train.checkpoints import Checkpoints, Preemption
+from runner.train.guard import Guard
+from runner.train.periodic import Periodic
+from runner.train.report import Reporter
+from runner.train.state import TrainState
+from runner.train.step import StepInfo
+from runner.train.step_runner import StepRunner
+
+
+class Loop:
+    """One run on one rank, from its first or restored state to its end.
+
+    Args:
+        until: the number of applied updates at which the run is done.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        *,
+        until: int,
+        steps: StepRunner,
+        guard: Guard,
+        checkpoints: Checkpoints,
+        periodic: Periodic,
+        reporter: Reporter,
+        preemption: Preemption,
+    ) -> None:
+        self._state = state
+        self._until = until
+        self._steps = steps
+        self._guard = guard
+        self._checkpoints = checkpoints
+        self._periodic = periodic
+        self._reporter = reporter
+        self._preemption = preemption
+
+    def run(self) -> str:
+        """Train to the last update; how it ended, in words.
+
+        Raises:
+            Halted: the guard's budget is spent.
+            Preempted: a rank was asked to stop, and the state is saved if it could be; or the disk
+                takes nothing at the end.
+            CheckpointError: nothing to go back to can be loaded, or nothing can be saved.
+            RankError: one rank failed; all raise it.
+            DataError: more samples than data.max_unreadable could not be read.
+            ConfigError: the corpus is not the one that the run was begun on.
+            SaveError: every step is applied, but the end state is not on disk.
+        """
+        self.begin()
+        while self._state.updates < self._until:
+            self.step()
+        fault = self._checkpoints.finish(
+            self._state, lambda: self._periodic.held_out_loss(self._state.updates)
+        )
+        but = f", but the last checkpoint is not clean: {fault}" if fault else ""
+        return f"all steps applied{but}"
+
+    def begin(self) -> None:
+        """Have something to go back to."""
+        self._checkpoints.begin(self._state)
+
+    def step(self) -> None:
+        """Run one step, then carry out the guard's decision. Raises as :meth:`run`."""
+        info = self._steps.next(self._state)
+        if info.known is None:  # else it is repeated from the journal: nothing was computed
+            self._guard.note_lines(info)
+            self._checkpoints.apply_progress(info, self._state)
+        verdict = self._guard.handle(info, self._state)
+        if verdict is not None:
+            self._advance(info, verdict)
+        if info.stop_requested:
+            self._checkpoints.save_and_leave(self._state, self._preemption)
+
+    def _advance(self, info: StepInfo, verdict: Verdict) -> None:
+        """The update was applied: count it, look at the state, prove and save checkpoints."""
+        state = self._state
+        learning_rate = self._steps.learning_rate(state.updates)
+        state.advance(info.signals)
+        self._reporter.step(
+            info,
+            verdict,
+            "apply",
+            learning_rate=learning_rate,
+            state=state,
+            eval_loss=self._periodic.evaluate(state.updates),
+        )
+        self._checkpoints.prove(state)
+        self._periodic.inspect(state.updates)
+        self._checkpoints.after_update(state, info.seconds)

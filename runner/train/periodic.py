@@ -1,0 +1,68 @@
+"""What looks at the state every so many updates: the held-out loss, and the checks of health."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runner.health.heartbeat import Heartbeat
+from runner.train.collection import collect
+from runner.train.report import Reporter
+
+
+class Periodic:
+    """Looks at the state after an update, where it is due.
+
+    Args:
+        evaluate: the held-out loss, in nats per token; None where nothing is held out.
+        evaluate_every: in applied updates; 0 means never.
+        inspect: called with the number of updates, after each; looks where it is due.
+        inspect_every: its intervals, in applied updates; 0 means never.
+    """
+
+    def __init__(
+        self,
+        *,
+        evaluate: Callable[[], float | None],
+        evaluate_every: int,
+        inspect: Callable[[int], None],
+        inspect_every: tuple[int, ...],
+        reporter: Reporter,
+        heart: Heartbeat,
+    ) -> None:
+        self._evaluate = evaluate
+        self._evaluate_every = evaluate_every
+        self._inspect = inspect
+        self._inspect_every = inspect_every
+        self._reporter = reporter
+        self._heart = heart
+        self._evaluated_at: tuple[int, float | None] = (-1, None)
+
+    def is_due(self, updates: int) -> bool:
+        """Whether anything here looks at the state of exactly so many updates."""
+        return any(
+            _is_due(every, updates) for every in (self._evaluate_every, *self._inspect_every)
+        )
+
+    def evaluate(self, updates: int) -> float | None:
+        """The held-out loss where it is due. Collective."""
+        if not _is_due(self._evaluate_every, updates):
+            return None
+        self._heart.enter("evaluate")
+        with self._reporter.stall("evaluation"):
+            loss = self._evaluate()
+        self._evaluated_at = updates, loss
+        return loss
+
+    def held_out_loss(self, updates: int) -> float | None:
+        """The held-out loss of the present state; not computed twice. Collective."""
+        known, loss = self._evaluated_at
+        return loss if known == updates else self._evaluate()
+
+    def inspect(self, updates: int) -> None:
+        """Look for slow ranks and differing copies. Collective."""
+        self._inspect(updates)
+        collect(updates)
+
+
+def _is_due(every: int, updates: int) -> bool:
+    return every > 0 and updates % every == 0

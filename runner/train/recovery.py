@@ -1,0 +1,258 @@
+"""Carries out what the ladder decided, and writes down what it cost.
+
+A discard is journalled before the run moves on; a rollback after the checkpoint to go back to
+has been verified and loaded, which is the moment from which a restart will repeat it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from runner.checkpoint.ring import Ring
+from runner.data.cursor import BatchPlan
+from runner.observe.journal import Journal
+from runner.policy.decision.episode import Diagnosis
+from runner.policy.decision.history import Incident, discard_incident
+from runner.policy.decision.judge import Kind, Verdict
+from runner.policy.decision.ladder import Discard, Halt, Rebaseline, RemedyRules, Rollback
+from runner.policy.decision.unreadable import GiveUp, decide
+from runner.policy.retention.records import Tier
+from runner.system.error import DataError, RankError
+from runner.train.report import Reporter
+from runner.train.state import TrainState, reach_of
+from runner.train.step import StepInfo, Suspect
+
+# The level is known from samples that the other run never reads.
+_ONLY_UNGUARDED = (
+    "A run told to skip the same samples (data.skip) ends bit-identical only with guard=off: its "
+    "guard would take this level for trouble"
+)
+
+
+class Stepper(Protocol):
+    """The part of :class:`runner.train.step.Stepper` that is needed."""
+
+    def suspects(self, plan: BatchPlan) -> list[Suspect]:
+        """Who was at fault in the step read last. Collective."""
+        ...
+
+
+class Recovery:
+    """The acting half of the guard.
+
+    Args:
+        before_restore: called with the step from which the run goes back.
+        data_goes_on: whether what was read since a checkpoint cannot be read again: all of it is
+            skipped then.
+    """
+
+    def __init__(
+        self,
+        *,
+        stepper: Stepper,
+        ring: Ring,
+        journal: Journal,
+        reporter: Reporter,
+        rules: RemedyRules,
+        max_unreadable: int = 0,
+        before_restore: Callable[[int], None] = lambda step: None,
+        data_goes_on: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._stepper = stepper
+        self._ring = ring
+        self._journal = journal
+        self._reporter = reporter
+        self._before_restore = before_restore
+        self._data_goes_on = data_goes_on
+        self._rules = rules
+        self._max_unreadable = max_unreadable
+
+    def pass_over(self, info: StepInfo) -> None:
+        """Samples of a step could not be read: they go to the ledger, and the step is planned anew.
+
+        As if the run had been told from the start not to read them: the step counts as not
+        attempted, by the guard as well.
+
+        Raises:
+            DataError: there are too many of them.
+            RankError: a rank's storage is gone. Both alike on all ranks.
+        """
+        found, step = info.unreadable, info.signals.step
+        decision = decide(
+            found,
+            shares=info.shares,
+            known=self._journal.history.unreadable,
+            most=self._max_unreadable,
+        )
+        if isinstance(decision, GiveUp):
+            raise (RankError if decision.may_pass else DataError)(f"step {step}: {decision.reason}")
+        ordered = sorted(found, key=lambda one: one.position)
+        incident = Incident(
+            kind="unreadable",
+            step=step,
+            decision=f"skip {len(found)} sample{'s' if len(found) > 1 else ''}",
+            reason=decision.reason,
+            ranks=tuple(sorted({one.rank for one in found})),
+            samples=(decision.positions[0], decision.positions[-1] + 1),
+            sample_ids=tuple(one.name for one in ordered),
+            cost_seconds=info.seconds,
+            detail={
+                "positions": list(decision.positions),
+                "indices": [one.index for one in ordered],
+                "errors": [one.words for one in ordered],
+            },
+        )
+        self._journal.add(incident)
+        self._reporter.incident(incident)
+        self._reporter.stalled("discarded", info.seconds)
+
+    def note_lines(self, step: int, words: str, patience_seconds: float | None) -> None:
+        """Say that lines of the run's files are kept in memory; or, None, that they are written."""
+        if patience_seconds is None:
+            decision, reason = "go on", f"what was kept in memory is in its file ({words})"
+        else:
+            decision, reason = f"keep lines in memory for up to {patience_seconds:g} s", words
+        incident = Incident(kind="unwritten", step=step, decision=decision, reason=reason)
+        self._journal.add(incident)
+        self._reporter.incident(incident)
+
+    def discard(self, state: TrainState, info: StepInfo, verdict: Verdict, action: Discard) -> None:
+        """The step never happened: its samples go to the ledger, the run moves on."""
+        self._note_discard(info, verdict, action.reason)
+        state.cursor = info.signals.stop
+        self._reporter.step(info, verdict, "discard", learning_rate=0.0, state=state)
+
+    def _note_discard(self, info: StepInfo, verdict: Verdict, reason: str) -> None:
+        if info.known is not None:
+            return
+        ranks, names, where = self._who(info)
+        incident = discard_incident(info.signals, verdict=verdict.kind.value, reason=reason)
+        incident = replace(
+            incident,
+            ranks=ranks,
+            sample_ids=names,
+            cost_steps=1,
+            cost_seconds=info.seconds,
+            detail={**incident.detail, "suspects": where},
+        )
+        self._journal.add(incident)
+        self._reporter.incident(incident)
+
+    def rebaseline(
+        self, state: TrainState, info: StepInfo, verdict: Verdict, action: Rebaseline
+    ) -> None:
+        """Go on from here with the new level as normal."""
+        verdict = replace(verdict, kind=Kind.level_shift)
+        if not action.applied:
+            self._note_discard(info, verdict, action.reason)
+            state.cursor = info.signals.stop
+            self._reporter.step(info, verdict, "rebaseline", learning_rate=0.0, state=state)
+        state.baseline.restart_at(list(action.losses), list(action.grad_norms))
+        state.trouble.settle()
+        incident = Incident(
+            kind="rebaseline",
+            step=info.signals.step,
+            decision="new baseline",
+            reason=f"{action.reason}. {_ONLY_UNGUARDED}",
+            samples=(info.signals.start, info.signals.stop),
+            cost_steps=0 if action.applied else len(action.losses),
+        )
+        if self._journal.add_once(incident):
+            self._reporter.incident(incident)
+
+    def roll_back(
+        self, state: TrainState, info: StepInfo, verdict: Verdict, action: Rollback
+    ) -> None:
+        """Back to the newest usable checkpoint of ``action.targets``; never read its range."""
+        began = time.monotonic()
+        ranks, names, where = self._who(info)
+        self._reporter.step(info, verdict, "rollback", learning_rate=0.0, state=state)
+        metrics_bytes = self._reporter.metrics_bytes()
+        lost = state.updates
+        with self._reporter.stall("rollback"):
+            self._before_restore(info.signals.step)
+            restored = self._ring.restore(action.targets)
+        if self._data_goes_on():
+            action = replace(action, skip=(restored.cursor, max(action.skip[1], info.signals.stop)))
+        tier = " (memory)" if restored.tier is Tier.memory else ""
+        incident = Incident(
+            kind="rollback",
+            step=info.signals.step,
+            decision=f"back to step {restored.step}{tier}, "
+            f"{'read again' if action.read_again else 'skip'} samples "
+            f"{action.skip[0]}-{action.skip[1] - 1}",
+            reason=action.reason,
+            ranks=ranks,
+            samples=action.skip,
+            sample_ids=names,
+            cost_steps=lost - restored.step,
+            cost_seconds=info.seconds + time.monotonic() - began,
+            detail={
+                "verdict": verdict.kind.value,
+                "suspects": where,
+                "onset_step": action.onset_step,
+                "to_step": restored.step,
+                "cursor": restored.cursor,
+                "serial": restored.serial,
+                "tier": restored.tier.value,
+                "next_serial": self._ring.next_serial,
+                "read_again": action.read_again,
+                "repeat": action.repeat,
+                "metrics_bytes": metrics_bytes,
+                "cut_factor": action.cut_factor,
+                "cut_steps": action.cut_steps,
+            },
+        )
+        self._journal.add(incident)
+        self._reporter.undo(restored.step)
+        state.load_json(restored.train_state)
+        self._ring.abandon_after(
+            restored.serial, reach=reach_of(state, self._rules, self._journal.history)
+        )
+        self._reporter.incident(incident)
+
+    def conclude(self, info: StepInfo, finding: Diagnosis) -> None:
+        """Say what the trouble was that ended with this step. Nothing follows from it."""
+        episode = finding.episode
+        incident = Incident(
+            kind="episode",
+            step=info.signals.step,
+            decision=finding.shape,
+            reason=finding.words(),
+            samples=(episode.start, episode.stop),
+            detail={"shape": finding.shape, "cause": finding.cause, "episode": episode.to_json()},
+        )
+        if self._journal.add_once(incident):
+            self._reporter.incident(incident)
+
+    def halt(self, info: StepInfo, verdict: Verdict, action: Halt) -> None:
+        """Write down why a person must look."""
+        ranks, names, where = self._who(info)
+        self._reporter.step(info, verdict, "halt", learning_rate=0.0, state=None)
+        incident = Incident(
+            kind="halt",
+            step=info.signals.step,
+            decision="halt",
+            reason=action.reason,
+            ranks=ranks,
+            samples=(info.signals.start, info.signals.stop),
+            sample_ids=names,
+            detail={"verdict": verdict.kind.value, "suspects": where},
+        )
+        self._journal.add(incident)
+        self._reporter.incident(incident)
+
+    def _who(self, info: StepInfo) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:
+        """Ranks, sample names and positions under suspicion. Collective for a live step."""
+        if info.batch is None:
+            known = info.known
+            return (known.ranks, known.sample_ids, []) if known else ((), (), [])
+        suspects: list[Suspect] = self._stepper.suspects(info.batch)
+        return (
+            tuple(sorted({suspect.rank for suspect in suspects})),
+            tuple(suspect.name for suspect in suspects),
+            [suspect.position for suspect in suspects],
+        )

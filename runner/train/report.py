@@ -1,0 +1,241 @@
+"""Tells the world about each step and incident: metrics, trackers, the live line."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from runner.observe.console import Console, Progress
+from runner.observe.goodput import Past
+from runner.observe.metrics import Metrics, MetricsLine
+from runner.observe.throughput import Pace, Throughput
+from runner.observe.tracker import BackgroundTracker
+from runner.policy.decision.history import History, Incident
+from runner.policy.decision.judge import Verdict
+from runner.policy.decision.signals import StepSignals
+from runner.policy.retention.records import Record, State
+from runner.system.json_lines import LineFile
+from runner.system.output import Loss
+from runner.train.state import TrainState
+from runner.train.step import StepInfo
+
+
+class Records(Protocol):
+    @property
+    def records(self) -> Sequence[Record]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Where numbers and sentences go.
+
+    Args:
+        lost: what went wrong with this process's own output so far.
+        journal: takes a line about each output that is lost, the first time.
+        columns: further numbers of a step, by name; told whether it was evaluated.
+    """
+
+    metrics: Metrics
+    trackers: Sequence[BackgroundTracker]
+    console: Console
+    lost: Callable[[], Iterable[Loss]] = tuple
+    journal: Callable[[Incident], None] = lambda _: None
+    columns: Callable[[StepInfo, bool], Mapping[str, float]] = lambda *_: {}
+
+
+class Reporter:
+    """Fans out to the parts of :mod:`runner.observe`. Decides nothing.
+
+    Args:
+        past: where the time went before this start.
+        began: seconds since the epoch at which the run was first started.
+        clock: seconds since the epoch; only the first rank's is looked at.
+    """
+
+    def __init__(
+        self,
+        outputs: Outputs,
+        *,
+        throughput: Throughput,
+        history: History,
+        ring: Records,
+        total_steps: int,
+        past: Past,
+        began: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._metrics = outputs.metrics
+        self._trackers = outputs.trackers
+        self._console = outputs.console
+        self._throughput = throughput
+        self._history = history
+        self._ring = ring
+        self._total_steps = total_steps
+        self._eval_loss: float | None = None
+        self._account = past.account
+        self._last_life = past.last_life
+        self._began = began
+        self._clock = clock
+        self._stalls: dict[str, float] = {}
+        self._lost = outputs.lost
+        self._journal = outputs.journal
+        self._columns = outputs.columns
+        self._told_lost: set[str] = set()
+        self._step = 0
+
+    def step(
+        self,
+        info: StepInfo,
+        verdict: Verdict,
+        action: str,
+        *,
+        learning_rate: float,
+        state: TrainState | None,
+        eval_loss: float | None = None,
+    ) -> None:
+        """One attempted step. ``state`` is as it is after the action."""
+        signals, seconds = info.signals, info.seconds
+        now = self._clock()
+        self._end_restart(now - seconds)
+        stalls, self._stalls = self._stalls, {}
+        line = MetricsLine(
+            step=signals.step,
+            cursor=signals.stop,
+            samples=(signals.start, signals.stop),
+            loss=signals.loss,
+            grad_norm=signals.grad_norm,
+            lr=learning_rate,
+            tokens=signals.tokens,
+            tokens_per_second=round(signals.tokens / seconds, 1) if seconds else 0.0,
+            seconds=round(seconds, 6),
+            data_wait_seconds=round(info.wait_seconds, 6),
+            verdict=verdict.kind.value,
+            action=action,
+            eval_loss=eval_loss,
+            loss_limit=_limit(verdict.limits.loss),
+            norm_limit=_limit(verdict.limits.grad_norm),
+            time=round(now, 3),
+            stalls={kind: round(amount, 6) for kind, amount in stalls.items()},
+            columns=self._columns(info, eval_loss is not None),
+        )
+        self._metrics.write(line)
+        self._account.add(line.to_json())
+        for tracker in self._trackers:
+            tracker.write(line)
+        self._tell_losses(signals.step)
+        if state is not None and action == "apply":
+            self._tell_progress(line, signals, state)
+
+    @contextmanager
+    def stall(self, kind: str) -> Iterator[None]:
+        """Count what is done inside as ``kind``, one of :data:`runner.observe.goodput.STALLS`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.stalled(kind, time.monotonic() - began)
+
+    def stalled(self, kind: str, seconds: float) -> None:
+        """Count ``seconds`` as one of :data:`runner.observe.goodput.KINDS`."""
+        self._stalls[kind] = self._stalls.get(kind, 0.0) + seconds
+
+    def undo(self, to_step: int) -> None:
+        """A rollback: the steps after ``to_step`` count no more."""
+        self._account.undo(to_step)
+
+    def take_stalls(self) -> dict[str, float]:
+        """Seconds by kind that no metrics line has told, in the account from now on."""
+        self._end_restart(self._clock())
+        taken = {kind: round(amount, 6) for kind, amount in self._stalls.items()}
+        self._stalls = {}
+        self._account.stalled(taken)
+        return taken
+
+    def spent(self) -> dict[str, float]:
+        """Seconds by kind over all starts, but for what is still being counted."""
+        return self._account.spent()
+
+    def where_time_went(self) -> dict[str, float]:
+        """Seconds since the first start by kind; see :meth:`TimeAccount.breakdown`."""
+        self.take_stalls()
+        return self._account.breakdown(self._clock() - self._began)
+
+    def _end_restart(self, first_step_began: float) -> None:
+        if self._last_life is not None:
+            inside = sum(self._stalls.values())
+            self._stalls["restart"] = max(0.0, first_step_began - inside - self._last_life)
+            self._last_life = None
+
+    def _tell_progress(self, line: MetricsLine, signals: StepSignals, state: TrainState) -> None:
+        pace = self._throughput.note(line.seconds, line.tokens)
+        if line.eval_loss is not None:
+            self._eval_loss = line.eval_loss
+        is_evaluated = line.eval_loss is not None
+        if self._console.shows(state.updates, self._total_steps, is_evaluated=is_evaluated):
+            self._console.progress(self._progress(line, signals, state, pace))
+
+    def _progress(
+        self, line: MetricsLine, signals: StepSignals, state: TrainState, pace: Pace
+    ) -> Progress:
+        return Progress(
+            step=state.updates,
+            total=self._total_steps,
+            loss=signals.loss,
+            grad_norm=signals.grad_norm,
+            lr=line.lr,
+            tokens_per_second=pace.tokens_per_second,
+            mfu=pace.mfu,
+            eta_seconds=(self._total_steps - state.updates) * pace.seconds_per_step,
+            num_clean=len({r.serial for r in self._ring.records if r.state is State.clean}),
+            num_discarded=self._history.num_discarded,
+            num_rollbacks=len(self._history.rollbacks),
+            goodput=self._account.goodput(self._clock() - self._began),
+            eval_loss=self._eval_loss,
+            is_evaluated=line.eval_loss is not None,
+        )
+
+    def _tell_losses(self, step: int) -> None:
+        """Once for each output; it may be the only place where anybody can still read of it."""
+        self._step = step
+        trackers = [tracker.loss for tracker in self._trackers]
+        for loss in [*self._lost(), *(loss for loss in trackers if loss is not None)]:
+            if loss.outlet not in self._told_lost:
+                self._told_lost.add(loss.outlet)
+                self._journal(
+                    Incident(
+                        kind="output_lost",
+                        step=step,
+                        decision="go on without it",
+                        reason=f"{loss.outlet}: {loss.reason}",
+                        detail={"output": loss.outlet, "since": round(loss.time, 3)},
+                    )
+                )
+
+    def incident(self, incident: Incident) -> None:
+        """Say it in one line that stays."""
+        self._console.incident(incident)
+
+    def metrics_bytes(self, *, durably: bool = True) -> int:
+        """Length of the metrics file; ``durably``: all of it is on the disk, or kept for it."""
+        return self._metrics.sync() if durably else self._metrics.num_bytes()
+
+    @property
+    def metrics_file(self) -> LineFile | None:
+        """On the first rank."""
+        return self._metrics.file
+
+    def close(self) -> None:
+        self._metrics.close()
+        for tracker in self._trackers:
+            tracker.close()
+        self._tell_losses(self._step)
+        self._console.close()
+
+
+def _limit(value: float) -> float | None:
+    """None for no limit; seven digits say enough."""
+    return float(f"{value:.7g}") if math.isfinite(value) else None

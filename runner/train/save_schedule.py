@@ -1,0 +1,128 @@
+"""When a checkpoint is due: every so many steps, or by cost, agreed among the ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from runner.policy.decision.history import History, Incident
+from runner.policy.retention.interval import IntervalRules, Measured, SaveCosts, next_steps, why
+
+
+class SaveTimes(Protocol):
+    """What the loop asks after each update, on all ranks alike."""
+
+    def is_due(self, updates: int) -> bool: ...
+    def step(self, seconds: float, *, busy: bool) -> None: ...
+    @contextmanager
+    def save(self, updates: int) -> Iterator[None]: ...
+
+
+class FixedInterval:
+    """Every ``every`` updates."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def is_due(self, updates: int) -> bool:
+        return updates % self._every == 0
+
+    def step(self, seconds: float, *, busy: bool) -> None:
+        """Nothing is learned of it."""
+
+    @contextmanager
+    def save(self, updates: int) -> Iterator[None]:
+        yield
+
+
+class AutoInterval:
+    """By cost. It is estimated anew at every save, from rank 0's numbers alone.
+
+    When checkpoints are made then depends on the clock; what the run computes does not: it
+    ends the same whichever checkpoint it went back to.
+
+    Args:
+        updates: at which this start takes up the run.
+        from_first: collective; rank 0's JSON value.
+        spent: seconds by kind, see :mod:`runner.observe.goodput`.
+        report: takes incidents, alike on every rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        rules: IntervalRules,
+        updates: int,
+        history: History,
+        from_first: Callable[[Any], Any],
+        spent: Callable[[], Mapping[str, float]],
+        report: Callable[[Incident], None],
+    ) -> None:
+        self._rules = rules
+        self._last = updates
+        self._history = history
+        self._from_first = from_first
+        self._spent = spent
+        self._report = report
+        self._costs = SaveCosts()
+        self.steps = journalled(history, rules)
+
+    def is_due(self, updates: int) -> bool:
+        """So many updates after the last save, or after the update a rollback went back to."""
+        self._last = min(self._last, updates - 1)
+        return updates - self._last >= self.steps
+
+    def step(self, seconds: float, *, busy: bool) -> None:
+        """An update took ``seconds``; ``busy`` while a checkpoint was under way."""
+        if seconds:
+            self._costs.step(seconds, busy=busy)
+
+    @contextmanager
+    def save(self, updates: int) -> Iterator[None]:
+        """Around a save. Collective."""
+        began = time.monotonic()
+        yield
+        self._last = updates
+        self._costs.saved(time.monotonic() - began)
+        told = self._from_first(self._measured())
+        if told is not None:
+            self._estimate(updates, Measured(**told))
+
+    def _measured(self) -> dict[str, Any] | None:
+        if not self._costs.is_known:
+            return None
+        spent = dict(self._spent())
+        down = spent.pop("restart", 0.0)
+        return self._costs.measured(
+            restart=down / max(1, self._history.num_starts - 1),
+            failures=num_failures(self._history),
+            up=sum(spent.values()),
+        ).to_json()
+
+    def _estimate(self, updates: int, measured: Measured) -> None:
+        was, self.steps = self.steps, next_steps(self.steps, measured, self._rules)
+        if self.steps != was:
+            self._report(
+                Incident(
+                    kind="interval",
+                    step=updates,
+                    decision=f"a checkpoint every {self.steps} steps",
+                    reason=why(was, self.steps, measured, self._rules),
+                    detail={"interval_steps": self.steps, "measured": measured.to_json()},
+                )
+            )
+
+
+def journalled(history: History, rules: IntervalRules) -> int:
+    """The interval that a restart begins with."""
+    lines = [i for i in history.incidents if i.kind == "interval"]
+    known = [i.detail["interval_steps"] for i in lines if "interval_steps" in i.detail]
+    return rules.bounded(known[-1]) if known else rules.first
+
+
+def num_failures(history: History) -> int:
+    """What made the run go back to a checkpoint: incarnations that crashed, and rollbacks."""
+    crashed = {i.detail.get("incarnation") for i in history.incidents if i.kind == "crash"}
+    return len(crashed) + len(history.rollbacks)

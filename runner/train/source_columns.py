@@ -1,0 +1,39 @@
+"""Columns of ``metrics.jsonl`` for each source of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from runner.data.mixture import MixtureOrder
+from runner.train.step import StepInfo
+
+
+class SourceColumns:
+    """``samples/NAME``: how many of a step's samples; ``eval_loss/NAME``: the held-out loss.
+
+    Args:
+        order: None where there are no sources, and so no columns.
+    """
+
+    def __init__(self, order: MixtureOrder | None) -> None:
+        self._order = order
+        self._held_out: dict[str, float] = {}
+
+    def evaluated(self, losses: Mapping[str, float]) -> None:
+        """The held-out losses of the present state by source."""
+        self._held_out = dict(losses)
+
+    def of(self, info: StepInfo, is_evaluated: bool) -> dict[str, float]:
+        """Of one step; none of one that was not computed."""
+        if self._order is None or info.batch is None:
+            return {}
+        names = self._order.names
+        counts = np.bincount(self._order.sources(info.batch.indices), minlength=len(names))
+        columns: dict[str, float] = {
+            f"samples/{name}": count for name, count in zip(names, counts.tolist(), strict=True)
+        }
+        if is_evaluated:
+            columns |= {f"eval_loss/{name}": loss for name, loss in self._held_out.items()}
+        return columns

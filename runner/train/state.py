@@ -1,0 +1,111 @@
+"""TrainState: everything of the loop that a rollback takes back, besides the engine's tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from runner.policy.decision.history import History
+from runner.policy.decision.judge import Baseline, JudgeRules
+from runner.policy.decision.ladder import BadStepTracker, RemedyRules, reach
+from runner.policy.decision.signals import StepSignals
+from runner.policy.retention.records import Reach
+from runner.system.error import CheckpointError
+from runner.system.parsing import whole
+
+_LIMIT = 1 << 60
+
+
+class Carried(Protocol):
+    """What else is rolled back with the weights and is no tensor; JSON values. Collective."""
+
+    def to_json(self) -> dict[str, Any]: ...
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError, alike on every rank, where it is not what to_json gives."""
+        ...
+
+
+class TrainState:
+    """``updates`` applied so far, the ``cursor`` (next sample position), the guard's memory.
+
+    Args:
+        carried: state of somebody else's loop.
+    """
+
+    def __init__(
+        self,
+        judge_rules: JudgeRules,
+        remedy_rules: RemedyRules,
+        carried: Carried | None = None,
+    ) -> None:
+        self._carried = carried
+        self.updates = 0
+        self.cursor = 0
+        self.last_loss: float | None = None
+        self.baseline = Baseline(judge_rules)
+        self.trouble = BadStepTracker(remedy_rules)
+
+    def advance(self, signals: StepSignals) -> None:
+        """Count an update that was applied."""
+        self.baseline.accept(signals)
+        self.updates += 1
+        self.cursor = signals.stop
+        self.last_loss = signals.loss
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values, exact."""
+        return {
+            "updates": self.updates,
+            "cursor": self.cursor,
+            "last_loss": _word(self.last_loss),
+            "baseline": self.baseline.to_json(),
+            "trouble": self.trouble.to_json(),
+            **({"loop": self._carried.to_json()} if self._carried else {}),
+        }
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            CheckpointError: it is not what :meth:`to_json` gives.
+        """
+        try:
+            _refuse_nonfinite(state)
+            self.updates = whole(state["updates"], "updates", below=_LIMIT)
+            self.cursor = whole(state["cursor"], "cursor", below=_LIMIT)
+            self.last_loss = None if state["last_loss"] is None else float(state["last_loss"])
+            self.baseline.load_json(state["baseline"])
+            self.trouble.load_json(state["trouble"])
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            words = f"{type(error).__name__}: {error}"[:300]
+            raise CheckpointError(
+                f"the checkpoint's train_state cannot be used ({words})"
+            ) from None
+        if self._carried is not None:
+            self._carried.load_json(state.get("loop", {}))
+
+
+def _word(value: float | None) -> float | str | None:
+    """Without a guard any loss is accepted. JSON has no NaN; float() reads the word back."""
+    return value if value is None or math.isfinite(value) else repr(value)
+
+
+def reach_of(state: TrainState, rules: RemedyRules, history: History) -> Reach:
+    """How far back a rollback would have to go whose next bad step comes now."""
+    return reach(
+        state.trouble,
+        rules,
+        updates=state.updates,
+        cursor=state.cursor,
+        ledger=history.ledger,
+    )
+
+
+def _refuse_nonfinite(value: Any) -> None:
+    """JSON has words for numbers that are none, and 1e999."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"holds {value}")
+    if isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _refuse_nonfinite(item)

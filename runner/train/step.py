@@ -1,0 +1,444 @@
+"""One attempted step: compute, agree, gate, apply or not. It judges nothing.
+
+fetch -> forward/backward -> one packed all-reduce -> gate on the device -> gated update
+
+A step is launched, and read: on CUDA the numbers travel to the host meanwhile, and the next
+step may be launched before they are looked at. Its gate stays closed when the step before was
+not applied, or was asked to be the last: whatever the host decides about that one then, the
+state is as if the later one had never been begun, and it is launched again if it is wanted.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from runner.checkpoint.jobs import JobProgress
+from runner.data.cursor import BatchPlan
+from runner.data.dataset import Dataset
+from runner.data.feed import Feed, RankBatch, describe
+from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
+from runner.engine.protocol import Engine, LocalSums, MicroStep, Sequences
+from runner.health.heartbeat import Heartbeat
+from runner.policy.decision.history import Incident
+from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.signals import Bounds, Limits, StepSignals
+from runner.policy.decision.unreadable import Unreadable
+from runner.system.error import RankError
+
+# Places in the packed FP64 vector that is summed over ranks once a step.
+_LOSS, _GRAD_SQUARE, _NONFINITE, _TOKENS, _GATES, _STOP, _UNREADABLE, _KEPT = range(8)
+_FINGERPRINT = 8
+_JOBS = _FINGERPRINT + FINGERPRINT_SIZE  # done and failed of each queue of background work
+# Appended to it on the device.
+_LOSS_PER_TOKEN, _GRAD_NORM, _CLOSED = range(-3, 0)
+_LARGEST = sys.float_info.max
+_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_MAX_SUSPECTS = 8  # told by one rank
+_NUM_LOUDEST = 3
+_REMEMBERED = 256  # steps whose seconds are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """One attempted step, alike on all ranks but for the seconds.
+
+    Args:
+        batch: what it computed; None where it was not computed.
+        known: the discard that a restart repeats from the journal, with nothing computed.
+        stop_requested: some rank was asked to stop.
+        keeps_lines: a file of the first rank cannot be written.
+        jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) are of.
+        unreadable: samples that could not be read. The step was not applied then, and its other
+            numbers mean nothing.
+        shares: how many samples each rank was to read, told with ``unreadable``.
+    """
+
+    signals: StepSignals
+    batch: BatchPlan | None = None
+    known: Incident | None = None
+    stop_requested: bool = False
+    keeps_lines: bool = False
+    jobs: Sequence[int] = ()
+    job_counts: tuple[float, ...] = ()
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    unreadable: tuple[Unreadable, ...] = ()
+    shares: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What a step is to do, equal on all ranks but for ``stop``, ``keeps_lines`` and ``progress``.
+
+    ``step`` is the number of the update it makes; ``progress`` that of the ring's jobs;
+    ``decisions`` tells in words what was decided so far, as far as the host knows.
+    """
+
+    batch: BatchPlan
+    step: int
+    bounds: Bounds
+    learning_rate: float
+    stop: bool
+    keeps_lines: bool
+    progress: JobProgress
+    decisions: str
+
+
+class InFlightStep:
+    """A launched step whose numbers the host has not read.
+
+    ``numbers`` FP64 on the device: the agreed vector, then loss, grad norm and the gate.
+    ``withheld``: why the engine itself did not apply what the gate let through, if it did not.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: StepPlan,
+        fetched: RankBatch,
+        identity: dict[str, Any],
+        sequences: Sequences,
+        numbers: torch.Tensor,
+        withheld: str | None,
+        seconds: float,
+    ) -> None:
+        self.plan = plan
+        self.fetched = fetched
+        self.identity = identity
+        self.sequences = sequences
+        self.numbers = numbers
+        self.withheld = withheld
+        self.seconds = seconds  # that the host spent on launching it
+        self._arrived: torch.cuda.Event | None = None
+        self._on_host = numbers
+        if numbers.is_cuda:
+            self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._on_host.copy_(numbers, non_blocking=True)
+            # Blocking: to wait for it costs no core, which the threads that hash can use.
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def on_host(self) -> list[float]:
+        """The numbers. Waits for the device, and for no more than this step."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [float(value) for value in self._on_host.tolist()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """A sequence that stands out, and why."""
+
+    rank: int
+    position: int
+    name: str
+    is_finite: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """What every step of a run has in common.
+
+    Args:
+        seed: of the run.
+        clip: bound of the global gradient norm; 0 switches clipping off.
+        guarded: False lets every step be applied, whatever its numbers.
+        config_digest, code: digests of the settings and of this package; equal on all ranks.
+    """
+
+    seed: int
+    clip: float
+    guarded: bool
+    config_digest: str
+    code: str
+
+
+class Stepper:
+    """Runs attempted steps on one rank.
+
+    Args:
+        before_update: called before the weights may change.
+        distrust: called with a step, collectively: checkpoints of later ones are not to be used
+            again.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        feed: Feed,
+        dataset: Dataset,
+        ranks: Ranks,
+        rules: StepRules,
+        heart: Heartbeat,
+        before_update: Callable[[], None] = lambda: None,
+        distrust: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self._engine = engine
+        self._feed = feed
+        self._dataset = dataset
+        self._ranks = ranks
+        self._rules = rules
+        self._heart = heart
+        self._before_update = before_update
+        self._distrust = distrust
+        self._host_seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._newest: InFlightStep | None = None
+        self._gate_before: torch.Tensor | None = None
+
+    def may_be_in_vain(self, step: int) -> bool:
+        """Whether a step may be launched that is perhaps dropped, and then launched again."""
+        return self._ranks.may_repeat(step)
+
+    def launch(
+        self, plan: StepPlan, ledger: Ledger, *, after: InFlightStep | None = None
+    ) -> InFlightStep:
+        """Compute one global batch and update the weights unless the gate closes.
+
+        Args:
+            after: the step before, where its numbers were not read: the gate stays closed when
+                that one was not applied, or told that a rank is asked to stop.
+        """
+        began = time.monotonic()
+        self._heart.begin_step(plan.step)
+        fetched = self._feed.fetch(plan.batch, ledger)
+        self._host_seconds.append(time.monotonic() - began)
+        self._heart.enter("compute")
+        sums = self._engine.accumulate(self._works(plan.batch, fetched))
+        identity = self._identity(plan, fetched)
+        told = [
+            float(plan.stop),
+            float(fetched.failure is not None or bool(fetched.unreadable)),
+            float(plan.keeps_lines),
+            *self._ranks.fingerprint(identity),
+            *plan.progress.counts,
+        ]
+        numbers, withheld = self._agree_and_apply(sums, told, plan, after)
+        return InFlightStep(
+            plan=plan,
+            fetched=fetched,
+            identity=identity,
+            sequences=sums.sequences,
+            numbers=numbers,
+            withheld=withheld,
+            seconds=time.monotonic() - began,
+        )
+
+    def read(self, step: InFlightStep) -> StepInfo:
+        """What a launched step told. Read in the order of launching.
+
+        Raises:
+            RankError: a rank's loader failed, or a rank stands elsewhere than the others.
+        """
+        began = time.monotonic()
+        self._heart.enter("read", step=step.plan.step)
+        numbers = step.on_host()
+        seconds = step.seconds + time.monotonic() - began
+        self._step_seconds.append(seconds)
+        self._newest = step
+        self._ranks.require_alike(numbers[_FINGERPRINT:_JOBS], step.identity)
+        self._require_one_gate(numbers[_GATES], step.plan.step)
+        unreadable, shares = self._told_unreadable(numbers, step)
+        return StepInfo(
+            signals=_signals(numbers, step),
+            batch=step.plan.batch,
+            jobs=step.plan.progress.jobs,
+            stop_requested=numbers[_STOP] > 0,
+            keeps_lines=numbers[_KEPT] > 0,
+            job_counts=tuple(numbers[_JOBS:_LOSS_PER_TOKEN]),
+            seconds=seconds,
+            wait_seconds=step.fetched.wait_seconds,
+            unreadable=unreadable,
+            shares=shares,
+        )
+
+    def _require_one_gate(self, gates: float, step: int) -> None:
+        """
+        Args:
+            gates: on how many ranks the one of the step before was closed.
+
+        Raises:
+            RankError: on some it was and on others not. Each decided by the same sums, so their
+                bits were not the same.
+        """
+        if gates not in (0.0, float(self._ranks.world_size)):
+            self._distrust(max(0, step - 2))
+            raise RankError(
+                f"{gates:g} of {self._ranks.world_size} ranks withheld the update before step "
+                f"{step} and the others applied it, from sums that must be equal bit by bit: a "
+                "device or the network computes wrongly; the weights differ from here on"
+            )
+
+    def discard_speculative(self, step: InFlightStep) -> float:
+        """Discard a speculative step. Returns the seconds it took."""
+        began = time.monotonic()
+        step.on_host()
+        return step.seconds + time.monotonic() - began
+
+    def take_seconds(self) -> tuple[list[float], list[float]]:
+        """Of the steps since the last call: before the first collective, and in all."""
+        taken = list(self._host_seconds), list(self._step_seconds)
+        self._host_seconds.clear()
+        self._step_seconds.clear()
+        return taken
+
+    def _works(self, plan: BatchPlan, fetched: RankBatch) -> list[MicroStep]:
+        works = []
+        for batch in fetched.micro_batches:
+            first = next((p for p in batch.positions if p is not None), plan.start)
+            works.append(
+                MicroStep(
+                    batch=batch.to(self._engine.device),
+                    # From (seed, cursor) alone, so that a replay drops the same units.
+                    seed=(self._rules.seed * 1_000_003 + first) & ((1 << 63) - 1),
+                )
+            )
+        return works
+
+    def _identity(self, plan: StepPlan, fetched: RankBatch) -> dict[str, Any]:
+        return {
+            "step": plan.step,
+            "samples": [plan.batch.start, plan.batch.stop],
+            "config": self._rules.config_digest,
+            "code": self._rules.code,
+            "decisions": plan.decisions,
+            "shapes": [batch.shape for batch in fetched.micro_batches],
+        }
+
+    def _agree_and_apply(
+        self, sums: LocalSums, told: list[float], plan: StepPlan, after: InFlightStep | None
+    ) -> tuple[torch.Tensor, str | None]:
+        """See :class:`InFlightStep`. Nothing here waits for the device."""
+        self._heart.enter("agree")
+        # The gate of the step before, as this rank's device computed it: all ranks' or none's.
+        gate = torch.zeros_like(sums.loss) if self._gate_before is None else self._gate_before
+        computed = [sums.loss, sums.grad_square, sums.nonfinite, sums.count, gate]
+        packed = torch.cat([torch.stack(computed), self._on_device(told)])
+        self._ranks.all_reduce(packed)
+        tokens = packed[_TOKENS]
+        loss = packed[_LOSS] / tokens
+        norm = packed[_GRAD_SQUARE].sqrt() / tokens
+        closed = self._gate(packed, loss, norm, plan.bounds, after)
+        scale = tokens
+        if self._rules.clip > 0:
+            scale = tokens * ((norm + _CLIP_EPS) / self._rules.clip).clamp(min=1.0)
+        self._heart.enter("apply")
+        self._before_update()
+        withheld = self._engine.apply(
+            skip=closed.float(), grad_scale=scale.float(), learning_rate=plan.learning_rate
+        )
+        self._gate_before = closed.double()
+        # Loss and norm too, so that the judge sees the gate's own bits.
+        return torch.cat([packed, torch.stack([loss, norm, self._gate_before])]), withheld
+
+    def _on_device(self, told: list[float]) -> torch.Tensor:
+        device = self._engine.device
+        if device.type != "cuda":
+            return torch.tensor(told, dtype=torch.float64, device=device)
+        # Only from page-locked memory does a copy not wait.
+        pinned = torch.tensor(told, dtype=torch.float64, pin_memory=True)
+        return pinned.to(device, non_blocking=True)
+
+    def _gate(
+        self,
+        packed: torch.Tensor,
+        loss: torch.Tensor,
+        norm: torch.Tensor,
+        bounds: Bounds,
+        after: InFlightStep | None,
+    ) -> torch.Tensor:
+        """1 where the update must not be applied; computed on the device, nothing waits.
+
+        The limits are arguments of the comparisons' kernels: nothing is copied for them.
+        """
+        closed = packed[_UNREADABLE] > 0
+        if after is not None:
+            closed = closed | (after.numbers[_CLOSED] > 0) | (after.numbers[_STOP] > 0)
+        if not self._rules.guarded:
+            return closed
+        bounded = is_within(bounds.usual, loss, norm)
+        if after is not None:
+            was_low = after.numbers[_LOSS_PER_TOKEN] <= bounds.high
+            bounded = torch.where(was_low, bounded, is_within(bounds.again, loss, norm))
+        return ~(bounded & (packed[_NONFINITE] == 0)) | closed
+
+    def _told_unreadable(
+        self, numbers: Sequence[float], step: InFlightStep
+    ) -> tuple[tuple[Unreadable, ...], tuple[int, ...]]:
+        """What the ranks could not read, and how many samples each was to read; by rank."""
+        if not numbers[_UNREADABLE]:
+            return (), ()
+        fetched = step.fetched
+        own = [asdict(one) for one in fetched.unreadable]
+        told = self._ranks.gather([fetched.failure, fetched.num_samples, own])
+        failures = [f"rank {rank}: {words}" for rank, (words, _, _) in enumerate(told) if words]
+        if failures:
+            raise RankError(f"loading samples failed: {'; '.join(failures)}")
+        return (
+            tuple(Unreadable(**row) for _, _, rows in told for row in rows),
+            tuple(int(share) for _, share, _ in told),
+        )
+
+    def suspects(self, plan: BatchPlan) -> list[Suspect]:
+        """Who was at fault in the step read last. Collective.
+
+        Sequences that were not finite, or else the loudest.
+        """
+        own = self._own_suspects(plan)
+        told = [[rank, *row] for rank, rows in enumerate(self._ranks.gather(own)) for row in rows]
+        bad = [row for row in told if not row[2]]
+        chosen = bad or sorted(told, key=lambda row: -row[3])[:_NUM_LOUDEST]
+        where = {int(p): int(i) for p, i in zip(plan.positions, plan.indices, strict=True)}
+        return [
+            Suspect(
+                rank=rank,
+                position=position,
+                name=describe(self._dataset, where[position]),
+                is_finite=finite,
+            )
+            for rank, position, finite, _ in chosen
+        ]
+
+    def _own_suspects(self, plan: BatchPlan) -> list[list[Any]]:
+        """[position, is finite, loudness] of this rank's sequences that matter."""
+        assert self._newest is not None, "no step was read"
+        told = self._newest.sequences.told()
+        norms = told.gradient_norms or [0.0] * len(told.losses)
+        rows = []
+        for position, loss, norm in zip(
+            self._feed.own_positions(plan), told.losses, norms, strict=True
+        ):
+            if position is not None:
+                finite = bool(torch.isfinite(torch.tensor([loss, norm])).all())
+                rows.append([position, finite, loss if finite else 0.0])
+        rows.sort(key=lambda row: (row[1], -row[2]))
+        return rows[:_MAX_SUSPECTS]
+
+
+def is_within(limits: Limits, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Finite, and at or below both: NaN and Inf are not below the largest number."""
+    low_enough = (loss <= min(limits.loss, _LARGEST)) & (norm <= min(limits.grad_norm, _LARGEST))
+    return low_enough & (loss >= -_LARGEST)  # a norm is not negative
+
+
+def _signals(numbers: Sequence[float], step: InFlightStep) -> StepSignals:
+    plan = step.plan.batch
+    return StepSignals(
+        step=step.plan.step,
+        start=plan.start,
+        stop=plan.stop,
+        loss=numbers[_LOSS_PER_TOKEN],
+        grad_norm=numbers[_GRAD_NORM],
+        tokens=int(numbers[_TOKENS]),
+        nonfinite_ranks=int(numbers[_NONFINITE]),
+        gated=numbers[_CLOSED] > 0 or step.withheld is not None,
+        withheld=step.withheld,
+    )

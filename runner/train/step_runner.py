@@ -1,0 +1,170 @@
+"""Which step comes next: plans it, launches it, and runs one ahead where that is safe.
+
+In the late mode the step behind one is launched before the numbers of that one are read. It then
+has what it would have had (weights, samples, limits, rate); or it was not applied, because the one
+before was not, and is launched again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from runner.checkpoint.jobs import JobProgress
+from runner.data.cursor import BatchPlan, SampleStream
+from runner.observe.journal import Journal
+from runner.policy.decision.history import Incident, discarded_signals
+from runner.policy.decision.signals import Bounds
+from runner.policy.schedule import Schedule, cut_factor
+from runner.train.state import TrainState
+from runner.train.step import InFlightStep, StepInfo, Stepper, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlanner:
+    """What a step is to do, and what this rank has to tell the others in it.
+
+    Args:
+        progress: of the ring's background work.
+        keeps_lines: whether a file of the run cannot be written at the moment.
+        stop: whether this rank was asked to stop.
+    """
+
+    stream: SampleStream
+    journal: Journal
+    schedule: Schedule
+    progress: Callable[[], JobProgress]
+    keeps_lines: Callable[[], bool]
+    stop: Callable[[], bool]
+
+    def batch(self, cursor: int) -> BatchPlan:
+        """The next global batch from a position of the stream on."""
+        return self.stream.plan(cursor, self.journal.history.ledger)
+
+    def plan(self, batch: BatchPlan, updates: int, bounds: Bounds) -> StepPlan:
+        """The step after ``updates`` applied ones."""
+        return StepPlan(
+            batch=batch,
+            step=updates + 1,
+            bounds=bounds,
+            learning_rate=self.learning_rate(updates),
+            keeps_lines=self.keeps_lines(),
+            stop=self.stop(),
+            progress=self.progress(),
+            decisions=self._decisions(),
+        )
+
+    def learning_rate(self, updates: int) -> float:
+        """Of the step after ``updates`` applied ones, with the cuts in force."""
+        return self.schedule.rate(updates) * cut_factor(updates, self.journal.history.cuts)
+
+    def _decisions(self) -> str:
+        history = self.journal.history
+        last = history.rollbacks[-1].serial if history.rollbacks else 0
+        return f"{history.num_discarded} discards, {len(history.rollbacks)} rollbacks, last {last}"
+
+
+class StepRunner:
+    """Attempts one step after the other.
+
+    Args:
+        known_discards: steps that were discarded before a restart, in their order.
+        late: whether a step may be launched before the one in front of it is read.
+        is_boundary: whether something looks at the state of exactly so many updates.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        planner: StepPlanner,
+        *,
+        known_discards: Sequence[Incident],
+        late: bool,
+        is_boundary: Callable[[int], bool],
+    ) -> None:
+        self._stepper = stepper
+        self._planner = planner
+        self._known_discards = deque(known_discards)
+        self._late = late
+        self._is_boundary = is_boundary
+        self._ahead: InFlightStep | None = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step is launched that was not read."""
+        return self._ahead is not None
+
+    def next(self, state: TrainState) -> StepInfo:
+        """Attempt the next global batch. Collective.
+
+        A step that was discarded before a restart is not computed: it is known from the journal,
+        so that the guard's memory becomes what it would have been without the restart.
+
+        Raises:
+            RankError: a rank's loader failed, or a rank stands elsewhere than the others.
+        """
+        step, self._ahead = self._ahead, None
+        if step is None:
+            batch = self._planner.batch(state.cursor)
+            if self._known_discards and _start(self._known_discards[0]) < batch.start:
+                incident = self._known_discards.popleft()
+                return StepInfo(signals=discarded_signals(incident), known=incident)
+            step = self._launch(batch, state.updates, state.baseline.bounds)
+        if self._may_run_ahead(step, state):
+            self._ahead = self._launch_after(step, state)
+        info = self._stepper.read(step)
+        if info.signals.gated or info.stop_requested:
+            info = self._without_ahead(info)
+        return info
+
+    def forget_known_discards(self) -> None:
+        """The run goes back: what was discarded from here on is planned anew."""
+        self._known_discards.clear()
+
+    def learning_rate(self, updates: int) -> float:
+        """Of the step after ``updates`` applied ones."""
+        return self._planner.learning_rate(updates)
+
+    def _launch(
+        self, batch: BatchPlan, updates: int, bounds: Bounds, after: InFlightStep | None = None
+    ) -> InFlightStep:
+        plan = self._planner.plan(batch, updates, bounds)
+        return self._stepper.launch(plan, self._planner.journal.history.ledger, after=after)
+
+    def _launch_after(self, step: InFlightStep, state: TrainState) -> InFlightStep:
+        """The next step, on the assumption that ``step`` is applied and clean."""
+        batch = self._planner.batch(step.plan.batch.stop)
+        bounds = state.baseline.bounds_ahead
+        return self._launch(batch, state.updates + 1, bounds, after=step)
+
+    def _may_run_ahead(self, step: InFlightStep, state: TrainState) -> bool:
+        """Whether the step behind ``step`` may be launched before that is read.
+
+        It may where ``step`` can only be applied, and nothing then looks at the state, or be left
+        out, with the gate of the step behind it closed. Alike on all ranks.
+        """
+        updates = state.updates + 1
+        return (
+            self._late
+            and not self._is_boundary(updates)
+            and not self._known_discards
+            and step.withheld is None
+            # A drift is applied, and found afterwards.
+            and not state.baseline.may_alarm
+            # Where one step was bad the next may be: only to waste less.
+            and not state.trouble.num_recent()
+            and self._stepper.may_be_in_vain(updates + 1)
+        )
+
+    def _without_ahead(self, info: StepInfo) -> StepInfo:
+        """Forget the step behind one that was not applied; this one bears the cost."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return info
+        return replace(info, seconds=info.seconds + self._stepper.discard_speculative(ahead))
+
+
+def _start(incident: Incident) -> int:
+    assert incident.samples is not None
+    return incident.samples[0]
