@@ -1,32 +1,67 @@
-"""Shared by all tests: the ``--full`` flag, and one thread a rank."""
+"""Shared by all tests: the flags ``--full`` and ``--share``, and one thread a rank."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import reaper, run, share, warm
+
+# What pytest calls here.
+pytest_runtestloop = share.pytest_runtestloop
+pytest_runtest_makereport = share.pytest_runtest_makereport
+
 MEMORY_DIR = "HOLDFAST_MEMORY_DIR"
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_threads, "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the full matrices as well")
+    share.pytest_addoption(parser)
+
+
+_REAPER = pytest.StashKey[subprocess.Popen[bytes]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Snapshots in memory of the runs under test lie apart from everybody else's."""
+    """Snapshots in memory of the runs under test lie apart from everybody else's.
+
+    A process of its own ends what the session leaves, since a session may end at any moment.
+    """
     shared = Path("/dev/shm")
     where = tempfile.mkdtemp(prefix="holdfast-test-", dir=shared if shared.is_dir() else None)
-    os.environ[MEMORY_DIR] = where
+    mark = secrets.token_hex(8)
+    words = [sys.executable, "-S", "-E", reaper.__file__, mark, where]
+    config.stash[_REAPER] = subprocess.Popen(
+        words, stdin=subprocess.PIPE, start_new_session=True, cwd="/"
+    )
+    os.environ |= {MEMORY_DIR: where, reaper.MARK: mark}
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    warm.close()
     shutil.rmtree(os.environ.pop(MEMORY_DIR, ""), ignore_errors=True)
+    left = config.stash[_REAPER]
+    assert left.stdin is not None
+    left.stdin.close()
+    left.wait(20)
+
+
+@pytest.fixture(autouse=True)
+def _ends_what_it_began() -> Iterator[None]:
+    """Also when a test fails, or runs into its time-out."""
+    yield
+    run.end_all()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

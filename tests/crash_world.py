@@ -15,20 +15,21 @@ from typing import Any, cast
 
 import torch
 
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.disk.shards import verify_files
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.protocol import Identity, Moment, RingRules
+from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
 from runner.checkpoint.ring import Ring
-from runner.checkpoint.shards import verify_files
-from runner.checkpoint.store import RingStore
-from runner.dist.launcher import Launch
+from runner.distributed.env import JobEnv
 from runner.engine.protocol import Shard
-from runner.files import naming
+from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
-from runner.observe.lines import LineFile
-from runner.policy.history import Incident
-from runner.policy.ring import Record, State, rollback_targets
-from runner.resume import Found, Resumed, find, take_out, take_up
-from runner.rundir import RunDir
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import Record, State, rollback_targets
+from runner.run_dir.paths import RunDir
+from runner.startup.resume import Resumed, RunInventory, find, resume_from, take_lease
+from runner.system.files import naming
+from runner.system.json_lines import LineFile
 
 BATCH = 4
 CLEAN_AFTER = 2
@@ -56,6 +57,8 @@ class One:
 
     def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
         return work()
+
+    all_or_none_patiently = all_or_none
 
 
 class Holder:
@@ -170,11 +173,11 @@ class World:
         self.number = 0
         self.loaded: tuple[int, list[float]] = (0, [])  # serial and values; 0: begun anew
 
-    def open(self, number: int) -> tuple[Found, Resumed]:
+    def open(self, number: int) -> tuple[RunInventory, Resumed]:
         """As ``Session.open`` does it; ``number`` orders the launches."""
         ranks = cast(Any, One())
-        launch = Launch(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
-        fence = take_out(self.dir, ANY_CONFIG, launch, ranks, len)
+        launch = JobEnv(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
+        fence = take_lease(self.dir, ANY_CONFIG, launch, ranks, len)
         mine = self.number = fence.number
         self._fact("incarnation", mine)
         found = find(self.dir, ANY_CONFIG, "d", ranks, fence)
@@ -184,17 +187,22 @@ class World:
         self.journal = Journal(found.journal, told_to_skip=[], file=file, clock=lambda: 1.0)
         for line in found.crashes:
             self.add(Incident.from_json(line))
+        backlog = Backlog(
+            patience_seconds=300.0, ask_to_stop=len, from_first=ranks.from_first, say=len
+        )
+        backlog.add(file)
         self.ring = Ring(
             _Store(self.dir.ring, fence, self._fact),
-            holder=self.holder,
+            sharded=self.holder,
             ranks=ranks,
             rules=RingRules(clean_after=CLEAN_AFTER, keep=1, keep_every=0, background=False),
             identity=Identity(config_digest="c", data_fingerprint="d"),
             report=self.add,
+            before_write=lambda step: backlog.require_written(),
         )
         if self.inline is not None:
-            for lane in self.ring._work.lanes:
-                lane._thread = self.inline
+            for queue in self.ring._queues.queues:
+                queue._thread = self.inline
         restore = self.ring.restore
 
         def noted(candidates: Sequence[Record]) -> Manifest:
@@ -203,10 +211,11 @@ class World:
             return manifest
 
         self.ring.restore = noted  # type: ignore[method-assign]
-        resumed = take_up(found, self.dir, self.ring, self.journal, cast(Any, self.state))
+        resumed = resume_from(found, self.dir, self.ring, self.journal, cast(Any, self.state))
         self.begin = resumed.step
         self.ring.drain()  # what a rollback left behind is removed in the background
         self.metrics = LineFile(self.dir.metrics, length=resumed.metrics_bytes, check=fence.check)
+        backlog.add(self.metrics)
         self.add(
             Incident(kind="start", step=resumed.step, decision="go on", reason="",
                      detail={"incarnation": mine, "world_size": 1})
@@ -249,7 +258,7 @@ class World:
         self._fact("saved", asdict(saved) | {"serial": serial})
         state = {"step": saved.step, "cursor": saved.cursor}
         self.ring.save(
-            Moment(step=saved.step, cursor=saved.cursor, train_state=state,
+            CheckpointMetadata(step=saved.step, cursor=saved.cursor, train_state=state,
                    metrics_bytes=length, journal_lines=self.journal.num_lines)
         )  # fmt: skip
         self.ring.drain()
@@ -258,7 +267,9 @@ class World:
         told = incident.to_json()
         self._fact("line begun", told)
         self.journal.add(incident)
-        self._fact("line", told)
+        file = self.journal.file
+        if file is None or file.kept is None:  # else it is in memory, and lost with the process
+            self._fact("line", told)
 
     def discard(self) -> None:
         start, stop = self.state.cursor, self.state.cursor + BATCH
@@ -306,7 +317,7 @@ class World:
         self.ring.distrust_after(good_step)
 
 
-class _Store(RingStore):
+class _Store(CheckpointDirectory):
     """Says what each call promised when it returned."""
 
     def __init__(self, folder: Path, fence: Any, fact: Fact) -> None:
@@ -328,7 +339,12 @@ class _Store(RingStore):
 
 
 def check(
-    world: World, found: Found, resumed: Resumed, made: Promises, *, only_committed: bool = False
+    world: World,
+    found: RunInventory,
+    resumed: Resumed,
+    made: Promises,
+    *,
+    only_committed: bool = False,
 ) -> None:
     """What a restart found is what was promised, or newer.
 
@@ -380,7 +396,9 @@ def _abandoned(lines: Sequence[Mapping[str, Any]]) -> set[int]:
     return {s for told in spans for s in range(told["serial"] + 1, told["next_serial"])}
 
 
-def _check_checkpoints(world: World, found: Found, made: Promises, abandoned: set[int]) -> None:
+def _check_checkpoints(
+    world: World, found: RunInventory, made: Promises, abandoned: set[int]
+) -> None:
     by_serial = {record.serial: record for record in found.records}
     # What its proof could not read is given up in words: not yet clean, an older one stands.
     unproven = {
@@ -400,7 +418,7 @@ def _check_checkpoints(world: World, found: Found, made: Promises, abandoned: se
     assert not last_clean or max((r.serial for r in clean), default=0) >= last_clean, (
         f"the last clean checkpoint {last_clean} is gone: {sorted(by_serial)}"
     )
-    store = RingStore(world.dir.ring)
+    store = CheckpointDirectory(world.dir.ring)
     entries, _ = store.entries()
     for entry in entries:
         verify_files(entry, sorted(entry.manifest.files), finite=True)

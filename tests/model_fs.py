@@ -211,7 +211,7 @@ class _Start:
 
 
 def _site() -> str:
-    """``function<function<...``, from the fsync out to the first that is not ``runner.files``."""
+    """``function<function<...``, from the fsync out to the first outside ``system/files``."""
     frame, found = sys._getframe(2), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)

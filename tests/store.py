@@ -19,16 +19,21 @@ class Store:
     """What it holds outlives :meth:`stop`, as a store's disks would.
 
     ``puts`` has the keys that were written, in order; ``dies_at`` the number of the write
-    (from 1) that brings the server down half way.
+    (from 1) that brings the server down half way. ``loses_answers`` cuts the connection after so
+    many conditional writes were carried out; with ``ignores_conditions`` they are like any other,
+    as in stores that do not know them.
     """
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.puts: list[str] = []
         self.dies_at: int | None = None
+        self.loses_answers = 0
+        self.ignores_conditions = False
         self.died = threading.Event()
         self._app = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
+        self._conditional = threading.Lock()
         self._server: BaseWSGIServer | None = None
         self.port = 0
         self.start()
@@ -82,7 +87,18 @@ class Store:
         if self._server is None:  # a connection kept alive must not outlive the server
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionAbortedError("the server is down")
-        return self._app(environ, begin)
+        if self.ignores_conditions:
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+        if "HTTP_IF_NONE_MATCH" not in environ:
+            return self._app(environ, begin)
+        # moto looks and writes in two steps; S3 takes one of all that come at once.
+        with self._conditional:
+            answer = self._app(environ, begin)
+            if self.loses_answers:
+                self.loses_answers -= 1
+                environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+                raise ConnectionAbortedError("the answer is lost")
+            return answer
 
     def held(self, prefix: str) -> dict[str, bytes]:
         """Every object under a prefix."""

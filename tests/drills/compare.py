@@ -11,7 +11,7 @@ from runner.data.cursor import SampleStream
 from runner.data.permutation import held_out
 from tests.run import Result
 
-# The defaults of runner/config.py and tests/run.py's TINY.
+# The defaults of runner/config/schema.py and tests/run.py's TINY.
 SAMPLES, SEED, HELD_OUT, BATCH = 100_000, 0, 0.01, 32
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -14,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from runner.dist.proc import started_at
+from runner.system.process import started_at
 from tests.conftest import MEMORY_DIR
 from tests.run import Result, finish
+from tests.warm import DRILL
 
 # Three steps' worth of positions and a bit: enough bad steps to force a rollback.
 POISON = "faults=[poison@samples=700-790]"
 
 
-_MARK = "HOLDFAST_DRILL"
 _SHARED = Path("/dev/shm")
 _OF_PROCESS = re.compile(r"(?:torch|psm|sem)_?[^0-9]*([0-9]+)")  # torch_PID_NUMBER_NUMBER
 
@@ -38,7 +39,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     own = Path(
         tempfile.mkdtemp(prefix="holdfast-drill-", dir=_SHARED if _SHARED.is_dir() else None)
     )
-    monkeypatch.setenv(_MARK, mark)
+    monkeypatch.setenv(DRILL, mark)
     monkeypatch.setenv(MEMORY_DIR, str(own))
     before = _files_of_the_dead()
     yield
@@ -55,7 +56,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _marked(mark: str) -> dict[int, str]:
     """Processes that this test's mark was handed down to, with their command lines."""
-    wanted = f"{_MARK}={mark}".encode()
+    wanted = f"{DRILL}={mark}".encode()
     found = {}
     for folder in Path("/proc").iterdir():
         try:
@@ -87,23 +88,45 @@ def _is_over(summary: Path) -> bool:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for all sessions that share the tests."""
+    share: Path | None = request.config.getoption("--share")
+    folder = tmp_path_factory.mktemp("runs") if share is None else share / "runs"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _once(out: Path, *overrides: str, ranks: int = 2) -> Result:
+    """:func:`finish`, in the session that comes to it first; the others wait for it."""
+    told = out.with_suffix(".json")
+    with out.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not told.exists():
+            made = finish(out, *overrides, ranks=ranks)
+            told.write_text(json.dumps([made.code, made.text]))
+    code, text = json.loads(told.read_text())
+    return Result(out=out, code=code, text=text)
 
 
 @pytest.fixture(scope="session")
 def clean(runs: Path) -> Result:
     """60 steps on 2 ranks, nothing wrong."""
-    return finish(runs / "clean")
+    return _once(runs / "clean")
+
+
+@pytest.fixture(scope="session")
+def clean_bf16(runs: Path) -> Result:
+    """:func:`clean` in BF16, which is all that DeepSpeed's engines compute in."""
+    return _once(runs / "clean-bf16", "model.precision=bf16")
 
 
 @pytest.fixture(scope="session")
 def clean_alone(runs: Path) -> Result:
     """60 steps in one process without torchrun, nothing wrong."""
-    return finish(runs / "clean-alone", ranks=0)
+    return _once(runs / "clean-alone", ranks=0)
 
 
 @pytest.fixture(scope="session")
 def poisoned(runs: Path) -> Result:
     """60 steps on 2 ranks with a bad range, its checkpoints all kept."""
-    return finish(runs / "poisoned", POISON, "checkpoint.keep=9")
+    return _once(runs / "poisoned", POISON, "checkpoint.keep=9")

@@ -39,12 +39,13 @@ def program(folder: Path, offset: int, jump: int = 0) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_restart_a_year_before_and_a_year_after(tmp_path: Path, clean: Result) -> None:
     """Killed twice; each life has another year. Journal, ring, claims and metrics go on."""
     out = tmp_path / "run"
     kills = "faults=[kill@step=18,rank=1,kill@step=38,rank=0]"
     for offset in (YEAR, -YEAR):
-        assert train(out, kills, program=program(tmp_path, offset)).code != 0
+        assert train(out, kills, program=program(tmp_path, offset), cold=True).code != 0
     ended = finish(out, kills)
     assert_same_run(ended, clean)
     assert_every_sample_once(ended)
@@ -61,7 +62,10 @@ def test_a_restart_a_year_before_and_a_year_after(tmp_path: Path, clean: Result)
 def test_set_while_it_runs(tmp_path: Path, clean: Result, offset: int) -> None:
     """Nothing that waits, watches or stops goes by that clock."""
     run = finish(
-        tmp_path / "run", "watchdog.floor_seconds=20", program=program(tmp_path, offset, jump=60)
+        tmp_path / "run",
+        "watchdog.floor_seconds=20",
+        program=program(tmp_path, offset, jump=60),
+        cold=True,
     )
     assert_same_run(run, clean)
     assert not run.journal("crash") and run.summary["restarts"] == 0
@@ -75,6 +79,7 @@ def test_a_time_limit_is_counted_from_the_start(tmp_path: Path, clean: Result, o
         tmp_path / "run",
         "preempt.margin_seconds=10",
         program=program(tmp_path, YEAR, jump=60),
+        cold=True,
         env={"HOLDFAST_END_TIME": str(int(time.time()) + 3600)},
     )
     assert run.code == 0, run.tail

@@ -13,6 +13,7 @@ from tests.drills.compare import assert_every_sample_once, assert_same_end, asse
 from tests.run import Result, finish, train
 
 UP_TO_60 = "schedule.total=60"
+BF16 = "model.precision=bf16"
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_found_when_it_should_have_been_proven(tmp_path: Path, clean: Result) ->
     assert "of step 40" in line["reason"] and "rank-00000.bin" in line["reason"], line
     assert line["step"] >= 45, "when its probation was over"
     assert not list((run.out / "ring").glob("*-step-00000040/CLEAN"))
-    assert len(list((run.out / "ring").glob("*/CLEAN"))) == 5, "0 to 30, and 50"
+    assert len(list((run.out / "ring").glob("*/CLEAN"))) == 6, "0 to 30, 50, and the last one"
     assert_same_run(run, clean)
 
 
@@ -170,3 +171,82 @@ def test_a_rollback_passes_over_a_damaged_clean_one(tmp_path: Path, poisoned: Re
 def flat(text: str) -> str:
     """Console lines may be wrapped."""
     return text.replace("\n", "")
+
+
+# What a disk does that cannot read a sector any more, on rank 1 only. Checkpoints are verified
+# with read and loaded with readinto.
+FAILING_DISK = """
+import errno, io, os
+from runner.__main__ import main
+from runner.checkpoint.disk import shards
+
+class Failing(io.BufferedReader):
+    def {call}(self, *arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+def fails(path, **named):
+    is_bad = os.environ["RANK"] == "1" and "{bad}" in path.parent.name
+    return Failing(io.FileIO(path)) if is_bad else opened(path, **named)
+
+opened, shards.open_regular = shards.open_regular, fails
+raise SystemExit(main())
+"""
+ENGINES = [
+    pytest.param(engine, call, marks=() if (engine, call) in always else pytest.mark.full)
+    for always in ({("zero1", "read")},)
+    for engine in ("fsdp", "zero1", "zero2", "zero3")
+    for call in ("read", "readinto")
+]
+
+
+@pytest.fixture(scope="module")
+def part_of_two(runs: Path) -> Result:
+    """40 of 60 steps on two ranks, with fsdp, in what ZeRO knows: checkpoints of 10 to 40."""
+    return finish(runs / "part-of-two", "steps=40", UP_TO_60, BF16)
+
+
+def failing_disk(folder: Path, call: str, bad: str) -> Path:
+    program = folder / "failing_disk.py"
+    program.write_text(FAILING_DISK.format(call=call, bad=bad))
+    return program
+
+
+@pytest.mark.parametrize(("engine", "call"), ENGINES)
+def test_what_one_rank_cannot_read_is_passed_over_by_all(
+    tmp_path: Path, part_of_two: Result, clean_bf16: Result, engine: str, call: str
+) -> None:
+    """While it is verified and while it is loaded, where some engines gather in between."""
+    out = tmp_path / "run"
+    shutil.copytree(part_of_two.out, out)
+    program = failing_disk(tmp_path, call, "step-00000040")
+    run = finish(out, f"parallel={engine}", BF16, program=program)
+    told, *later = run.journal("checkpoint_damaged")
+    assert told["decision"] == "an older checkpoint is used", told
+    # A rank that cannot verify it says so again when the checkpoint is due to be proven.
+    assert len(later) == (call == "read"), later
+    for line in (told, *later):
+        assert "step-00000040/rank-0000" in line["reason"], line
+        assert "Input/output error" in line["reason"], line
+    assert "resuming at step 30 of 60" in run.text and not run.journal("crash"), run.tail
+    # On two ranks every gradient is a sum of two, so that all engines give the same bits.
+    assert run.digest == clean_bf16.digest, run.tail
+    assert_every_sample_once(run)
+
+
+@pytest.mark.parametrize(
+    "engine", ["zero2", pytest.param("fsdp", marks=pytest.mark.full)]
+)  # fmt: skip
+def test_what_one_rank_cannot_read_at_all_ends_in_the_disks_words(
+    tmp_path: Path, part_of_two: Result, engine: str
+) -> None:
+    """Nothing is marked as damaged: the next start, on a disk that reads again, goes on."""
+    out = tmp_path / "run"
+    shutil.copytree(part_of_two.out, out)
+    failed = train(
+        out, f"parallel={engine}", "steps=42", UP_TO_60, BF16,
+        program=failing_disk(tmp_path, "readinto", "-step-"),
+    )  # fmt: skip
+    assert failed.code == 1, failed.tail
+    assert "can be loaded" in failed.text and "Input/output error" in failed.text, failed.tail
+    assert failed.text.count("rank-0000") >= 4, "every checkpoint's file is named"
+    assert not list((out / "ring").glob("*/TAINTED"))

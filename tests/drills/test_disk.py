@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.drills.compare import assert_every_sample_once, assert_same_run
+from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.run import Result, Started, finish, journalled, metrics_step, start, train
 from tests.syscalls import why_not
 
-SLOWED = "faults=[slow@step=10-60,seconds=0.05]"
+SLOWED = "faults=[slow@step=10-60,seconds=0.1]"
 SEED = 20261121
+ROOT = Path(__file__).parents[2] / "runner"
 # What a rank asks of the run directory while it trains, by how often it does.
 CALLS = {"write": 60, "openat": 40, "fsync": 12, "rename": 8, "close": 40, "mkdir": 2, "unlink": 4}
 
@@ -63,10 +66,122 @@ def test_a_full_disk(tmp_path: Path, clean: Result, size: str) -> None:
         ended = train(out)
         assert ended.code != 0, ended.tail
         assert "No space left on device" in ended.text and str(out) in ended.text, ended.tail
+        # No crash: no rank says where in the code it was.
+        assert 'File "' + str(ROOT) not in ended.text, ended.tail
         subprocess.run(["mount", "-o", "remount,size=32m", str(disk)], check=True)
         again = finish(out)
         assert_same_run(again, clean)
         assert_every_sample_once(again)
+
+
+# Tells the test when lines are kept in memory: with the disk full the run's files cannot.
+KEEPS = """
+from pathlib import Path
+from runner.__main__ import run
+from runner.observe.backlog import Backlog
+
+look = Backlog.look
+
+def told(self):
+    kept = look(self)
+    if kept:
+        Path({mark!r}).touch()
+    return kept
+
+Backlog.look = told
+run()
+"""
+
+
+@contextlib.contextmanager
+def filled(disk: Path) -> Iterator[None]:
+    """Without a free byte throughout: the run gives room back when it drops an old checkpoint."""
+    filler, is_over = disk / "filler", threading.Event()
+
+    def fill() -> None:
+        with filler.open("wb", buffering=0) as file:
+            while not is_over.wait(0.002):
+                with contextlib.suppress(OSError):
+                    while file.write(b"x" * 4096) and not is_over.is_set():
+                        pass
+
+    filling = threading.Thread(target=fill)
+    filling.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        filling.join()
+        filler.unlink()
+
+
+def keeping(tmp_path: Path) -> tuple[Path, Path]:
+    """A program, and the file by which it tells that lines are kept."""
+    program, mark = tmp_path / "program.py", tmp_path / "kept"
+    program.write_text(KEEPS.format(mark=str(mark)))
+    return program, mark
+
+
+SLOWLY = "faults=[slow@step=14-60,seconds=0.1]"
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(0, marks=pytest.mark.full)])
+def test_a_disk_that_is_full_for_a_while(
+    tmp_path: Path, clean: Result, clean_alone: Result, ranks: int
+) -> None:
+    """Metrics, journal and ring lie on it; steps go on, and in the end nothing is missing."""
+    program, mark = keeping(tmp_path)
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        started = start(disk / "run", SLOWLY, ranks=ranks, program=program)
+        started.until(lambda out: metrics_step(out) >= 14)
+        with filled(disk):
+            started.until(lambda _: mark.exists())
+            held = metrics_step(disk / "run")
+            time.sleep(1.5)
+            assert metrics_step(disk / "run") == held and started.process.poll() is None
+        ended = started.wait()
+        assert ended.code == 0, ended.tail
+        assert_same_run(ended, clean if ranks else clean_alone)
+        kept, written = ended.journal("unwritten")
+        assert "No space left on device" in kept["reason"] and str(disk) in kept["reason"]
+        assert "keep lines in memory for up to 300 s" in kept["decision"]
+        assert written["decision"] == "go on" and written["step"] > kept["step"]
+        assert [line["seq"] for line in ended.journal()] == list(range(len(ended.journal())))
+        assert "unwritten" in ended.text
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(0, marks=pytest.mark.full)])
+def test_a_disk_that_stays_full(
+    tmp_path: Path, clean: Result, clean_alone: Result, ranks: int
+) -> None:
+    program, mark = keeping(tmp_path)
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        out = disk / "run"
+        started = start(out, SLOWLY, "track.unwritten_seconds=1", ranks=ranks, program=program)
+        started.until(lambda out: metrics_step(out) >= 14)
+        with filled(disk):
+            ended = started.wait()
+            assert mark.exists() and "track.unwritten_seconds=1" in ended.text, ended.tail
+            assert "No space left on device" in ended.text and str(out) in ended.text
+            codes = re.findall(r"exitcode *: (\d+)", ended.text) if ranks else [str(ended.code)]
+            assert set(codes) == {"75"}, ended.tail
+            assert 'File "' + str(ROOT) not in ended.text, ended.tail
+        again = finish(out, program=program)
+        assert_same_run(again, clean if ranks else clean_alone)
+        assert_every_sample_once(again)
+
+
+@pytest.mark.full
+def test_a_start_on_a_full_disk(tmp_path: Path, clean: Result) -> None:
+    """In words, on both ranks alike; nothing of what lies there is harmed."""
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        out = disk / "run"
+        train(out, "faults=[kill@step=30,rank=0]")
+        with filled(disk):
+            refused = train(out)
+            assert refused.code != 0 and "No space left on device" in refused.text, refused.tail
+            assert 'File "' + str(ROOT) not in refused.text, refused.tail
+        assert_same_end(finish(out), clean)
 
 
 def test_a_ring_that_cannot_be_written_for_a_while(tmp_path: Path, clean: Result) -> None:

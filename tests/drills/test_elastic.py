@@ -24,7 +24,7 @@ def half(runs: Path) -> Result:
 @pytest.mark.parametrize(
     ("ranks", "engine"),
     [
-        (0, "parallel=single"),
+        pytest.param(0, "parallel=single", marks=pytest.mark.full),
         (3, "parallel=fsdp"),
         (4, "parallel=hsdp parallel.shard_size=2"),
         pytest.param(1, "parallel=fsdp", marks=pytest.mark.full),

@@ -7,17 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from runner.checkpoint.shards import read_range
-from runner.checkpoint.store import Entry, RingStore
+from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.shards import read_range
 from tests.drills.compare import assert_every_sample_once
-from tests.run import Result, finish, train
+from tests.run import EVALUATED, Result, finish, train
 
 # The input, a matrix, and norms: ZeRO-3 keeps those gathered. What is tied stays tied.
-FROZEN = ("model.frozen=[embedding,blocks.0.attention.query,ffn_norm]", "schedule.total=60")
+FROZEN = (
+    "model.precision=bf16",
+    "model.frozen=[embedding,blocks.0.attention.query,ffn_norm]",
+    "schedule.total=60",
+    *EVALUATED,
+)
 ENGINES = [
     "fsdp",
-    "zero3",
-    *(pytest.param(engine, marks=pytest.mark.full) for engine in ("ddp", "zero1", "zero2")),
+    *(
+        pytest.param(engine, marks=pytest.mark.full)
+        for engine in ("ddp", "zero1", "zero2", "zero3")
+    ),
 ]
 # Without it ZeRO-3 would keep all of this small model gathered.
 SMALL = "stage3_param_persistence_threshold:1500"
@@ -27,7 +34,7 @@ BF16_NOISE = 0.02
 
 
 def newest(run: Result) -> Entry:
-    return RingStore(run.out / "ring").entries()[0][-1]
+    return CheckpointDirectory(run.out / "ring").entries()[0][-1]
 
 
 def tensors(entry: Entry) -> dict[str, torch.Tensor]:
@@ -43,7 +50,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     run = finish(
         tmp_path_factory.mktemp("begun") / "run", *FROZEN, "steps=5", "checkpoint.keep=9", ranks=0
     )
-    first = RingStore(run.out / "ring").entries()[0][0]
+    first = CheckpointDirectory(run.out / "ring").entries()[0][0]
     assert first.record.step == 0
     return tensors(first)
 
@@ -53,6 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return finish(tmp_path_factory.mktemp("trained") / "run", *FROZEN, FAULTS, "steps=40")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_they_keep_their_bits_through_nan_and_rollback(
     tmp_path: Path, begun: dict[str, torch.Tensor], trained: Result, engine: str
@@ -93,6 +101,7 @@ def test_any_engine_reads_what_another_wrote(tmp_path: Path) -> None:
         assert abs(line["loss"] - whole.counted()[step]["loss"]) < BF16_NOISE, f"step {step}"
 
 
+@pytest.mark.full
 def test_offloaded_ones_too(tmp_path: Path, trained: Result) -> None:
     offload = "parallel.deepspeed={zero_optimization:{offload_optimizer:{device:cpu}}}"
     run = finish(tmp_path / "run", *FROZEN, FAULTS, "steps=40", "parallel=zero3", offload)

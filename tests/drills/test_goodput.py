@@ -29,7 +29,7 @@ def test_the_time_of_a_rollback_and_a_restart_is_accounted(tmp_path: Path) -> No
     journal = read_lines(out / "journal.jsonl")
     first = journal[0]["time"]
     # From the first start, which is later than that of its process, to the summary.
-    assert (out / "summary.json").stat().st_mtime - first == pytest.approx(wall, abs=1.0)
+    assert (out / "summary.json").stat().st_mtime - first == pytest.approx(wall, rel=0.2)
     assert wall < outside
     metrics = read_lines(out / "metrics.jsonl")
     counted = {m["step"]: m["seconds"] - m["data_wait_seconds"] for m in metrics}
@@ -51,6 +51,6 @@ def test_the_time_of_a_rollback_and_a_restart_is_accounted(tmp_path: Path) -> No
     # What plan --run takes from it.
     found = {name: value.number for name, value in measured(out).items()}
     assert found["nodes"] == 1 and found["mtbf_node_hours"] > 0
-    assert 0 < found["stall_seconds"] < wall and 0 < found["save_seconds"] < 30
-    assert found["restart_seconds"] > 2.0 and found["state_gb"] > 0
+    assert 0 < found["stall_seconds"] < wall and 0 < found["save_seconds"] < wall
+    assert found["restart_seconds"] > 1.0 and found["state_gb"] > 0
     assert found["step_seconds"] == pytest.approx(kinds["productive"] / 60, rel=2)

@@ -62,7 +62,7 @@ def test_a_clean_run(tmp_path: Path, clean: Result) -> None:
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (2, [TROUBLE]),
+        pytest.param(2, [TROUBLE], marks=pytest.mark.full),
         pytest.param(2, ["parallel=ddp", TROUBLE, "eval.every=7"], marks=pytest.mark.full),
         pytest.param(
             4, ["parallel=hsdp", "parallel.shard_size=2", TROUBLE], marks=pytest.mark.full

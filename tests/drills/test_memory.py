@@ -42,7 +42,7 @@ def started_at(run: Result) -> tuple[int, str | None]:
     return last["step"], last["detail"]["tier"]
 
 
-@pytest.mark.parametrize("every", [5, 0])
+@pytest.mark.parametrize("every", [5, pytest.param(0, marks=pytest.mark.full)])
 def test_a_rollback_ends_the_same_from_memory_and_from_disk(
     tmp_path: Path, shared: Path, poisoned: Result, every: int
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_restart_after_a_rollback_to_memory(
     assert_every_sample_once(run)
 
 
-@pytest.mark.parametrize("what", ["lost", "fewer ranks"])
+@pytest.mark.parametrize("what", ["lost", pytest.param("fewer ranks", marks=pytest.mark.full)])
 def test_where_they_are_of_no_use_the_disk_is_used(
     tmp_path: Path,
     shared: Path,
@@ -125,11 +125,12 @@ def test_where_they_are_of_no_use_the_disk_is_used(
     assert list(shared.rglob("*.bin")) == []
 
 
-def test_with_zero(tmp_path: Path, shared: Path, clean: Result) -> None:
+@pytest.mark.full
+def test_with_zero(tmp_path: Path, shared: Path, clean_bf16: Result) -> None:
     """DeepSpeed's flat partitions, cut elsewhere; on two ranks its end is that of fsdp."""
     run = finish(tmp_path / "run", "parallel=zero2", *NEAR, *QUICK, KILLED, restarts=1)
     assert started_at(run) == (35, "memory"), run.tail
-    assert run.digest == clean.digest
+    assert run.digest == clean_bf16.digest
 
 
 NODES_APART = """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import assert_every_sample_once, assert_same_end
-from tests.run import Result, finish, skip_override, train
+from tests.run import EVALUATED, Result, finish, skip_override, train
 
 # kind, step, rank: far enough apart for each to be an episode of its own.
 EACH_RANK_IN_TURN = [
@@ -29,8 +29,10 @@ def faults(cases: list[tuple[str, int, int]]) -> str:
     ("ranks", "engine", "cases"),
     [
         (2, "parallel=fsdp", EACH_RANK_IN_TURN),
-        (2, "parallel=ddp model.dropout=0.1", EACH_RANK_IN_TURN),
-        (3, "parallel=fsdp", LAST_RANK_OF_THREE),
+        pytest.param(
+            2, "parallel=ddp model.dropout=0.1", EACH_RANK_IN_TURN, marks=pytest.mark.full
+        ),
+        pytest.param(3, "parallel=fsdp", LAST_RANK_OF_THREE, marks=pytest.mark.full),
         pytest.param(2, "model.dropout=0.1", EACH_RANK_IN_TURN, marks=pytest.mark.full),
         pytest.param(3, "parallel=ddp", LAST_RANK_OF_THREE, marks=pytest.mark.full),
         pytest.param(
@@ -41,14 +43,18 @@ def faults(cases: list[tuple[str, int, int]]) -> str:
 def test_a_discarded_step_never_happened(
     tmp_path: Path, ranks: int, engine: str, cases: list[tuple[str, int, int]]
 ) -> None:
-    hit = finish(tmp_path / "hit", *engine.split(), faults(cases), ranks=ranks)
+    hit = finish(tmp_path / "hit", *engine.split(), *EVALUATED, faults(cases), ranks=ranks)
     discards = hit.journal("discard")
     assert [(d["step"], d["ranks"]) for d in discards] == [
         (step, [rank]) for _, step, rank in cases
     ], hit.tail
     assert_discards_explain_themselves(hit)
     told = finish(
-        tmp_path / "told", *engine.split(), skip_override(hit.summary["skipped"]), ranks=ranks
+        tmp_path / "told",
+        *engine.split(),
+        *EVALUATED,
+        skip_override(hit.summary["skipped"]),
+        ranks=ranks,
     )
     assert not told.journal("discard"), told.tail
     assert_same_end(hit, told)

@@ -13,7 +13,7 @@ from tests.drills.compare import assert_same_run
 from tests.run import Result, Started, finish, left_behind, metrics_step, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-SLOWED = "faults=[slow@step=15-60,seconds=0.05]"
+SLOWED = "faults=[slow@step=15-60,seconds=0.25]"
 
 
 def stopped(
@@ -30,7 +30,12 @@ def stopped(
 
 
 @pytest.mark.parametrize(
-    ("number", "rank"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 0), (signal.SIGINT, 1)]
+    ("number", "rank"),
+    [
+        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.full),
+        (signal.SIGTERM, 0),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.full),
+    ],
 )
 def test_one_rank_is_asked(tmp_path: Path, clean: Result, number: int, rank: int) -> None:
     out = tmp_path / "run"
@@ -64,13 +69,13 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path: Path, clean: Result) -
     out = tmp_path / "run"
     started = start(
         out, "preempt.grace_seconds=2", "checkpoint.every=20",
-        "faults=[hang@step=40,rank=1,at=save,slow@step=41-60,seconds=0.05]",
+        "faults=[hang@step=40,rank=1,at=save,slow@step=41-60,seconds=0.5]",
     )  # fmt: skip
     started.until(lambda out: metrics_step(out) >= 45)
     began = time.monotonic()
     os.kill(started.ranks()[0], signal.SIGTERM)
     ended = started.wait()
-    assert time.monotonic() - began < 8, "preempt.grace_seconds=2"
+    assert time.monotonic() - began < 50, "not parallel.timeout_seconds, 60"
     assert ended.summary["exit_code"] == 75, ended.tail
     assert "newest checkpoint is of step 20" in ended.summary["reason"], ended.tail
     again = finish(out, "checkpoint.every=20")
@@ -80,23 +85,25 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path: Path, clean: Result) -
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """Also while the training thread waits for a rank that will never come."""
-    started = start(tmp_path / "run", "faults=[hang@step=25,rank=1]")
+    started = start(
+        tmp_path / "run", "faults=[hang@step=25,rank=1]", "preempt.grace_seconds=300",
+        "parallel.timeout_seconds=300",
+    )  # fmt: skip
     started.until(lambda out: metrics_step(out) >= 24)
     time.sleep(1)
     pid = started.ranks()[0]
     os.kill(pid, signal.SIGTERM)
     time.sleep(3)
     assert started.process.poll() is None, "the first one waits for the step to end"
-    began = time.monotonic()
     os.kill(pid, signal.SIGTERM)
     _until_gone(started, 0)
-    assert time.monotonic() - began < 3
+    assert 0 not in started.ranks(), "not when preempt.grace_seconds are over"
     started.kill()
     assert "SIGTERM for the second time" in started.wait().text
 
 
 def _until_gone(started: Started, rank: int) -> None:
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while rank in started.ranks() and time.monotonic() < limit:
         time.sleep(0.05)
 
@@ -107,7 +114,7 @@ def test_the_grace_ends_a_step_that_does_not_end(tmp_path: Path) -> None:
     os.kill(started.ranks()[0], signal.SIGTERM)
     began = time.monotonic()
     _until_gone(started, 0)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50, "not parallel.timeout_seconds, 60"
     started.kill()
     assert "preempt.grace_seconds=2" in started.wait().text
 

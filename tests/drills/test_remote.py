@@ -33,6 +33,8 @@ def assert_clean_copies(store: Store, run: Result) -> None:
     folders = {key.split("/")[0] for key in held}
     ring = run.out / "ring"
     assert folders and all((ring / folder / "CLEAN").exists() for folder in folders)
+    last = f"-step-{run.summary['steps']:08d}"
+    assert any(folder.endswith(last) for folder in folders), "the end state is proven, and sent"
     for folder in folders:
         for path in (ring / folder).iterdir():
             assert held.pop(f"{folder}/{path.name}") == path.read_bytes(), path
@@ -45,7 +47,7 @@ def assert_clean_copies(store: Store, run: Result) -> None:
 @pytest.fixture(scope="module")
 def sent(store: Store, runs: Path) -> Result:
     """A poisoned run that rolls back; the server dies in the middle of an upload and returns."""
-    store.dies_at = 14
+    store.dies_at = 16  # in the second upload
     back = threading.Thread(target=lambda: (store.died.wait(60), store.start()))
     back.start()
     out = runs / "sent"

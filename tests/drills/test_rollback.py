@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
-from tests.drills.compare import assert_every_sample_once, assert_same_end, in_order
+from tests.drills.compare import (
+    assert_every_sample_once,
+    assert_same_end,
+    differing,
+    in_order,
+)
 from tests.drills.conftest import POISON
 from tests.run import TINY, Result, finish, skip_override, train
 
@@ -84,6 +89,7 @@ def test_a_finite_spike_is_skipped_likewise(tmp_path: Path, told: Result, clean:
     assert abs(hit.summary["final_loss"] - clean.summary["final_loss"]) < 0.1
 
 
+@pytest.mark.full
 def test_a_replay_drops_the_same_units(tmp_path: Path) -> None:
     dropout = "model.dropout=0.1"
     hit = finish(tmp_path / "hit", POISON, dropout)
@@ -128,7 +134,7 @@ def test_a_spent_budget_halts_and_stays_halted(tmp_path: Path) -> None:
         assert "guard.max_rollbacks=1" in halts[-1]["reason"]
         assert halts[-1]["ranks"] and halts[-1]["sample_ids"]
         assert summary["reason"] == halts[-1]["reason"] and summary["reason"] in hit.text
-        assert "runner/train.py" not in hit.text, "a halt is no traceback of ours"
+        assert "runner/session/session.py" not in hit.text, "a halt is no traceback of ours"
         assert (summary["restarts"], summary["rollbacks"]) == (attempt - 1, 1)
     # The second start judged what it knew again and computed one bad step.
     since = [line["kind"] for line in hit.journal()][-2:]
@@ -136,9 +142,14 @@ def test_a_spent_budget_halts_and_stays_halted(tmp_path: Path) -> None:
 
 
 def test_a_lasting_level_becomes_the_new_normal(tmp_path: Path) -> None:
+    """And the end is that of a run told never to read what was skipped on the way.
+
+    That one's guard would take the level for trouble, which was learned from those samples.
+    """
+    level = "faults=[spike@samples=1134-999999,scale=1.6]"
     hit = finish(
         tmp_path / "shift",
-        "faults=[spike@samples=1134-999999,scale=1.6]",
+        level,
         "guard.window=10",
         "guard.loss_sigmas=4",
         "guard.level_steps=6",
@@ -151,6 +162,11 @@ def test_a_lasting_level_becomes_the_new_normal(tmp_path: Path) -> None:
     assert len(after) >= 20 and all(m["verdict"] == "Clean" for m in after), hit.tail
     assert hit.summary["discarded_steps"] <= 3 + 3 + 6
     assert_every_sample_once(hit)
+    assert "only with guard=off" in line["reason"], "the one thing to tell that run besides"
+    told = finish(tmp_path / "told", level, "guard=off", skip_override(hit.summary["skipped"]))
+    assert not told.journal("rebaseline") and not told.journal("discard"), told.tail
+    assert told.counted() == hit.counted(), differing(told, hit)
+    assert told.digest == hit.digest, told.tail
 
 
 @pytest.mark.full

@@ -52,6 +52,7 @@ def test_another_trajectory_is_refused_unless_allowed(tmp_path: Path, clean_alon
         "optim.lr: was 0.003, now 0.001",
         "guard.persist: was 3, now 4",
         "schedule.total: was 60, now 65",
+        "resume.allow=[optim.lr,schedule.total,guard.persist]",
         "resume.allow_change=true",
     ):
         assert words in refused.text, refused.tail
@@ -63,26 +64,12 @@ def test_another_trajectory_is_refused_unless_allowed(tmp_path: Path, clean_alon
     assert refused.code == 2 and "optim.lr: was 0.001, now 0.003" in refused.text, refused.tail
 
 
-def test_another_corpus_is_refused(tmp_path: Path) -> None:
-    corpus, out = tmp_path / "corpus", tmp_path / "run"
-    corpus.mkdir()
-    (corpus / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
-    text = ("data.kind=text", f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}")
-    finish(out, "steps=6", "schedule.total=12", *text, ranks=0)
-    with (corpus / "a.txt").open("a") as file:
-        file.write("whether it is nobler in the mind\n" * 20)
-    refused = train(out, "steps=12", *text, ranks=0)
-    assert refused.code == 2 and "data.path" in refused.text, refused.tail
-    assert "corpus is not the one" in refused.text and "Traceback" not in refused.text
-    finish(out, "steps=12", "resume.allow_change=true", *text, ranks=0)
-
-
 # -- ranks that disagree
 
 
 def test_a_rank_that_is_elsewhere_is_named(tmp_path: Path, clean: Result) -> None:
     faults = "faults=[mismatch@step=25,rank=1]"
-    apart = train(tmp_path / "run", faults, timeout=60)
+    apart = train(tmp_path / "run", faults)
     assert apart.code != 0
     assert apart.summary["status"] == "failed", apart.tail
     assert "ranks drifted apart: step: rank 1: 26; the others: 25" in apart.summary["reason"]
@@ -103,13 +90,14 @@ def test_a_file_cut_short_while_training(tmp_path: Path) -> None:
         f"data.path={corpus}",
         "data.token_dtype=uint16",
         "data.vocab_size=64",
+        "data.max_unreadable=0",  # else some are skipped first
     )
     untouched = finish(tmp_path / "untouched", *settings)
-    slow = (*settings, "faults=[slow@step=12-60,seconds=0.05]")
+    slow = (*settings, "faults=[slow@step=12-60,seconds=0.25]")
     started = start(tmp_path / "run", *slow)
     started.until(lambda out: metrics_step(out) >= 15)
     os.truncate(corpus, len(whole) // 4)
-    broken = started.wait(timeout=60)
+    broken = started.wait()
     assert broken.code != 0
     assert broken.summary["status"] == "failed", broken.tail
     reason = broken.summary["reason"]
@@ -123,9 +111,10 @@ def test_a_file_cut_short_while_training(tmp_path: Path) -> None:
 # -- asked to stop
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [0, 1])
 def test_sigterm_to_one_worker(tmp_path: Path, clean: Result, rank: int) -> None:
-    slow = "faults=[slow@step=20-60,seconds=0.05]"
+    slow = "faults=[slow@step=20-60,seconds=0.25]"
     started = start(tmp_path / "run", slow)
     started.until(lambda out: metrics_step(out) >= 23)
     [worker] = [pid for pid in started.workers() if rank_of(pid) == rank]

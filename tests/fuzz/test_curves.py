@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from runner.curve.read import read_curve
-from runner.data.text import open_text
+from runner.backtest.read import read_curve
+from runner.data.text import TextSource, open_text
 from tests.fuzz.mutate import as_json, changed, damaged
 from tests.fuzz.test_parsers import often, slowly, try_all, watched
 
@@ -96,14 +96,13 @@ def test_tokenizer(num: int, tmp_path: Path, words: bytes) -> None:
 
     def work(data: bytes) -> None:
         path.write_bytes(data)
-        made = open_text(
+        source = TextSource(
             paths=[str(corpus)],
             suffixes=[".txt"],
             tokenizer=str(path),
-            seq_len=4,
-            isolate_documents=False,
             cache=tmp_path / f"cache{next(tries)}",
         )
+        made = open_text(source, seq_len=4, isolate_documents=False)
         top = max(int(made[index].tokens.max()) for index in range(len(made)))
         assert top < made.vocab_size
 

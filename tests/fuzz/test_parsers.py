@@ -22,29 +22,29 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.assemble import judge_rules, remedy_rules
-from runner.check import check
-from runner.checkpoint.foreign import open_source
-from runner.checkpoint.shards import collect_pieces, read_range, stamps, verify_files
-from runner.checkpoint.store import RingStore
-from runner.compose import compose, from_yaml, to_yaml
-from runner.config import RunConfig
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.disk.shards import collect_pieces, read_range, stamps, verify_files
+from runner.config.compose import compose, from_yaml, to_yaml
+from runner.config.schema import RunConfig
+from runner.config.validate import check
+from runner.convert.sources import open_source
 from runner.data.cursor import SampleStream
 from runner.data.tokens import open_tokens
-from runner.dist.blame import blame
-from runner.dist.evidence import Report, last_words, read_reports
-from runner.dist.launcher import Launch, launch_from, meeting_point, place_from
-from runner.dist.proc import own_process
-from runner.error import RunnerError
+from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_endpoint
 from runner.fault.spec import parse_faults
+from runner.health.crash_log import unexplained
+from runner.health.rank_report import Report, last_words, read_reports
+from runner.health.root_cause import blame
 from runner.observe.journal import Journal, read_journal
-from runner.observe.lines import read_lines, step_of
-from runner.policy.ledger import Ledger
-from runner.resume import _serial_in
-from runner.rundir import RunDir
-from runner.state import TrainState
-from runner.watch.crash import unexplained
-from runner.watch.fence import Fence, newest_number, take
+from runner.policy.decision.ledger import Ledger
+from runner.run_dir.lease import Fence, newest_number, take
+from runner.run_dir.paths import RunDir
+from runner.session.parts import judge_rules, remedy_rules
+from runner.startup.resume import _serial_in
+from runner.system.error import RunnerError
+from runner.system.json_lines import read_lines, step_of
+from runner.system.process import own_process
+from runner.train.state import TrainState
 from tests.fuzz.mutate import WORDS, as_json, changed, damaged, hostile
 from tests.mechanism.test_journal import DISCARD, ROLLBACK, START
 from tests.mechanism.test_memory import later, node, slot_file, taken
@@ -105,7 +105,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_all(folder: Path, manifest: bytes) -> None:
     (folder / "manifest.json").write_bytes(manifest)
     (folder / "COMMITTED").write_text(hashlib.sha256(manifest).hexdigest())
-    entries, damaged_ones = RingStore(folder.parent).entries()
+    entries, damaged_ones = CheckpointDirectory(folder.parent).entries()
     assert len(entries) + len(damaged_ones) == 1
     for entry in entries:
         names = sorted(entry.manifest.files)
@@ -136,7 +136,7 @@ def write_back(checkpoint: Path, tree: Any) -> None:
 # Snapshots in memory
 
 
-def read_note_of(base: Path, data: bytes) -> None:
+def read_header_of(base: Path, data: bytes) -> None:
     """As a later incarnation would."""
     slot_file(base, "json").write_bytes(data)
     next_one = later(base)
@@ -147,21 +147,21 @@ def read_note_of(base: Path, data: bytes) -> None:
 
 
 @often
-def test_note_values(num: int, tmp_path: Path) -> None:
+def test_header_values(num: int, tmp_path: Path) -> None:
     taken(tmp_path)
     _, _, text = slot_file(tmp_path, "json").read_bytes().partition(b"\n")
 
     def work(data: bytes) -> None:
-        read_note_of(tmp_path, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+        read_header_of(tmp_path, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
 
     try_all(num, changed(json.loads(text)).map(as_json), work)
 
 
 @often
-def test_note_bytes(num: int, tmp_path: Path) -> None:
+def test_header_bytes(num: int, tmp_path: Path) -> None:
     taken(tmp_path)
     sound = slot_file(tmp_path, "json").read_bytes()
-    try_all(num, damaged(sound), lambda data: read_note_of(tmp_path, data))
+    try_all(num, damaged(sound), lambda data: read_header_of(tmp_path, data))
 
 
 @often
@@ -189,7 +189,7 @@ def test_marker(num: int, checkpoint: Path) -> None:
 
     def work(data: bytes) -> None:
         (checkpoint / "COMMITTED").write_bytes(data)
-        RingStore(checkpoint.parent).entries()
+        CheckpointDirectory(checkpoint.parent).entries()
 
     try_all(num, st.one_of(damaged(sound), st.binary(max_size=80)), work)
     (checkpoint / "COMMITTED").write_bytes(sound)
@@ -206,7 +206,7 @@ def test_folder_names(num: int, tmp_path: Path) -> None:
     def work(name: str) -> None:
         other = folder.with_name(name)
         folder.rename(other)
-        entries, _ = RingStore(folder.parent).entries()
+        entries, _ = CheckpointDirectory(folder.parent).entries()
         assert not entries or name == folder.name
         other.rename(folder)
 
@@ -301,11 +301,12 @@ def test_stored_settings(num: int, run_dir: RunDir) -> None:
 
     def work(data: bytes) -> None:
         run_dir.config.write_bytes(data)
-        run_dir.refuse_change(run_dir.settings_changed(config))
+        run_dir.refuse_change(run_dir.settings_changed(config), config)
 
     lines = st.sampled_from(
         ["_target_: os.system\n", "a: &a [1]\nb: *a\n", "out: ${oc.env:HOME}\n", "model: 3\n",
-         "x: !!python/object/apply:os.system ['true']\n", "a: {{{{\n", "? [1]\n: 2\n", "1: 2\n"]
+         "x: !!python/object/apply:os.system ['true']\n", "a: {{{{\n", "? [1]\n: 2\n", "1: 2\n",
+         "steps: :50\n"]
     )  # fmt: skip
     short = b"\n".join(sound.splitlines()[:30]) + b"\n"
     inputs = damaged(short) | lines.map(str.encode) | lines.map(lambda text: short + text.encode())
@@ -438,7 +439,7 @@ def test_npy(num: int, tmp_path: Path) -> None:
 
 
 def report() -> dict[str, Any]:
-    frame = {"file": "runner/step.py", "line": 3, "function": "step"}
+    frame = {"file": "runner/train/step.py", "line": 3, "function": "step"}
     entry = {
         "group": "0", "seq": 4, "op": "all_reduce", "sizes": [[2, 3]], "dtypes": ["Float"],
         "finished": False, "line": "a.py:3 f",
@@ -492,7 +493,7 @@ def test_last_words(num: int, run_dir: RunDir) -> None:
     try_all(num, damaged(sound) | st.binary(max_size=60), work)
 
 
-ALONE = Launch(job="slurm x 4", order=(0, 0), step="0", end_time=None, has_agent=False)
+ALONE = JobEnv(job="slurm x 4", order=(0, 0), step="0", end_time=None, has_agent=False)
 
 
 @often
@@ -542,10 +543,10 @@ def test_launcher_variables(num: int) -> None:
         place = place_from(environment)
         assert 0 <= place.rank < place.world_size
         assert 0 <= place.local_rank < place.local_world_size <= place.world_size
-        meeting_point(environment)
+        rendezvous_endpoint(environment)
 
     def meet(environment: dict[str, str]) -> None:
-        meeting_point(environment)
+        rendezvous_endpoint(environment)
 
     some = st.dictionaries(st.sampled_from(names), values, max_size=6)
     try_all(num, some | some.map(lambda extra: sound | extra), work)

@@ -5,20 +5,18 @@ Not run yet on a device: written on a machine without one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from runner import assemble
-from runner.compose import compose
-from runner.dist.group import choose_device, end_group, start_group
-from runner.dist.launcher import launch_from, place_from
-from runner.loop import Loop
-from runner.rundir import RunDir
-from runner.train import Session
+from runner.config.compose import compose
+from runner.distributed.env import place_from
+from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.session.group import group_at_hand
+from runner.session.session import open_run
+from runner.train.loop import Loop
 from tests.drills.compare import assert_same_run
 from tests.drills.test_late import AT_ONCE, LATE, TROUBLE, journal
 from tests.run import TINY, finish
@@ -32,6 +30,7 @@ QUIET = (
     "track.every=1000000",
     "steps=1000000",
     "schedule=constant",
+    "model.precision=bf16",
     "data.workers=1",
     "batch.micro_size=16",
 )
@@ -49,10 +48,7 @@ def alone() -> Iterator[torch.device]:
 
 def open_loop(out: Path, device: torch.device, *overrides: str) -> Loop:
     config = compose([*TINY, *QUIET, *overrides, f"out={out}"])
-    run_dir, launch, place = RunDir(out), launch_from(os.environ), place_from({})
-    stop = assemble.stop_request(config, launch)
-    witness = assemble.witness(config, place, launch, run_dir, stop)
-    loop = Session(config, place, launch, device, run_dir, {}, witness, stop, []).open().loop
+    loop = open_run(config, group_at_hand(config, place_from({}), device)).loop
     loop.begin()
     return loop
 
@@ -83,9 +79,10 @@ def test_the_host_is_ahead_of_the_device(tmp_path: Path, alone: torch.device) ->
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second in which no step can end
     before = torch.cuda.Event()
     before.record()
-    pending, loop._ahead = loop._ahead, None
-    assert pending is not None
-    loop._ahead = loop._launch_after(pending)
+    steps = loop._steps
+    step, steps._ahead = steps._ahead, None
+    assert step is not None
+    steps._ahead = steps._launch_after(step, loop._state)
     assert not before.query(), "launching waited for the device"
     torch.cuda.synchronize()
 

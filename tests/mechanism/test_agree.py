@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from pathlib import Path
+import threading
 
 import pytest
 import torch
 
-from runner.dist.agree import Ranks
-from runner.dist.group import choose_device, end_group, start_group
-from runner.dist.launcher import Place, place_from
-from runner.error import (
+from runner.distributed.agreement import Ranks
+from runner.distributed.env import RankEnv, place_from
+from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.system.error import (
     CheckpointError,
     ConfigError,
     CorruptCheckpoint,
@@ -21,6 +20,7 @@ from runner.error import (
     RankError,
     RunnerError,
 )
+from tests import warm
 
 WORLD = 3
 
@@ -54,6 +54,37 @@ def check_values(ranks: Ranks) -> None:
     for value in ({"a": [1, 2.5, None, "ö"]}, [], "", None, 7):
         assert ranks.from_first(value if rank == 0 else "ignored") == value
     assert ranks.all_or_none("counting", lambda: rank * 10) == rank * 10
+    assert ranks.all_or_none_patiently("counting", lambda: rank * 10) == rank * 10
+
+
+def check_patience(ranks: Ranks) -> None:
+    """A slow rank is waited for in short collectives, on every rank; a failure reaches all."""
+    collectives: list[float] = []
+    total = ranks.sum
+
+    def counted(numbers: list[float]) -> list[float]:
+        collectives.extend(numbers)
+        return total(numbers)
+
+    others_look = threading.Event()
+
+    def work() -> None:
+        if ranks.rank == 1:
+            others_look.wait()
+            raise OSError("a slow disk")
+
+    ranks.sum = counted  # type: ignore[method-assign]
+    if ranks.rank == 1:
+        threading.Timer(1.2, others_look.set).start()
+    try:
+        ranks.all_or_none_patiently("reading", work)
+    except RankError as error:
+        assert "rank 1: OSError: a slow disk" in str(error)
+        assert isinstance(error.__cause__, OSError) == (ranks.rank == 1)
+    else:
+        raise AssertionError("nobody was told")
+    del ranks.sum  # type: ignore[misc]
+    assert len(collectives) > 2, collectives
 
 
 def check_failures(ranks: Ranks) -> None:
@@ -94,6 +125,7 @@ def check_all() -> None:
     assert (ranks.rank, ranks.world_size) == (place.rank, place.world_size)
     check_values(ranks)
     check_failures(ranks)
+    check_patience(ranks)
     end_group()
     sys.stdout.write(f"rank {ranks.rank} ok\n")
     sys.stdout.flush()
@@ -101,18 +133,7 @@ def check_all() -> None:
 
 
 def test_three_ranks_agree() -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={WORLD}", "-m", "tests.mechanism.test_agree"),
-        ],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = warm.torchrun(["-m", "tests.mechanism.test_agree"], ranks=WORLD, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"rank {rank} ok" in done.stdout for rank in range(WORLD))
 
@@ -163,9 +184,9 @@ def test_half_an_environment_is_refused(environment: dict[str, str]) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_told() -> None:
-    place = Place(rank=0, world_size=2, local_rank=0, local_world_size=2)
+    place = RankEnv(rank=0, world_size=2, local_rank=0, local_world_size=2)
     assert choose_device("auto", place) == choose_device("cpu", place) == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"parallel\.device=cuda: 2 ranks .* 0 GPUs"):
+    with pytest.raises(ConfigError, match=r"torch sees no GPU, but parallel\.device=cuda"):
         choose_device("cuda", place)
 
 

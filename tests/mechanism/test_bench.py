@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -13,13 +14,25 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.bench.compared import alike
+from runner.config.compose import flat
+from runner.config.schema import RunConfig
+from scripts.bench.fair import (
+    CARRIED,
+    FIXED,
+    MEASURED,
+    OWN,
+    refuse_measured,
+    refuse_other_losses,
+    refuse_uneven,
+)
 from scripts.bench.machine import busy_warning, cpu_model
+from scripts.bench.ours import make_task, settings
 from scripts.bench.process import MeasureError, environment, torchrun
 from scripts.bench.ratio import grouped, paired
 from scripts.bench.recovery import recovered
 from scripts.bench.report import Row, amount, markdown
 from scripts.bench.syncs import SyncCount
+from scripts.bench.task import Task, build_model
 from scripts.bench.turns import Turns
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +87,7 @@ def test_groups_show_what_a_median_over_blocks_would_not() -> None:
 
 
 def test_turns_alternate_blocks_and_end() -> None:
-    """One step of the driver before all, then blocks of each in turn."""
+    """One step of the driver before all, then pairs of blocks, each side first in turn."""
     order: list[str] = []
     turns = Turns(
         lambda: order.append("p"),
@@ -88,7 +101,7 @@ def test_turns_alternate_blocks_and_end() -> None:
     while not done:
         order.append("d")
         done = turns.after_step()
-    assert "".join(order) == "d" + 3 * "ddpps"
+    assert "".join(order) == "d" + "ddpps" + "ppsdd" + "ddpps"
 
 
 def test_waits_for_the_device_are_counted_after_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,27 +179,104 @@ def test_a_busy_machine_is_told(tmp_path: Path) -> None:
     assert cpu_model(tmp_path / "none")
 
 
+def test_every_setting_goes_to_both_sides_or_is_refused() -> None:
+    """A new key has to be put into one of these places."""
+    keys = set(flat(RunConfig()))
+    own = {key for key in keys if key.partition(".")[0] in OWN}
+    known = [CARRIED, MEASURED, FIXED.keys(), own, {"parallel.reshard_after_forward"}]
+    assert sum(map(len, known)) == len(keys) and set().union(*known) == keys
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model.dropout=0.1", "model.z_loss=0.001", "model.loss_chunk_mib=1", "model.frozen=[norm]",
+     "model.loss_fp32=false", "data.isolate_documents=true", "data.skip=[[1,2]]", "eval.every=5",
+     "schedule=constant", "optim.clip=0", "faults=[kill@step=3]",
+     "parallel.reduce_each_micro_batch=true", "parallel.reshard_after_forward=false"],
+)  # fmt: skip
+def test_what_only_one_side_would_follow_is_refused(override: str, tmp_path: Path) -> None:
+    refuse_uneven(settings(tmp_path, TINY))
+    with pytest.raises(MeasureError, match=override.split("=")[0]):
+        refuse_uneven(settings(tmp_path, [*TINY, override]))
+
+
+@pytest.mark.parametrize("override", ["parallel=ddp", "out=here", "steps=3", "parallel.kind=ddp"])
+def test_what_is_measured_is_not_the_users_to_set(override: str) -> None:
+    refuse_measured(["model=small", "guard.window=9"])
+    with pytest.raises(MeasureError, match="sets"):
+        refuse_measured([override])
+
+
+def first_loss(task: Task, precision: torch.dtype) -> float:
+    model = build_model(task, torch.device("cpu"))
+    rows = torch.from_numpy(np.load(task.tokens)[0].astype(np.int64))
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision is torch.bfloat16),
+    ):
+        logits = model(rows[:, :-1]).float()
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+
+
+def test_another_precision_is_noticed_by_its_type_and_by_its_losses(tmp_path: Path) -> None:
+    # The smallest model that is measured by default: smaller ones differ by less.
+    small = ["data=synthetic", "data.seq_len=64", "batch.global_size=4", "model.precision=fp32"]
+    task = make_task(settings(tmp_path / "run", small), tmp_path, steps=1)
+    plain = first_loss(task, torch.float32)
+    with pytest.raises(MeasureError, match=r"multiplies in torch\.bfloat16, the runner fp32"):
+        first_loss(task, torch.bfloat16)
+    told_wrong = dataclasses.replace(task, precision="bf16")
+    with pytest.raises(MeasureError, match=r"multiplies in torch\.float32, the runner bf16"):
+        first_loss(told_wrong, torch.float32)
+    rounded = first_loss(told_wrong, torch.bfloat16)
+    refuse_other_losses([plain], [plain + 1e-6], "fp32")
+    with pytest.raises(MeasureError, match="losses of step 1 differ"):
+        refuse_other_losses([plain], [rounded], "fp32")
+
+
 @pytest.mark.parametrize("gap", [0.2, math.nan])
 def test_two_trainings_that_are_not_the_same_are_not_compared(gap: float) -> None:
-    row = Row(what="step", against="bare", detail={"largest_gap_of_first_losses": gap})
-    with pytest.raises(MeasureError, match=f"bare: losses differ by {gap} nats"):
-        alike(row)
+    for precision in ("bf16", "fp32"):
+        with pytest.raises(MeasureError, match="losses of step 2 differ"):
+            refuse_other_losses([2.0, 1.0], [2.0, 1.0 + gap], precision)
+        with pytest.raises(MeasureError, match="no losses"):
+            refuse_other_losses([], [2.0], precision)
+
+
+def test_losses_are_compared_before_a_block_is_counted() -> None:
+    compared: list[int] = []
+    taken: list[str] = []
+
+    def refuse(losses: list[float]) -> None:
+        compared.append(len(taken))
+        raise MeasureError("another training")
+
+    turns = Turns(
+        lambda: taken.append("p"), device=torch.device("cpu"), block=2, warmup=3, pairs=9,
+        check=refuse,
+    )  # fmt: skip
+    with pytest.raises(MeasureError):
+        while True:
+            turns.after_step()
+    assert compared == [8], "the passenger's steps of the warm-up, and of the next pair"
 
 
 @pytest.mark.parametrize(
     ("kind", "opponent"),
     [
-        ("fsdp", "bare-fsdp"),
+        pytest.param("fsdp", "bare-fsdp", marks=pytest.mark.full),
         pytest.param("ddp", "bare-ddp", marks=pytest.mark.full),
         pytest.param("zero1", "zero1", marks=pytest.mark.full),
-        ("zero2", "zero2"),
+        pytest.param("zero2", "zero2", marks=pytest.mark.full),
         pytest.param("zero3", "zero3", marks=pytest.mark.full),
     ],
 )
 def test_the_bare_loop_trains_as_the_runner_does(tmp_path: Path, kind: str, opponent: str) -> None:
-    """Same losses, or the comparison is of two trainings."""
+    """Same losses, or the comparison is of two trainings. Engines that can, in FP32."""
+    precision = "bf16" if kind.startswith("zero") else "fp32"
     told = [f"--folder={tmp_path}", f"--against={opponent}", "--pairs=4", "--warmup=4"]
     command = torchrun(2, "scripts.bench.pair", *told, "--block=2", f"parallel={kind}", *TINY)
+    command.append(f"model.precision={precision}")
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -195,10 +285,12 @@ def test_the_bare_loop_trains_as_the_runner_does(tmp_path: Path, kind: str, oppo
     assert len(result["pairs"]) == 4
     ours, theirs = result["losses"]["ours"], result["losses"]["theirs"]
     assert (len(ours), len(theirs)) == (16, 17), "the driver takes one step before the turns"
-    assert ours == pytest.approx(theirs[:16], abs=0.01)
+    assert ours == pytest.approx(theirs[:16], abs=0.01 if precision == "bf16" else 1e-4)
+    assert result["precision"] == precision
     assert ours[-1] < ours[0] - 0.05, "it learns"
 
 
+@pytest.mark.full
 def test_one_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     told = ["--quick", "--only", "snapshot", "--out", str(out)]

@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.checkpoint.shards import files_needed, read_range, stamps, verify_files
-from runner.checkpoint.store import RingStore
-from runner.error import ConfigError, CorruptCheckpoint
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.disk.shards import files_needed, read_range, stamps, verify_files
+from runner.system.error import ConfigError, CorruptCheckpoint
 from tests.crash_world import World
 from tests.mechanism.test_ring_on_disk import SHAPES, tensors, whole, write
 from tests.syscalls import Inline
@@ -31,7 +31,7 @@ def make(ring: Path, *, ranks: int = 2) -> list[Path]:
 
 def loadable(ring: Path) -> list[int]:
     """Serials that a restart would accept; each must hold what was saved under it."""
-    entries, _ = RingStore(ring).entries()
+    entries, _ = CheckpointDirectory(ring).entries()
     found = []
     for entry in entries:
         try:
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_is_a_link_is_refused(ring: Path, tmp_path: Path) -> N
     victim.rename(tmp_path / "elsewhere")
     victim.symlink_to(tmp_path / "elsewhere")
     assert loadable(ring) == [1, 2]
-    _, [sentence] = RingStore(ring).entries()
+    _, [sentence] = CheckpointDirectory(ring).entries()
     assert str(victim) in sentence and "symbolic link" in sentence
 
 
@@ -219,7 +219,7 @@ def test_sweeping_removes_a_link_and_not_what_it_names(ring: Path, tmp_path: Pat
     precious.mkdir()
     (precious / "file").write_text("keep me")
     (ring / "writing-000009-000001").symlink_to(precious)
-    assert RingStore(ring).sweep() == ["writing-000009-000001"]
+    assert CheckpointDirectory(ring).sweep() == ["writing-000009-000001"]
     assert (precious / "file").read_text() == "keep me"
     assert not (ring / "writing-000009-000001").exists()
 
@@ -245,7 +245,7 @@ def rewrite_and_set_the_time_back(path: Path) -> None:
 def test_a_change_between_check_and_use_is_noticed(
     ring: Path, change: Callable[[Path], None]
 ) -> None:
-    entry = RingStore(ring).read(newest(ring))
+    entry = CheckpointDirectory(ring).read(newest(ring))
     names = sorted(files_needed(entry, [("param/a", 0, 15)]))
     seen = stamps(entry, names)
     verify_files(entry, names, finite=True, seen=seen)
@@ -257,7 +257,7 @@ def test_a_change_between_check_and_use_is_noticed(
 
 def test_a_change_after_the_look_and_before_the_check_is_noticed(ring: Path) -> None:
     """Sound bytes laid over sound bytes: the digest alone would not tell."""
-    entry = RingStore(ring).read(newest(ring))
+    entry = CheckpointDirectory(ring).read(newest(ring))
     seen = stamps(entry, ["rank-00000.bin"])
     data = (entry.folder / "rank-00000.bin").read_bytes()
     (entry.folder / "rank-00000.bin").write_bytes(data)
@@ -270,7 +270,7 @@ def test_elements_that_are_not_there_are_never_made_up(
     ring: Path, name: str, start: int, count: int
 ) -> None:
     with pytest.raises(CorruptCheckpoint, match="has no elements"):
-        read_range(RingStore(ring).read(newest(ring)), name, start, count)
+        read_range(CheckpointDirectory(ring).read(newest(ring)), name, start, count)
 
 
 # The journal

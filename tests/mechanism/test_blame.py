@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from runner.dist.blame import blame
-from runner.dist.evidence import Report, last_words, own_line, read_reports, write_report
-from runner.dist.evidence import _entry as evidence_entry
-from runner.dist.flight import first_divergence
-from runner.dist.heartbeat import Heartbeat, Patience
+from runner.health.collective_trace import plain_entry as evidence_entry
+from runner.health.flight_recorder import first_divergence
+from runner.health.heartbeat import HangTimeouts, Heartbeat
+from runner.health.rank_report import Report, last_words, own_line, read_reports, write_report
+from runner.health.root_cause import blame
 
 
 def entry(
@@ -24,6 +24,7 @@ def entry(
         "op": op,
         "sizes": [[size]],
         "dtypes": ["Float"],
+        "state": "completed" if finished else "scheduled",
         "finished": finished,
         "line": f"train.py:{seq} step",
     }
@@ -106,7 +107,7 @@ def test_groups_are_compared_each_for_itself() -> None:
 def dumped(rank: int, name: str, seq: int, state: str) -> dict[str, Any]:
     """An entry as torch's recorder hands it over; NCCL and gloo write the same fields."""
     frames = [{"filename": "/site-packages/torch/x.py", "line": 9, "name": "all_reduce"},
-              {"filename": "runner/step.py", "line": 7, "name": "attempt"}]  # fmt: skip
+              {"filename": "runner/train/step.py", "line": 7, "name": "attempt"}]  # fmt: skip
     return {
         "frames": frames, "record_id": seq, "pg_id": 0, "process_group": ("0", "default_pg"),
         "collective_seq_id": seq, "p2p_seq_id": 0, "op_id": seq, "profiling_name": name,
@@ -127,7 +128,7 @@ def test_two_backends_of_one_group_count_apart() -> None:
     }
     found = first_divergence(recorded)
     assert found is not None and (found.kind, found.ranks) == ("absent", (2,)), found
-    assert "entered broadcast #5 (float[4]) at runner/step.py:7 attempt" in found.words
+    assert "entered broadcast #5 (float[4]) at runner/train/step.py:7 attempt" in found.words
 
 
 def test_a_rank_that_left_without_a_word_is_the_cause() -> None:
@@ -212,12 +213,12 @@ def test_last_words(tmp_path: Path) -> None:
         "Fatal Python error: Aborted\n\n"
         "Current thread 0x00007f (most recent call first):\n  <no Python frame>\n\n"
         "Thread 0x00007e (most recent call first):\n"
-        '  File "/x/runner/step.py", line 196 in _all_reduce\n'
+        '  File "/x/runner/train/step.py", line 196 in _all_reduce\n'
         '  File "/x/runner/__main__.py", line 90 in _run\n'
     )
     found = last_words(path, seen)
     assert found is not None and found.kind == "fatal" and "Aborted" in found.message
-    assert found.where == "/x/runner/step.py:196 _all_reduce"
+    assert found.where == "/x/runner/train/step.py:196 _all_reduce"
 
 
 def test_own_lines_come_before_library_lines() -> None:
@@ -229,10 +230,21 @@ def test_own_lines_come_before_library_lines() -> None:
     assert own_line(frames[1:]).startswith("/v/site-packages") and own_line([]) == ""
 
 
+def test_who_asked_for_a_collective_comes_before_who_handed_it_on() -> None:
+    handed_on = [
+        {"file": f"/w/runner/{file}", "line": 5, "function": "all_reduce"}
+        for file in ("fault/wrap.py", "distributed/agreement.py")
+    ]
+    library = {"file": "/v/site-packages/torch/x.py", "line": 9, "function": "all_reduce"}
+    step = {"file": "/w/runner/train/step.py", "line": 3, "function": "launch"}
+    assert own_line([step, *handed_on, library]) == "/w/runner/train/step.py:3 launch"
+    assert own_line([*handed_on, library]) == "/w/runner/distributed/agreement.py:5 all_reduce"
+
+
 def test_the_patience_with_a_phase() -> None:
     now = [0.0]
     heart = Heartbeat(lambda: now[0])
-    patience = Patience(floor_seconds=2.0, factor=10.0, slow_seconds=60.0)
+    patience = HangTimeouts(floor_seconds=2.0, factor=10.0, slow_seconds=60.0)
     assert heart.limit(patience) == 60.0, "starting"
     for step in (1, 2, 3):
         now[0] += 0.5
@@ -242,5 +254,5 @@ def test_the_patience_with_a_phase() -> None:
     assert heart.seconds == 3.0 and (heart.step, heart.phase) == (3, "fetch")
     heart.enter("save")
     assert heart.seconds == 0.0 and heart.limit(patience) == 60.0
-    fast = Patience(floor_seconds=30.0, factor=10.0, slow_seconds=10.0)
+    fast = HangTimeouts(floor_seconds=30.0, factor=10.0, slow_seconds=10.0)
     assert heart.limit(fast) == 30.0

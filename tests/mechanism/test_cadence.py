@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from runner.cadence import Auto, Fixed, journalled, num_failures
-from runner.check import check
-from runner.compose import compose
-from runner.error import ConfigError
-from runner.policy.history import History, Incident
-from runner.policy.interval import IntervalRules
+from runner.config.compose import compose
+from runner.config.validate import check
+from runner.policy.decision.history import History, Incident
+from runner.policy.retention.interval import IntervalRules
+from runner.system.error import ConfigError
+from runner.train.save_schedule import AutoInterval, FixedInterval, journalled, num_failures
 
 RULES = IntervalRules(clean_after=5, most=40, prior_seconds=86400.0)
 
 
-def auto(history: History, told: list[Any], *, updates: int = 0, rank: int = 0) -> Auto:
+def auto(history: History, told: list[Any], *, updates: int = 0, rank: int = 0) -> AutoInterval:
     """One rank's; ``told`` is what rank 0 says, in order."""
 
     def from_first(value: Any) -> Any:
@@ -25,7 +25,7 @@ def auto(history: History, told: list[Any], *, updates: int = 0, rank: int = 0) 
             return value
         return told.pop(0)
 
-    return Auto(
+    return AutoInterval(
         rules=RULES,
         updates=updates,
         history=history,
@@ -35,7 +35,7 @@ def auto(history: History, told: list[Any], *, updates: int = 0, rank: int = 0) 
     )
 
 
-def drive(one: Auto, first: int, last: int, seconds: float) -> list[int]:
+def drive(one: AutoInterval, first: int, last: int, seconds: float) -> list[int]:
     """Run these updates; returns those at which it saved."""
     saved = []
     for updates in range(first, last + 1):
@@ -94,7 +94,7 @@ def test_an_incarnation_crashes_once_however_often_it_is_told() -> None:
 
 
 def test_a_fixed_interval_falls_on_its_multiples() -> None:
-    assert [step for step in range(1, 31) if Fixed(10).is_due(step)] == [10, 20, 30]
+    assert [step for step in range(1, 31) if FixedInterval(10).is_due(step)] == [10, 20, 30]
 
 
 @pytest.mark.parametrize("value", ["often", "2.5", "true", "0", "-3", "[1]", "null", "Auto"])

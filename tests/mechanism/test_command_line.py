@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from runner.__main__ import main
-from runner.compose import compose, fields, flat, from_yaml, packaged_configs
-from runner.config import RunConfig
+from runner.config.compose import compose, fields, flat, from_yaml, packaged_configs
+from runner.config.schema import RunConfig
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 OTHER_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -31,15 +30,8 @@ Command = Callable[..., Said]
 
 def process(*arguments: str, **environment: str) -> Said:
     """``python -m runner`` as a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    told = [sys.executable, "-m", "runner", *arguments]
+    done = warm.finished(told, env=environment, timeout=120)
     return Said(done.returncode, done.stdout, done.stderr)
 
 

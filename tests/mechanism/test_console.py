@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.observe.console import Console, Progress, duration
-from runner.policy.history import Incident
+from runner.observe.console import Console, Progress, Working, duration
+from runner.policy.decision.history import Incident
+from runner.system import log
 
 PROGRESS = Progress(
     step=1,
@@ -40,6 +41,11 @@ INCIDENT = Incident(
     samples=(400, 432),
     sample_ids=("a.py bytes 0-9", "b.py [bold]", "c.py"),
 )
+
+
+@pytest.fixture(autouse=True)
+def said_as_text() -> None:
+    log.begin(as_json=False, rank=0)
 
 
 @pytest.mark.parametrize(
@@ -238,3 +244,29 @@ def test_the_live_line_is_gone_at_the_end(on_terminal: Callable[..., str]) -> No
     shown = screen(on_terminal(work))
     assert not [line for line in shown if line.startswith("step ")]
     assert shown[0] == "done" and "60" in shown[2]
+
+
+def test_long_work_has_a_bar_a_rate_and_an_end() -> None:
+    now = [0.0]
+    working = Working("tokenising", clock=lambda: now[0])
+    assert working.text(1 << 30, 4 << 30) == (
+        "tokenising [######------------------] 25%  1.00 of 4.00 GiB"
+    )
+    now[0] = 64.0
+    assert working.text(2 << 30, 4 << 30) == (
+        "tokenising [############------------] 50%  2.00 of 4.00 GiB  16 MiB/s  ETA 2m08s"
+    )
+
+
+def test_a_log_gets_a_line_of_long_work_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(Working.__init__, "__defaults__", (lambda: now[0],))
+    console, silent = Console(silent=False, every=1), Console(silent=True, every=1)
+    for second in range(100):
+        now[0] = float(second)
+        console.work("tokenising", second, 100)
+        silent.work("tokenising", second, 100)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("] ")[1].split(" ")[0] for line in lines] == ["30%", "60%", "90%"]

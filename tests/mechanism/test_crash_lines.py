@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from runner.dist.evidence import Report, write_report
-from runner.rundir import RunDir
-from runner.watch.crash import unexplained
+from runner.health.crash_log import unexplained
+from runner.health.rank_report import Report, write_report
+from runner.run_dir.paths import RunDir
 
 
 def start(number: int) -> dict[str, Any]:

@@ -27,16 +27,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from runner import files, resume
 from runner.checkpoint import ring as ring_module
-from runner.checkpoint import store
+from runner.checkpoint.disk import directory
+from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.store import RingStore
-from runner.error import RunnerError
-from runner.files import file_digest, sync_directory, write_durably, write_json
-from runner.observe.lines import LineFile
-from runner.policy.history import History, Incident
-from runner.policy.ring import Record, State
+from runner.policy.decision.history import History, Incident
+from runner.policy.retention.records import Record, State
+from runner.startup import resume
+from runner.system import files, json_lines
+from runner.system.error import RunnerError
+from runner.system.files import file_digest, sync_directory, write_durably, write_json
+from runner.system.json_lines import LineFile
 from tests.crash_world import Promises, World, check
 from tests.model_fs import All, AllBut, Chooser, Dice, Disk, Fact, Trace, after_crash, key, lay_out
 
@@ -199,38 +200,39 @@ def test_nothing_promised_is_lost_in_many_states(disk: Path, seed: int) -> None:
 # The same with one care less: each must be noticed
 
 SYNCS = {
-    "replace_for_writing<lines.__init__": "a journal taken over is whole",
-    "sync_directory<replace_for_writing<lines.__init__": "and in its place",
-    "lines.append": "a journal line",
-    "lines.sync": "the metrics up to a checkpoint",
+    "replace_for_writing<json_lines._open": "a journal taken over is whole",
+    "sync_directory<replace_for_writing<json_lines._open": "and in its place",
+    "json_lines._sync": "a journal line, and the metrics up to a checkpoint",
     "shards.write_rank_file": "a rank's bytes",
-    "write_durably<write_json<store.commit": "the manifest's bytes",
-    "sync_directory<write_durably<write_json<store.commit": "the names in a checkpoint",
-    "sync_directory<store._publish": "a checkpoint's own name",
-    "write_durably<store._publish": "the marker's bytes",
-    "sync_directory<write_durably<store._publish": "the marker's name",
-    "sync_directory<write_durably<store.mark": "CLEAN and TAINTED",
-    "sync_directory<store.remove": "the marker goes first",
-    "sync_directory<fence._claim": "an incarnation's number",
-    "sync_directory<make_folder<fence.take": "and its folder's name",
-    "sync_directory<make_folder<rundir.create": "the run's own name",
+    "write_durably<write_json<directory.commit": "the manifest's bytes",
+    "sync_directory<write_durably<write_json<directory.commit": "the names in a checkpoint",
+    "sync_directory<directory._publish": "a checkpoint's own name",
+    "write_durably<directory._publish": "the marker's bytes",
+    "sync_directory<write_durably<directory._publish": "the marker's name",
+    "sync_directory<write_durably<directory.mark": "CLEAN and TAINTED",
+    "sync_directory<directory.remove": "the marker goes first",
+    "sync_directory<lease._claim": "an incarnation's number",
+    "sync_directory<make_folder<lease.take": "and its folder's name",
+    "sync_directory<make_folder<paths.create": "the run's own name",
 }
 # Noticed by nobody, and why that is right.
 HARMLESS = {
-    "fence._claim": "a claim that cannot be read is waited for like any other",
-    "write_durably<store.mark": "the file is empty: there are no bytes to lose",
+    "lease._claim": "a claim that cannot be read is waited for like any other",
+    "write_durably<directory.mark": "the file is empty: there are no bytes to lose",
     "write_durably<write_json<shards.write_rank_file": "the note is read by the same incarnation",
     "sync_directory<write_durably<write_json<shards.write_rank_file": "on one machine the "
     "manifest's does the same; on several each has to sync its own names",
-    "sync_directory<remove_folder<store.remove": "a folder that comes back has no marker",
-    "sync_directory<remove_folder<store.sweep": "the same",
+    "sync_directory<remove_folder<directory.remove": "a folder that comes back has no marker",
+    "sync_directory<remove_folder<directory.sweep": "the same",
 }
 
 
 def test_every_sync_is_accounted_for(disk: Path) -> None:
     """A new fsync belongs into one of the lists, and one that is gone out of them."""
     _, _, sites = explore(disk, many=False, stride=40)
-    assert sites | {"sync_directory<remove_folder<store.sweep"} == SYNCS.keys() | HARMLESS.keys()
+    assert (
+        sites | {"sync_directory<remove_folder<directory.sweep"} == SYNCS.keys() | HARMLESS.keys()
+    )
 
 
 @pytest.mark.parametrize("site", SYNCS)
@@ -245,23 +247,23 @@ def explore_until_noticed(disk: Path, deaf: tuple[str, ...] = ()) -> None:
         explore(disk / str(seed), many=True, seed=seed, deaf=deaf)
 
 
-def marker_before_rename(self: RingStore, manifest: Manifest) -> None:
+def marker_before_rename(self: CheckpointDirectory, manifest: Manifest) -> None:
     writing = self.writing_folder(manifest.serial)
-    write_json(writing / store.MANIFEST, manifest.to_json())
-    write_durably(writing / store.COMMITTED, file_digest(writing / store.MANIFEST).encode())
+    write_json(writing / directory.MANIFEST, manifest.to_json())
+    write_durably(writing / directory.COMMITTED, file_digest(writing / directory.MANIFEST).encode())
     writing.rename(self.folder_of(_record(manifest)))
     sync_directory(self.folder)
 
 
-def marker_before_manifest(self: RingStore, manifest: Manifest) -> None:
+def marker_before_manifest(self: CheckpointDirectory, manifest: Manifest) -> None:
     writing = self.writing_folder(manifest.serial)
     final = self.folder_of(_record(manifest))
     writing.rename(final)
     sync_directory(self.folder)
     text = json.dumps(manifest.to_json(), allow_nan=False, indent=1, sort_keys=True) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
-    write_durably(final / store.COMMITTED, digest.encode())
-    write_json(final / store.MANIFEST, manifest.to_json())
+    write_durably(final / directory.COMMITTED, digest.encode())
+    write_json(final / directory.MANIFEST, manifest.to_json())
 
 
 def _record(manifest: Manifest) -> Record:
@@ -273,9 +275,9 @@ def _record(manifest: Manifest) -> Record:
     )
 
 
-def marker_deleted_last(self: RingStore, record: Record) -> None:
+def marker_deleted_last(self: CheckpointDirectory, record: Record) -> None:
     folder = self.folder_of(record)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == store.COMMITTED):
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == directory.COMMITTED):
         path.unlink()
         sync_directory(folder)
     files.remove_folder(folder)
@@ -289,15 +291,13 @@ def in_place(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
-def journal_in_place(self: LineFile, path: Path, *, length: int, check: Any) -> None:
+def lines_in_place(path: Path, *, length: int, check: Any) -> None:
     data = path.read_bytes()[:length] if path.exists() else b""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     sync_directory(path.parent)
-    self._path = path
-    self._file = path.open("ab")
 
 
 def line_after_effect(self: World) -> None:
@@ -326,18 +326,18 @@ def keeps_nothing(records: Any, *, keep: int, keep_every: int) -> list[Record]:
 
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
-    "the marker before the rename": (RingStore, "commit", marker_before_rename),
-    "the marker before the manifest": (RingStore, "commit", marker_before_manifest),
-    "the marker deleted last": (RingStore, "remove", marker_deleted_last),
-    "files overwritten in place": (store, "write_durably", in_place),
-    "the journal taken over in place": (LineFile, "__init__", journal_in_place),
+    "the marker before the rename": (CheckpointDirectory, "commit", marker_before_rename),
+    "the marker before the manifest": (CheckpointDirectory, "commit", marker_before_manifest),
+    "the marker deleted last": (CheckpointDirectory, "remove", marker_deleted_last),
+    "files overwritten in place": (directory, "write_durably", in_place),
+    "the journal taken over in place": (json_lines, "replace_for_writing", lines_in_place),
     "a rollback in effect before its line": (World, "roll_back", line_after_effect),
     "the last clean checkpoint retired": (ring_module, "retire", keeps_nothing),
-    "nothing swept": (RingStore, "sweep", lambda self: []),
+    "nothing swept": (CheckpointDirectory, "sweep", lambda self: []),
     "what a rollback left is used": (History, "abandoned_serials", lambda self: set()),
     "what a mismatch left is used": (History, "distrusts", lambda self, record: False),
     "numbers given out again": (resume, "_serial_in", lambda line: 0),
-    "metrics not synced with a save": (LineFile, "sync", lambda self: self._file.tell()),
+    "metrics not synced with a save": (LineFile, "sync", lambda self: self.num_bytes()),
 }
 
 
@@ -410,7 +410,7 @@ class Crashes(RuleBasedStateMachine):
         world = self.life.world
         good = max(world.begin, world.state.step - back)
         usable = [r for r in world.ring.records if r.state is not State.tainted]
-        if any(record.step <= good for record in usable):  # runner.check sees to it
+        if any(record.step <= good for record in usable):  # runner.config.validate sees to it
             self.life.do(lambda w: w.distrust(good))
             self.is_over = True  # the run ends with it
 

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
+import shutil
 import struct
+import sys
+import tracemalloc
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from runner.data.dataset import Dataset, Sample, adapt, fingerprint_files, spread
+from runner.data.dataset import Dataset, fingerprint_files, spread
 from runner.data.megatron import open_megatron
 from runner.data.synthetic import SyntheticLanguage
-from runner.data.text import open_text
+from runner.data.text import TextSource, open_text
 from runner.data.tokens import open_tokens
-from runner.error import DataError
+from runner.system.error import DataError
 
 SUFFIXES = (".py", ".txt")
 
 
 def text(tmp_path: Path, *paths: Path, **changes: Any) -> Dataset:
+    windows = {"seq_len": 4, "isolate_documents": False}
+    windows |= {name: changes.pop(name) for name in list(changes) if name in windows}
+    return open_text(source(tmp_path, *paths, **changes), **windows)
+
+
+def source(tmp_path: Path, *paths: Path, **changes: Any) -> TextSource:
     settings: dict[str, Any] = {
         "paths": [str(path) for path in paths],
         "suffixes": SUFFIXES,
         "tokenizer": None,
-        "seq_len": 4,
-        "isolate_documents": False,
         "cache": tmp_path / "cache",
     }
-    return open_text(**settings | changes)
+    return TextSource(**settings | changes)
 
 
 def tokens(*paths: Path | str, **changes: Any) -> Dataset:
@@ -245,7 +253,6 @@ class TestTokenizer:
         [
             ({"?": 0, "one": 1, "two": 2, "</s>": 3}, 4, 3),
             ({"?": 0, "one": 1, "two": 2, "[SEP]": 3, "<|endoftext|>": 4}, 5, 4),
-            ({"?": 0, "one": 1, "two": 2}, 4, 3),
             ({"?": 0, "one": 1, "two": 2, "</s>": 70_000}, 70_001, 70_000),
         ],
     )
@@ -265,13 +272,16 @@ class TestTokenizer:
         assert sample.tokens.tolist() == [1, 2, end, 2, 0, 1, end]
         assert sample.segments is not None
         assert sample.segments.tolist() == [0, 0, 0, 1, 1, 1, 1]
-        assert dataset.describe(0) == "a.py tokens 0-3, b.py tokens 0-4"
+        assert dataset.describe(0) == "a.py tokens 0-2, b.py tokens 0-3"
 
     def test_another_tokenizer_is_another_corpus(self, tmp_path: Path) -> None:
         root = folder(tmp_path, a="one two one two")
         first, second = (
-            text(tmp_path, root, tokenizer=self.tokenizer(tmp_path, vocab))
-            for vocab in ({"?": 0, "one": 1, "two": 2}, {"?": 0, "one": 1, "two": 3})
+            text(tmp_path, root, tokenizer=self.tokenizer(tmp_path, vocab), end_token=size)
+            for size, vocab in (
+                (3, {"?": 0, "one": 1, "two": 2}),
+                (4, {"?": 0, "one": 1, "two": 3}),
+            )
         )
         assert first[0].tokens.tolist() == [1, 2, 1, 2, 3]
         assert second[0].tokens.tolist() == [1, 3, 1, 3, 4]
@@ -280,7 +290,7 @@ class TestTokenizer:
     def test_long_files_are_not_cut_inside_a_word(self, tmp_path: Path) -> None:
         root = folder(tmp_path, a="one three\n" * 110_000)  # 1 MiB ends inside "three"
         name = self.tokenizer(tmp_path, {"?": 0, "one": 1, "three": 2})
-        found = text(tmp_path, root, tokenizer=name, seq_len=220_000)[0].tokens
+        found = text(tmp_path, root, tokenizer=name, seq_len=220_000, end_token=3)[0].tokens
         assert np.bincount(found).tolist() == [0, 110_000, 110_000, 1]
 
     @pytest.mark.parametrize("contents", [None, "", "{}", "[1", '{"model": {}}'])
@@ -292,16 +302,340 @@ class TestTokenizer:
         refused(lambda: text(tmp_path, root, tokenizer=str(path)), f"data.tokenizer={path}")
 
 
+class TestMarks:
+    """Which token ends a document, and which begins it."""
+
+    VOCAB: ClassVar[dict[str, int]] = {"?": 0, "one": 1, "two": 2, "<eod>": 3, "<go>": 4, "</s>": 5}
+
+    def make(self, tmp_path: Path, vocab: dict[str, int] | None = None, **beside: Any) -> Path:
+        """A tokenizer's folder; ``beside``: NAME of NAME.json and what it holds."""
+        root = tmp_path / "tokenizer"
+        root.mkdir()
+        made = Path(TestTokenizer.tokenizer(tmp_path, vocab or self.VOCAB))
+        made.rename(root / "tokenizer.json")
+        for name, tree in beside.items():
+            (root / f"{name}.json").write_text(tree if isinstance(tree, str) else json.dumps(tree))
+        return root
+
+    def opened(self, tmp_path: Path, tokenizer: Path, **changes: Any) -> Dataset:
+        root = folder(tmp_path, a="one two", b="two one")
+        return text(tmp_path, root, tokenizer=str(tokenizer), **{"seq_len": 5} | changes)
+
+    @pytest.mark.parametrize(
+        "beside",
+        [
+            {"tokenizer_config": {"eos_token": "<eod>"}},
+            {"tokenizer_config": {"eos_token": {"content": "<eod>", "lstrip": False}}},
+            {"special_tokens_map": {"eos_token": "<eod>"}},
+            {
+                "tokenizer_config": {"eos_token": None},
+                "special_tokens_map": {"eos_token": {"content": "<eod>"}},
+            },
+            {
+                "tokenizer_config": {"eos_token": "<eod>"},
+                "special_tokens_map": {"eos_token": "</s>"},
+            },
+        ],
+    )
+    @pytest.mark.parametrize("as_folder", [True, False])
+    def test_the_files_beside_say_it(
+        self, tmp_path: Path, beside: dict[str, Any], as_folder: bool
+    ) -> None:
+        root = self.make(tmp_path, **beside)
+        dataset = self.opened(tmp_path, root if as_folder else root / "tokenizer.json")
+        assert dataset.vocab_size == 6
+        assert dataset[0].tokens.tolist() == [1, 2, 3, 2, 1, 3]
+
+    @pytest.mark.parametrize("asked", ["<eod>", 3])
+    def test_the_setting_goes_before_the_files(self, tmp_path: Path, asked: Any) -> None:
+        root = self.make(tmp_path, tokenizer_config={"eos_token": "</s>"})
+        dataset = self.opened(tmp_path, root, end_token=asked)
+        assert dataset[0].tokens.tolist() == [1, 2, 3, 2, 1, 3]
+
+    def test_an_unknown_end_is_asked_for_and_none_is_made_up(self, tmp_path: Path) -> None:
+        root = self.make(tmp_path, {"?": 0, "one": 1, "two": 2, "<eod>": 3})
+        words = (
+            "does not say which token ends a document",
+            "tokenizer_config.json",
+            "data.end_token",
+        )
+        refused(lambda: self.opened(tmp_path, root), *words, "data.end_token=4", "release 0.1")
+        as_before = self.opened(tmp_path, root, end_token=4)
+        assert as_before.vocab_size == 5
+        assert as_before[0].tokens.tolist() == [1, 2, 4, 2, 1, 4]
+
+    @pytest.mark.parametrize("asked", ["<go>", 4])
+    def test_a_begin_token(self, tmp_path: Path, asked: Any) -> None:
+        root = self.make(tmp_path)
+        dataset = self.opened(tmp_path, root, begin_token=asked, seq_len=7, isolate_documents=True)
+        sample = dataset[0]
+        assert sample.tokens.tolist() == [4, 1, 2, 5, 4, 2, 1, 5]
+        assert sample.segments is not None and sample.segments.tolist() == [0] * 4 + [1] * 4
+        assert dataset.describe(0) == "a.py tokens 0-2, b.py tokens 0-2"
+
+    @pytest.mark.parametrize(
+        ("told", "begins"),
+        [
+            ({"bos_token": "<go>", "add_bos_token": True}, True),
+            ({"bos_token": "<go>", "add_bos_token": False}, False),
+            ({"bos_token": "<go>"}, False),
+            ({"bos_token": None}, False),
+        ],
+    )
+    def test_the_files_say_whether_there_is_a_begin(
+        self, tmp_path: Path, told: dict[str, Any], begins: bool
+    ) -> None:
+        root = self.make(tmp_path, tokenizer_config=told)
+        first = self.opened(tmp_path, root)[0].tokens.tolist()
+        assert first == ([4, 1, 2, 5, 4, 2] if begins else [1, 2, 5, 2, 1, 5])
+        without = self.opened(tmp_path, root, begin_token="")
+        assert without[0].tokens.tolist() == [1, 2, 5, 2, 1, 5]
+
+    def test_a_tokenizer_that_begins_texts_itself_is_taken_at_its_word(
+        self, tmp_path: Path
+    ) -> None:
+        tokenizers = pytest.importorskip("tokenizers")
+        root = self.make(tmp_path, tokenizer_config={"bos_token": "<go>", "eos_token": "<eod>"})
+        made = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
+        made.add_special_tokens(["<go>", "<eod>"])
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<go> $A", special_tokens=[("<go>", 4)]
+        )
+        made.save(str(root / "tokenizer.json"))
+        assert self.opened(tmp_path, root)[0].tokens.tolist() == [4, 1, 2, 3, 4, 2]
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"end_token": "<eos>"}, ["data.end_token=<eos>", "no token", "<eod>"]),
+            ({"end_token": 7}, ["data.end_token=7", "0 to 5"]),
+            ({"end_token": -1}, ["data.end_token=-1", "0 to 5"]),
+            ({"begin_token": 6}, ["data.begin_token=6", "0 to 5"]),
+            ({"tokenizer": None, "end_token": 9}, ["without data.tokenizer", "256"]),
+        ],
+    )
+    def test_marks_that_are_none(
+        self, tmp_path: Path, changes: dict[str, Any], words: list[str]
+    ) -> None:
+        root = self.make(tmp_path)
+        corpus = folder(tmp_path, a="one two")
+        refused(lambda: text(tmp_path, corpus, **{"tokenizer": str(root)} | changes), *words)
+
+    @pytest.mark.parametrize(
+        ("told", "words"),
+        [
+            ({"eos_token": "<none>"}, ["names '<none>'", "data.end_token"]),
+            ({"eos_token": 3}, ["eos_token is 3"]),
+            ({"eos_token": {"id": 3}}, ["eos_token"]),
+            ("[1", ["cannot be read as JSON"]),
+            ("[1]", ["no JSON object"]),
+        ],
+    )
+    def test_files_beside_that_make_no_sense(
+        self, tmp_path: Path, told: Any, words: list[str]
+    ) -> None:
+        root = self.make(tmp_path, tokenizer_config=told)
+        refused(lambda: self.opened(tmp_path, root), "tokenizer_config.json", *words)
+
+    def test_a_folder_without_a_tokenizer(self, tmp_path: Path) -> None:
+        root = self.make(tmp_path)
+        (root / "tokenizer.json").rename(root / "vocab.json")
+        refused(lambda: self.opened(tmp_path, root), f"data.tokenizer={root}", "tokenizer.json")
+
+    def test_a_trained_tokenizer_in_batches_gives_what_it_gives_one_by_one(
+        self, tmp_path: Path
+    ) -> None:
+        tokenizers = pytest.importorskip("tokenizers")
+        words = [f"word{number % 97} and {number}" for number in range(3000)]
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<unk>", "<eod>"], show_progress=False
+        )
+        made.train_from_iterator(words, trainer)
+        made.save(str(tmp_path / "tokenizer.json"))
+        lines = [json.dumps({"text": line}) for line in words]
+        path = tmp_path / "a.jsonl"
+        path.write_text("\n".join(lines))
+        expected = [
+            token
+            for line in words
+            for token in [*made.encode(line, add_special_tokens=False).ids, 1]
+        ]
+        dataset = text(
+            tmp_path,
+            path,
+            tokenizer=str(tmp_path),
+            end_token="<eod>",
+            seq_len=len(expected) - 1,
+            isolate_documents=True,
+        )
+        assert dataset[0].tokens.tolist() == expected
+        assert dataset[0].segments is not None and dataset[0].segments[-1] == len(words) - 1
+
+
+class TestJsonLines:
+    @staticmethod
+    def lines(path: Path, *values: Any) -> Path:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(json.dumps(value) + "\n" for value in values))
+        return path
+
+    @staticmethod
+    def compress(path: Path, ending: str) -> Path:
+        made = path.with_name(path.name + ending)
+        if ending == ".gz":
+            made.write_bytes(gzip.compress(path.read_bytes()))
+        else:
+            library = pytest.importorskip("zstandard")
+            half = len(path.read_bytes()) // 2  # two frames, as tools that append leave them
+            parts = path.read_bytes()[:half], path.read_bytes()[half:]
+            made.write_bytes(
+                b"".join(
+                    library.ZstdCompressor(write_checksum=True).compress(part) for part in parts
+                )
+            )
+        path.unlink()
+        return made
+
+    def test_a_document_a_line(self, tmp_path: Path) -> None:
+        path = self.lines(
+            tmp_path / "a.jsonl", {"text": "hel"}, {"id": 1, "text": "é"}, {"text": ""}
+        )
+        dataset = text(tmp_path, path, seq_len=7, isolate_documents=True)
+        sample = dataset[0]
+        assert sample.tokens.tolist() == [*b"hel", 256, *"é".encode(), 256, 256]
+        assert sample.segments is not None
+        assert sample.segments.tolist() == [0, 0, 0, 0, 1, 1, 1, 2]
+
+    def test_another_field(self, tmp_path: Path) -> None:
+        path = self.lines(tmp_path / "a.jsonl", {"text": "no", "content": "yes!"})
+        assert text(tmp_path, path, field="content")[0].tokens.tolist() == [*b"yes!", 256]
+        assert text(tmp_path, path, seq_len=2)[0].tokens.tolist() == [*b"no", 256]
+
+    def test_without_a_field_the_file_is_text(self, tmp_path: Path) -> None:
+        path = self.lines(tmp_path / "a.jsonl", {"text": "x"})
+        assert bytes(text(tmp_path, path, field=None)[0].tokens.tolist()) == b'{"tex'
+
+    @pytest.mark.parametrize("ending", [".gz", ".zst"])
+    def test_compressed(self, tmp_path: Path, ending: str) -> None:
+        values = [{"text": f"document {number}"} for number in range(2000)]
+        plain = self.lines(tmp_path / "x" / "a.jsonl", *values)
+        expected = text(tmp_path, plain, seq_len=9999)[0].tokens.tolist()
+        self.compress(plain, ending)
+        (tmp_path / "x" / "b.txt.gz").write_text("not read")
+        found = text(tmp_path, tmp_path / "x", seq_len=9999, suffixes=(".jsonl",))
+        assert found[0].tokens.tolist() == expected
+        assert found.describe(0).startswith(f"a.jsonl{ending} lines 1-")
+
+    @pytest.mark.parametrize("ending", [".gz", ".zst"])
+    @pytest.mark.parametrize("damage", ["cut", "flipped"])
+    def test_damaged_compressed_files(self, tmp_path: Path, ending: str, damage: str) -> None:
+        values = [{"text": os.urandom(30).hex()} for _ in range(500)]
+        path = self.compress(self.lines(tmp_path / "a.jsonl", *values), ending)
+        data = bytearray(path.read_bytes())
+        if damage == "cut":
+            data = data[:-20]
+        else:
+            data[len(data) // 3] ^= 0xFF
+        path.write_bytes(data)
+        refused(lambda: text(tmp_path, path), str(path))
+        assert not list((tmp_path / "cache").iterdir()), "nothing is left of it"
+
+    def test_the_missing_library_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "zstandard", None)
+        path = tmp_path / "a.jsonl.zst"
+        path.write_bytes(b"x")
+        refused(lambda: text(tmp_path, path), str(path), "pip install zstandard")
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ('{"tex": "a"}', ["has no 'text'", "'tex'", "data.field"]),
+            ('{"text": 5}', ["is int, no string"]),
+            ('{"text": null}', ["is NoneType, no string"]),
+            ('["text"]', ["no JSON object but list"]),
+            ('{"text": "a"', ["is not JSON"]),
+            ("plain words", ["is not JSON"]),
+            ("", ["is empty"]),
+            ("[" * 100_000, ["is not JSON"]),
+        ],
+    )
+    def test_a_line_without_a_document(self, tmp_path: Path, line: str, words: list[str]) -> None:
+        path = self.lines(tmp_path / "a.jsonl", *[{"text": "fine"}] * 2)
+        path.write_text(path.read_text() + line + "\n" + json.dumps({"text": "fine"}) + "\n")
+        refused(lambda: text(tmp_path, path), f"{path} line 3", *words)
+        assert not list((tmp_path / "cache").iterdir()), "nothing is left of it"
+
+    def test_a_line_that_is_no_utf8(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(b'{"text": "\xff\xfe"}\n')
+        refused(lambda: text(tmp_path, path), f"{path} line 1", "is not JSON")
+
+    def test_half_a_character_in_an_escape(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        path.write_text('{"text": "ab\\ud800cd"}\n')
+        assert text(tmp_path, path)[0].tokens.tolist() == [*b"ab?cd"]
+
+    def test_describe_gives_file_and_lines(self, tmp_path: Path) -> None:
+        root = tmp_path / "x"
+        self.lines(root / "a.jsonl", {"text": "abc"}, {"text": "defghij"}, {"text": "k"})
+        (root / "b.txt").write_text("lmn")
+        dataset = text(tmp_path, root, suffixes=(".jsonl", ".txt"))
+        # a b c end | d e f g | h i j end | k end l m
+        assert [dataset.describe(index) for index in range(len(dataset))] == [
+            "a.jsonl lines 1-2 (from bytes 0 of the first to 1 of the last)",
+            "a.jsonl line 2 bytes 0-5",
+            "a.jsonl lines 2-3 (from bytes 4 of the first to 1 of the last)",
+            "a.jsonl line 3 bytes 0-1, b.txt bytes 0-3",
+        ]
+
+    def test_thousands_of_documents_are_found_by_their_table(self, tmp_path: Path) -> None:
+        lengths = [number % 5 for number in range(5000)]
+        path = self.lines(tmp_path / "a.jsonl", *[{"text": "x" * length} for length in lengths])
+        dataset = text(tmp_path, path, seq_len=3, isolate_documents=True)
+        owner = np.repeat(np.arange(5000), np.array(lengths) + 1)
+        for index in [0, 1, 1023, 1024, 1025, 2048, 3000, len(dataset) - 1]:
+            window = owner[index * 3 : index * 3 + 4]
+            segments = dataset[index].segments
+            assert segments is not None
+            assert segments.tolist() == (window - window[0]).tolist()
+            lines = (
+                f"{window[0] + 1}"
+                if window[0] == window[-1]
+                else f"{window[0] + 1}-{window[-1] + 1}"
+            )
+            assert dataset.describe(index).split(" ")[2] == lines
+        assert len(bytes(ForkingPickler.dumps(dataset))) < 4000
+
+    def test_a_long_document_is_read_in_pieces_and_stays_one(self, tmp_path: Path) -> None:
+        long = "some words\n" * 300_000
+        path = self.lines(tmp_path / "a.jsonl", {"text": long}, {"text": "short"})
+        dataset = text(tmp_path, path, seq_len=len(long) + 6, isolate_documents=True)
+        tokens, segments = dataset[0].tokens, dataset[0].segments
+        assert bytes(tokens[: len(long)].tolist()) == long.encode()
+        assert segments is not None and int(segments.sum()) == 6
+
+    def test_memory_is_bounded(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.jsonl"
+        with path.open("w") as out:
+            for _ in range(300):
+                out.write(json.dumps({"text": "0123456789abcdef" * 16_384}) + "\n")  # 256 KiB each
+        tracemalloc.start()
+        dataset = text(tmp_path, path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        # One batch of 16 MiB of text, its tokens in two bytes, and their copies on the way.
+        assert path.stat().st_size > 75 << 20 and peak < 140 << 20, peak
+        assert len(dataset) == (300 * (262_144 + 1) - 1) // 4
+
+
 def build_and_report(root: str, cache: str, go: Any, report: Any) -> None:
     go.wait()
-    dataset = open_text(
-        paths=[root],
-        suffixes=SUFFIXES,
-        tokenizer=None,
-        seq_len=4,
-        isolate_documents=False,
-        cache=Path(cache),
-    )
+    where = TextSource(paths=[root], suffixes=SUFFIXES, tokenizer=None, cache=Path(cache))
+    dataset = open_text(where, seq_len=4, isolate_documents=False)
     report.put((dataset.fingerprint(), [dataset[i].tokens.tolist() for i in range(len(dataset))]))
 
 
@@ -348,10 +682,9 @@ class TestCache:
         root = folder(tmp_path, a="12345")
         rename = os.rename
 
-        def after_another(source: Path, target: Path) -> None:
-            monkeypatch.setattr(os, "rename", rename)
-            text(tmp_path, root)
-            rename(source, target)
+        def after_another(draft: Path, target: Path) -> None:
+            shutil.copytree(draft, target)  # as one that had no claim, or lost it, would publish
+            rename(draft, target)
 
         monkeypatch.setattr(os, "rename", after_another)
         assert text(tmp_path, root)[0].tokens.tolist() == [*b"12345"]
@@ -588,11 +921,11 @@ class TestTokens:
         refused(lambda: tokens(tmp_path), f"data.path={tmp_path}")
 
     @pytest.mark.parametrize(
-        "array", [np.zeros((3, 3), dtype="u2"), np.zeros(9), np.array(["a"] * 9)]
+        "array", [np.zeros((3, 3, 3), dtype="u2"), np.zeros(9), np.array(["a"] * 9)]
     )
     def test_npy_that_holds_no_ids(self, tmp_path: Path, array: Any) -> None:
         np.save(tmp_path / "a.npy", array)
-        refused(lambda: tokens(tmp_path / "a.npy"), "a.npy", "one dimension of integers")
+        refused(lambda: tokens(tmp_path / "a.npy"), "a.npy", "integers of one dimension")
 
     @pytest.mark.parametrize("change", [-1, 1])
     def test_npy_of_another_length(self, tmp_path: Path, change: int) -> None:
@@ -781,45 +1114,41 @@ class TestSynthetic:
         refused(lambda: self.language(**changes), f"data.{key}={value}")
 
 
-class TestAdapt:
-    class Described(list[Any]):
-        def describe(self, index: int) -> str:
-            return f"row {index} of the table"
+class TestTables:
+    """Two-dimensional .npy: rows are the samples."""
 
-        def fingerprint(self) -> str:
-            return "the owner's own"
-
-    @pytest.mark.parametrize(
-        "item",
-        [
-            [1, 2, 3],
-            np.array([1, 2, 3], dtype=np.uint8),
-            {"input_ids": [1, 2, 3]},
-            Sample(tokens=np.array([1, 2, 3]), segments=None),
-        ],
-        ids=["list", "array", "mapping", "sample"],
-    )
-    def test_items_of_each_kind(self, item: Any) -> None:
-        dataset = adapt([item], vocab_size=9, seq_len=2, name="mine")
-        assert dataset[0].tokens.tolist() == [1, 2, 3]
-        assert dataset[0].tokens.dtype == np.int64
-        assert dataset.vocab_size == 9
-        assert dataset.describe(0) == "mine sample 0"
+    def test_rows_are_samples(self, tmp_path: Path) -> None:
+        rows = np.arange(60, dtype=np.uint16).reshape(12, 5)
+        np.save(tmp_path / "a.npy", rows[:7])
+        np.save(tmp_path / "b.npy", rows[7:].astype(np.int32))
+        dataset = tokens(tmp_path / "a.npy", tmp_path / "b.npy", seq_len=4)
+        assert len(dataset) == 12
+        assert [dataset[i].tokens.tolist() for i in range(12)] == rows.tolist()
+        assert dataset.describe(8) == "b.npy row 1"
         with pytest.raises(IndexError):
-            dataset[1]
+            dataset[12]
+        wider = tokens(tmp_path / "a.npy", seq_len=6)
+        assert wider[1].tokens.tolist() == [5, 6, 7, 8, 9, 0, 0]
+        assert wider[1].labels.tolist() == [5, 6, 7, 8, 9, -100, -100]
+        prints = {each.fingerprint() for each in (dataset, wider, tokens(tmp_path / "b.npy"))}
+        assert len(prints) == 3
 
-    def test_its_own_words_are_used(self) -> None:
-        dataset = adapt(self.Described([[1, 2, 3]]), vocab_size=9, seq_len=2)
-        assert dataset.describe(0) == "row 0 of the table"
-        same = adapt(self.Described([[4, 5, 6]]), vocab_size=9, seq_len=2)
-        assert dataset.fingerprint() == same.fingerprint()
+    def test_what_is_no_table(self, tmp_path: Path) -> None:
+        np.save(tmp_path / "a.npy", np.zeros((3, 9), dtype=np.uint16))
+        np.save(tmp_path / "b.npy", np.zeros(9, dtype=np.uint16))
+        np.save(tmp_path / "c.npy", np.asfortranarray(np.zeros((3, 5), dtype=np.uint16)))
+        np.save(tmp_path / "d.npy", np.zeros((0, 5), dtype=np.uint16))
+        np.save(tmp_path / "e.npy", np.full((3, 5), 100, dtype=np.uint16))
+        refused(lambda: tokens(tmp_path / "a.npy"), "rows have 9 tokens", "data.seq_len=8")
+        refused(lambda: tokens(tmp_path / "a.npy", tmp_path / "b.npy"), "must be alike")
+        refused(lambda: tokens(tmp_path / "c.npy"), "by columns")
+        refused(lambda: tokens(tmp_path / "d.npy"), "no rows")
+        refused(lambda: tokens(tmp_path / "e.npy"), "id 100")
 
-    def test_default_fingerprint_sees_contents_and_length(self) -> None:
-        rows = [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]], [[1, 2, 3]], [[0, 2, 3], [4, 5, 6]]]
-        found = {adapt(each, vocab_size=9, seq_len=2).fingerprint() for each in rows}
-        assert len(found) == 4
-
-    def test_bad_items(self) -> None:
-        refused(lambda: adapt([], vocab_size=9, seq_len=2), "0 samples")
-        refused(lambda: adapt([[1, 2]], vocab_size=9, seq_len=2)[0], "sample 0", "data.seq_len=2")
-        refused(lambda: adapt([[1, 9, 3]], vocab_size=9, seq_len=2)[0], "sample 0", "id 9")
+    @pytest.mark.parametrize("dtype", ["int32", "uint64"])
+    def test_raw_files_of_more_types(self, tmp_path: Path, dtype: str) -> None:
+        np.arange(41).astype(dtype).tofile(tmp_path / "a.bin")
+        dataset = tokens(tmp_path / "a.bin", token_dtype=dtype)
+        assert dataset[9].tokens.tolist() == [36, 37, 38, 39, 40]
+        np.array([1, 2, -1, 3, 4]).astype(dtype).tofile(tmp_path / "bad.bin")
+        refused(lambda: tokens(tmp_path / "bad.bin", token_dtype=dtype), "bad.bin: token 2")

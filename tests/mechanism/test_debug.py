@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runner.dist.debug import debug_settings, set_debug
-from runner.dist.group import choose_device, end_group, start_group
-from runner.dist.launcher import place_from
+from runner.distributed.debug import debug_settings, set_debug
+from runner.distributed.env import place_from
+from runner.distributed.process_group import choose_device, end_group, start_group
+from tests import warm
 
 
 def test_what_the_user_set_is_kept() -> None:
@@ -27,13 +27,33 @@ def test_what_the_user_set_is_kept() -> None:
     assert "TORCH_DISTRIBUTED_DEBUG" not in effective
 
 
-@pytest.mark.parametrize(("kind", "named"), [("collectives", True), ("off", False)])
+@pytest.mark.parametrize(
+    ("told", "has_torchrun", "effective"),
+    [(None, True, "3"), ("1", True, "3"), ("1", False, "1"), ("2", True, "2"), ("3", True, "3")],
+)
+def test_torchruns_choice_is_not_the_users(
+    told: str | None, has_torchrun: bool, effective: str
+) -> None:
+    """It gives its workers 1, with which NCCL's recorder is gone before anybody reads it."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    environment = ({name: told} if told else {}) | (
+        {"TORCHELASTIC_RUN_ID": "none"} if has_torchrun else {}
+    )
+    wanted = debug_settings("off", subsystems="", folder=Path("debug"))
+    assert set_debug(environment, wanted)[name] == environment[name] == effective
+
+
+@pytest.mark.parametrize(("kind", "timed"), [("off", False), ("nccl", True), ("collectives", True)])
+def test_when_the_begin_on_the_device_is_recorded(kind: str, timed: bool) -> None:
+    settings = debug_settings(kind, subsystems="", folder=Path("debug"))
+    assert ("TORCH_NCCL_ENABLE_TIMING" in settings) == timed
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"), [("collectives", True), pytest.param("off", False, marks=pytest.mark.full)]
+)
 def test_another_shape_on_one_rank(kind: str, named: bool) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         __file__, kind],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+    done = warm.torchrun([__file__, kind], ranks=2, timeout=100)
     assert done.returncode != 0
     assert ("Detected mismatch between collectives" in done.stderr) == named, done.stderr[-3000:]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.assemble import engine as build_engine
-from runner.assemble import layout
+from runner.checkpoint import digest as digests
 from runner.checkpoint.digest import state_digest
-from runner.config import (
+from runner.config.schema import (
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -28,14 +26,20 @@ from runner.config import (
     RunConfig,
 )
 from runner.data.feed import NOT_COUNTED, MicroBatch
-from runner.dist.group import end_group, start_group
-from runner.dist.launcher import Place, place_from
+from runner.distributed.agreement import Ranks
+from runner.distributed.env import RankEnv, place_from
+from runner.distributed.process_group import end_group, start_group
 from runner.engine.fsdp import FsdpEngine
-from runner.engine.protocol import LocalSums, Work
-from runner.fault.inject import Disturbance
+from runner.engine.protocol import LocalSums, MicroStep
+from runner.fault.inject import Disturbance, FaultInjector
+from runner.fault.wrap import FaultyEngine
 from runner.model.decoder import Decoder, DecoderShape
 from runner.model.loss import sequence_losses
-from runner.policy.elastic import deal
+from runner.policy.batch_shards import shard_batch
+from runner.session.parts import engine as build_engine
+from runner.session.parts import layout
+from runner.session.state_digest import collect_digest
+from tests import warm
 from tests.mechanism.weights import set_initial_weights
 
 CPU = torch.device("cpu")
@@ -54,6 +58,19 @@ def group() -> Iterator[None]:
     start_group(ALONE, CPU, timeout_seconds=60)
     yield
     end_group()
+
+
+class Disturbing(FaultInjector):
+    """Does ``now`` to every micro-batch, if anything."""
+
+    has_any = True
+
+    def __init__(self, now: Disturbance | None = None) -> None:
+        super().__init__([], rank=0, markers=Path(os.devnull))
+        self.now = now
+
+    def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:
+        return self.now
 
 
 def settings(
@@ -77,13 +94,14 @@ def build(
     kind: ParallelKind = ParallelKind.fsdp,
     shape: DecoderShape = SHAPE,
     *,
-    place: Place = ALONE,
+    place: RankEnv = ALONE,
     bf16: bool = False,
     each_micro_batch: bool = True,
     shard: int | None = None,
+    faults: Disturbing | None = None,
 ) -> FsdpEngine:
     config = settings(kind, bf16=bf16, each_micro_batch=each_micro_batch, shard=shard)
-    return build_engine(config, shape, place, CPU)
+    return build_engine(config, shape, place, CPU, faults)
 
 
 def batch(rows: int = 6, *, seed: int = 0) -> MicroBatch:
@@ -111,10 +129,8 @@ def rows_of(whole: MicroBatch, rows: Sequence[int | None]) -> MicroBatch:
     )
 
 
-def works(
-    *batches: MicroBatch, seed: int = 0, disturbance: Disturbance | None = None
-) -> list[Work]:
-    return [Work(batch=one, seed=seed, disturbance=disturbance) for one in batches]
+def works(*batches: MicroBatch, seed: int = 0) -> list[MicroStep]:
+    return [MicroStep(batch=one, seed=seed) for one in batches]
 
 
 def apply(
@@ -253,12 +269,16 @@ def test_the_gradient_is_divided_by_the_scale() -> None:
 def test_a_skipped_update_leaves_every_bit(
     kind: ParallelKind, disturbance: Disturbance | None
 ) -> None:
-    engine, other = build(kind), build(kind)
+    faults = Disturbing()
+    engine, other = build(kind, faults=faults), build(kind)
+    assert isinstance(engine, FaultyEngine) and not isinstance(other, FaultyEngine)
     for one in (engine, other):
         one.accumulate(works(batch()))
         apply(one)
     before = state(engine)
-    sums = engine.accumulate(works(batch(seed=1), disturbance=disturbance))
+    faults.now = disturbance
+    sums = engine.accumulate(works(batch(seed=1)))
+    faults.now = None
     if disturbance is not None:
         assert sums.nonfinite.item() == 1.0
     apply(engine, skip=True)
@@ -311,8 +331,8 @@ def test_bf16_is_near() -> None:
     ],
 )
 def test_suspects_name_the_sequence(disturbance: Disturbance | None, bad: list[int]) -> None:
-    engine = build()
-    found = engine.accumulate(works(batch(), disturbance=disturbance)).sequences.told()
+    engine = build(faults=Disturbing(disturbance))
+    found = engine.accumulate(works(batch())).sequences.told()
     assert len(found.losses) == len(found.gradient_norms) == 6
     seen = zip(found.losses, found.gradient_norms, strict=True)
     assert [row for row, pair in enumerate(seen) if not all(map(math.isfinite, pair))] == bad
@@ -329,10 +349,9 @@ def test_suspects_of_two_micro_batches_stand_in_order() -> None:
 
 
 def test_a_spike_weighs_as_asked() -> None:
-    engine = build()
-    plain = engine.accumulate(works(batch()))
-    apply(engine, skip=True)
-    spiked = engine.accumulate(works(batch(), disturbance=Disturbance(loss_scale=(10.0,) * 6)))
+    plain = build().accumulate(works(batch()))
+    engine = build(faults=Disturbing(Disturbance(loss_scale=(10.0,) * 6)))
+    spiked = engine.accumulate(works(batch()))
     assert spiked.loss.item() == pytest.approx(10 * plain.loss.item(), rel=1e-5)
     assert spiked.grad_square.item() == pytest.approx(100 * plain.grad_square.item(), rel=1e-4)
     assert spiked.nonfinite.item() == 0.0
@@ -347,18 +366,20 @@ def test_evaluation_changes_nothing_and_drops_nothing() -> None:
     parts = [rows_of(whole, range(4)), rows_of(whole, [4, 5, None])]
     told = [engine.evaluate(parts) for _ in range(2)]
     assert same(state(engine), before)
-    assert told[0] == told[1]
-    assert told[0][1] == whole.num_counted
+    assert told[0].total == told[1].total and told[0].num_tokens == whole.num_counted
+    for one, two in zip(told[0].losses, told[1].losses, strict=True):
+        assert torch.equal(one, two)
     dropped = [engine.accumulate(works(whole, seed=seed)).loss.item() for seed in (1, 2)]
     assert dropped[0] != dropped[1]  # training mode is back
 
 
 def test_evaluation_is_the_training_loss_without_dropout() -> None:
     engine, whole = build(), batch()
-    total, count = engine.evaluate([whole])
-    assert total.dtype == torch.float64
-    assert total.item() == pytest.approx(engine.accumulate(works(whole)).loss.item(), rel=1e-6)
-    assert count == whole.num_counted
+    found, sums = engine.evaluate([whole]), engine.accumulate(works(whole))
+    assert found.total.dtype == torch.float64 and found.num_tokens == whole.num_counted
+    assert found.total.item() == pytest.approx(sums.loss.item(), rel=1e-6)
+    # Of each sequence by itself, so that a bad one can be named.
+    assert found.losses[0].tolist() == pytest.approx(sums.sequences.losses[0].tolist(), rel=1e-5)
 
 
 def test_dropout_repeats_with_its_seed() -> None:
@@ -371,6 +392,16 @@ def test_dropout_repeats_with_its_seed() -> None:
         apply(engine, skip=True)
         torch.rand(3)
     assert told[0] == told[2] != told[1]
+
+
+def test_what_is_loaded_needs_no_initial_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = build()
+    monkeypatch.setattr(FsdpEngine, "initialise", None)  # nobody asks for them
+    target = build_engine(settings(ParallelKind.fsdp), SHAPE, ALONE, CPU, has_weights=False)
+    for mine, theirs in zip(target.shards(), source.shards(), strict=True):
+        mine.local.copy_(theirs.local)
+    target.finish_load(source.update_counts())
+    assert isinstance(target, FsdpEngine) and same(state(target), state(source))
 
 
 def test_a_loaded_state_goes_on_bit_by_bit() -> None:
@@ -389,6 +420,22 @@ def test_a_loaded_state_goes_on_bit_by_bit() -> None:
     assert same(state(target), state(source))
 
 
+@pytest.mark.parametrize("kind", [ParallelKind.fsdp, ParallelKind.ddp])
+def test_a_head_in_parts_trains_as_the_plain_model(kind: ParallelKind) -> None:
+    """Also under FSDP2, which gathers the head's weight; and it evaluates alike."""
+    config = settings(kind)
+    config.model.loss_chunk_mib = 4 * SHAPE.vocab_size * 5 / (1 << 20)
+    engine, plain = build_engine(config, SHAPE, ALONE, CPU), Plain.build()
+    for step in range(2):
+        whole = batch(seed=step)
+        check_sums(engine.accumulate(works(whole)), plain.backward(whole))
+        apply(engine, scale=7.0)
+        plain.apply(scale=7.0)
+        check_weights(engine, plain)
+    whole = batch(seed=9)
+    assert engine.evaluate([whole]).total.item() == pytest.approx(plain.backward(whole)[0])
+
+
 @pytest.mark.parametrize(
     ("kind", "shard", "world", "expected"),
     [
@@ -402,7 +449,7 @@ def test_a_loaded_state_goes_on_bit_by_bit() -> None:
 def test_layouts(
     kind: ParallelKind, shard: int | None, world: int, expected: tuple[int, int]
 ) -> None:
-    place = Place(rank=0, world_size=world, local_rank=0, local_world_size=max(1, world // 2))
+    place = RankEnv(rank=0, world_size=world, local_rank=0, local_world_size=max(1, world // 2))
     made = layout(settings(kind, shard=shard), place)
     assert (made.replicas, made.shard_size) == expected
 
@@ -410,8 +457,8 @@ def test_layouts(
 # Several ranks: what each of them runs under torchrun
 
 
-def own_share(whole: MicroBatch, place: Place, micro_size: int) -> list[MicroBatch]:
-    rows = deal(len(whole.positions), micro_size, place.world_size, place.rank)
+def own_share(whole: MicroBatch, place: RankEnv, micro_size: int) -> list[MicroBatch]:
+    rows = shard_batch(len(whole.positions), micro_size, place.world_size, place.rank)
     return [rows_of(whole, part) for part in rows]
 
 
@@ -428,7 +475,22 @@ def check_shards(engine: FsdpEngine) -> None:
         assert torch.equal(held, torch.full_like(held, engine.replica[1]))
 
 
-def check_layout(engine: FsdpEngine, place: Place, shape: DecoderShape, micro_size: int) -> None:
+def check_sums_of_state(engine: FsdpEngine) -> None:
+    """The digest of a large state, made from shards, is that of the whole."""
+    digests.WHOLE_BYTES, was = 0, digests.WHOLE_BYTES
+    told = collect_digest(engine, Ranks(CPU), lambda: False)
+    digests.WHOLE_BYTES = was
+    sums = {}
+    for shard in engine.shards():
+        whole = engine.full(shard.name)
+        sums[shard.name] = (shard.shape, digests.Summing().of(shard.name, 0, whole.view(-1)))
+    expected = digests.digest_of_sums(sums, engine.update_counts())
+    assert told == (expected if dist.get_rank() == 0 else None)
+
+
+def check_layout(
+    engine: FsdpEngine, faults: Disturbing, place: RankEnv, shape: DecoderShape, micro_size: int
+) -> None:
     plain = Plain.build(shape)
     assert digest(engine) == plain.digest()
     for step in range(2):
@@ -439,9 +501,10 @@ def check_layout(engine: FsdpEngine, place: Place, shape: DecoderShape, micro_si
         plain.apply(scale=3.0)
     check_weights(engine, plain)
     check_shards(engine)
+    check_sums_of_state(engine)
     before = state(engine)
-    fault = Disturbance(nan_grad=True) if place.rank == 1 else None
-    sums = engine.accumulate(works(*own_share(batch(10), place, micro_size), disturbance=fault))
+    faults.now = Disturbance(nan_grad=True) if place.rank == 1 else None
+    sums = engine.accumulate(works(*own_share(batch(10), place, micro_size)))
     assert sums.nonfinite.item() == float(place.rank == 1)  # whose it is, not whom it reached
     apply(engine, skip=True)
     assert same(state(engine), before)
@@ -453,31 +516,31 @@ def check_ranks() -> None:
     fsdp, ddp, hsdp = ParallelKind.fsdp, ParallelKind.ddp, ParallelKind.hsdp
     cases = [(fsdp, SHAPE, True), (fsdp, UNTIED, False), (ddp, SHAPE, False)]
     if place.world_size == 4:
-        cases = [(fsdp, UNTIED, True), (ddp, SHAPE, False), (hsdp, UNTIED, True)]
+        cases = [(fsdp, UNTIED, True), (ddp, SHAPE, False)]
+        cases += [(hsdp, UNTIED, each) for each in (True, False)]
     for kind, shape, each_micro_batch in cases:
         shard = 2 if kind is hsdp else None
-        engine = build(kind, shape, place=place, shard=shard, each_micro_batch=each_micro_batch)
-        check_layout(engine, place, shape, micro_size=2)
+        faults = Disturbing()
+        engine = build(
+            kind,
+            shape,
+            place=place,
+            shard=shard,
+            each_micro_batch=each_micro_batch,
+            faults=faults,
+        )
+        check_layout(engine, faults, place, shape, micro_size=2)
     end_group()
     sys.stdout.write(f"rank {place.rank} ok\n")
     sys.stdout.flush()
     os._exit(0)  # as runner.__main__ does: gloo's threads do not always end well
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))]
+)
 def test_every_layout_trains_as_the_plain_model(world_size: int) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc-per-node={world_size}", "-m", "tests.mechanism.test_engine"),
-        ],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = warm.torchrun(["-m", "tests.mechanism.test_engine"], ranks=world_size, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"rank {rank} ok" in done.stdout for rank in range(world_size))
 

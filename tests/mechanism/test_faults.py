@@ -8,16 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.error import ConfigError
-from runner.fault.inject import Disturbance, FaultInjector
+from runner.fault.inject import Disturbance, DrillError, FaultInjector
 from runner.fault.spec import Fault, parse_faults
+from runner.fault.wrap import MicroBatchFaults, wrap_engine, wrap_group, wrap_heart
+from runner.system.error import ConfigError
 
 KINDS = (
     "nan_grad",
@@ -149,12 +153,9 @@ def test_when_and_where_it_is_due(text: str, due: list[tuple[int, int]]) -> None
 def injector(
     folder: Path, *texts: str, rank: int = 0, checkpoint: Path | None = None
 ) -> FaultInjector:
-    return FaultInjector(
-        parse_faults(texts),
-        rank=rank,
-        markers=folder / "faults",
-        newest_checkpoint=lambda: checkpoint,
-    )
+    made = FaultInjector(parse_faults(texts), rank=rank, markers=folder / "faults")
+    made.aim_at(newest_checkpoint=lambda: checkpoint)
+    return made
 
 
 def steps_that_fire(one: FaultInjector, positions: Sequence[int | None] = (0, 1)) -> list[int]:
@@ -256,8 +257,7 @@ import sys
 from pathlib import Path
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
-one = FaultInjector(parse_faults(["kill@step=2"]), rank=0, markers=Path(sys.argv[1]),
-                    newest_checkpoint=lambda: None)
+one = FaultInjector(parse_faults(["kill@step=2"]), rank=0, markers=Path(sys.argv[1]))
 for step in (1, 2, 3):
     one.before_step(step)
     print(step, flush=True)
@@ -314,3 +314,184 @@ class TestCorruptCheckpoint:
     def test_with_no_checkpoint_nothing_happens(self, tmp_path: Path) -> None:
         injector(tmp_path, "corrupt_checkpoint@step=3").before_step(3)
         injector(tmp_path, "corrupt_checkpoint@step=4", checkpoint=tmp_path).before_step(4)
+
+
+# Around the parts of a run
+
+
+class Heart:
+    """What a heartbeat is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def begin_step(self, step: int) -> None:
+        self.told.append(step)
+
+    def enter(self, phase: str, *, step: int | None = None) -> None:
+        self.told.append(phase)
+
+
+class Group:
+    """Two ranks that always agree with this one."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def all_reduce(self, packed: torch.Tensor) -> None:
+        self.told.append(tuple(packed.shape))
+
+    def fingerprint(self, identity: dict[str, Any]) -> list[float]:
+        self.told.append(dict(identity))
+        return [float(identity["step"])]
+
+    def require_alike(self, sums: Sequence[float], identity: dict[str, Any]) -> None:
+        self.told.append((list(sums), dict(identity)))
+
+    def may_repeat(self, step: int) -> bool:
+        return True
+
+
+def test_without_faults_nothing_is_wrapped(tmp_path: Path) -> None:
+    none, heart, group = injector(tmp_path), Heart(), Group()
+    assert wrap_heart(heart, none) is heart
+    assert wrap_group(group, none) is group
+    assert wrap_engine(heart, none, MicroBatchFaults()) is heart
+
+
+@pytest.mark.parametrize("point", ["fetch", "agree", "apply"])
+def test_the_heart_shows_the_phase_in_which_a_rank_is_struck(tmp_path: Path, point: str) -> None:
+    heart = Heart()
+    struck = wrap_heart(heart, injector(tmp_path, f"raise@step=3,at={point}"))
+
+    def step(number: int) -> None:
+        struck.begin_step(number)
+        for phase in ("compute", "agree", "apply"):
+            struck.enter(phase)
+        struck.enter("read", step=number)
+
+    step(2)
+    before = len(heart.told)
+    with pytest.raises(DrillError):
+        step(3)
+    assert (
+        heart.told[before:]
+        == {
+            "fetch": [3],
+            "agree": [3, "compute", "agree"],
+            "apply": [3, "compute", "agree", "apply"],
+        }[point]
+    )
+    step(3)  # it strikes once
+
+
+def test_a_rank_claims_to_be_elsewhere_in_what_it_sends_and_in_what_it_tells(
+    tmp_path: Path,
+) -> None:
+    one, group = injector(tmp_path, "mismatch@step=3,rank=0"), Group()
+    faulty = wrap_group(group, one)
+    one.before_step(3)
+    assert faulty.fingerprint({"step": 3}) == [4.0]
+    one.before_step(4)  # launched before the numbers of the third are read
+    assert faulty.fingerprint({"step": 4}) == [4.0]
+    faulty.require_alike([7.0], {"step": 3})
+    faulty.require_alike([8.0], {"step": 4})
+    assert group.told == [{"step": 4}, {"step": 4}, ([7.0], {"step": 4}), ([8.0], {"step": 4})]
+
+
+def test_a_step_with_a_fault_is_not_launched_in_vain(tmp_path: Path) -> None:
+    faulty = wrap_group(Group(), injector(tmp_path, "kill@step=3,rank=5", "slow@step=4,seconds=0"))
+    assert [faulty.may_repeat(step) for step in (2, 3, 4)] == [True, False, True]
+    assert faulty.world_size == 2
+
+
+def test_a_collective_goes_wrong_in_its_step_alone(tmp_path: Path) -> None:
+    texts = ("skip_collective@step=2", "other_shape@step=3")
+    one, group = injector(tmp_path, *texts), Group()
+    faulty = wrap_group(group, one)
+    for step in (1, 2, 3, 4):
+        one.before_step(step)
+        faulty.all_reduce(torch.zeros(5))
+    assert group.told == [(5,), (6,), (5,)]
+
+
+class Engine:
+    """Its state, and which micro-batches it was given."""
+
+    def __init__(self) -> None:
+        self.copies = [torch.ones(3)]
+        self.given: list[Any] = []
+
+    def replicated(self) -> tuple[int, list[torch.Tensor]]:
+        return 0, self.copies
+
+    def accumulate(self, works: Sequence[Any]) -> str:
+        self.given.append(list(works))
+        return "sums"
+
+
+class Inside:
+    """What an engine's modules are told to do."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+
+    def begin(self, disturbances: Iterable[Disturbance | None]) -> None:
+        self.begun.append([one is not None for one in disturbances])
+
+
+def test_an_engine_gets_its_bits_flipped_and_its_micro_batches_disturbed(tmp_path: Path) -> None:
+    engine, inside = Engine(), Inside()
+    one = injector(tmp_path, "flip_bit@step=2", "poison@samples=5")
+    faulty: Any = wrap_engine(engine, one, cast(MicroBatchFaults, inside))
+    works = [SimpleNamespace(batch=SimpleNamespace(positions=p)) for p in [(1, 2), (5, None)]]
+    for step in (1, 2):
+        one.before_step(step)
+        is_sound = torch.equal(engine.copies[0], torch.ones(3))
+        assert faulty.accumulate(works) == "sums"
+        assert is_sound
+    assert not torch.equal(engine.copies[0], torch.ones(3))
+    assert engine.given == [works, works]
+    assert inside.begun == [[False, True]] * 2
+    assert faulty.copies is engine.copies
+
+
+def test_the_probe_sees_what_is_done_to_a_gradient() -> None:
+    """Its hook is on the embedding first; a frozen embedding has a gradient there as well."""
+    embedding = torch.nn.Embedding(3, 2)
+    embedding.requires_grad_(False)
+    seen: list[float] = []
+
+    def probe(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        output.requires_grad_()
+        output.register_hook(lambda grad: seen.append(grad.sum().item()))
+        return output
+
+    embedding.register_forward_hook(probe)
+    inside = MicroBatchFaults()
+    model = torch.nn.Sequential(embedding)
+    inside.attach(model, embedding)
+    reached: list[str] = []
+    inside.begin(
+        [
+            None,
+            Disturbance(
+                nan_grad=True,
+                in_forward=lambda: reached.append("forward"),
+                in_backward=lambda: reached.append("backward"),
+            ),
+            Disturbance(loss_scale=(3.0,), activation_scale=(2.0,)),
+        ]
+    )
+    tokens = torch.tensor([[0, 1]])
+    losses = []
+    for _ in range(4):  # the last as in an evaluation: nothing is due any more
+        sums = model(tokens).sum((1, 2))
+        loss, _, _ = inside((sums, sums, sums))
+        loss.sum().backward()
+        losses.append(loss.item())
+    assert losses[1:] == pytest.approx([losses[0], 6 * losses[0], losses[0]])
+    assert math.isnan(seen[1]) and [seen[0], *seen[2:]] == [4.0, 24.0, 4.0]
+    assert reached == ["forward", "backward"]

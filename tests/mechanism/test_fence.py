@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.store import RingStore
-from runner.dist.launcher import Launch
-from runner.dist.proc import own_process
-from runner.error import ConfigError, Superseded
-from runner.observe.lines import LineFile, read_lines
-from runner.watch.fence import Fence, has_ended, newest_number, take
+from runner.distributed.env import JobEnv
+from runner.run_dir import lease
+from runner.run_dir.lease import Fence, has_ended, newest_number, take
+from runner.system.error import ConfigError, Superseded
+from runner.system.json_lines import LineFile, read_lines
+from runner.system.process import own_process
 
-ALONE = Launch(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
-
-
-def job(name: str, restart: int = 0) -> Launch:
-    return Launch(job=name, order=(restart, 0), step="0", end_time=None, has_agent=True)
+ALONE = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
 
 
-def taken(folder: Path, launch: Launch = ALONE, *, take_over: bool = False) -> Fence:
+def job(name: str, restart: int = 0) -> JobEnv:
+    return JobEnv(job=name, order=(restart, 0), step="0", end_time=None, has_agent=True)
+
+
+def taken(folder: Path, launch: JobEnv = ALONE, *, take_over: bool = False) -> Fence:
     return take(folder, launch, stale_seconds=0.5, take_over=take_over, say=said.append)
 
 
@@ -45,6 +51,24 @@ def ended_process() -> int:
     return child.pid
 
 
+@contextlib.contextmanager
+def beating(fence: Fence) -> Iterator[None]:
+    """The fence's owner takes steps meanwhile."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.05):
+            fence.beat()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_numbers_count_up_after_orderly_ends(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         fence = taken(tmp_path)
@@ -57,12 +81,24 @@ def test_numbers_count_up_after_orderly_ends(tmp_path: Path) -> None:
 
 def test_a_living_owner_is_left_alone(tmp_path: Path) -> None:
     fence = taken(tmp_path)
-    with pytest.raises(ConfigError, match=r"in use by a living run .*resume\.take_over=true"):
-        taken(tmp_path)
-    with pytest.raises(ConfigError, match="in use"):
-        taken(tmp_path, job("a"))
+    with beating(fence):
+        with pytest.raises(ConfigError, match=r"in use by a living run .*resume\.take_over=true"):
+            taken(tmp_path)
+        with pytest.raises(ConfigError, match="in use"):
+            taken(tmp_path, job("a"))
     fence.check()
     assert newest_number(tmp_path) == 1
+
+
+def test_a_process_that_lives_and_does_not_move_owns_nothing(tmp_path: Path) -> None:
+    """It hangs: every later launch was refused for it."""
+    fence = taken(tmp_path)
+    fence.beat()
+    said.clear()
+    assert taken(tmp_path).number == 2
+    assert any("lives but gave no sign of movement for 0.5 s" in words for words in said)
+    with pytest.raises(Superseded):
+        fence.beat()
 
 
 def test_a_dead_owner_of_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
@@ -79,8 +115,31 @@ def test_the_launcher_may_replace_its_own(tmp_path: Path) -> None:
     with pytest.raises(Superseded, match=r"incarnation 2 has taken this run over .*slurm 7"):
         old.check()
     new.check()
-    with pytest.raises(ConfigError, match="in use"):
+    with beating(new), pytest.raises(ConfigError, match="in use"):
         taken(tmp_path, job("slurm 7"))
+
+
+def test_a_second_launch_of_the_same_name_is_no_restart(tmp_path: Path) -> None:
+    first = replace(job("torchrun x"), agents=("a", "b"))
+    old = taken(tmp_path, first)
+    words = r"has the name but is no restart.*resume\.take_over"
+    with beating(old), pytest.raises(ConfigError, match=words):
+        taken(tmp_path, replace(first, agents=("c",)))
+    old.check()
+    assert taken(tmp_path, replace(first, agents=("b", "d"))).number == 2
+    with pytest.raises(Superseded):
+        old.check()
+
+
+def test_a_claim_of_a_version_that_told_no_agents(tmp_path: Path) -> None:
+    old = taken(tmp_path, job("torchrun x"))
+    path = tmp_path / "000001.json"
+    claim = json.loads(path.read_text())
+    del claim["agents"]
+    path.write_text(json.dumps(claim))
+    with beating(old), pytest.raises(ConfigError, match="in use by a living run"):
+        taken(tmp_path, replace(job("torchrun x"), agents=("a",)))
+    assert taken(tmp_path, job("torchrun x", restart=1)).number == 2
 
 
 def test_taking_over_by_force(tmp_path: Path) -> None:
@@ -98,20 +157,8 @@ def test_elsewhere_only_the_heartbeat_counts(tmp_path: Path) -> None:
     claimed_by(tmp_path, 1, host="elsewhere")
     fence.beat()
     said.clear()
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(0.05):
-            fence.beat()
-
-    beating = threading.Thread(target=beat)
-    beating.start()
-    try:
-        with pytest.raises(ConfigError, match="host elsewhere"):
-            taken(tmp_path)
-    finally:
-        over.set()
-        beating.join()
+    with beating(fence), pytest.raises(ConfigError, match="host elsewhere"):
+        taken(tmp_path)
     assert any("waiting up to 0.5 s" in words for words in said)
     assert taken(tmp_path).number == 2, "it beats no more"
 
@@ -131,7 +178,7 @@ def test_an_owner_whose_directory_is_put_away_stops(tmp_path: Path, how: str) ->
 
 def claim_together(folder: Path, number: int, at_once: object, results: object) -> None:
     at_once.wait()  # type: ignore[attr-defined]
-    launch = Launch(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
+    launch = JobEnv(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
     try:
         fence = take(folder, launch, stale_seconds=0.2, take_over=True, say=lambda _: None)
         results.put(fence.number)  # type: ignore[attr-defined]
@@ -153,6 +200,37 @@ def test_nobody_gets_the_number_of_another(tmp_path: Path) -> None:
         process.join()
     assert numbers == list(range(1, 9))
     assert not list(tmp_path.glob("claim-*"))
+
+
+@pytest.fixture
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As S3 through FUSE."""
+
+    def link(source: object, target: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(lease.os, "link", link)
+
+
+def test_where_there_are_no_hard_links(tmp_path: Path, no_links: None) -> None:
+    first = taken(tmp_path)
+    first.check()
+    first.beat()
+    assert not lease._claim(tmp_path, 1, ALONE), "the name is taken"
+    first.release()
+    assert taken(tmp_path).number == 2
+    with pytest.raises(Superseded, match=r"host .*process"):
+        first.check()
+    assert sorted(path.name for path in tmp_path.glob("claim-*")) == []
+
+
+def test_without_links_two_of_one_number_are_refused(
+    tmp_path: Path, no_links: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that lets two create one file keeps the bytes of the last."""
+    monkeypatch.setattr(lease, "read_bounded", lambda path, limit: b"another's")
+    with pytest.raises(ConfigError, match="no hard links"):
+        taken(tmp_path)
 
 
 def test_a_claim_names_its_process(tmp_path: Path) -> None:
@@ -218,10 +296,10 @@ def test_an_old_owner_that_is_late_to_sweep_leaves_the_new_ones_checkpoint(tmp_p
     ring, claims = tmp_path / "ring", tmp_path / "incarnation"
     old = taken(claims, job("a"))
     new = taken(claims, job("a", restart=1))
-    fresh = RingStore(ring, owner=2, check=new.check)
+    fresh = CheckpointDirectory(ring, owner=2, check=new.check)
     fresh.writing_folder(1).mkdir(parents=True)
     with pytest.raises(Superseded):
-        RingStore(ring, owner=1, check=old.check).sweep()
+        CheckpointDirectory(ring, owner=1, check=old.check).sweep()
     fresh.commit(manifest(1, 10))
     assert fresh.entries()[0]
 
@@ -248,14 +326,14 @@ def test_an_old_owner_cannot_commit(tmp_path: Path) -> None:
     """Whether it stalls before its check, or between the check and the rename."""
     ring, claims = tmp_path / "ring", tmp_path / "incarnation"
     old = taken(claims, job("a"))
-    checked = RingStore(ring, owner=1, check=old.check)
-    unchecked = RingStore(ring, owner=1)  # its last check lies before the new claim
+    checked = CheckpointDirectory(ring, owner=1, check=old.check)
+    unchecked = CheckpointDirectory(ring, owner=1)  # its last check lies before the new claim
     for serial, store in ((1, checked), (2, unchecked)):
         store.writing_folder(serial).mkdir(parents=True)
     new = taken(claims, job("a", restart=1))
     with pytest.raises(Superseded):
         checked.commit(manifest(1, 10))
-    fresh = RingStore(ring, owner=2, check=new.check)
+    fresh = CheckpointDirectory(ring, owner=2, check=new.check)
     assert fresh.sweep() == ["writing-000001-000001", "writing-000002-000001"]
     with pytest.raises(OSError, match="No such file"):
         unchecked.commit(manifest(2, 10))
@@ -270,5 +348,5 @@ def test_an_old_owner_cannot_commit(tmp_path: Path) -> None:
 
 
 def test_unfinished_checkpoints_of_two_owners_do_not_mix(tmp_path: Path) -> None:
-    first, second = RingStore(tmp_path, owner=1), RingStore(tmp_path, owner=2)
+    first, second = CheckpointDirectory(tmp_path, owner=1), CheckpointDirectory(tmp_path, owner=2)
     assert first.writing_folder(5) != second.writing_folder(5)

@@ -12,14 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.files import (
+from runner.system.files import (
     file_digest,
     remove_folder,
     sync_directory,
     write_durably,
     write_json,
 )
-from runner.observe.lines import LineFile, read_lines
+from runner.system.json_lines import LineFile, read_lines
+from runner.system.parsing import parse_json
 
 LINES = st.lists(
     st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5) | st.none()),
@@ -67,9 +68,10 @@ def test_json_is_canonical(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_json_has_no_nan(tmp_path: Path, value: float) -> None:
     write_json(tmp_path / "file", {"loss": 1.0})
-    with pytest.raises(ValueError, match="JSON"):
-        write_json(tmp_path / "file", {"loss": [value]})
     assert json.loads((tmp_path / "file").read_text()) == {"loss": 1.0}
+    write_json(tmp_path / "file", {"loss": [value]})
+    told = {"loss": [None], "nonfinite": {"loss[0]": repr(value)}}
+    assert parse_json((tmp_path / "file").read_bytes()) == told
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 22) - 1, 1 << 22, (1 << 22) + 1])
@@ -151,10 +153,19 @@ def test_a_file_is_cut_back_on_opening(tmp_path: Path, length: int) -> None:
     assert path.stat().st_size == length
 
 
-def test_a_line_with_nan_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_line_with_nan_is_written_without_it(tmp_path: Path) -> None:
     file = LineFile(tmp_path / "file", length=0)
-    with pytest.raises(ValueError, match="JSON"):
-        file.append({"loss": math.nan}, durably=False)
+    file.append({"loss": math.nan}, durably=False)
+    file.append({"loss": 1}, durably=False)
+    file.close()
+    first = {"loss": None, "nonfinite": {"loss": "nan"}}
+    assert read_lines(tmp_path / "file")[0] == [first, {"loss": 1}]
+
+
+def test_a_line_that_is_no_json_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    file = LineFile(tmp_path / "file", length=0)
+    with pytest.raises(TypeError, match="JSON"):
+        file.append({"loss": object()}, durably=False)
     file.append({"loss": 1}, durably=False)
     file.close()
     assert read_lines(tmp_path / "file")[0] == [{"loss": 1}]

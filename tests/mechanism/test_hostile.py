@@ -14,25 +14,31 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from runner.assemble import judge_rules, remedy_rules
-from runner.check import check
-from runner.checkpoint.foreign import open_source
-from runner.checkpoint.shards import collect_pieces
-from runner.config import RunConfig
+from runner.checkpoint.disk.shards import collect_pieces
+from runner.config.schema import RunConfig
+from runner.config.validate import check
+from runner.convert.sources import open_source
 from runner.data.tokens import open_tokens
-from runner.dist.blame import blame
-from runner.dist.evidence import Report, last_words, read_reports
-from runner.dist.launcher import Launch, launch_from, meeting_point, place_from
-from runner.dist.proc import own_process, started_at
-from runner.error import CheckpointError, ConfigError, CorruptCheckpoint, DataError, Superseded
+from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_endpoint
 from runner.fault.spec import parse_faults
+from runner.health.crash_log import unexplained
+from runner.health.rank_report import Report, last_words, read_reports
+from runner.health.root_cause import blame
 from runner.observe.journal import read_journal
-from runner.observe.lines import read_lines, step_of
-from runner.policy.history import Incident
-from runner.rundir import RunDir
-from runner.state import TrainState
-from runner.watch.crash import unexplained
-from runner.watch.fence import Fence, newest_number, take
+from runner.policy.decision.history import Incident
+from runner.run_dir.lease import Fence, newest_number, take
+from runner.run_dir.paths import RunDir
+from runner.session.parts import judge_rules, remedy_rules
+from runner.system.error import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    DataError,
+    Superseded,
+)
+from runner.system.json_lines import read_lines, step_of
+from runner.system.process import own_process, started_at
+from runner.train.state import TrainState
 
 SLURM = {
     "SLURM_JOB_ID": "4", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2",
@@ -67,7 +73,7 @@ def test_a_place_that_cannot_be(changes: dict[str, str]) -> None:
 )
 def test_a_meeting_point_that_cannot_be(changes: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
-        meeting_point(SLURM | changes)
+        rendezvous_endpoint(SLURM | changes)
 
 
 def test_odd_digits_in_what_is_only_good_to_know() -> None:
@@ -94,7 +100,7 @@ sys.stdin.read()
 # Claims
 
 
-LAUNCH = Launch(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
+LAUNCH = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
 
 
 NO_JOB = json.dumps({"order": [0, 0], "step": "", "time": 1.0, **own_process()}).encode()

@@ -21,15 +21,16 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed._mesh_layout import _MeshLayout
 
-from runner import assemble
 from runner.__main__ import main
-from runner.checkpoint.foreign import open_source
-from runner.checkpoint.shards import read_range, verify_files
-from runner.checkpoint.store import Entry, RingStore
-from runner.compose import compose
-from runner.error import ConfigError
+from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.shards import read_range, verify_files
+from runner.config.compose import compose
+from runner.convert.sources import open_source
 from runner.model.decoder import Decoder
-from runner.policy.ledger import Ledger
+from runner.policy.decision.ledger import Ledger
+from runner.session import parts
+from runner.system.error import ConfigError
+from tests import warm
 from tests.run import TINY, finish
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +45,8 @@ DEEPSPEED_SCRIPT = """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-    from runner import assemble
-    from runner.compose import compose
+    from runner.session import parts
+    from runner.config.compose import compose
     from runner.model.decoder import Decoder
 
     out, overrides = Path(sys.argv[1]), sys.argv[2:]
@@ -53,7 +54,7 @@ DEEPSPEED_SCRIPT = """
     deepspeed.init_distributed("gloo")
     rank = torch.distributed.get_rank()
     config = compose(overrides)
-    shape = assemble.model_shape(config, assemble.open_dataset(config))
+    shape = parts.model_shape(config, parts.open_dataset(config))
     for stage in (1, 2, 3):
         settings = {
             "train_micro_batch_size_per_gpu": 2,
@@ -106,16 +107,8 @@ def saved_by_two_ranks(program: str, out: Path) -> Path:
     """Run ``program`` on two ranks, told ``out`` and the settings."""
     script = out / "save.py"
     script.write_text(textwrap.dedent(program))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node=2", str(script), str(out), *TINY],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    zero = "deepspeed" in program
+    done = warm.torchrun([str(script), str(out), *TINY], ranks=2, timeout=120, zero=zero)
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 
@@ -142,7 +135,7 @@ def import_(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Import:
 
 
 def imported(tmp_path: Path) -> Entry:
-    (entry,), damaged = RingStore(tmp_path / "run" / "ring").entries()
+    (entry,), damaged = CheckpointDirectory(tmp_path / "run" / "ring").entries()
     assert not damaged
     verify_files(entry, entry.manifest.files, finite=True)
     assert (entry.record.step, entry.record.cursor) == (0, 0)
@@ -166,7 +159,7 @@ def params(weights: Mapping[str, torch.Tensor]) -> Weights:
 def model() -> Decoder:
     config = compose(TINY)
     torch.manual_seed(5)
-    return Decoder(assemble.model_shape(config, assemble.open_dataset(config)))
+    return Decoder(parts.model_shape(config, parts.open_dataset(config)))
 
 
 @pytest.fixture
@@ -247,7 +240,7 @@ def test_what_is_not_to_be_trained_comes_without_moments(
     assert "embedding.weight" not in entry.manifest.update_counts
     assert "exp_avg/norm.weight" in entry.manifest.shapes
     run = finish(tmp_path / "run", *settings, ranks=0)
-    last = RingStore(run.out / "ring").entries()[0][-1]
+    last = CheckpointDirectory(run.out / "ring").entries()[0][-1]
     assert last.record.step == 3
     assert_holds(last, params({"embedding.weight": weights["embedding.weight"]}))
     assert not torch.equal(whole(last, "param/norm.weight"), weights["norm.weight"])
@@ -256,8 +249,8 @@ def test_what_is_not_to_be_trained_comes_without_moments(
 def source_loss(truth: Path, settings: tuple[str, ...]) -> float:
     """FP32 loss of the saved model on the run's first batch."""
     config = compose([*TINY, *settings])
-    dataset = assemble.open_dataset(config)
-    stream = assemble.sample_stream(config, dataset)
+    dataset = parts.open_dataset(config)
+    stream = parts.sample_stream(config, dataset)
     plan = stream.plan(0, Ledger())
     rows = torch.stack(
         [torch.as_tensor(dataset[int(i)].tokens).long() for i in stream.indices(plan.positions)]
@@ -317,8 +310,8 @@ DCP_SCRIPT = """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.checkpoint.stateful import Stateful
     from torch.distributed.fsdp import fully_shard
-    from runner import assemble
-    from runner.compose import compose
+    from runner.session import parts
+    from runner.config.compose import compose
     from runner.model.decoder import Decoder
 
     class App(Stateful):
@@ -333,7 +326,7 @@ DCP_SCRIPT = """
     dist.init_process_group("gloo")
     config = compose(overrides)
     torch.manual_seed(3)
-    model = Decoder(assemble.model_shape(config, assemble.open_dataset(config)))
+    model = Decoder(parts.model_shape(config, parts.open_dataset(config)))
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -367,6 +360,7 @@ def dcp_places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_by_two_ranks(DCP_SCRIPT, tmp_path_factory.mktemp("dcp"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", ["app", "plain"])
 def test_a_dcp_directory_of_two_fsdp_ranks_comes_bit_for_bit(
     layout: str, dcp_places: Path, import_: Import, tmp_path: Path
@@ -390,16 +384,19 @@ def test_a_dcp_directory_of_weights_alone(
     assert_holds(imported(tmp_path), {n: t for n, t in truth.items() if n.startswith("param/")})
 
 
-@pytest.mark.parametrize("parallel", ["fsdp", "zero3"])
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("zero3", marks=pytest.mark.full)])
 def test_a_run_on_two_ranks_trains_on_from_a_dcp_directory(
     parallel: str, dcp_places: Path, import_: Import, tmp_path: Path
 ) -> None:
     settings = ("steps=3", "batch.global_size=8", "schedule.warmup=1", f"parallel={parallel}")
+    settings += ("model.precision=bf16",)
     assert import_(dcp_places / "app", "--moments", *settings)[0] == 0
     run = finish(tmp_path / "run", *settings)
     expected = source_loss(dcp_places / "truth.pt", settings)
     assert run.counted()[1]["loss"] == pytest.approx(expected, rel=0.01)
-    assert set(RingStore(run.out / "ring").entries()[0][-1].manifest.update_counts.values()) == {6}
+    assert set(
+        CheckpointDirectory(run.out / "ring").entries()[0][-1].manifest.update_counts.values()
+    ) == {6}
 
 
 def edit_metadata(place: Path, change: Callable[[Any], None]) -> None:
@@ -764,7 +761,7 @@ def test_a_deepspeed_file_that_means_harm_is_refused(
 
 def test_reading_imports_no_deepspeed(deepspeed_places: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from runner.checkpoint.foreign import open_source; "
+        "import sys; from pathlib import Path; from runner.convert.sources import open_source; "
         f"open_source(Path({str(deepspeed_places / 'zero2')!r})); "
         "sys.exit('deepspeed' in sys.modules)"
     )

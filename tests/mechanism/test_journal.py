@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.error import ConfigError
 from runner.observe.journal import Journal, read_journal
-from runner.observe.lines import LineFile, _parsed, iter_lines, last_line, read_lines
-from runner.observe.metrics import Metrics, MetricsLine, finite_or_none
-from runner.observe.summary import Summary
+from runner.observe.metrics import Metrics, MetricsLine
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker
-from runner.policy.history import Incident
-from runner.policy.ledger import Ledger
+from runner.policy.decision.history import Incident
+from runner.policy.decision.ledger import Ledger
+from runner.session.summary import Summary
+from runner.system.error import ConfigError
+from runner.system.json_lines import LineFile, _parsed, iter_lines, last_line, read_lines
 
 START = Incident(kind="start", step=0, decision="begin", reason="a new run")
 DISCARD = Incident(
@@ -97,17 +97,22 @@ def test_what_is_added_is_on_disk_at_once(path: Path) -> None:
     assert heads[0]["time"] < heads[1]["time"]
 
 
-def test_what_is_not_synced_has_not_happened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_synced_is_kept_for_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has happened, for the file keeps it; once the disk syncs again the file has it once."""
     journal = reopen(path)
+    assert journal.file is not None
 
     def crash(descriptor: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(os, "fsync", crash)
-    with pytest.raises(OSError, match="disk full"):
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fsync", crash)
         journal.add(DISCARD)
-    assert journal.num_lines == 0
-    assert journal.history.ledger == Ledger()
+        assert journal.file.kept is not None
+        assert journal.num_lines == 1
+    journal.file.sync()
+    assert journal.file.kept is None
+    assert [Incident.from_json(line) for line in read_lines(path)[0]] == [DISCARD]
 
 
 def test_a_reopened_journal_knows_what_the_old_one_knew(path: Path) -> None:
@@ -225,8 +230,8 @@ def test_numbers_that_would_take_the_memory_are_refused(path: Path) -> None:
 
 def test_an_incident_that_cannot_be_written_has_not_happened(path: Path) -> None:
     journal = reopen(path)
-    with pytest.raises(ValueError, match="JSON"):
-        journal.add(replace(DISCARD, detail={"loss": math.nan}))
+    with pytest.raises(TypeError, match="JSON"):
+        journal.add(replace(DISCARD, detail={"loss": object()}))
     assert journal.num_lines == 0
     assert journal.history.ledger == Ledger()
     assert path.read_bytes() == b""
@@ -297,12 +302,15 @@ def test_metrics_are_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_metrics_line_is_all_its_fields(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "m", length=0)
-    written = line(1, loss=finite_or_none(math.nan), grad_norm=finite_or_none(2.0), eval_loss=3.0)
+    written = line(1, loss=math.nan, grad_norm=2.0, eval_loss=3.0, columns={"samples/web": 3})
     metrics.write(written)
     metrics.close()
     (found,) = read_lines(tmp_path / "m")[0]
-    assert found == asdict(written) | {"samples": [0, 32]}
-    assert (found["loss"], found["grad_norm"]) == (None, 2.0)
+    flags = {"samples": [0, 32], "loss": None, "nonfinite": {"loss": "nan"}}
+    wanted = asdict(written) | flags | {"samples/web": 3}
+    del wanted["columns"]
+    assert found == wanted
+    assert found["grad_norm"] == 2.0
 
 
 def test_lines_between_two_positions(tmp_path: Path) -> None:
@@ -324,7 +332,7 @@ def test_the_last_line_from_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: int, end: bytes
 ) -> None:
     """However little is read at once, and whatever a crash left behind it."""
-    monkeypatch.setattr("runner.observe.lines._TAIL_BYTES", tail)
+    monkeypatch.setattr("runner.system.json_lines._TAIL_BYTES", tail)
     path = tmp_path / "m"
     assert last_line(path) is None
     for num in range(5):
@@ -342,7 +350,7 @@ def test_a_long_file_is_not_read_for_its_last_line(
     path, parsed = tmp_path / "m", []
     path.write_bytes(b"".join(b'{"step":%d}\n' % at for at in range(100_000)))
     monkeypatch.setattr(
-        "runner.observe.lines._parsed", lambda raw: parsed.append(1) or _parsed(raw)
+        "runner.system.json_lines._parsed", lambda raw: parsed.append(1) or _parsed(raw)
     )
     assert last_line(path) == {"step": 99_999} and len(parsed) < 10_000
 
@@ -430,7 +438,17 @@ def test_no_time_at_all_divides_by_nothing() -> None:
         ("NVIDIA H100 80GB HBM3", 989.0),
         ("NVIDIA H100 PCIe", 756.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA GB200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H200 NVL", 836.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA H800", 989.0),
+        ("NVIDIA A800-SXM4-80GB", 312.0),
+        ("NVIDIA B300 SXM6 AC", 2250.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L40", 181.0),
+        ("AMD Instinct MI325X", 1307.0),
         ("GeForce", None),
     ],
 )

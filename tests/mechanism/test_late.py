@@ -20,24 +20,26 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.cadence import Fixed
-from runner.checkpoint.protocol import Moment
-from runner.checkpoint.work import Told
+from runner.checkpoint.jobs import JobProgress
+from runner.checkpoint.protocol import CheckpointMetadata
 from runner.data.cursor import BatchPlan, SampleStream
-from runner.data.feed import Fetched, MicroBatch
-from runner.dist.agree import Ranks
-from runner.dist.group import end_group, start_group
-from runner.dist.heartbeat import Heartbeat
-from runner.dist.launcher import place_from
-from runner.engine.protocol import LocalSums, Sequences, Work
-from runner.error import RunnerError
-from runner.fault.inject import FaultInjector
+from runner.data.feed import MicroBatch, RankBatch
+from runner.distributed.agreement import Ranks
+from runner.distributed.env import place_from
+from runner.distributed.process_group import end_group, start_group
+from runner.engine.protocol import LocalSums, MicroStep, Sequences
+from runner.fault.inject import Disturbance, FaultInjector
 from runner.fault.spec import parse_faults
-from runner.loop import Intervals, Loop
+from runner.fault.wrap import wrap_engine, wrap_group, wrap_heart
+from runner.health.heartbeat import Heartbeat
+from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
-from runner.policy.history import Incident
-from runner.policy.ledger import Ledger
-from runner.policy.ring import (
+from runner.policy.decision.history import Incident
+from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.signals import Limits
+from runner.policy.decision.unreadable import Unreadable
+from runner.policy.retention.records import (
+    Reach,
     Record,
     State,
     Tier,
@@ -46,16 +48,22 @@ from runner.policy.ring import (
     with_state,
 )
 from runner.policy.schedule import Schedule
-from runner.policy.signals import Limits
-from runner.recover import Recovery
-from runner.state import TrainState
-from runner.step import Stepper, is_within
+from runner.system.error import RunnerError
+from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
+from runner.train.guard import Guard
+from runner.train.loop import Loop
+from runner.train.periodic import Periodic
+from runner.train.recovery import Recovery
+from runner.train.save_schedule import FixedInterval
+from runner.train.state import TrainState
+from runner.train.step import Stepper, StepRules, is_within
+from runner.train.step_runner import StepPlanner, StepRunner
 from tests.policy.steps import attempted, judge_rules, remedy_rules
 
 CPU = torch.device("cpu")
 BATCH = 4
 STEPS = 48
-KINDS = ("discard", "episode", "rollback", "rebaseline", "halt")
+KINDS = ("discard", "episode", "rollback", "rebaseline", "halt", "unreadable")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,6 +79,7 @@ class Story:
 
     stretches: tuple[tuple[int, int, float], ...] = ()
     unreadable: int | None = None
+    unloadable: int | None = None
     stop_at: int | None = None
     faults: tuple[str, ...] = ()
     noise: float = 0.02
@@ -96,14 +105,19 @@ class OneNumber:
         self.count = torch.zeros((), dtype=torch.float64)
         self.num_computed = 0
         self._losses = torch.zeros(0)
+        self._faults: list[Disturbance | None] = [None]
 
-    def accumulate(self, works: Sequence[Work]) -> LocalSums:
+    def begin(self, faults: Iterator[Disturbance | None]) -> None:
+        """What is done to the one micro-batch that comes next."""
+        self._faults = list(faults)
+
+    def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         self.num_computed += 1
         [work] = works
         positions = [p for p in work.batch.positions if p is not None]
         level = 2.0 + torch.exp(-self.count / 10)
         losses = torch.stack([level + self.story.extra(p) for p in positions] or [level])
-        fault = work.disturbance
+        [fault] = self._faults
         if fault is not None and (fault.nan_grad or fault.loss_scale is not None):
             losses = losses * math.nan
         self._losses = losses
@@ -112,6 +126,7 @@ class OneNumber:
             loss=losses.sum(),
             grad_square=(len(losses) + wild + self.weight.abs()).square(),
             nonfinite=(~torch.isfinite(losses)).any().double(),
+            count=torch.tensor(float(work.batch.num_counted), dtype=torch.float64),
             sequences=Sequences(losses=(losses,), gradient_norms=()),
         )
 
@@ -129,13 +144,26 @@ class Batches:
 
     def __init__(self, story: Story) -> None:
         self._unreadable = story.unreadable
+        self._unloadable = story.unloadable
 
-    def fetch(self, plan: BatchPlan, ledger: Ledger) -> Fetched:
-        failed = self._unreadable is not None and plan.start <= self._unreadable < plan.stop
+    def fetch(self, plan: BatchPlan, ledger: Ledger) -> RankBatch:
+        failed = self._unloadable is not None and plan.start <= self._unloadable < plan.stop
         positions = tuple(None if failed else int(p) for p in plan.positions)
         nothing = torch.full((BATCH, 1), -100 if failed else 0)
-        batch = MicroBatch(tokens=nothing, targets=nothing, segments=None, positions=positions)
-        return Fetched(micro_batches=(batch,), wait_seconds=0.0, failure="torn" if failed else None)
+        batch = MicroBatch(
+            tokens=nothing,
+            targets=nothing,
+            segments=None,
+            positions=positions,
+            unreadable=tuple(
+                Unreadable(rank=0, position=p, index=p, name="x", words="torn", refused=False)
+                for p in positions
+                if p is not None and p == self._unreadable
+            ),
+        )
+        return RankBatch(
+            micro_batches=(batch,), wait_seconds=0.0, failure="dead" if failed else None
+        )
 
     def own_positions(self, plan: BatchPlan) -> list[int | None]:
         return [int(p) for p in plan.positions]
@@ -163,7 +191,7 @@ class MemoryRing:
     """The ring's rules without a disk: a save is committed at once, and proven when it is due."""
 
     def __init__(self, engine: OneNumber) -> None:
-        self.num_settled = 0
+        self.num_finished = 0
         self.records: list[Record] = []
         self.next_serial = 1
         self._engine = engine
@@ -173,21 +201,21 @@ class MemoryRing:
     def saved_step(self) -> int:
         return self.records[-1].step if self.records else -1
 
-    def save(self, moment: Moment, *, disk: bool = True) -> None:
+    def save(self, metadata: CheckpointMetadata, *, disk: bool = True) -> None:
         serial, self.next_serial = self.next_serial, self.next_serial + 1
         self.records.append(
-            Record(serial=serial, step=moment.step, cursor=moment.cursor, state=State.committed)
+            Record(serial=serial, step=metadata.step, cursor=metadata.cursor, state=State.committed)
         )
         self._saved[serial] = Saved(
             serial=serial,
-            step=moment.step,
-            cursor=moment.cursor,
-            train_state=dict(moment.train_state),
+            step=metadata.step,
+            cursor=metadata.cursor,
+            train_state=dict(metadata.train_state),
             weight=self._engine.weight,
             count=self._engine.count,
         )
 
-    def after_step(self, step: int, clean_streak: int) -> None:
+    def after_step(self, step: int, clean_streak: int, *, reach: Reach, may_prove: bool) -> None:
         for record in due_for_proof(
             self.records, step=step, clean_streak=clean_streak, clean_after=4
         ):
@@ -198,24 +226,34 @@ class MemoryRing:
         self._engine.weight, self._engine.count = saved.weight, saved.count
         return saved
 
-    def abandon_after(self, serial: int) -> None:
+    def finish_proofs(self) -> None:
+        """Nothing takes its time here."""
+
+    def abandon_after(self, serial: int, *, reach: Reach) -> None:
         for record in abandoned_by_rollback(self.records, serial):
             self.records = with_state(self.records, record.serial, State.tainted)
 
     is_busy = False
-    num_settled = 0
+    num_finished = 0
 
-    def tell(self) -> Told:
+    def progress(self) -> JobProgress:
         """Which job this is about; one is over at every settlement."""
-        return Told(float(self.num_settled), 0.0, (self.num_settled,))
+        return JobProgress((float(self.num_finished), 0.0), (self.num_finished,))
 
-    def settle(self, num_done: float, num_failed: float, jobs: Sequence[int]) -> None:
-        if jobs == (self.num_settled,):  # else of a job that is over
-            assert num_done == self.num_settled, "told of a job that was over, taken for the next"
-            self.num_settled += 1
+    def apply_progress(self, sums: Sequence[float], jobs: Sequence[int]) -> None:
+        if jobs == (self.num_finished,):  # else of a job that is over
+            assert sums[0] == self.num_finished, "told of a job that was over, taken for the next"
+            self.num_finished += 1
 
     def drain(self, is_late: Any = None) -> bool:
         return True
+
+
+class Proven:
+    """The last checkpoint is clean, at no cost."""
+
+    def fault(self, held_out: Any) -> None:
+        return None
 
 
 class Lines:
@@ -226,9 +264,9 @@ class Lines:
         self.computed: list[int] = []
         self._engine = engine
 
-    def step(self, scene: Any, verdict: Any, action: str, **more: Any) -> None:
+    def step(self, info: Any, verdict: Any, action: str, **more: Any) -> None:
         more["state"] = more["state"].to_json() if more["state"] else None
-        self.lines.append(plain((asdict(scene.signals), asdict(verdict), action, more)))
+        self.lines.append(plain((asdict(info.signals), asdict(verdict), action, more)))
         self.computed.append(self._engine.num_computed)
 
     def incident(self, incident: Incident) -> None:
@@ -236,6 +274,9 @@ class Lines:
 
     def stall(self, kind: str) -> Any:
         return contextlib.nullcontext()
+
+    def stalled(self, kind: str, seconds: float) -> None:
+        self.lines.append(("stalled", kind))
 
     def undo(self, to_step: int) -> None:
         self.lines.append(("undo", to_step))
@@ -305,53 +346,72 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         "stop": stop,
     }
     stepper = Stepper(
-        engine=parts["engine"],
+        engine=wrap_engine(parts["engine"], faults, parts["engine"]),
         feed=parts["feed"],
         dataset=parts["dataset"],
-        ranks=ranks,
-        faults=faults,
-        seed=0,
-        clip=1.0,
-        guarded=story.guarded,
-        config_digest="",
-        code="",
-        heart=Heartbeat(),
+        ranks=wrap_group(ranks, faults),
+        rules=StepRules(seed=0, clip=1.0, guarded=story.guarded, config_digest="", code=""),
+        heart=wrap_heart(Heartbeat(), faults),
     )
+    rules = remedy_rules(**remedy, batch=BATCH)
     recovery = Recovery(
         stepper=stepper,
         ring=parts["ring"],
         journal=journal,
         reporter=parts["reporter"],
-        faults=faults,
+        max_unreadable=3,
+        rules=rules,
     )
-    loop = Loop(
-        state=state,
-        stepper=stepper,
-        stream=stream,
-        ring=parts["ring"],
-        journal=journal,
-        recovery=recovery,
-        reporter=parts["reporter"],
-        schedule=Schedule(kind="cosine", peak=0.1, total=STEPS, warmup=5, floor=0.1, decay=0.2),
-        rules=remedy_rules(**remedy, batch=BATCH),
-        cadence=Fixed(story.checkpoint),
-        intervals=Intervals(
-            steps=STEPS,
-            memory=0,
-            evaluate=story.evaluate,
-            inspect=(story.inspect,),
-        ),
+    heart = Heartbeat()
+    backlog = Backlog(patience_seconds=1.0, ask_to_stop=str, from_first=ranks.from_first, say=str)
+    saves = SaveSchedule(disk=FixedInterval(story.checkpoint), memory_every=0)
+    periodic = Periodic(
         evaluate=lambda: evaluated.append(engine.weight.item()) or float(len(evaluated)),
-        stop=parts["stop"],
-        stop_reasons=lambda: ["asked"],
-        heart=Heartbeat(),
+        evaluate_every=story.evaluate,
         inspect=lambda updates: inspected.append(
             (updates, engine.weight.item())
             if story.inspect and updates % story.inspect == 0
             else None
         ),
+        inspect_every=(story.inspect,),
+        reporter=parts["reporter"],
+        heart=heart,
+    )
+    planner = StepPlanner(
+        stream=stream,
+        journal=journal,
+        schedule=Schedule(kind="cosine", peak=0.1, total=STEPS, warmup=5, floor=0.1, decay=0.2),
+        progress=ring.progress,
+        keeps_lines=backlog.look,
+        stop=lambda: stop.is_set,
+    )
+    steps = StepRunner(
+        stepper,
+        planner,
         known_discards=[],
         late=late,
+        is_boundary=lambda updates: (
+            updates >= STEPS or periodic.is_due(updates) or saves.is_due(updates)
+        ),
+    )
+    acting: dict[str, Any] = {
+        "ring": ring,
+        "rules": rules,
+        "journal": journal,
+        "reporter": lines,
+        "heart": heart,
+        "backlog": backlog,
+    }
+    proven: dict[str, Any] = {"last": Proven()}
+    loop = Loop(
+        state,
+        until=STEPS,
+        steps=steps,
+        guard=Guard(recovery=recovery, steps=steps, **acting),
+        checkpoints=Checkpoints(schedule=saves, proofs=Proofs(**proven), **acting),
+        periodic=periodic,
+        reporter=parts["reporter"],
+        preemption=Preemption(stop=parts["stop"], reasons=lambda: ["asked"]),
     )
     try:
         loop.run()
@@ -403,7 +463,8 @@ FAULT = st.builds(
 STORIES = st.builds(
     Story,
     stretches=st.lists(STRETCH, max_size=4).map(tuple),
-    unreadable=st.none() | st.none() | st.integers(0, STEPS * BATCH),
+    unreadable=st.none() | st.integers(0, STEPS * BATCH),
+    unloadable=st.none() | st.none() | st.none() | st.integers(0, STEPS * BATCH),
     stop_at=st.none() | st.none() | st.integers(0, STEPS * BATCH),
     faults=st.lists(FAULT, max_size=2).map(tuple),
     noise=st.sampled_from([0.0, 0.02, 0.1]),
@@ -473,7 +534,8 @@ TOLD = {
         Story(stop_at=100, stretches=((100, 108, math.nan),)),
         {"discard"},
     ),
-    "unreadable": (Story(unreadable=90), set()),
+    "unreadable": (Story(unreadable=90), {"unreadable"}),
+    "unloadable": (Story(unloadable=90), set()),
     "guard off": (Story(guarded=False, stretches=((100, 104, 9.0),)), set()),
 }
 
@@ -481,7 +543,7 @@ TOLD = {
 ENDS = {
     "halt": "Halted",
     "asked to stop": "Preempted",
-    "unreadable": "RankError: a sample could not be read: rank 0: torn",
+    "unloadable": "RankError: loading samples failed: rank 0: dead",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,10 +20,10 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
 )
 
 from runner.__main__ import main
-from runner.error import ConfigError
-from runner.launch import torchrun
+from runner.launch import slurm, torchrun
+from runner.launch.node_rendezvous import announce, meeting
 from runner.launch.nodes import BadNodes, choose
-from runner.launch.step import announce, meeting
+from runner.system.error import ConfigError
 
 SCHEMAS = {
     "JobSet": JobsetV1alpha2JobSet,
@@ -29,6 +31,9 @@ SCHEMAS = {
     "TrainingRuntime": TrainerV1alpha1TrainingRuntime,
 }
 Printed = Callable[..., str]
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -160,15 +165,48 @@ def test_the_list_of_bad_nodes_is_a_file_to_edit(tmp_path: Path) -> None:
     assert list(bad.read()) == ["a"]
 
 
-def test_what_a_slurm_node_is_told() -> None:
-    told = announce([("n7", "10.0.0.7"), ("n9", "10.0.0.9")], 20001)
+def test_what_a_slurm_node_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "names"
+    told = announce([("n7", "10.0.0.7"), ("n9", "10.0.0.9")], 20001, file=file)
+    assert not file.exists()
     first = meeting(told | {"SLURMD_NODENAME": "n7"})
     other = meeting(told | {"SLURMD_NODENAME": "n9"})
     assert first is not None and other is not None
     assert first.hosts and not other.hosts
     assert first.head == other.head == ("10.0.0.7", 20001)
     assert other.local_address == "10.0.0.9" and other.num_nodes == 2
+    assert (first.number, other.number) == (0, 1)
     assert meeting({"SLURMD_NODENAME": "n7"}) is None and meeting(told) is None
+
+
+def test_names_of_a_large_allocation_are_in_a_file(tmp_path: Path) -> None:
+    """Linux starts no program with a variable of 128 KiB: about 4,500 nodes."""
+    pairs = [(f"gpu{n:05d}", f"10.1.{n // 250}.{n % 250}") for n in range(8000)]
+    told = announce(pairs, 20001, file=tmp_path / "names")
+    assert max(map(len, told.values())) < 1000
+    assert subprocess.run(["true"], env=told, check=True).returncode == 0
+    found = meeting(told | {"SLURMD_NODENAME": "gpu07999"})
+    assert found is not None and (found.num_nodes, found.number) == (8000, 7999)
+    (tmp_path / "names").unlink()
+    with pytest.raises(ConfigError, match="out must lie where every node sees it"):
+        meeting(told | {"SLURMD_NODENAME": "gpu07999"})
+
+
+def test_slurm_is_asked_about_many_nodes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(words: list[str], *, text: str | None = None) -> str:
+        asked.append(words)
+        names = words[-1].removeprefix("--nodes=").split(",")
+        if words[0] == "sinfo":
+            return "\n".join(f"{name} {'down' if name == 'n7' else 'idle'}" for name in names)
+        return "\n".join(f"NodeName={name} NodeAddr=a{name}" for name in names)
+
+    monkeypatch.setattr(slurm, "_run", run)
+    nodes = [f"n{number}" for number in range(1000)]
+    assert slurm.addresses(nodes) == {node: f"a{node}" for node in nodes}
+    assert slurm.unusable(nodes) == {"n7"}
+    assert len(asked) == 6 and max(len(words[-1]) for words in asked) < 1 << 14
 
 
 def agent(nodes: str, **options: Any) -> torchrun.Agent:
@@ -179,6 +217,47 @@ def test_torchrun_on_one_node() -> None:
     words = torchrun.command(agent("1"), ["steps=3"])
     assert "--standalone" in words and "--max-restarts=0" in words
     assert words[-3:] == ["-m", "runner", "steps=3"]
+
+
+def test_torchrun_on_many_numbered_nodes() -> None:
+    """They need not agree on numbers: on 2,048 nodes that alone would keep the store busy."""
+    head = ("10.0.0.7", 20001)
+    words = torchrun.command(agent("64", head=head, name="x", number=63), [])
+    assert {"--nnodes=64", "--node-rank=63", "--rdzv-backend=static", "--master-port=20001"} <= set(
+        words
+    )
+    for few in (agent("63", head=head, number=3), agent("64", head=head), agent("1:64", head=head)):
+        assert "--rdzv-backend=c10d" in torchrun.command(few, [])
+
+
+@pytest.mark.full
+def test_numbered_nodes_meet_and_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two real agents with numbers, as from the 64th node on."""
+    monkeypatch.setattr(torchrun, "STATIC_FROM_NODES", 2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    settings = [f"out={tmp_path / 'run'}", "data=synthetic", "model=tiny", "steps=3"]
+    settings += ["data.seq_len=32", "batch.global_size=4", "data.workers=0"]
+    made = []
+    for number in range(2):
+        one = torchrun.Agent(
+            nodes=torchrun.parse_nodes("2"), num_ranks=1, head=("127.0.0.1", port), name="x",
+            local_address="127.0.0.1", number=number,
+        )  # fmt: skip
+        given = torchrun.environment({**os.environ, "OMP_NUM_THREADS": "1"}, one)
+        words = torchrun.command(one, settings)
+        assert "--rdzv-backend=static" in words
+        made.append(subprocess.Popen(words, env=given, cwd=ROOT))
+    assert [process.wait(600) for process in made] == [0, 0]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+
+
+@pytest.mark.parametrize(("nodes", "interval"), [(2, 1), (64, 1), (300, 6), (1000, 48)])
+def test_signs_of_life_are_as_rare_as_nodes_are_many(nodes: int, interval: int) -> None:
+    words = torchrun.command(agent(str(nodes), head=("10.0.0.7", 20001)), [])
+    [conf] = [word for word in words if word.startswith("--rdzv-conf=")]
+    assert f"keep_alive_interval={interval}," in conf
 
 
 def test_torchrun_on_nodes_that_come_and_go() -> None:
@@ -224,3 +303,17 @@ def test_heads() -> None:
     for text in ("nodeA:", ":7", "nodeA:x", "nodeA:70000"):
         with pytest.raises(ConfigError, match="--head"):
             torchrun.parse_head(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_torchrun"),
+    [
+        ("python -m torch.distributed.run --standalone -m runner out=a", True),
+        ("/opt/venv/bin/torchrun --nproc-per-node=8 -m runner out=a", True),
+        ("python -m runner.launch.agent --nnodes=2:4 -m runner out=a", True),
+        ("python -m runner out=torchrun", False),
+        ("bash train.sh", False),
+    ],
+)
+def test_a_torchrun_command_is_known(words: str, is_torchrun: bool) -> None:
+    assert torchrun.is_started_by(words.split()) is is_torchrun

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from runner.dist.launcher import (
-    Launch,
+from runner.distributed.env import (
+    JobEnv,
     first_host,
     launch_from,
-    meeting_point,
     place_from,
+    rendezvous_endpoint,
 )
-from runner.dist.proc import is_alive, own_process
-from runner.error import ConfigError
+from runner.system.error import ConfigError
+from runner.system.process import is_alive, own_process
 
 # As a real srun -N2 with two tasks a node sets them, on the second node.
 SRUN = {
@@ -41,12 +42,12 @@ def test_srun_tells_the_place() -> None:
 def test_torchrun_inside_of_a_step_comes_first() -> None:
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert place_from(SRUN | torchrun).rank == 1
-    assert meeting_point(SRUN | torchrun) is None, "torchrun names it itself"
+    assert rendezvous_endpoint(SRUN | torchrun) is None, "torchrun names it itself"
 
 
 def test_a_batch_script_is_one_process() -> None:
     batch = {"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-    assert place_from(batch).world_size == 1 and meeting_point(batch) is None
+    assert place_from(batch).world_size == 1 and rendezvous_endpoint(batch) is None
 
 
 @pytest.mark.parametrize("missing", ["SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID"])
@@ -75,19 +76,21 @@ def test_the_first_host(nodes: str, host: str) -> None:
 
 
 def test_where_tasks_meet() -> None:
-    host, port = meeting_point(SRUN) or ("", 0)
+    host, port = rendezvous_endpoint(SRUN) or ("", 0)
     assert host == "node07" and 20_000 <= port < 40_000
-    assert meeting_point(SRUN | {"SLURM_STEP_ID": "1"}) != (host, port), "another step, elsewhere"
+    assert rendezvous_endpoint(SRUN | {"SLURM_STEP_ID": "1"}) != (host, port), (
+        "another step, elsewhere"
+    )
     told = SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "5000"}
-    assert meeting_point(told) == ("head", 5000)
+    assert rendezvous_endpoint(told) == ("head", 5000)
 
 
-def launch(**variables: str) -> Launch:
+def launch(**variables: str) -> JobEnv:
     return launch_from(variables)
 
 
-def replaces(new: Launch, old: Launch) -> bool:
-    return new.supersedes(old.job, old.order, old.step)
+def replaces(new: JobEnv, old: JobEnv) -> bool:
+    return new.supersedes(old.job, old.order, old.step, old.agents)
 
 
 def test_who_replaces_whom() -> None:
@@ -98,16 +101,34 @@ def test_who_replaces_whom() -> None:
     other_step = launch(SLURM_JOB_ID="7", SLURM_STEP_ID="1", TORCHELASTIC_RUN_ID="b")
     other_job = launch(SLURM_JOB_ID="8", SLURM_STEP_ID="0", TORCHELASTIC_RUN_ID="a")
     assert replaces(requeued, first) and not replaces(first, requeued)
-    assert replaces(first, first), "torchrun has restarted its workers"
+    assert not replaces(first, first), "another torchrun, which was given the same --rdzv-id"
     assert not replaces(other_step, first), "two steps of one job may both be alive"
     assert not replaces(other_job, first)
     supervised = [launch(HOLDFAST_LAUNCH_ID="x", HOLDFAST_ATTEMPT=str(n)) for n in (1, 2)]
     assert replaces(supervised[1], supervised[0]) and not replaces(*supervised)
 
 
+@pytest.mark.parametrize(
+    ("now", "replaced"),
+    [
+        (("a", "b"), True),
+        (("b", "c"), True),  # a's node is gone, c's has come
+        (("c", "d"), False),
+        ((), False),
+    ],
+)
+def test_torchruns_own_restart_has_an_agent_of_before(now: tuple[str, ...], replaced: bool) -> None:
+    """Whatever nodes come and go; a second torchrun of the same name has none."""
+    before = replace(launch(TORCHELASTIC_RUN_ID="x"), agents=("a", "b"))
+    assert replaces(replace(before, agents=now), before) is replaced
+    assert not replaces(replace(before, agents=now), replace(before, agents=())), "unknown"
+
+
 def test_a_launch_without_a_name_replaces_nobody() -> None:
     alone = launch()
     assert alone.job is None and not replaces(alone, alone) and not alone.has_agent
+    named = replace(alone, agents=("a",))
+    assert not replaces(named, named)
     static = launch(TORCHELASTIC_RUN_ID="none", RANK="0")
     assert static.job is None and static.has_agent
 

@@ -10,30 +10,33 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from runner.checkpoint.memory import Memory, SlotLayout, empty_note
-from runner.checkpoint.mirror import on_every_rank, peers
-from runner.checkpoint.node import NodeFolder, Process
-from runner.checkpoint.note import parse_note, read_note, write_note
-from runner.checkpoint.protocol import Identity, Moment, RingRules
-from runner.checkpoint.region import Region
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.disk.shards import Pace, Snapshot, write_rank_file
+from runner.checkpoint.jobs import LockstepQueues
+from runner.checkpoint.memory.header import parse_header, read_header, write_header
+from runner.checkpoint.memory.node_dir import NodeDir, OwnerProcess
+from runner.checkpoint.memory.peer_replica import ReplicaInventory, on_every_rank, peers
+from runner.checkpoint.memory.shared_buffer import SharedBuffer
+from runner.checkpoint.memory.snapshot import Memory, SlotLayout, _CudaCopier, empty_header
+from runner.checkpoint.memory.tier import MemoryParts, MemoryTier
+from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
 from runner.checkpoint.ring import Ring
-from runner.checkpoint.shards import Pace, Snapshot, write_rank_file
-from runner.checkpoint.store import RingStore
-from runner.checkpoint.work import Lanes
-from runner.config import CheckpointConfig
-from runner.dist.launcher import Place
+from runner.config.schema import CheckpointConfig, RunConfig
+from runner.distributed.env import RankEnv
 from runner.engine.protocol import Shard
-from runner.error import ConfigError, CorruptCheckpoint
-from runner.policy.history import Incident
-from runner.policy.ring import Record, State, Tier, rollback_targets
-from runner.tier import MEMORY_DIR, node_folder, node_needs, open_memory
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import Record, State, Tier, rollback_targets
+from runner.startup.shared_memory import MEMORY_DIR, node_folder, node_needs, open_memory
+from runner.system.error import ConfigError, CorruptCheckpoint
 
 RUN = "ab" * 16
 IDENTITY = Identity(config_digest="c", data_fingerprint="d")
@@ -85,13 +88,15 @@ class Alone:
     def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
         return work()
 
+    all_or_none_patiently = all_or_none
 
-def node(base: Path, run: str = RUN, out: Path | None = None, **process: str | int) -> NodeFolder:
+
+def node(base: Path, run: str = RUN, out: Path | None = None, **process: str | int) -> NodeDir:
     out = base if out is None else out
-    return NodeFolder(base, run=run, out=out, process=HERE | process, is_alive=lives)
+    return NodeDir(base, run=run, out=out, process=HERE | process, is_alive=lives)
 
 
-def lives(process: Process) -> bool | None:
+def lives(process: OwnerProcess) -> bool | None:
     """In these tests process 1 lives, and no other."""
     return process["pid"] == 1 if process["boot"] == "b" else None
 
@@ -101,7 +106,7 @@ def memory(base: Path, state: Weights, *, incarnation: int = 3, **mark: Any) -> 
     folder = node(base)
     folder.open()
     layout = SlotLayout(state.shards())
-    empty = empty_note(layout, incarnation=incarnation, rank=0, world_size=1, identity=IDENTITY)
+    empty = empty_header(layout, incarnation=incarnation, rank=0, world_size=1, identity=IDENTITY)
     made = Memory(
         folder,
         layout,
@@ -114,13 +119,13 @@ def memory(base: Path, state: Weights, *, incarnation: int = 3, **mark: Any) -> 
     return made
 
 
-def moment(step: int) -> Moment:
-    return Moment(
+def moment(step: int) -> CheckpointMetadata:
+    return CheckpointMetadata(
         step=step,
         cursor=step * 8,
         train_state={"updates": step, "loss": 1.5},
         metrics_bytes=step * 100,
-        journal_lines=1,
+        journal_lines=step * 2,
     )
 
 
@@ -204,12 +209,12 @@ def test_no_room_is_an_error_and_no_signal(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=r"No space left on device \(8,192 bytes\)"):
-        Region.make(tmp_path / "slot", 8192)
+        SharedBuffer.make(tmp_path / "slot", 8192)
     assert not (tmp_path / "slot").exists()
 
 
 def test_a_region_is_there_page_by_page(tmp_path: Path) -> None:
-    made = Region.make(tmp_path / "slot", 1 << 22)
+    made = SharedBuffer.make(tmp_path / "slot", 1 << 22)
     assert (tmp_path / "slot").stat().st_blocks * 512 >= 1 << 22
     resident = next(
         int(line.split()[1])
@@ -229,9 +234,9 @@ def test_a_region_is_there_page_by_page(tmp_path: Path) -> None:
 def test_a_later_process_takes_it_over(tmp_path: Path) -> None:
     taken(tmp_path)
     next_one, state = later(tmp_path), Weights()
-    notes, refused = next_one.left_by(3)
-    assert refused == [] and [(n.serial, n.step) for n in notes.values()] == [(7, 20)]
-    assert notes[7].train_state == {"updates": 20, "loss": 1.5}
+    headers, refused = next_one.left_by(3)
+    assert refused == [] and [(n.serial, n.step) for n in headers.values()] == [(7, 20)]
+    assert headers[7].train_state == {"updates": 20, "loss": 1.5}
     next_one.take_over(3, 7, 0)
     next_one.copy_out(0, state.shards())
     assert torch.equal(state.a, Weights(20).a)
@@ -253,7 +258,7 @@ def test_one_that_still_lives_scribbles_on_nothing_of_ours(tmp_path: Path) -> No
     with pytest.raises(FileNotFoundError):
         old.seal(0, 8, moment(30), {})
     next_one.check(0)
-    assert [note.serial for note in later(tmp_path, 5).left_by(4)[0].values()] == [7]
+    assert [header.serial for header in later(tmp_path, 5).left_by(4)[0].values()] == [7]
 
 
 @pytest.mark.parametrize("left", ["never sealed", "being filled anew", "given up"])
@@ -289,7 +294,7 @@ def test_damaged_data_is_not_taken_over(tmp_path: Path, damage: str) -> None:
     next_one = later(tmp_path)
     with pytest.raises(CorruptCheckpoint):
         next_one.take_over(3, 7, 0)
-    assert later(tmp_path, 5).left_by(4)[0] == {}, "no note stands for it"
+    assert later(tmp_path, 5).left_by(4)[0] == {}, "no header stands for it"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +337,7 @@ def test_another_layout_has_another_digest() -> None:
     assert len(digests) == 5
 
 
-def hostile_notes() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
+def hostile_headers() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
     def with_value(name: str, value: Any) -> Callable[[bytes], bytes]:
         def change(data: bytes) -> bytes:
             tree = json.loads(data.partition(b"\n")[2]) | {name: value}
@@ -362,9 +367,9 @@ def hostile_notes() -> Iterator[tuple[str, Callable[[bytes], bytes]]]:
 
 
 @pytest.mark.parametrize(
-    "change", [pytest.param(change, id=name) for name, change in hostile_notes()]
+    "change", [pytest.param(change, id=name) for name, change in hostile_headers()]
 )
-def test_a_note_that_is_none_of_ours_is_refused(
+def test_a_header_that_is_none_of_ours_is_refused(
     tmp_path: Path, change: Callable[[bytes], bytes]
 ) -> None:
     taken(tmp_path)
@@ -374,7 +379,7 @@ def test_a_note_that_is_none_of_ours_is_refused(
     assert not found and len(refused) == 1 and str(path) in refused[0]
 
 
-def test_a_note_elsewhere_is_not_followed(tmp_path: Path) -> None:
+def test_a_header_elsewhere_is_not_followed(tmp_path: Path) -> None:
     taken(tmp_path)
     path = slot_file(tmp_path, "json")
     elsewhere = path.rename(tmp_path / "elsewhere.json")
@@ -383,30 +388,66 @@ def test_a_note_elsewhere_is_not_followed(tmp_path: Path) -> None:
     assert not found and "slot-0.json" in refused[0]
 
 
-def test_a_note_reads_back(tmp_path: Path) -> None:
-    note = replace(
-        empty_note(
+def test_a_header_reads_back(tmp_path: Path) -> None:
+    header = replace(
+        empty_header(
             SlotLayout(Weights().shards()), incarnation=1, rank=0, world_size=1, identity=IDENTITY
         ),
         train_state={"a": [1.5, None]},
         update_counts={"x": 3},
     )
-    write_note(tmp_path / "slot-0.json", note.to_bytes())
-    found, data = read_note(tmp_path / "slot-0.json")
-    assert found == note == parse_note(data)
+    write_header(tmp_path / "slot-0.json", header.to_bytes())
+    found, data = read_header(tmp_path / "slot-0.json")
+    assert found == header == parse_header(data)
+
+
+def test_a_snapshot_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
+    """Its digest was a SHA-256, and had that name."""
+    taken(tmp_path)
+    path = slot_file(tmp_path, "json")
+    tree = json.loads(path.read_bytes().partition(b"\n")[2])
+    del tree["digest"]
+    data = slot_file(tmp_path, "bin").read_bytes()[: tree["num_bytes"]]
+    blocks = [data[at : at + (1 << 23)] for at in range(0, len(data), 1 << 23)]
+    each = b"".join(hashlib.sha256(block).digest() for block in blocks)
+    tree |= {"version": 1, "sha256": hashlib.sha256(each).hexdigest()}
+    text = json.dumps(tree).encode()
+    path.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    memory = later(tmp_path)
+    [serial], refused = memory.left_by(3)
+    memory.take_over(3, serial, 0)
+    assert not refused
+
+
+def test_memory_that_cannot_be_page_locked_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise RuntimeError("CUDA error: out of memory\nmore of it")
+
+    forgotten: list[object] = []
+    buffer = SimpleNamespace(
+        pin=refuse, forget_refusal=forgotten.append, path="slot-0.bin", num_bytes=3 << 30
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    copier = object.__new__(_CudaCopier)
+    copier._device, copier._pinned = torch.device("cuda", 0), []
+    copier.adopt(cast(Any, buffer))
+    assert "slot-0.bin: 3.0 GiB cannot be page-locked (CUDA error: out of memory):" in caplog.text
+    assert forgotten == [torch.device("cuda", 0)] and copier._pinned == []
 
 
 @pytest.mark.parametrize("word", ["NaN", "-Infinity", "1e999"])
-def test_a_note_with_a_number_that_is_none_is_refused(tmp_path: Path, word: str) -> None:
+def test_a_header_with_a_number_that_is_none_is_refused(tmp_path: Path, word: str) -> None:
     """Its digest is right: it was taken over, and then could not be written again."""
-    note = empty_note(
+    header = empty_header(
         SlotLayout([]), incarnation=3, rank=0, world_size=1, identity=IDENTITY
     ).to_bytes()
-    text = note.partition(b"\n")[2].replace(b'"train_state": {}', b'"train_state": {"a": 1.5}')
-    parse_note(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    text = header.partition(b"\n")[2].replace(b'"train_state": {}', b'"train_state": {"a": 1.5}')
+    parse_header(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
     text = text.replace(b"1.5", word.encode())
     with pytest.raises(ValueError, match="JSON"):
-        parse_note(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+        parse_header(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
 # The node's folder
@@ -498,8 +539,8 @@ def test_a_limit_above_what_is_free_is_what_is_free() -> None:
 
 def opened(tmp_path: Path, **settings: Any) -> tuple[Memory | None, list[str]]:
     said: list[str] = []
-    place = Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    config = CheckpointConfig(**settings)
+    place = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    config = RunConfig(checkpoint=CheckpointConfig(**settings))
     made = open_memory(
         config,
         node_folder(RUN, tmp_path / "out"),
@@ -508,10 +549,9 @@ def opened(tmp_path: Path, **settings: Any) -> tuple[Memory | None, list[str]]:
         place,
         incarnation=1,
         identity=IDENTITY,
-        timeout_seconds=60,
         say=said.append,
     )  # type: ignore[arg-type]
-    assert made.mirror is None
+    assert made.replica is None
     return made.memory, said
 
 
@@ -597,64 +637,132 @@ def test_what_all_have_or_can_get_back() -> None:
     assert [(f.serial, f.holders) for f in on_every_rank(told)] == [(5, {})]
 
 
+class Agreeing(Alone):
+    """Knows whether the ranks are just agreeing on how something went."""
+
+    is_agreeing = False
+
+    def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
+        self.is_agreeing = True
+        try:
+            return work()
+        finally:
+            self.is_agreeing = False
+
+    all_or_none_patiently = all_or_none
+
+
+@dataclass
+class Peer:
+    """Has the one snapshot that this rank has lost."""
+
+    header: bytes
+    values: torch.Tensor
+    layout: str
+    ranks: Agreeing
+    has_room: bool = True
+    num_sent: int = 0
+    into: torch.Tensor = field(init=False)
+
+    def left_by(self, *told: int) -> list[list[Any]]:
+        return [[0, self.layout, 7, 20, 160]]
+
+    def open_copies(self, found: ReplicaInventory, incarnation: int) -> torch.Tensor:
+        if not self.has_room:
+            raise OSError("No space left on device")
+        return self.values
+
+    def bring_back(self, parts: torch.Tensor) -> list[bytes]:
+        assert not self.ranks.is_agreeing, "whoever fails here alone leaves the others waiting"
+        self.num_sent += 1
+        self.into.copy_(parts)
+        return [self.header]
+
+
+@pytest.mark.parametrize("fault", ["", "no room", "damaged on its way"])
+def test_ranks_agree_before_and_after_a_transfer_never_in_it(tmp_path: Path, fault: str) -> None:
+    for name in ("own", "other"):
+        (tmp_path / name).mkdir()
+    header, values = taken(tmp_path / "other").sealed(0)
+    state, ranks = Weights(), Agreeing()
+    own = later(tmp_path / "own")
+    peer = Peer(header, values.clone(), own.layout.digest, ranks, has_room=fault != "no room")
+    peer.into = own.room(0)
+    queues = LockstepQueues(lambda text: [text], world_size=1, count=2)
+    snapshots, peer_queue = queues.queues
+    tier = MemoryTier(own, peer, sharded=state, ranks=ranks, queue=snapshots, peer_queue=peer_queue)  # type: ignore[arg-type]
+    told = tier.inherit(3, metrics_bytes=10**6, journal_lines=99, is_wanted=lambda record: True)
+    assert [record.serial for record in told.records] == [7]
+    if fault == "damaged on its way":
+        peer.values[3] += 1.0
+    if fault:
+        with pytest.raises((OSError, CorruptCheckpoint)):
+            tier.load(7)
+    else:
+        assert tier.load(7).step == 20 and state.count == 20
+    assert peer.num_sent == (fault != "no room")
+    close(queues)
+
+
 # Background work
 
 
-def close(*work: Lanes) -> None:
-    for lane in (lane for lanes in work for lane in lanes.lanes):
-        lane.close()
+def close(*work: LockstepQueues) -> None:
+    for queue in (queue for queues in work for queue in queues.queues):
+        queue.close()
 
 
-def test_a_slow_lane_holds_no_other_up() -> None:
-    lanes = Lanes(lambda text: [text], world_size=1, count=2)
-    near, far = lanes.lanes
+def test_a_slow_queue_holds_no_other_up() -> None:
+    queues = LockstepQueues(lambda text: [text], world_size=1, count=2)
+    snapshots, disk = queues.queues
     go_on, seen = threading.Event(), []
-    far.submit("slow", go_on.wait, lambda failures: seen.append("far"))  # type: ignore[arg-type]
-    near.submit("quick", lambda: None, lambda failures: seen.append("near"))
-    while len(near):
-        lanes.wait(5)
-        lanes.settle(*lanes.tell())
-    assert seen == ["near"] and len(lanes) == 1
+    disk.submit("slow", go_on.wait, lambda failures: seen.append("disk"))  # type: ignore[arg-type]
+    snapshots.submit("quick", lambda: None, lambda failures: seen.append("snapshots"))
+    while len(snapshots):
+        queues.wait(5)
+        queues.apply_progress(*queues.progress())
+    assert seen == ["snapshots"] and len(queues) == 1
     go_on.set()
-    while len(lanes):
-        lanes.wait(5)
-        lanes.settle(*lanes.tell())
-    assert seen == ["near", "far"]
-    close(lanes)
+    while len(queues):
+        queues.wait(5)
+        queues.apply_progress(*queues.progress())
+    assert seen == ["snapshots", "disk"]
+    close(queues)
 
 
-def test_lanes_are_told_apart_in_the_sums() -> None:
-    """Three ranks: a job is over when all have said so, each lane for itself."""
-    world = [Lanes(lambda text: [text] * 3, world_size=3, count=3) for _ in range(3)]
+def test_queues_are_told_apart_in_the_sums() -> None:
+    """Three ranks: a job is over when all have said so, each queue for itself."""
+    world = [LockstepQueues(lambda text: [text] * 3, world_size=3, count=3) for _ in range(3)]
     over: list[list[str]] = [[] for _ in world]
-    for rank, lanes in enumerate(world):
-        for lane, queue in enumerate(lanes.lanes):
-            queue.submit(f"{lane}", lambda: None, over[rank].append)  # type: ignore[arg-type]
-    for lanes in world:
-        for queue in lanes.lanes:
+    for rank, queues in enumerate(world):
+        for number, queue in enumerate(queues.queues):
+            queue.submit(f"{number}", lambda: None, over[rank].append)  # type: ignore[arg-type]
+    for queues in world:
+        for queue in queues.queues:
             queue.wait()
-    told = [lanes.tell() for lanes in world]
-    # The third rank is late in the lane in the middle.
-    late = told[2].done - world[2].lanes[1].tell()[0] * 4
-    for lanes in world:
-        lanes.settle(told[0].done + told[1].done + late, 0.0, told[0].jobs)
-    assert [len(queue) for queue in world[0].lanes] == [0, 1, 0]
+    told = [queues.progress() for queues in world]
+    # The third rank is late in the queue in the middle.
+    late = (*told[2].counts[:2], 0.0, 0.0, *told[2].counts[4:])
+    for queues in world:
+        counts = zip(told[0].counts, told[1].counts, late, strict=True)
+        queues.apply_progress([sum(of_ranks) for of_ranks in counts], told[0].jobs)
+    assert [len(queue) for queue in world[0].queues] == [0, 1, 0]
     assert all(len(seen) == 2 for seen in over)
     close(*world)
 
 
 def test_background_threads_give_way() -> None:
-    lanes = Lanes(lambda text: [text], world_size=1, count=1)
+    queues = LockstepQueues(lambda text: [text], world_size=1, count=1)
     seen: list[int] = []
 
-    def note() -> None:
+    def look() -> None:
         seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    lanes.lanes[0].submit("look", note, lambda failures: None)
-    lanes.wait(5)
+    queues.queues[0].submit("look", look, lambda failures: None)
+    queues.wait(5)
     own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert seen and seen[0] == min(19, 10) and own < 10
-    close(lanes)
+    assert seen == [min(19, own + 10)]
+    close(queues)
 
 
 def test_a_limited_writer_takes_its_time_unless_somebody_waits(tmp_path: Path) -> None:
@@ -689,14 +797,14 @@ class Rig:
     def ring(self, *, incarnation: int = 1, with_memory: bool = True) -> Ring:
         slots = memory(self.folder, self.state, incarnation=incarnation) if with_memory else None
         made = Ring(
-            RingStore(self.folder / "ring"),
-            holder=self.state,
+            CheckpointDirectory(self.folder / "ring"),
+            sharded=self.state,
             ranks=Alone(),
             rules=RingRules(clean_after=2, keep=2, keep_every=0, background=True),
             identity=IDENTITY,
             report=self.incidents.append,
             before_write=lambda step: self.write_gate.wait(20) and None,
-            memory=slots,
+            memory=MemoryParts(memory=slots),
         )
         return made
 
@@ -715,11 +823,11 @@ class Rig:
     def settle(self, ring: Ring) -> None:
         """What a step's agreement does, given time for the quick work."""
         limit = time.monotonic() + 20
-        near = ring._near
-        while len(near) and time.monotonic() < limit:
-            near.wait(1)
-            ring.settle(*ring.tell())
-        ring.settle(*ring.tell())
+        snapshots = ring._snapshot_queue
+        while len(snapshots) and time.monotonic() < limit:
+            snapshots.wait(1)
+            ring.apply_progress(*ring.progress())
+        ring.apply_progress(*ring.progress())
 
 
 @pytest.fixture
@@ -737,7 +845,7 @@ def copies(ring: Ring) -> list[tuple[int, str, str]]:
 
 def test_both_tiers_in_one_list(rig: Rig) -> None:
     ring = rig.ring()
-    ring.begin_memory()
+    ring.begin()
     rig.train(ring, 9)
     ring.drain()
     serials = {r.serial: r.step for r in ring.records}
@@ -752,7 +860,7 @@ def test_both_tiers_in_one_list(rig: Rig) -> None:
 
 def test_a_rollback_takes_the_newest_clean_copy(rig: Rig) -> None:
     ring = rig.ring()
-    ring.begin_memory()
+    ring.begin()
     rig.train(ring, 10)
     targets = rollback_targets(ring.records, cursor=10_000, step=100)
     assert targets[0].tier is Tier.memory and targets[0].step in (7, 8), copies(ring)
@@ -774,7 +882,7 @@ def test_a_rollback_takes_the_newest_clean_copy(rig: Rig) -> None:
 
 def test_a_damaged_copy_falls_to_the_next(rig: Rig) -> None:
     ring = rig.ring()
-    ring.begin_memory()
+    ring.begin()
     for _ in range(7):
         rig.train(ring, 1)
         ring.drain()
@@ -791,7 +899,7 @@ def test_a_damaged_copy_falls_to_the_next(rig: Rig) -> None:
 
 def test_a_damaged_copy_is_never_proven(rig: Rig) -> None:
     ring = rig.ring()
-    ring.begin_memory()
+    ring.begin()
     rig.train(ring, 1)
     [path] = ring.snapshot_files()
     flip(path)
@@ -804,7 +912,7 @@ def test_a_damaged_copy_is_never_proven(rig: Rig) -> None:
 
 def test_a_slow_disk_holds_no_snapshot_up(rig: Rig) -> None:
     ring = rig.ring()
-    ring.begin_memory()
+    ring.begin()
     rig.write_gate.clear()
     rig.train(ring, 7)
     assert ring.saved_step == -1, "4 is still being written"
@@ -814,7 +922,7 @@ def test_a_slow_disk_holds_no_snapshot_up(rig: Rig) -> None:
     rig.write_gate.set()
     ring.drain()
     assert ring.saved_step == 4
-    entry = RingStore(rig.folder / "ring").entries()[0][0]
+    entry = CheckpointDirectory(rig.folder / "ring").entries()[0][0]
     assert entry.manifest.update_counts == {"a": 4}, "what was written is of step 4"
     restored = ring.restore([r for r in ring.records if r.tier is Tier.disk])
     assert (restored.step, rig.state.count) == (4, 4)
@@ -825,7 +933,7 @@ def test_a_slow_disk_holds_no_snapshot_up(rig: Rig) -> None:
 def test_what_changed_in_the_slot_is_not_published(rig: Rig) -> None:
     """Else the disk would hold damage with a digest that fits."""
     ring = rig.ring()
-    ring.begin_memory()
+    ring.begin()
     for _ in range(7):
         rig.train(ring, 1)
         ring.drain()
@@ -844,7 +952,7 @@ def test_what_changed_in_the_slot_is_not_published(rig: Rig) -> None:
 
 def test_what_was_being_written_when_the_run_went_back_comes_to_nothing(rig: Rig) -> None:
     ring = rig.ring()
-    ring.begin_memory()
+    ring.begin()
     rig.train(ring, 7)
     ring.drain()
     rig.write_gate.clear()
@@ -867,7 +975,7 @@ def test_what_was_being_written_when_the_run_went_back_comes_to_nothing(rig: Rig
 
 def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
     first = rig.ring()
-    first.begin_memory()
+    first.begin()
     rig.train(first, 7)
     first.drain()
     first.close()
@@ -875,12 +983,12 @@ def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
     rig.state.a.zero_()
     again = rig.ring(incarnation=2)
     again.adopt(on_disk, next_serial=first.next_serial - 2)
-    assert again.inherit(1, is_refused=allowed, metrics_bytes=700) == []
+    assert again.inherit(1, is_refused=allowed, metrics_bytes=700, journal_lines=99) == []
     newest = max(again.records, key=lambda r: r.serial)
     assert (newest.step, newest.tier, newest.state) == (7, Tier.memory, State.committed)
     assert again.next_serial == first.next_serial, "no serial is given out twice"
     restored = again.restore([newest])
-    again.begin_memory()
+    again.begin()
     assert restored.step == 7 and rig.state.count == 7 and float(rig.state.a[0]) == 7.0
     rig.train(again, 5)
     again.drain()
@@ -894,13 +1002,14 @@ def test_a_restart_goes_on_from_memory(rig: Rig) -> None:
     [
         ({}, [4, 7]),
         ({"metrics_bytes": 650}, [4]),  # the file is shorter than it was at step 7
+        ({"journal_lines": 13}, [4]),
         ({"is_refused": lambda record: record.step > 5}, [4]),
         ({"incarnation": 0}, []),
     ],
 )
 def test_what_a_restart_leaves_alone(rig: Rig, change: dict[str, Any], left: list[int]) -> None:
     first = rig.ring()
-    first.begin_memory()
+    first.begin()
     rig.train(first, 7)
     first.drain()
     first.close()
@@ -910,6 +1019,7 @@ def test_what_a_restart_leaves_alone(rig: Rig, change: dict[str, Any], left: lis
         change.get("incarnation", 1),
         is_refused=change.get("is_refused", allowed),
         metrics_bytes=change.get("metrics_bytes", 10_000),
+        journal_lines=change.get("journal_lines", 99),
     )
     assert [r.step for r in again.records if r.tier is Tier.memory] == left
     again.close()
@@ -918,25 +1028,26 @@ def test_what_a_restart_leaves_alone(rig: Rig, change: dict[str, Any], left: lis
 def test_distrust_reaches_memory(rig: Rig) -> None:
     """A copy of the state went wrong after step 5: a restart must not find what came after."""
     ring = rig.ring()
-    ring.begin_memory()
+    ring.begin()
     rig.train(ring, 7)
     ring.distrust_after(5)
     assert all(r.step <= 5 for r in ring.records if r.tier is Tier.memory)
     ring.close()
     again = rig.ring(incarnation=2)
-    again.inherit(1, is_refused=allowed, metrics_bytes=10_000)
+    again.inherit(1, is_refused=allowed, metrics_bytes=10_000, journal_lines=99)
     assert all(r.step <= 5 for r in again.records) and again.records
     again.close()
 
 
 def test_without_the_tier_all_goes_to_disk(rig: Rig) -> None:
     ring = rig.ring(with_memory=False)
-    ring.begin_memory()
+    ring.begin()
     rig.train(ring, 8)
     ring.drain()
     assert {r.tier for r in ring.records} == {Tier.disk} and ring.saved_step == 8
     assert (
-        ring.snapshot_files() == [] and ring.inherit(1, is_refused=allowed, metrics_bytes=0) == []
+        ring.snapshot_files() == []
+        and ring.inherit(1, is_refused=allowed, metrics_bytes=0, journal_lines=99) == []
     )
     ring.close()
 
@@ -948,7 +1059,7 @@ def test_no_room_for_slots_is_an_incident(rig: Rig, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    ring.begin_memory()
+    ring.begin()
     rig.train(ring, 8)
     ring.drain()
     assert [i.kind for i in rig.incidents] == ["memory_short"] * 3
@@ -959,7 +1070,7 @@ def test_no_room_for_slots_is_an_incident(rig: Rig, monkeypatch: pytest.MonkeyPa
 def test_the_folder_may_be_lost_while_it_runs(rig: Rig) -> None:
     """Somebody cleans /dev/shm: told once a snapshot, and the disk still gets its own."""
     ring = rig.ring()
-    ring.begin_memory()
+    ring.begin()
     rig.train(ring, 3)
     shutil.rmtree(node(rig.folder).folder)
     rig.train(ring, 1)

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from runner.config import ModelConfig
-from runner.error import ConfigError
+from runner.config.schema import ModelConfig
 from runner.model.decoder import (
     Decoder,
     DecoderShape,
@@ -34,7 +33,8 @@ from runner.model.initial import (
     initial_range,
     initial_rule,
 )
-from runner.model.loss import NOT_COUNTED, sequence_losses
+from runner.model.loss import NOT_COUNTED, HeadLosses, sequence_losses
+from runner.system.error import ConfigError
 from tests.mechanism.weights import set_initial_weights
 
 PRESETS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
@@ -451,3 +451,67 @@ def test_fp32_agrees_with_torch_and_beats_bf16() -> None:
     assert precise.shape == (3,)
     torch.testing.assert_close(precise.sum().double(), exact, rtol=1e-6, atol=0)
     torch.testing.assert_close(coarse.sum().double(), exact, rtol=2e-2, atol=0)
+
+
+def losses_and_grads(
+    most_bytes: int, *, z_loss: float, dtype: torch.dtype, shape: DecoderShape = SHAPE
+) -> tuple[Tensor, list[Tensor]]:
+    """Both losses of each sequence, and all gradients of one step; the head by parts or not."""
+    model = Decoder(shape, HeadLosses(fp32=True, z_loss=z_loss, most_bytes=most_bytes))
+    set_initial_weights(model, seed=1)
+    model.to(dtype)
+    model.reset_buffers()
+    tokens = torch.randint(61, (3, 21), generator=torch.Generator().manual_seed(0))
+    targets = tokens[:, 1:].clone()
+    targets[0, 5] = targets[2, 3:] = NOT_COUNTED
+    logits = model(tokens[:, :-1], None, targets)
+    assert logits.dim() == (2 if most_bytes else 3)
+    losses = sequence_losses(logits, targets, fp32=True, z_loss=z_loss)
+    (losses[1] * torch.tensor([1.0, 3.0, 0.5])).sum().backward()
+    return torch.stack(losses).detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("most_bytes", [61 * 4, 61 * 4 * 7, 61 * 4 * 59])
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_parts_gives_the_same_losses_and_gradients(
+    most_bytes: int, z_loss: float, tied: bool
+) -> None:
+    shape = replace(SHAPE, tied_head=tied)
+    whole, whole_grads = losses_and_grads(0, z_loss=z_loss, dtype=torch.float32, shape=shape)
+    parts, grads = losses_and_grads(most_bytes, z_loss=z_loss, dtype=torch.float32, shape=shape)
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
+    for one, other in zip(grads, whole_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=1e-5)
+
+
+def test_a_head_in_parts_is_as_exact_in_bf16_as_at_once() -> None:
+    """The gradient of the head is not summed over parts: it is rounded once."""
+    _, exact = losses_and_grads(0, z_loss=0.0, dtype=torch.float32)
+    _, whole = losses_and_grads(0, z_loss=0.0, dtype=torch.bfloat16)
+    _, parts = losses_and_grads(61 * 4 * 7, z_loss=0.0, dtype=torch.bfloat16)
+
+    def error(grads: list[Tensor]) -> float:
+        pairs = zip(grads, exact, strict=True)
+        return sum((one.float() - other).square().sum().item() for one, other in pairs)
+
+    assert error(parts) < 1.2 * error(whole)
+
+
+def test_what_does_not_count_is_left_out_of_a_head_in_parts() -> None:
+    losses = HeadLosses(fp32=True, z_loss=0.0, most_bytes=8)
+    weight = torch.randn(5, 4, requires_grad=True)
+    hidden = torch.randn(1, 3, 4)
+    hidden[0, 1] = torch.nan
+    hidden.requires_grad_()
+    told = losses(hidden, weight, torch.tensor([[2, NOT_COUNTED, 4]]))
+    told[1].sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None and hidden.grad is not None
+    assert told.isfinite().all() and hidden.grad[0, 1].eq(0).all() and hidden.grad.isfinite().all()
+
+
+def test_small_logits_are_held_at_once() -> None:
+    losses = HeadLosses(fp32=True, z_loss=0.0, most_bytes=1 << 20)
+    hidden, weight = torch.empty(2, 512, 1, device="meta"), torch.empty(256, 1, device="meta")
+    assert not losses.is_wanted(hidden, weight)
+    assert losses.is_wanted(hidden, torch.empty(257, 1, device="meta"))

@@ -10,7 +10,7 @@ import pytest
 
 from runner.__main__ import main
 from runner.command.plan import measured
-from runner.policy.history import Incident
+from runner.policy.decision.history import Incident
 
 COMMAND = (
     "plan --nodes 64 --mtbf-node-hours 2000 --params 8e9 --step-seconds 4 --save-seconds 60 "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import shutil
 import threading
@@ -14,24 +16,24 @@ from typing import Any
 import pytest
 import torch
 
-from runner.check import check, url_problem
+from runner.checkpoint.disk.directory import CheckpointDirectory, folder_name
+from runner.checkpoint.jobs import LockstepQueue
 from runner.checkpoint.manifest import FileFacts
-from runner.checkpoint.protocol import Identity, Moment, RingRules
-from runner.checkpoint.remote import Claim, RemoteRing, RemoteTaken
-from runner.checkpoint.remote_files import RemoteFault
+from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
+from runner.checkpoint.remote.retrying_files import RemoteFault
+from runner.checkpoint.remote.store import RemoteRing, RemoteTaken, WriterClaim
+from runner.checkpoint.remote.upload import RemoteRules, RemoteTarget, Uploads
 from runner.checkpoint.ring import Ring
-from runner.checkpoint.store import RingStore, folder_name
-from runner.checkpoint.upload import Uploads
-from runner.checkpoint.work import AgreedWork
 from runner.command.ring import ring_command
-from runner.compose import compose, to_yaml
-from runner.error import CheckpointError, ConfigError, CorruptCheckpoint
-from runner.files import file_digest
+from runner.config.compose import compose, to_yaml
+from runner.config.validate import check, url_problem
 from runner.observe.journal import read_journal
-from runner.policy.history import Incident
-from runner.policy.ring import Record, State
-from runner.remote import RemoteRun, Restorer, is_lost, run_name
-from runner.rundir import RunDir
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import Record, State
+from runner.run_dir.paths import RunDir
+from runner.startup.restore import RemoteRun, Restorer, is_lost, run_name
+from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.system.files import file_digest
 from tests.mechanism.test_ring_on_disk import tensors, write
 from tests.store import BUCKET, Store
 
@@ -55,12 +57,14 @@ class Alone:
     def all_or_none(self, what: str, work: Callable[[], Any]) -> Any:
         return work()
 
+    all_or_none_patiently = all_or_none
+
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """A run directory with four clean checkpoints, a journal, metrics and settings."""
     folder = tmp_path / "run"
-    store = RingStore(folder / "ring")
+    store = CheckpointDirectory(folder / "ring")
     for serial in range(1, 5):
         record = write(folder / "ring", tensors(serial), serial=serial, step=10 * serial)
         store.mark(record, State.clean)
@@ -83,18 +87,19 @@ def uploads(
     said: list[Incident] = []
     ring = changes.pop("ring", None) or RemoteRing(url, pauses=())
     made = Uploads(
-        ring,
-        RingStore(out / "ring"),
-        out=out,
-        run=run,
-        claim=Claim(number=number, token="0" * 8),
+        RemoteTarget(
+            ring=ring,
+            run=run,
+            claim=WriterClaim(number=number, token="0" * 8),
+            out=out,
+            check=changes.pop("check", lambda: None),
+        ),
+        CheckpointDirectory(out / "ring"),
+        rules=RemoteRules(keep=keep, keep_every=0),
         stored=changes.pop("stored", []),
         tainted=changes.pop("tainted", []),
-        keep=keep,
-        keep_every=0,
-        work=changes.pop("work") if "work" in changes else AgreedWork(Alone().gather),
+        queue=changes.pop("queue") if "queue" in changes else LockstepQueue(Alone().gather),
         ranks=Alone(),
-        check=changes.pop("check", lambda: None),
         report=said.append,
     )
     assert not changes
@@ -102,7 +107,7 @@ def uploads(
 
 
 def local(out: Path) -> list[Record]:
-    return [entry.record for entry in RingStore(out / "ring").entries()[0]]
+    return [entry.record for entry in CheckpointDirectory(out / "ring").entries()[0]]
 
 
 def send(out: Path, url: str, count: int | None = None, **options: Any) -> list[Incident]:
@@ -116,7 +121,7 @@ def send(out: Path, url: str, count: int | None = None, **options: Any) -> list[
 
 
 def folders(url: str) -> list[str]:
-    return [folder_name(record) for record in RemoteRing(url).look().stored]
+    return [folder_name(record) for record in RemoteRing(url).list_checkpoints().stored]
 
 
 # -- sending ------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ def test_dying_at_any_change_leaves_nothing_that_passes_for_whole(out: Path, url
             break
         assert {incident.kind for incident in said} == {"upload_failed"}
         # The next start goes on where this one stopped.
-        stored = RemoteRing(url).look().stored
+        stored = RemoteRing(url).list_checkpoints().stored
         assert send(out, url, number=2, stored=stored, keep=1) == []
         assert folders(url)[-1] == folder_name(local(out)[-1])
         assert RemoteRing(url).entries(verify=True)[1] == []
@@ -185,7 +190,7 @@ def test_dying_at_any_change_leaves_nothing_that_passes_for_whole(out: Path, url
 
 def test_a_file_that_is_there_already_is_not_sent_again(out: Path, url: str) -> None:
     send(out, url)
-    entry = RingStore(out / "ring").entries()[0][-1]
+    entry = CheckpointDirectory(out / "ring").entries()[0][-1]
     marker = Path(url.removeprefix("file://")) / "ring" / entry.folder.name / "rank-00000.bin"
     before = marker.stat().st_ino, marker.stat().st_mtime_ns
     there = f"ring/{entry.folder.name}/rank-00000.bin"
@@ -209,7 +214,7 @@ def test_a_checkpoint_of_the_same_name_and_other_bytes_is_replaced(out: Path, ur
     send(out, url)
     name = folder_name(local(out)[-1])
     other = write(out / "ring2", tensors(99), serial=4, step=40)
-    RingStore(out / "ring2").mark(other, State.clean)
+    CheckpointDirectory(out / "ring2").mark(other, State.clean)
     shutil.rmtree(out / "ring" / name)
     shutil.move(out / "ring2" / name, out / "ring" / name)
     assert send(out, url, number=2) == []
@@ -229,7 +234,7 @@ def test_what_a_rollback_leaves_behind_is_withdrawn(out: Path, url: str) -> None
     made.close()
     # And at a restart, when the run ended before it could be done.
     send(out, url, number=2)
-    stored = RemoteRing(url).look().stored
+    stored = RemoteRing(url).list_checkpoints().stored
     made, said = uploads(out, url, number=3, stored=stored, tainted=[4])
     made.finish(known[:3], seconds=30)
     made.close()
@@ -276,15 +281,162 @@ def test_an_older_incarnation_publishes_and_removes_nothing(out: Path, url: str)
     assert "incarnation 5 has taken this run over" in said[0].reason
 
 
-def test_of_two_that_claim_at_once_one_wins(url: str) -> None:
-    one, two = Claim(number=3, token="a" * 8), Claim(number=3, token="b" * 8)
+def test_of_two_with_one_number_the_first_wins(url: str) -> None:
+    one, two = WriterClaim(number=3, token="a" * 8), WriterClaim(number=3, token="b" * 8)
     RemoteRing(url).claim(one, RUN)
-    RemoteRing(url).claim(two, RUN)
-    RemoteRing(url).check(two)
-    with pytest.raises(RemoteTaken, match="incarnation 3"):
-        RemoteRing(url).check(one)
+    with pytest.raises(RemoteTaken, match=r"incarnation 3 has taken .* \(host .*, since "):
+        RemoteRing(url).claim(two, RUN)
+    RemoteRing(url).check(one)
+    RemoteRing(url).claim(one, RUN)  # tried again, as the answer was lost
     with pytest.raises(RemoteTaken):
-        RemoteRing(url).claim(Claim(number=2, token="c" * 8), RUN)
+        RemoteRing(url).claim(WriterClaim(number=2, token="c" * 8), RUN)
+    RemoteRing(url).claim(WriterClaim(number=4, token="c" * 8), RUN)
+    with pytest.raises(RemoteTaken, match="incarnation 4 has taken"):
+        RemoteRing(url).check(one)
+    assert RemoteRing(url).files.names("incarnation") == ["000004.json"]
+
+
+def claim_together(rings: list[RemoteRing], claims: list[tuple[WriterClaim, str]]) -> list[str]:
+    """Several at the same moment, each with connections of its own; "" or why not."""
+    told = [""] * len(claims)
+    at_once = threading.Barrier(len(claims))
+
+    def one(number: int) -> None:
+        at_once.wait()
+        try:
+            rings[number].claim(*claims[number])
+        except RemoteTaken as error:
+            told[number] = str(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(len(claims))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def two(url: str) -> list[RemoteRing]:
+    return [RemoteRing(url, pauses=(0.1, 0.2, 0.4)) for _ in range(2)]
+
+
+def claims_of(numbers: tuple[int, int], runs: tuple[str, str]) -> list[tuple[WriterClaim, str]]:
+    return [
+        (WriterClaim(number=number, token=f"{number:04x}{place:04x}"), run)
+        for place, (number, run) in enumerate(zip(numbers, runs, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("place", ["file", "memory", "s3"])
+def test_of_two_that_claim_at_once_one_wins(store: Store, tmp_path: Path, place: str) -> None:
+    """Again and again; the other finds it as the owner, and is told so."""
+    prefix = {"file": f"file://{tmp_path}", "memory": f"memory://{tmp_path}"}
+    rings = two(f"{prefix.get(place, f's3://{BUCKET}')}/at-once")
+    won = [0, 0]
+    for number in range(3, 18):
+        claims = claims_of((number, number), (RUN, RUN))
+        told = claim_together(rings, claims)
+        (winner,) = (place for place, words in enumerate(told) if not words)
+        words = told[1 - winner]
+        assert f"incarnation {number} has taken this run over there (host " in words, words
+        rings[1 - winner].check(claims[winner][0])
+        with pytest.raises(RemoteTaken):
+            rings[winner].check(claims[1 - winner][0])
+        assert rings[0].files.names("incarnation") == [f"{number:06d}.json"]
+        won[winner] += 1
+    print(f"{place}: won {won}")
+
+
+def test_of_two_runs_that_claim_at_once_one_wins(store: Store) -> None:
+    """A place without checkpoints that two new runs were given by mistake."""
+    rings = two(f"s3://{BUCKET}/two-runs")
+    for number in range(1, 5):
+        claims = claims_of((number, number), (RUN, "b" * 64))
+        told = claim_together(rings, claims)
+        (winner,) = (place for place, words in enumerate(told) if not words)
+        assert "another run was faster (host " in told[1 - winner], told
+        rings[1 - winner].check(claims[winner][0])
+
+
+def test_the_newer_of_two_that_claim_at_once_ends_as_the_owner(store: Store) -> None:
+    rings = two(f"s3://{BUCKET}/newer")
+    for number in range(1, 9, 2):
+        claims = claims_of((number, number + 1), (RUN, RUN))
+        told = claim_together(rings, claims)
+        assert told[1] == "", "the newer one is never refused"
+        rings[0].check(claims[1][0])
+        with pytest.raises(RemoteTaken, match=f"incarnation {number + 1} "):
+            rings[0].check(claims[0][0])
+
+
+def test_a_claim_whose_answer_is_lost_is_a_claim(store: Store) -> None:
+    url, one = f"s3://{BUCKET}/lost-answer", WriterClaim(number=3, token="a" * 8)
+    store.loses_answers = 3  # of the probe, which comes first, and of the claim itself
+    ring = RemoteRing(url, pauses=(0.1, 0.1, 0.1, 0.1))
+    ring.claim(one, RUN)
+    assert store.loses_answers == 0
+    ring.check(one)
+    assert ring.files.names("incarnation") == ["000003.json"]
+
+
+def test_a_store_that_ignores_the_condition_is_found_out(store: Store) -> None:
+    """Then each looks once more after its own claim: of two at once only one may write."""
+    store.ignores_conditions = True
+    rings = two(f"s3://{BUCKET}/ignoring")
+    assert not any(ring.files.is_exclusive("probe") for ring in rings)
+    for number in range(1, 5):
+        claims = claims_of((number, number), (RUN, RUN))
+        claim_together(rings, claims)
+        may_write = []
+        for claim, _ in claims:
+            with contextlib.suppress(RemoteTaken):
+                rings[0].check(claim)
+                may_write.append(claim.token)
+        assert len(may_write) == 1
+        assert f"{number:06d}-{may_write[0]}.json" in rings[0].files.names("incarnation")
+
+
+def test_a_file_system_without_hard_links(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some that are mounted from an object store: claims have tokens there."""
+
+    def refuse(*names: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    one, other = WriterClaim(number=3, token="a" * 8), WriterClaim(number=3, token="b" * 8)
+    ring = RemoteRing(url, pauses=())
+    ring.claim(one, RUN)
+    assert ring.files.names("incarnation") == ["000003-aaaaaaaa.json"]
+    ring.check(one)
+    with pytest.raises(RemoteTaken, match="incarnation 3"):
+        ring.claim(other, RUN)
+
+
+def test_a_claim_of_version_0_1_is_understood(out: Path, url: str) -> None:
+    """It had incarnation and token in its name."""
+    send(out, url)
+    folder = Path(url.removeprefix("file://")) / "incarnation"
+    (path,) = folder.iterdir()
+    path.unlink()
+    old = {"run": RUN, "host": "h", "time": 1.0}
+    (folder / "000003-aaaaaaaa.json").write_text(json.dumps(old))
+    seen = RemoteRing(url).list_checkpoints()
+    assert (seen.claim, seen.run) == (3, RUN)
+    RemoteRing(url).check(WriterClaim(number=3, token="a" * 8))
+    with pytest.raises(RemoteTaken, match="incarnation 3"):
+        RemoteRing(url).claim(WriterClaim(number=3, token="b" * 8), RUN)
+    RemoteRing(url).claim(WriterClaim(number=4, token="b" * 8), RUN)
+    assert RemoteRing(url).files.names("incarnation") == ["000004.json"]
+
+
+def test_claims_that_another_run_left_where_no_checkpoint_is(url: str) -> None:
+    RemoteRing(url).claim(WriterClaim(number=5, token="a" * 8), "b" * 64)
+    for number in (1, 2):
+        RemoteRing(url).claim(WriterClaim(number=number, token="c" * 8), RUN)
+        seen = RemoteRing(url).list_checkpoints()
+        assert (seen.claim, seen.run) == (number, RUN)
+    with pytest.raises(RemoteTaken, match="incarnation 2"):
+        RemoteRing(url).claim(WriterClaim(number=1, token="c" * 8), RUN)
 
 
 def test_another_run_is_not_written_over(out: Path, url: str) -> None:
@@ -303,8 +455,8 @@ def restorer(into: Path, url: str, *overrides: str, fingerprint: str = "d") -> R
     run_dir = RunDir(into)
     run_dir.create()
     config = compose([f"out={into}", *overrides])
-    remote = RemoteRun(ring, ring.look(), "", run_dir)
-    store = RingStore(run_dir.ring)
+    remote = RemoteRun(ring, ring.list_checkpoints(), "", run_dir)
+    store = CheckpointDirectory(run_dir.ring)
     return Restorer(remote, run_dir, store, config, fingerprint, Alone())  # type: ignore[arg-type]
 
 
@@ -313,7 +465,7 @@ def test_a_lost_directory_comes_back(out: Path, url: str, tmp_path: Path) -> Non
     made = restorer(tmp_path / "new", url)
     restored = made.restore_if_lost()
     assert restored is not None and restored.record.step == 40
-    (entry,), damaged = RingStore(tmp_path / "new" / "ring").entries()
+    (entry,), damaged = CheckpointDirectory(tmp_path / "new" / "ring").entries()
     assert damaged == [] and entry.record == local(out)[-1]
     for path in entry.folder.iterdir():
         assert path.read_bytes() == (out / "ring" / entry.folder.name / path.name).read_bytes()
@@ -364,7 +516,7 @@ def test_damage_is_refused_and_an_older_one_used(
     assert restored is not None and restored.record.step == 30
     assert [incident.kind for incident in restored.incidents] == ["checkpoint_damaged", "restored"]
     assert folder.name in restored.incidents[0].reason
-    entries, damaged = RingStore(tmp_path / "new" / "ring").entries()
+    entries, damaged = CheckpointDirectory(tmp_path / "new" / "ring").entries()
     assert [entry.record.step for entry in entries] == [30] and damaged == []
 
 
@@ -376,7 +528,7 @@ def test_nothing_sound_there_is_an_error_and_leaves_no_checkpoint(
         flip(path)
     with pytest.raises(CheckpointError, match="and none at"):
         restorer(tmp_path / "new", url).restore_if_lost()
-    assert is_lost(RunDir(tmp_path / "new"), RingStore(tmp_path / "new" / "ring"))
+    assert is_lost(RunDir(tmp_path / "new"), CheckpointDirectory(tmp_path / "new" / "ring"))
 
 
 def test_not_a_byte_more_is_read_than_was_written(out: Path, url: str, tmp_path: Path) -> None:
@@ -448,7 +600,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'holdfast\[remote\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'holdfast-train\[remote\]'"):
         RemoteRing("s3://bucket/x")
 
 
@@ -470,11 +622,11 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def test_a_server_that_comes_back_in_time_costs_a_pause(store: Store, out: Path) -> None:
-    store.dies_at = 4
+    store.dies_at = 6  # after the claim and the first of its files
     back = threading.Thread(target=lambda: (store.died.wait(30), store.start()))
     back.start()
     # On a busy machine a server takes long to start.
-    ring = RemoteRing(f"s3://{BUCKET}/p", pauses=(1.0, 2.0, 4.0, 8.0, 16.0, 32.0))
+    ring = RemoteRing(f"s3://{BUCKET}/p", pauses=(0.5,) * 240)
     assert send(out, f"s3://{BUCKET}/p", 1, ring=ring) == []
     back.join()
     assert store.died.is_set()
@@ -519,11 +671,11 @@ class Holder:
 
 def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) -> None:
     folder = tmp_path / "run"
-    store = RingStore(folder / "ring")
+    store = CheckpointDirectory(folder / "ring")
     store.sweep()
     ring = Ring(
         store,
-        holder=Holder(),
+        sharded=Holder(),
         ranks=Alone(),
         rules=RingRules(clean_after=1, keep=1, keep_every=0, background=True),
         identity=Identity(config_digest="c", data_fingerprint="d"),
@@ -532,10 +684,15 @@ def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) 
     remote, go_on = RemoteRing(url, pauses=()), threading.Event()
     put = remote.files.put
     remote.files.put = lambda *what: (go_on.wait(60), put(*what))  # type: ignore[method-assign]
-    ring.uploads, said = uploads(folder, url, ring=remote, work=ring.uplink)
+    sender, said = uploads(folder, url, ring=remote, queue=ring.upload_queue)
+    ring.begin(sender)
 
     def step(number: int) -> None:
-        ring.save(Moment(step=number, cursor=0, train_state={}, metrics_bytes=0, journal_lines=0))
+        ring.save(
+            CheckpointMetadata(
+                step=number, cursor=0, train_state={}, metrics_bytes=0, journal_lines=0
+            )
+        )
         ring.drain()
         ring.after_step(number + 1, 99)
         ring.drain()
@@ -543,15 +700,15 @@ def test_a_checkpoint_is_not_retired_while_it_is_sent(tmp_path: Path, url: str) 
 
     step(10)
     # Begun: the store is being prepared, or the first file waits to be sent.
-    assert ring.uploads.pinned == {1} and ring.is_busy
+    assert sender.pinned == {1} and ring.is_busy
     for number in (20, 30, 40):
         step(number)
     assert [record.serial for record in ring.records] == [1, 4]
     assert (folder / "ring" / folder_name(ring.records[0]) / "COMMITTED").exists()
     go_on.set()
-    ring.uploads.finish(ring.records, seconds=60)
+    sender.finish(ring.records, seconds=60)
     step(50)
     assert [record.serial for record in ring.records] == [5]
-    ring.uploads.finish(ring.records, seconds=60)
+    sender.finish(ring.records, seconds=60)
     ring.close()
     assert said == [] and folders(url)[-1] == folder_name(ring.records[-1])

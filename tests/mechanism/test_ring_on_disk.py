@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from runner.checkpoint.digest import state_digest
-from runner.checkpoint.manifest import Manifest, parse_manifest
-from runner.checkpoint.shards import (
+from runner.checkpoint.disk import shards as shards_module
+from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.shards import (
+    ShardReader,
     Snapshot,
     collect_pieces,
     own_share,
@@ -30,16 +33,18 @@ from runner.checkpoint.shards import (
     verify_files,
     write_rank_file,
 )
-from runner.checkpoint.store import Entry, RingStore
-from runner.command.ring import export, ring_command
-from runner.error import (
+from runner.checkpoint.manifest import Manifest, parse_manifest
+from runner.command import export as export_module
+from runner.command.export import export, export_command
+from runner.command.ring import ring_command
+from runner.policy.retention.records import Record, State
+from runner.system.error import (
     CheckpointError,
     ConfigError,
     CorruptCheckpoint,
     UnreadableCheckpoint,
 )
-from runner.files import file_digest, write_durably, write_json
-from runner.policy.ring import Record, State
+from runner.system.files import file_digest, open_regular, write_durably, write_json
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -81,7 +86,7 @@ def write(
     cuts: Mapping[str, Sequence[int]] | None = None,
 ) -> Record:
     """Write and commit one checkpoint, as ``ranks`` ranks would."""
-    store = RingStore(ring)
+    store = CheckpointDirectory(ring)
     folder = store.writing_folder(serial)
     for rank, snapshots in enumerate(partition(values, cuts or {}, ranks)):
         write_rank_file(folder, rank, snapshots)
@@ -107,7 +112,7 @@ def write(
 
 
 def only(ring: Path) -> Entry:
-    entries, damaged = RingStore(ring).entries()
+    entries, damaged = CheckpointDirectory(ring).entries()
     assert damaged == []
     (entry,) = entries
     return entry
@@ -181,14 +186,14 @@ def test_the_ranks_notes_are_gone_once_committed(ring: Path) -> None:
 
 
 def test_a_rank_without_a_note_stops_the_commit(ring: Path) -> None:
-    folder = RingStore(ring).writing_folder(1)
+    folder = CheckpointDirectory(ring).writing_folder(1)
     write_rank_file(folder, 0, partition(tensors(), {}, 1)[0])
     with pytest.raises(CorruptCheckpoint, match=r"rank-00001\.json"):
         collect_pieces(folder, 2)
 
 
 def test_a_serial_is_never_written_twice(ring: Path) -> None:
-    folder = RingStore(ring).writing_folder(1)
+    folder = CheckpointDirectory(ring).writing_folder(1)
     write_rank_file(folder, 0, [])
     with pytest.raises(FileExistsError):
         write_rank_file(folder, 0, [])
@@ -225,7 +230,7 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
 
 
 def is_sound(ring: Path) -> bool:
-    entries, damaged = RingStore(ring).entries()
+    entries, damaged = CheckpointDirectory(ring).entries()
     if damaged:
         assert entries == []
         return False
@@ -312,7 +317,7 @@ def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
 LIES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("other format", lambda tree: tree.update(format="zip"), "format zip"),
     ("older version", lambda tree: tree.update(version=1), "version 1"),
-    ("newer version", lambda tree: tree.update(version=3), "version 3"),
+    ("newer version", lambda tree: tree.update(version=4), "version 4"),
     ("no step", lambda tree: tree.pop("step"), "step"),
     ("step without end", lambda tree: tree.update(step="1e999"), "1e999"),
     ("step is a word", lambda tree: tree.update(step="soon"), "soon"),
@@ -372,7 +377,7 @@ def test_a_manifest_that_lies_is_refused(
     rewrite(folder, lambda tree: None)
     assert is_sound(ring)  # the rewriting itself harms nothing
     rewrite(folder, lambda tree: (change(tree), None)[1])
-    entries, damaged = RingStore(ring).entries()
+    entries, damaged = CheckpointDirectory(ring).entries()
     assert entries == []
     assert str(folder / "manifest.json") in damaged[0]
     assert words in damaged[0]
@@ -403,7 +408,7 @@ def test_swapped_folders_are_noticed(ring: Path) -> None:
     one.rename(ring / "aside")
     two.rename(one)
     (ring / "aside").rename(two)
-    entries, damaged = RingStore(ring).entries()
+    entries, damaged = CheckpointDirectory(ring).entries()
     assert entries == []
     assert all("moved or renamed" in sentence for sentence in damaged)
     assert len(damaged) == 2
@@ -413,7 +418,7 @@ def test_a_damaged_one_does_not_hide_the_others(ring: Path) -> None:
     for serial in (1, 2, 3):
         write(ring, tensors(serial), serial=serial, step=10 * serial)
     flip(ring / "000002-step-00000020" / "manifest.json", 5)
-    entries, damaged = RingStore(ring).entries()
+    entries, damaged = CheckpointDirectory(ring).entries()
     assert [entry.record.serial for entry in entries] == [1, 3]
     assert len(damaged) == 1 and "000002-step-00000020" in damaged[0]
 
@@ -425,17 +430,17 @@ def test_order_is_by_serial(ring: Path) -> None:
     # After a rollback steps repeat; names of many digits sort wrongly; clocks lie.
     for serial, step in [(1_000_000, 5), (999_999, 90), (3, 40), (2, 50)]:
         write(ring, tensors(), serial=serial, step=step)
-    entries, damaged = RingStore(ring).entries()
+    entries, damaged = CheckpointDirectory(ring).entries()
     assert damaged == []
     assert [entry.record.serial for entry in entries] == [2, 3, 999_999, 1_000_000]
 
 
 def test_a_ring_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    assert RingStore(tmp_path / "ring").entries() == ([], [])
+    assert CheckpointDirectory(tmp_path / "ring").entries() == ([], [])
 
 
 def test_sweep_removes_only_what_never_committed(ring: Path) -> None:
-    store = RingStore(ring)
+    store = CheckpointDirectory(ring)
     for serial in (1, 2):
         write(ring, tensors(), serial=serial, step=10 * serial)
     (ring / "000002-step-00000020" / "COMMITTED").unlink()
@@ -449,7 +454,7 @@ def test_sweep_removes_only_what_never_committed(ring: Path) -> None:
 
 
 def test_sweep_makes_the_ring(ring: Path) -> None:
-    assert RingStore(ring).sweep() == []
+    assert CheckpointDirectory(ring).sweep() == []
     assert ring.is_dir()
 
 
@@ -458,14 +463,14 @@ def test_only_committed_ones_count(ring: Path) -> None:
     folder = only(ring).folder
     (folder / "CLEAN").touch()
     (folder / "COMMITTED").unlink()
-    assert RingStore(ring).entries() == ([], [])
+    assert CheckpointDirectory(ring).entries() == ([], [])
 
 
 def test_marks_outlive_the_process_and_tainted_wins(ring: Path) -> None:
     record = write(ring, tensors())
     states = [only(ring).record.state]
     for state in (State.clean, State.tainted):
-        RingStore(ring).mark(record, state)
+        CheckpointDirectory(ring).mark(record, state)
         states.append(only(ring).record.state)
     assert states == [State.committed, State.clean, State.tainted]
     assert only(ring).record == replace(record, state=State.tainted)
@@ -475,7 +480,7 @@ def test_marks_outlive_the_process_and_tainted_wins(ring: Path) -> None:
 def test_remove_takes_one_and_twice_is_once(ring: Path) -> None:
     records = [write(ring, tensors(), serial=serial, step=serial) for serial in (1, 2)]
     for _ in range(2):
-        RingStore(ring).remove(records[0])
+        CheckpointDirectory(ring).remove(records[0])
         assert only(ring).record == records[1]
 
 
@@ -489,26 +494,26 @@ def test_one_that_is_being_removed_counts_no_more(
         raise OSError("power cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"runner.checkpoint.store.{crash_in}", crash)
+        patch.setattr(f"runner.checkpoint.disk.directory.{crash_in}", crash)
         with pytest.raises(OSError, match="power cut"):
-            RingStore(ring).remove(record)
-    assert RingStore(ring).entries() == ([], [])
-    assert RingStore(ring).sweep() == ["000001-step-00000010"]
+            CheckpointDirectory(ring).remove(record)
+    assert CheckpointDirectory(ring).entries() == ([], [])
+    assert CheckpointDirectory(ring).sweep() == ["000001-step-00000010"]
 
 
 @pytest.mark.parametrize("crash_in", ["write_json", "sync_directory", "write_durably"])
 def test_one_that_is_being_committed_does_not_count_yet(
     ring: Path, monkeypatch: pytest.MonkeyPatch, crash_in: str
 ) -> None:
-    def crash(*arguments: Any) -> None:
+    def crash(*arguments: Any, **options: Any) -> None:
         raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"runner.checkpoint.store.{crash_in}", crash)
+        patch.setattr(f"runner.checkpoint.disk.directory.{crash_in}", crash)
         with pytest.raises(PowerCut):
             write(ring, tensors())
-    assert RingStore(ring).entries() == ([], [])
-    assert len(RingStore(ring).sweep()) == 1
+    assert CheckpointDirectory(ring).entries() == ([], [])
+    assert len(CheckpointDirectory(ring).sweep()) == 1
 
 
 class PowerCut(BaseException):
@@ -554,15 +559,17 @@ def test_a_sync_that_fails_leaves_nothing_to_trust(
     with a_failing_sync(monkeypatch, number) as failed:
         try:
             write(ring, tensors(), serial=2, step=20, ranks=1)
-            RingStore(ring).mark(RingStore(ring).entries()[0][1].record, State.clean)
+            CheckpointDirectory(ring).mark(
+                CheckpointDirectory(ring).entries()[0][1].record, State.clean
+            )
         except OSError as error:
             assert str(ring) in str(error), "names no file"
-    RingStore(ring).sweep()
-    entries, damaged = RingStore(ring).entries()
+    CheckpointDirectory(ring).sweep()
+    entries, damaged = CheckpointDirectory(ring).entries()
     assert damaged == [] and failed.is_set()
     assert [entry.record.serial for entry in entries] == [1]
     write(ring, tensors(), serial=3, step=20)
-    assert [entry.record.serial for entry in RingStore(ring).entries()[0]] == [1, 3]
+    assert [entry.record.serial for entry in CheckpointDirectory(ring).entries()[0]] == [1, 3]
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -574,7 +581,7 @@ def test_a_mark_that_fails_is_no_mark(
         a_failing_sync(monkeypatch, number),
         pytest.raises(OSError, match=r"CLEAN|000001-step"),
     ):
-        RingStore(ring).mark(record, State.clean)
+        CheckpointDirectory(ring).mark(record, State.clean)
     assert only(ring).record.state is State.committed
 
 
@@ -592,9 +599,9 @@ def test_what_the_disk_refuses_is_not_called_damaged(
     def refuse(*arguments: Any, **named: Any) -> None:
         raise OSError(number, os.strerror(number), "a file")
 
-    monkeypatch.setattr("runner.checkpoint.store.read_bounded", refuse)
-    monkeypatch.setattr("runner.checkpoint.shards.open_regular", refuse)
-    for work in (lambda: RingStore(ring).read(entry.folder), lambda: sound(entry)):
+    monkeypatch.setattr("runner.checkpoint.disk.directory.read_bounded", refuse)
+    monkeypatch.setattr("runner.checkpoint.disk.shards.open_regular", refuse)
+    for work in (lambda: CheckpointDirectory(ring).read(entry.folder), lambda: sound(entry)):
         with pytest.raises(CorruptCheckpoint) as caught:
             work()
         assert type(caught.value) is kind
@@ -604,17 +611,18 @@ def test_a_commit_that_fails_publishes_nothing(ring: Path) -> None:
     write(ring, tensors(), serial=1, step=10)
     manifest = only(ring).manifest
     with pytest.raises(OSError):
-        RingStore(ring).commit(replace(manifest, serial=2))  # no rank wrote anything
+        CheckpointDirectory(ring).commit(replace(manifest, serial=2))  # no rank wrote anything
     assert only(ring).record.serial == 1
 
 
-def test_nan_in_the_runs_own_state_is_not_committed(ring: Path) -> None:
+def test_a_manifest_with_nan_in_it_is_no_checkpoint(ring: Path) -> None:
     write(ring, tensors(), serial=1, step=10)
-    store, manifest = RingStore(ring), only(ring).manifest
+    store, manifest = CheckpointDirectory(ring), only(ring).manifest
     write_rank_file(store.writing_folder(2), 0, [])
-    with pytest.raises(ValueError, match="JSON"):
-        store.commit(replace(manifest, serial=2, train_state={"loss": math.nan}))
-    assert only(ring).record.serial == 1
+    store.commit(replace(manifest, serial=2, train_state={"loss": math.nan}))
+    entries, damaged = store.entries()
+    assert [entry.record.serial for entry in entries] == [1]
+    assert len(damaged) == 1 and "not finite" in damaged[0], damaged
 
 
 # The command
@@ -628,7 +636,7 @@ def columns(text: str) -> list[list[str]]:
 
 def test_the_command_lists(ring: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(ring, tensors(), serial=1, step=10)
-    RingStore(ring).mark(write(ring, tensors(), serial=2, step=20, ranks=3), State.clean)
+    CheckpointDirectory(ring).mark(write(ring, tensors(), serial=2, step=20, ranks=3), State.clean)
     for path in (ring, ring.parent):
         assert ring_command([str(path)]) == 0
         assert columns(capsys.readouterr().out) == [
@@ -677,7 +685,8 @@ def test_a_missing_run_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_exported_weights_are_the_values(ring: Path, tmp_path: Path, ranks: int) -> None:
     values = tensors()
-    write(ring, values, ranks=ranks, cuts={"param/a": [2, 7], "param/b.weight": [3]})
+    record = write(ring, values, ranks=ranks, cuts={"param/a": [2, 7], "param/b.weight": [3]})
+    CheckpointDirectory(ring).mark(record, State.clean)
     assert ring_command([str(ring), "--export", str(tmp_path / "out")]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(found) == ["a", "b.weight", "c"]
@@ -695,7 +704,7 @@ def test_the_newest_clean_one_is_exported(
     for number, state in [(1, State.clean), (2, State.clean), (3, None), (4, State.tainted)]:
         record = write(ring, tensors(number), serial=number, step=number)
         if state is not None:
-            RingStore(ring).mark(record, state)
+            CheckpointDirectory(ring).mark(record, state)
     assert ring_command([str(ring), "--export", str(tmp_path / "out"), *options]) == 0
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(found["a"], tensors(serial)["param/a"])
@@ -703,9 +712,112 @@ def test_the_newest_clean_one_is_exported(
 
 @pytest.mark.parametrize("option", [["--serial", "9"], []])
 def test_nothing_to_export_is_told(ring: Path, tmp_path: Path, option: list[str]) -> None:
-    RingStore(ring).mark(write(ring, tensors()), State.tainted)
-    with pytest.raises(CheckpointError, match="to export; there are: 1"):
+    CheckpointDirectory(ring).mark(write(ring, tensors()), State.tainted)
+    with pytest.raises(CheckpointError, match=r"to export; there are: 1 \(step 10, tainted\)"):
         ring_command([str(ring), "--export", str(tmp_path / "out"), *option])
+
+
+@pytest.fixture
+def mixed(ring: Path) -> Path:
+    """Step 10 and 20 clean, 30 not proven, 40 tainted, of 50; the run's directory."""
+    told = [State.clean, State.clean, None, State.tainted]
+    for number, state in enumerate(told, start=1):
+        record = write(ring, tensors(number), serial=number, step=10 * number)
+        if state is not None:
+            CheckpointDirectory(ring).mark(record, state)
+    (ring.parent / "config.yaml").write_text("steps: 50\n")
+    return ring.parent
+
+
+def exported(folder: Path) -> tuple[torch.Tensor, dict[str, str]]:
+    """One tensor and the metadata."""
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return file.get_tensor("a"), file.metadata()
+
+
+def test_the_newest_proven_one_is_exported_and_why_no_newer_one(
+    mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export_command([str(mixed), str(tmp_path / "out")]) == 0
+    first, *more = capsys.readouterr().out.splitlines()
+    assert first == f"exported step 20 of 50 (clean) to {tmp_path / 'out'}"
+    assert more == [
+        "step 40 is not exported: tainted: the run went back behind it, or it was found damaged",
+        "step 30 is not exported: not proven: too few clean steps followed it as yet",
+        "the run has not come to step 50: its newest checkpoint is of 40",
+    ]
+    tensor, told = exported(tmp_path / "out")
+    assert torch.equal(tensor, tensors(2)["param/a"])
+    counts = {"a": 20, "b.weight": 20}
+    whole_state = state_digest(sorted(tensors(2).items()), counts)
+    assert told == {"format": "pt", "step": "20", "state": "clean", "digest": whole_state}
+
+
+def test_what_the_journal_says_of_the_last_one_is_said(
+    mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"kind": "unproven", "step": 30, "reason": "held-out loss 9.000 > limit 2.000"}
+    (mixed / "journal.jsonl").write_text(json.dumps(line) + "\n")
+    assert export_command([str(mixed / "ring"), str(tmp_path / "out")]) == 0
+    assert "step 30 is not exported: held-out loss 9.000 > limit" in capsys.readouterr().out
+
+
+def test_a_damaged_one_is_passed_over(
+    mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(mixed / "ring" / "000002-step-00000020" / "rank-00001.bin", 3)
+    assert export_command([str(mixed), str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("exported step 10 of 50 (clean)")
+    assert "step 20 is not exported: damaged: " in told and "digest differs" in told
+    assert torch.equal(exported(tmp_path / "out")[0], tensors(1)["param/a"])
+
+
+def test_an_unproven_one_is_exported_by_name_and_says_so(
+    mixed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export_command([str(mixed), str(tmp_path / "out"), "--step", "30"]) == 0
+    assert capsys.readouterr().out.startswith("exported step 30 of 50 (committed, not proven) to")
+    tensor, told = exported(tmp_path / "out")
+    assert torch.equal(tensor, tensors(3)["param/a"]) and told["state"] == "committed"
+
+
+@pytest.mark.parametrize(
+    ("step", "words"), [("40", "tainted: .*--serial 4"), ("35", "no checkpoint of step 35")]
+)
+def test_a_tainted_or_absent_step_is_refused(
+    mixed: Path, tmp_path: Path, step: str, words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        export_command([str(mixed), str(tmp_path / "out"), "--step", step])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_cannot_be_written_names_the_folder(mixed: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(ConfigError, match="out: cannot be written"):
+        export_command([str(mixed), str(tmp_path / "out")])
+    with pytest.raises(ConfigError, match="local checkpoints"):
+        export_command(["s3://bucket/run", str(tmp_path / "out")])
+
+
+def test_many_files_have_an_index_and_the_same_metadata(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_module, "_SHARD_BYTES", 1)
+    assert export_command([str(mixed), str(tmp_path / "out")]) == 0
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert sorted(index["weight_map"]) == ["a", "b.weight", "c"] and len(files) == 3
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        *files,
+        "model.safetensors.index.json",
+    ]
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "out" / file, "pt") as one:
+            assert torch.equal(one.get_tensor(name), tensors(2)[f"param/{name}"])
+            assert one.metadata() == {"format": "pt", **index["metadata"]}
+    assert index["metadata"]["step"] == "20"
 
 
 def test_a_damaged_one_is_not_exported(ring: Path, tmp_path: Path) -> None:
@@ -714,6 +826,31 @@ def test_a_damaged_one_is_not_exported(ring: Path, tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="digest differs"):
         export(only(ring), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_is_opened_once_for_all_that_is_read_of_it(
+    ring: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(ring, tensors())
+    entry = only(ring)
+    opened: list[str] = []
+
+    def counted(path: Path) -> BinaryIO:
+        opened.append(path.name)
+        return open_regular(path)
+
+    monkeypatch.setattr(shards_module, "open_regular", counted)
+    with ShardReader(entry) as reader:
+        for name, whole in tensors().items():
+            assert torch.equal(reader.read(name, 0, whole.numel()), whole.view(-1))
+            assert torch.equal(reader.read(name, 1, whole.numel() - 1), whole.view(-1)[1:])
+    assert sorted(opened) == sorted(entry.manifest.files)
+    monkeypatch.setattr(shards_module, "_MOST_OPEN", 1)
+    with ShardReader(entry) as reader:
+        for name, whole in tensors().items():
+            assert torch.equal(reader.read(name, 0, whole.numel()), whole.view(-1))
+        assert len(reader._files) == 1
+    assert len(opened) > 2 * len(entry.manifest.files)
 
 
 # The state's own digest

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from runner.compose import compose, flat, to_yaml, value_of
-from runner.dist.evidence import Report, stack_of, stacks, write_report
-from runner.error import ConfigError
+from runner.config.compose import compose, flat, to_yaml, value_of
+from runner.health.rank_report import Report, stack_of, stacks, write_report
 from runner.observe.console import Console
 from runner.observe.journal import Journal
-from runner.observe.lines import LineFile
-from runner.policy.history import Incident
-from runner.redact import HIDDEN, is_secret, redacted
-from runner.rundir import RunDir, keep_for_owner
+from runner.policy.decision.history import Incident
+from runner.run_dir.paths import RunDir, keep_for_owner
+from runner.system import log
+from runner.system.error import ConfigError
+from runner.system.json_lines import LineFile
+from runner.system.redact import HIDDEN, is_secret, redacted
 
 SECRET = "hf_thisIsNotARealTokenButLooksIt"
 
@@ -34,9 +35,9 @@ def test_names_of_secrets(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["tokenizer", "token_dtype", "end_token", "tokens_per_second", "tokens", "data.tokenizer",
-     "seed", "key", "keep", "TOKENIZERS_PARALLELISM", "AWS_WEB_IDENTITY_TOKEN_FILE", "secretary",
-     "num_tokens"],
+    ["tokenizer", "token_dtype", "end_token", "begin_token", "tokens_per_second", "tokens",
+     "data.tokenizer", "seed", "key", "keep", "TOKENIZERS_PARALLELISM",
+     "AWS_WEB_IDENTITY_TOKEN_FILE", "secretary", "num_tokens"],
 )  # fmt: skip
 def test_names_of_other_things(name: str) -> None:
     assert not is_secret(name)
@@ -94,6 +95,7 @@ def test_incidents_and_console(
     path = tmp_path / "journal.jsonl"
     Journal((), told_to_skip=(), file=LineFile(path, length=0)).add(incident)
     assert SECRET not in path.read_text() and path.read_text().count(HIDDEN) == 2
+    log.begin(as_json=False, rank=0)
     Console(silent=False, every=1).incident(incident)
     assert SECRET not in (text := capsys.readouterr().out) and HIDDEN in text
 
@@ -195,7 +197,7 @@ def test_a_stored_config_makes_nothing(tmp_path: Path, text: str) -> None:
         run_dir.create()
         run_dir.config.write_text(text.format(module="trap_for_configs"))
         with pytest.raises(ConfigError):
-            run_dir.refuse_change(run_dir.settings_changed(compose([])))
+            run_dir.refuse_change(run_dir.settings_changed(compose([])), compose([]))
     finally:
         sys.path.remove(str(tmp_path))
     assert not (tmp_path / "sprung").exists()
@@ -204,12 +206,30 @@ def test_a_stored_config_makes_nothing(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["+_target_=os.system", "+model._target_=os.system", "++optim._target_=os.system",
-     "model={_target_:os.system}", "data._target_=os.system"],
+    ["+_target_=os.system", "++optim._target_=os.system", "guard._target_=os.system",
+     "guard={_target_:os.system}", "schedule._target_=os.system"],
 )  # fmt: skip
 def test_an_override_cannot_name_code(override: str) -> None:
     with pytest.raises(ConfigError):
         compose([override])
+
+
+def test_where_code_may_be_named_nothing_is_called_by_composing_or_comparing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command may name a data set's code; a stored config may not, whatever it says."""
+    (tmp_path / "trap_of_data.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    named = compose(["data._target_=trap_of_data.create", "data.root=/x"])
+    assert (named.data._target_, named.data.arguments) == ("trap_of_data.create", {"root": "/x"})
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    run_dir.store_config(named)
+    changed = run_dir.settings_changed(compose([]))
+    assert changed["data._target_"] == ("trap_of_data.create", None)
+    assert changed["data.arguments.root"] == ("/x", None)
+    assert run_dir.settings_changed(named) == {}
+    assert "trap_of_data" not in sys.modules
 
 
 def test_an_alias_bomb_is_refused_at_once(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from runner.dist.launcher import tell_exit
+from runner.distributed.env import tell_exit
+from runner.launch.command_line import diagnosing
 from runner.launch.exits import outcome
-from runner.launch.given import diagnosing
+from tests import warm
 from tests.run import read_lines
 
 MARK = "HOLDFAST_TEST_RUN"
@@ -276,10 +277,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         (["launch", "--nproc", "none"], "--nproc none"),
         (["launch", "--nproc", "2", "modell=tiny"], "Did you mean model"),
     ]:
-        done = subprocess.run(
-            [sys.executable, "-m", "runner", *words], capture_output=True, text=True, timeout=60,
-            check=False,
-        )  # fmt: skip
+        done = warm.finished([sys.executable, "-m", "runner", *words], timeout=60)
         assert done.returncode == 2 and fragment in done.stderr, done.stderr
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 

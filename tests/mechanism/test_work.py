@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.checkpoint.work import AgreedWork
+from runner.checkpoint.jobs import LockstepQueue
 
 
 class World:
@@ -19,7 +22,7 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.said: list[str] = []
-        self.ranks = [AgreedWork(self._gather) for _ in range(size)]
+        self.ranks = [LockstepQueue(self._gather) for _ in range(size)]
         self.events: list[list[str]] = [[] for _ in range(size)]
 
     def _gather(self, text: str) -> list[str]:
@@ -36,9 +39,9 @@ class World:
     def step(self, *failures: str) -> None:
         """One agreement of all ranks."""
         self.said = list(failures) or [""] * self.size
-        told = [one.tell() for one in self.ranks]
+        told = [one.progress() for one in self.ranks]
         for one in self.ranks:
-            one.settle(sum(t[0] for t in told), sum(t[1] for t in told), self.size)
+            one.apply_progress(sum(t[0] for t in told), sum(t[1] for t in told), self.size)
 
     def finish(self) -> None:
         while any(map(len, self.ranks)):
@@ -59,6 +62,34 @@ def nothing() -> None:
     pass
 
 
+NICE = """
+import os, threading
+from runner.checkpoint.jobs import LockstepQueue
+found = []
+work = LockstepQueue(lambda text: [text])
+own = lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+work.submit("look", lambda: found.append(own()), lambda failures: None)
+work.wait()
+work.close()
+print(own(), *found)
+"""
+
+
+@pytest.mark.parametrize("more", [0, 5, 19])
+def test_its_thread_gives_way_to_the_step_under_nice_as_well(more: int) -> None:
+    """Relative to the process: an absolute priority would put it before the step, under nice."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    told = subprocess.run(
+        ["nice", "-n", str(more), sys.executable, "-c", NICE],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.split()
+    step, thread = map(int, told)
+    assert (step, thread) == (min(19, own + more), min(19, own + more + 10))
+
+
 def fail(text: str) -> Callable[[], None]:
     def work() -> None:
         raise OSError(text)
@@ -68,9 +99,9 @@ def fail(text: str) -> Callable[[], None]:
 
 def test_without_jobs_nothing_is_told_or_settled(pair: World) -> None:
     one = pair.ranks[0]
-    assert one.tell() == (0.0, 0.0)
+    assert one.progress() == (0.0, 0.0)
     one.wait()
-    one.settle(2.0, 0.0, 2)
+    one.apply_progress(2.0, 0.0, 2)
     assert len(one) == 0
 
 
@@ -96,7 +127,7 @@ def test_nothing_settles_before_the_slowest_rank(pair: World) -> None:
     for _ in range(5):
         pair.step()
         assert pair.events == [[], []]
-    assert [one.tell() for one in pair.ranks] == [(1.0, 0.0), (0.0, 0.0)]
+    assert [one.progress() for one in pair.ranks] == [(1.0, 0.0), (0.0, 0.0)]
     gate.set()
     pair.ranks[1].wait()
     assert pair.events == [[], []]  # done, and yet to be agreed
@@ -109,10 +140,10 @@ def test_fewer_done_than_ranks_changes_nothing(pair: World) -> None:
     pair.submit(0, "a", nothing)
     one.wait()
     for num_done in (0.0, 1.0):
-        one.settle(num_done, 0.0, 2)
-        assert (len(one), one.tell(), pair.events[0]) == (1, (1.0, 0.0), [])
-    one.settle(2.0, 0.0, 2)
-    assert (len(one), one.tell(), pair.events[0]) == (0, (0.0, 0.0), ["a"])
+        one.apply_progress(num_done, 0.0, 2)
+        assert (len(one), one.progress(), pair.events[0]) == (1, (1.0, 0.0), [])
+    one.apply_progress(2.0, 0.0, 2)
+    assert (len(one), one.progress(), pair.events[0]) == (0, (0.0, 0.0), ["a"])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +160,9 @@ def test_failures_are_told_to_all_ranks_by_rank(
     for rank in (0, 1):
         pair.submit(rank, "a", fail(failing[rank]) if rank in failing else nothing)
         pair.ranks[rank].wait()
-    assert [one.tell() for one in pair.ranks] == [(1.0, float(rank in failing)) for rank in (0, 1)]
+    assert [one.progress() for one in pair.ranks] == [
+        (1.0, float(rank in failing)) for rank in (0, 1)
+    ]
     pair.step(*(f"OSError: {failing[rank]}" if rank in failing else "" for rank in (0, 1)))
     assert pair.events == [[expected], [expected]]
 
@@ -155,9 +188,9 @@ def test_then_may_submit_and_may_raise(pair: World) -> None:
     one.submit("a", nothing, again)
     one.wait()
     with pytest.raises(RuntimeError, match="told"):
-        one.settle(1.0, 0.0, 1)
+        one.apply_progress(1.0, 0.0, 1)
     one.wait()
-    one.settle(1.0, 0.0, 1)
+    one.apply_progress(1.0, 0.0, 1)
     assert seen == ["b"] and len(one) == 0
 
 

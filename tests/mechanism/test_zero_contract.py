@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from runner.data.feed import MicroBatch
-from runner.dist.group import end_group, start_group
-from runner.dist.launcher import Place
+from runner.distributed.env import RankEnv
+from runner.distributed.process_group import end_group, start_group
 from runner.engine import zero
 from runner.engine.adamw import AdamWSettings
-from runner.engine.protocol import Work
+from runner.engine.protocol import MicroStep
 from runner.engine.zero import (
     PASSED,
     REFUSED,
@@ -29,11 +29,13 @@ from runner.engine.zero import (
     check_plan,
     deepspeed_settings,
 )
-from runner.error import ConfigError
 from runner.fault.inject import Disturbance
+from runner.fault.wrap import MicroBatchFaults
 from runner.model.decoder import Decoder, DecoderShape
 from runner.model.frozen import freeze
 from runner.model.loss import sequence_losses
+from runner.model.objective import DecoderObjective
+from runner.system.error import ConfigError
 
 CPU = torch.device("cpu")
 SHAPE = DecoderShape(vocab_size=16, dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, seq_len=8)
@@ -97,6 +99,7 @@ CALLED = {
     "address": "parameter._hp_mapping.hp_fragment_address",
     "group": "gradients",
 }
+INSIDE = MicroBatchFaults()
 OPTIMIZERS = {
     (1, False): "BF16_Optimizer",
     (2, False): "DeepSpeedZeroOptimizer",
@@ -120,7 +123,7 @@ def settings_of(stage: int, *, offload: bool) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    place = Place(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    place = RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1)
     start_group(place, CPU, timeout_seconds=60)
     yield
     end_group()
@@ -147,17 +150,18 @@ def build(stage: tuple[int, bool], frozen: str = "", *, num_micro_batches: int =
     if frozen:
         freeze(module, [frozen])
     module.reset_buffers(CPU)
-    return ZeroEngine(
-        module,
+    model = DecoderObjective(module, fp32=True, z_loss=0.0)
+    made = ZeroEngine(
+        model,
         embedding=module.embedding,
-        sequence_losses=lambda logits, targets: sequence_losses(
-            logits, targets, fp32=True, z_loss=0.0
-        ),
+        disturb=INSIDE,
         settings=AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
         plan=plan,
         device=CPU,
         probe=True,
     )
+    INSIDE.attach(model, module.embedding)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -169,17 +173,19 @@ def wrapped(engine: ZeroEngine) -> Any:
     return engine._engine.optimizer  # the one place where a test looks inside: it is the contract
 
 
-def work(first: int, *, nan: bool = False) -> Work:
+def work(first: int) -> MicroStep:
     """A micro-batch of one sequence that counts up from ``first``."""
     ids = torch.arange(first, first + 9).view(1, 9)
     batch = MicroBatch(tokens=ids[:, :-1], targets=ids[:, 1:], segments=None, positions=(0,))
-    fault = Disturbance(activation_scale=None, loss_scale=None, nan_grad=True) if nan else None
-    return Work(batch=batch, seed=0, disturbance=fault)
+    return MicroStep(batch=batch, seed=0)
 
 
 def compute(engine: ZeroEngine, *, nan: bool = False) -> float:
     """One micro-batch's gradients; returns their norm."""
-    return engine.accumulate([work(0, nan=nan)]).grad_square.sqrt().item()
+    INSIDE.begin([Disturbance(nan_grad=True) if nan else None])
+    norm = engine.accumulate([work(0)]).grad_square.sqrt().item()
+    INSIDE.begin([])
+    return norm
 
 
 def apply(engine: ZeroEngine, *, skip: bool = False) -> str | None:
@@ -250,7 +256,10 @@ def test_deepspeed_has_every_name_that_we_use(
 
 def test_it_is_imported_only_when_asked_for() -> None:
     """It takes seconds, and needs a compiler on some machines."""
-    code = "import sys, runner.train, runner.engine.zero; sys.exit('deepspeed' in sys.modules)"
+    code = (
+        "import sys, runner.session.session, runner.engine.zero; "
+        "sys.exit('deepspeed' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

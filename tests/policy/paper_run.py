@@ -10,20 +10,24 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from runner.policy.episode import Before
-from runner.policy.history import History, Incident, discard_incident
-from runner.policy.remedy import (
+from runner.policy.decision.episode import PreOnset
+from runner.policy.decision.history import History, Incident, discard_incident
+from runner.policy.decision.judge import Kind, Verdict
+from runner.policy.decision.ladder import (
     Action,
     Apply,
-    Case,
+    BadStepTracker,
+    DecisionInput,
     Discard,
     Rebaseline,
     RemedyRules,
     Rollback,
-    Trouble,
     decide,
+    reach,
 )
-from runner.policy.ring import (
+from runner.policy.decision.signals import StepSignals
+from runner.policy.retention.records import (
+    Reach,
     Record,
     State,
     abandoned_by_rollback,
@@ -31,11 +35,9 @@ from runner.policy.ring import (
     retire,
     with_state,
 )
-from runner.policy.signals import StepSignals
-from runner.policy.verdict import Kind, Verdict
 from tests.policy.steps import BATCH, attempted
 
-BEFORE = Before(loss=3.0, grad_norm=1.0, creep=1.0, is_creep_clear=False, drift_share=0.0)
+BEFORE = PreOnset(loss=3.0, grad_norm=1.0, creep=1.0, is_creep_clear=False, drift_share=0.0)
 BAD_KINDS = (Kind.spike, Kind.non_finite)
 
 
@@ -50,12 +52,12 @@ class PaperRun:
         clean_after: int = 3,
         keep: int = 3,
         untrained_loss: float = 10.0,
-        before: Before = BEFORE,
+        before: PreOnset = BEFORE,
     ) -> None:
         self.rules = rules
         self.before = before
         self.history = History()
-        self.trouble = Trouble(rules)
+        self.trouble = BadStepTracker(rules)
         self.records: list[Record] = []
         self.updates = 0
         self.cursor = 0
@@ -98,7 +100,7 @@ class PaperRun:
         """Decide on one step and do it."""
         self.trouble.note(signals, self.before if verdict.kind in BAD_KINDS else None)
         action = decide(
-            Case(
+            DecisionInput(
                 verdict=verdict,
                 signals=signals,
                 trouble=self.trouble,
@@ -189,8 +191,21 @@ class PaperRun:
             "trouble": self.trouble.to_json(),
         }
         self.records.append(record)
-        gone = retire(self.records, keep=self._keep, keep_every=0)
+        self._retire()
+
+    def _retire(self) -> None:
+        gone = retire(self.records, keep=self._keep, keep_every=0, reach=self.reach())
         self.records = [record for record in self.records if record not in gone]
+
+    def reach(self) -> Reach:
+        """How far back the next rollback may have to go."""
+        return reach(
+            self.trouble,
+            self.rules,
+            updates=self.updates,
+            cursor=self.cursor,
+            ledger=self.history.ledger,
+        )
 
     def _prove(self) -> None:
         due = due_for_proof(
@@ -201,6 +216,8 @@ class PaperRun:
         )
         for record in due:
             self.records = with_state(self.records, record.serial, State.clean)
+        if due:
+            self._retire()
 
 
 def _with_onset(verdict: Verdict, onset: tuple[int, int]) -> Verdict:

@@ -1,4 +1,5 @@
-"""A job that fails, event by event, on a clock: what :mod:`runner.policy.plan` is held against.
+"""A job that fails, event by event, on a clock: :mod:`runner.policy.retention.goodput` is held
+against it.
 
 It knows none of the formulas. It walks from snapshot to snapshot, remembers which are where and
 from when on they can be used, and goes back to the newest one that is left.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from runner.policy.plan import Costs
+from runner.policy.retention.goodput import Costs
 
 
 @dataclass

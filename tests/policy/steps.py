@@ -1,4 +1,4 @@
-"""Made-up steps, and the rules that ``runner.config`` gives by default."""
+"""Made-up steps, and the rules that ``runner.config.schema`` gives by default."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 import statistics
 from typing import Any
 
-from runner.config import GuardConfig
-from runner.policy.remedy import RemedyRules
-from runner.policy.signals import StepSignals
-from runner.policy.verdict import Baseline, JudgeRules
+from runner.config.schema import GuardConfig
+from runner.policy.decision.judge import Baseline, JudgeRules
+from runner.policy.decision.ladder import RemedyRules
+from runner.policy.decision.signals import StepSignals
 
 BATCH = 8
 

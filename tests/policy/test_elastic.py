@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runner.policy.elastic import deal
+from runner.policy.batch_shards import shard_batch
 
 SIZES = st.integers(1, 96).flatmap(
     lambda size: st.tuples(st.just(size), st.integers(1, 40), st.integers(1, size))
@@ -20,7 +20,7 @@ SIZES = st.integers(1, 96).flatmap(
 @settings(max_examples=40, deadline=None)
 def test_every_slot_once_and_all_ranks_alike(sizes: tuple[int, int, int]) -> None:
     global_size, micro_size, world_size = sizes
-    dealt = [deal(global_size, micro_size, world_size, rank) for rank in range(world_size)]
+    dealt = [shard_batch(global_size, micro_size, world_size, rank) for rank in range(world_size)]
     flat = [[slot for micro in ranks for slot in micro] for ranks in dealt]
 
     real = sorted(slot for slots in flat for slot in slots if slot is not None)
@@ -36,11 +36,11 @@ def test_every_slot_once_and_all_ranks_alike(sizes: tuple[int, int, int]) -> Non
 
 
 def test_slots_go_round_the_ranks_in_order() -> None:
-    assert deal(8, 2, 2, 0) == ((0, 2), (4, 6))
-    assert deal(8, 2, 2, 1) == ((1, 3), (5, 7))
-    assert deal(5, 2, 2, 0) == ((0, 2), (4,))
-    assert deal(5, 2, 2, 1) == ((1, 3), (None,))
-    assert deal(3, 16, 1, 0) == ((0, 1, 2),)
+    assert shard_batch(8, 2, 2, 0) == ((0, 2), (4, 6))
+    assert shard_batch(8, 2, 2, 1) == ((1, 3), (5, 7))
+    assert shard_batch(5, 2, 2, 0) == ((0, 2), (4,))
+    assert shard_batch(5, 2, 2, 1) == ((1, 3), (None,))
+    assert shard_batch(3, 16, 1, 0) == ((0, 1, 2),)
 
 
 @pytest.mark.parametrize(
@@ -56,4 +56,4 @@ def test_slots_go_round_the_ranks_in_order() -> None:
 )
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        deal(*sizes)
+        shard_batch(*sizes)

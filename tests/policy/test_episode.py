@@ -8,12 +8,12 @@ import random
 
 import pytest
 
-from runner.policy.episode import Finding
-from runner.policy.history import History
-from runner.policy.pilot import rule
-from runner.policy.remedy import Discard, Rollback, Trouble
-from runner.policy.ring import Record, State
-from runner.policy.verdict import Baseline, Kind
+from runner.policy.decision.decide import rule
+from runner.policy.decision.episode import Diagnosis
+from runner.policy.decision.history import History
+from runner.policy.decision.judge import Baseline, Kind
+from runner.policy.decision.ladder import BadStepTracker, Discard, Rollback
+from runner.policy.retention.records import Record, State
 from tests.policy.steps import attempted, judge_rules, remedy_rules
 
 START = [Record(serial=1, step=0, cursor=0, state=State.clean)]
@@ -25,11 +25,11 @@ class Guarded:
 
     def __init__(self, seed: int = 0) -> None:
         self.baseline = Baseline(judge_rules())
-        self.trouble = Trouble(remedy_rules())
+        self.trouble = BadStepTracker(remedy_rules())
         self.draw = random.Random(seed)
         self.tried = 0
 
-    def attempt(self, numbers: Numbers) -> tuple[type, Finding | None]:
+    def attempt(self, numbers: Numbers) -> tuple[type, Diagnosis | None]:
         self.tried += 1
         signals = attempted(self.tried, *numbers)
         ruling = rule(
@@ -44,14 +44,14 @@ class Guarded:
             self.baseline.accept(signals)
         return type(ruling.action), ruling.finding
 
-    def healthy(self, steps: int, loss: float = 3.0, norm: float = 0.3) -> list[Finding]:
+    def healthy(self, steps: int, loss: float = 3.0, norm: float = 0.3) -> list[Diagnosis]:
         told = [
             self.attempt((loss + self.draw.gauss(0, 0.03), norm * self.draw.lognormvariate(0, 0.1)))
             for _ in range(steps)
         ]
         return [finding for _, finding in told if finding]
 
-    def go_on(self, numbers: list[Numbers]) -> list[Finding]:
+    def go_on(self, numbers: list[Numbers]) -> list[Diagnosis]:
         return [finding for _, finding in map(self.attempt, numbers) if finding]
 
 
@@ -176,7 +176,7 @@ def test_an_episode_survives_json_at_any_moment() -> None:
     guarded = run()
     guarded.attempt((6.0, 2.0))
     for at in range(len(rest)):
-        whole, again = Trouble(remedy_rules()), Trouble(remedy_rules())
+        whole, again = BadStepTracker(remedy_rules()), BadStepTracker(remedy_rules())
         state = json.loads(json.dumps(guarded.trouble.to_json(), allow_nan=False))
         whole.load_json(state)
         again.load_json(json.loads(json.dumps(whole.to_json(), allow_nan=False)))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.history import History, Incident, discard_incident, discarded_signals
+from runner.policy.decision.history import History, Incident, discard_incident, discarded_signals
 from runner.policy.schedule import RateCut
 from tests.policy.steps import attempted
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.policy.interval import (
+from runner.policy.retention.interval import (
     IntervalRules,
     Measured,
     SaveCosts,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runner.policy.ledger import Ledger
+from runner.policy.decision.ledger import Ledger
 
 END = 60
 Ranges = list[tuple[int, int]]

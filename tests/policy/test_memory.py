@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.memory import FEWEST_SLOTS, NodeNeed, plan_slots, slots_for_probation
-from runner.policy.ring import (
+from runner.policy.retention.records import (
     Record,
     State,
     Tier,
@@ -20,6 +19,12 @@ from runner.policy.ring import (
     rollback_targets,
     with_state,
     without,
+)
+from runner.policy.retention.slot_budget import (
+    FEWEST_SLOTS,
+    NodeNeed,
+    plan_slots,
+    slots_for_probation,
 )
 from tests.policy.test_ring import rings
 

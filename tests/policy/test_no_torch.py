@@ -8,13 +8,13 @@ import sys
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 import runner.policy
-names = [found.name for found in pkgutil.iter_modules(runner.policy.__path__)]
+names = [found.name for found in pkgutil.walk_packages(runner.policy.__path__, "runner.policy.")]
 for name in names:
-    importlib.import_module(f"runner.policy.{name}")
+    importlib.import_module(name)
 assert "torch" not in sys.modules, "runner.policy imports torch"
 ours = {name for name in sys.modules if name.startswith("runner.")}
 assert all(name.startswith("runner.policy") for name in ours), ours
-print(*names)
+print(*(name.rpartition(".")[2] for name in names))
 """
 
 
@@ -23,4 +23,4 @@ def test_no_policy_module_imports_torch_or_the_rest_of_the_runner() -> None:
         [sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert {"ledger", "verdict", "remedy", "ring"} <= set(done.stdout.split())
+    assert {"ledger", "judge", "ladder", "records"} <= set(done.stdout.split())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.plan import (
+from runner.policy.retention.goodput import (
     LLAMA3_DAYS,
     LLAMA3_FAILURES,
     LLAMA3_NODES,

@@ -14,19 +14,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.episode import Before
-from runner.policy.remedy import (
+from runner.policy.decision.episode import PreOnset
+from runner.policy.decision.judge import Kind
+from runner.policy.decision.ladder import (
     Action,
     Apply,
+    BadStepTracker,
     Discard,
     Halt,
     Rebaseline,
     RemedyRules,
     Rollback,
-    Trouble,
 )
-from runner.policy.ring import Record, State
-from runner.policy.verdict import Kind
+from runner.policy.retention.records import Record, State
 from tests.policy.paper_run import BEFORE, PaperRun
 from tests.policy.steps import BATCH, attempted, remedy_rules
 
@@ -54,7 +54,7 @@ def table_rules(**changes: Any) -> RemedyRules:
     return remedy_rules(**TABLE | changes)
 
 
-def run_to(steps: int, *, before: Before = BEFORE, **rules: Any) -> PaperRun:
+def run_to(steps: int, *, before: PreOnset = BEFORE, **rules: Any) -> PaperRun:
     """A run after so many healthy steps: a checkpoint every 10, proven by 3 clean steps."""
     run = PaperRun(table_rules(**rules), before=before)
     run.healthy(steps)
@@ -138,8 +138,8 @@ def test_an_episode_ends_after_a_window_of_clean_steps() -> None:
     [
         (30, [20, 10, 0]),  # step 30's checkpoint read what the margin skips
         (31, [20, 10, 0]),  # it read nothing of that, but is not proven
-        (33, [30, 20, 10, 0]),
-        (43, [40, 30, 20, 10]),
+        (33, [30, 20, 10]),  # checkpoint.keep=3
+        (43, [40, 30, 20]),
         (9, [0]),
         (0, [0]),
     ],
@@ -161,6 +161,29 @@ def test_without_a_clean_checkpoint_the_run_halts() -> None:
     action = bad(run, 3)[-1]
     assert isinstance(action, Halt)
     assert f"no clean checkpoint at or before sample position {24 * BATCH}" in action.reason
+
+
+@pytest.mark.parametrize("clean_after", [1, 2, 3, 4])
+@pytest.mark.parametrize("gap", [1, 2, 3])
+@pytest.mark.parametrize("at", range(18, 26))
+def test_scattered_bad_steps_find_the_one_checkpoint_that_is_kept(
+    at: int, gap: int, clean_after: int
+) -> None:
+    """Those proven between the bad steps lie behind the onset."""
+    run = PaperRun(table_rules(), every=clean_after, clean_after=clean_after, keep=1)
+    run.healthy(at)
+    for _ in range(2):
+        assert isinstance(run.attempt(Kind.non_finite, math.nan), Discard)
+        run.healthy(gap)
+    kept = [record for record in run.records if record.state is State.clean]
+    action = run.attempt(Kind.non_finite, math.nan)
+    assert isinstance(action, Rollback), action
+    assert (action.onset_step, action.skip[0]) == (at + 1, (at - 1) * BATCH)
+    assert at - 1 - 2 * clean_after <= action.targets[0].step < at, "the newest that will do"
+    assert len(kept) <= 2 + -(-(2 * gap + 2) // clean_after)
+    run.healthy(40)
+    kept = [record for record in run.records if record.state is State.clean]
+    assert len(kept) <= 2, "one, and the one before while it is too young to go back to"
 
 
 # The grad norm had crept up before the onset: no bad data does that.
@@ -345,7 +368,7 @@ def test_drift_goes_back_at_once_from_where_it_began() -> None:
     assert isinstance(action, Rollback)
     assert action.onset_step == 25
     assert action.skip == (23 * BATCH, 39 * BATCH)
-    assert [record.step for record in action.targets] == [20, 10, 0]
+    assert [record.step for record in action.targets] == [20, 10]
     assert "bad steps" not in action.reason
 
 
@@ -472,7 +495,7 @@ def test_bad_for_ever_halts_soon(rules: RemedyRules, healthy: int, kinds: list[K
 @settings(max_examples=20, deadline=None)
 def test_trouble_survives_json(pattern: list[bool]) -> None:
     rules = table_rules()
-    one, two = Trouble(rules), Trouble(rules)
+    one, two = BadStepTracker(rules), BadStepTracker(rules)
     for step, is_bad in enumerate(pattern, start=1):
         loss = math.nan if is_bad and step % 3 == 0 else 5.0
         one.note(attempted(step, loss), BEFORE if is_bad else None)

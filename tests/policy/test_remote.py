@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.policy.remote import kept_there, next_upload
-from runner.policy.ring import Record, State
+from runner.policy.retention.records import Record, State, kept_there, next_upload
 
 
 def records(*states: str) -> list[Record]:

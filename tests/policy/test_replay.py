@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.policy.replay import Curve, Replay, SaveRules
+from runner.policy.decision.replay import Curve, Replay, SaveRules
 from tests.policy.steps import judge_rules, remedy_rules
 
 SAVES = SaveRules(every=20, clean_after=5, keep=3, keep_every=0)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.ring import (
+from runner.policy.retention.records import (
+    Reach,
     Record,
     State,
     abandoned_by_rollback,
@@ -82,6 +83,29 @@ def test_what_retention_promises(records: list[Record], keep: int, every: int) -
 )
 def test_retire(states: list[State], keep: int, keep_every: int, gone: list[int]) -> None:
     assert serials(retire(ring_of(*states), keep=keep, keep_every=keep_every)) == gone
+
+
+@pytest.mark.parametrize(
+    ("step", "cursor", "gone"),
+    [
+        (40, 320, [1, 2, 3, 4]),  # the newest will do
+        (39, 320, [1, 2, 3]),  # guard.back
+        (40, 319, [1, 2, 3]),  # a margin before the onset
+        (25, 999, [1, 2]),  # what lies between may be needed when the next one is proven
+        (0, 0, []),
+    ],
+)
+def test_what_a_rollback_may_have_to_go_back_to_stays(
+    step: int, cursor: int, gone: list[int]
+) -> None:
+    records = [*ring_of(OK, OK, OK, OK, OK), Record(serial=9, step=50, cursor=400, state=C)]
+    needed = Reach(step=step, cursor=cursor)
+    assert serials(retire(records, keep=1, keep_every=0, reach=needed)) == gone
+
+
+def test_nothing_within_reach_keeps_nothing_more() -> None:
+    records = ring_of(OK, OK, OK)[1:]
+    assert serials(retire(records, keep=1, keep_every=0, reach=Reach(step=5, cursor=40))) == [2]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from runner.policy.signals import NUM_LANES, Limits, all_equal, lanes
+from runner.policy.decision.signals import NUM_LANES, Limits, all_equal, lanes
 from tests.policy.steps import attempted
 
 MAX_RANKS = 20_000

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.signals import Limits
-from runner.policy.verdict import Baseline, Kind, Verdict
+from runner.policy.decision.judge import Baseline, Kind, Verdict
+from runner.policy.decision.signals import Limits
 from tests.policy.steps import BATCH, attempted, held_level, judge_rules
 
 NOISE = [0.0, 0.02, -0.02, 0.01, -0.01]
@@ -108,6 +108,17 @@ def test_not_armed_before_min_history() -> None:
     assert steady(10).limits == Limits()
     # One more: the limits lag one applied step behind the statistics.
     assert steady(11).judge(attempted(12, 50.0)).kind is Kind.spike
+
+
+def test_an_end_state_is_held_against_the_limit_or_what_was_before() -> None:
+    baseline = steady(30, level=3.0)
+    limit = baseline.limits.loss
+    assert baseline.end_limit() == limit > 3.0
+    assert baseline.end_limit(2.0) == limit, "held out lower than trained on"
+    room = limit - 3.0
+    assert baseline.end_limit(5.0) == pytest.approx(5.0 + room, abs=0.02), "learned by heart"
+    assert steady(5).end_limit() == steady(5).end_limit(5.0) == math.inf, "not armed"
+    assert steady(0).end_limit(5.0) == math.inf
 
 
 def test_refused_steps_change_no_limit() -> None:

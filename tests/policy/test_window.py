@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runner.policy.window import Window
+from runner.policy.decision.window import Window
 
 # Few distinct values make ties; the others make everything else.
 VALUES = st.one_of(

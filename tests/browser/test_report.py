@@ -1,0 +1,244 @@
+"""The page of a report in a browser: what a person sees of it, and what it never does."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from runner.__main__ import main
+from tests.browser.conftest import Watched
+from tests.made_run import Made
+
+HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>&\"'"
+TROUBLED = Made(
+    steps=400,
+    spike_at=200,
+    bad_at=(100, 150, 151, 152),
+    back_at=152,
+    names=("book.txt bytes 0-64", HOSTILE),
+    reason=f"loss nan {HOSTILE}",
+    warnings=(f"rank 1 is slow {HOSTILE}",),
+)
+
+
+def report(folder: Path, *made: Made) -> Path:
+    """The page of made runs."""
+    outs = [one.write(folder / f"run-{place}") for place, one in enumerate(made)]
+    target = folder / "page.html"
+    assert main(["report", *map(str, outs), "-o", str(target)]) == 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def troubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report(tmp_path_factory.mktemp("report"), TROUBLED)
+
+
+def picture(page: Any, curve: str) -> np.ndarray:
+    """A chart's plot as pixels, its axes left out."""
+    return pixels_of(page, f"figure[data-curve={curve}] .u-over")
+
+
+def pixels_of(page: Any, what: str) -> np.ndarray:
+    inner = page.locator(what)
+    inner.scroll_into_view_if_needed()
+    page.mouse.move(0, 0)
+    return np.asarray(Image.open(io.BytesIO(inner.screenshot())).convert("RGB")).astype(int)
+
+
+def column_of(page: Any, curve: str, step: int) -> int:
+    """Where a step that was tried once lies, in pixels from the plot's left."""
+    return int(
+        page.evaluate(
+            """([curve, step]) => {
+                const chart = document.querySelector(`figure[data-curve=${curve}]`).chart;
+                const data = JSON.parse(document.getElementById('data').textContent).runs[0].rows;
+                let at = 0, seen = 0;
+                data.step.some((one, place) => {
+                    at += one; seen += data.attempt[place]; return at === step; });
+                return chart.valToPos(seen, 'x');
+            }""",
+            [curve, step],
+        )
+    )
+
+
+def bluish(pixels: np.ndarray) -> np.ndarray:
+    """Pixels of the curve's own colour, in either scheme."""
+    red, _, blue = (pixels[..., at] for at in range(3))
+    return blue - red > 60
+
+
+def test_it_asks_nobody_and_complains_of_nothing(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    page.locator("figure.chart canvas").first.wait_for()
+    page.locator("text=All 3 settings").click()
+    assert watched.requests == [troubled.as_uri()]
+    assert watched.complaints == []
+    assert page.locator("figure.chart.drawn").count() == 4
+
+
+def test_a_spike_of_one_step_is_seen_at_its_place(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    upper = bluish(picture(page, "loss"))[:40]
+    at = column_of(page, "loss", 200)
+    assert upper[:, at - 4 : at + 5].any(), "the line goes up to the edge"
+    calm = np.delete(upper, np.s_[max(0, at - 12) : at + 13], axis=1)[:, 120:]
+    assert not calm.any(), "and nowhere else behind the beginning"
+
+
+def test_pointing_at_it_tells_its_numbers(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    at = column_of(page, "loss", 200)
+    page.hover("figure[data-curve=loss] .u-over", position={"x": at, "y": 60})
+    words = page.locator(".readout").inner_text()
+    assert words.startswith("step 200 ·"), words
+    assert "loss 21." in words or "loss 20." in words, words
+    assert "held-out 2.1 (step 200)" in words
+
+
+def test_a_click_on_an_incident_zooms_to_it(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    whole = page.evaluate("document.querySelector('figure.chart').chart.scales.x.max")
+    page.locator("li.incident button.zoom").nth(1).click()
+    low, high = page.evaluate(
+        "(({min, max}) => [min, max])(document.querySelector('figure.chart').chart.scales.x)"
+    )
+    assert high - low < whole / 3 and low < 151 < high
+    ranges = page.evaluate(
+        "[...document.querySelectorAll('figure.chart')].map((f) => f.chart.scales.x.min)"
+    )
+    assert len(set(ranges)) == 1, "all charts show the same steps"
+    page.keyboard.press("0")
+    assert page.evaluate("document.querySelector('figure.chart').chart.scales.x.max") == whole
+
+
+def test_the_keyboard_moves_the_cursor_and_zooms(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    page.locator("figure[data-curve=loss]").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    first = page.locator(".readout").inner_text()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".readout").inner_text() != first and first.startswith("step ")
+    before = page.evaluate("document.querySelector('figure.chart').chart.scales.x.max")
+    page.keyboard.press("+")
+    assert page.evaluate("document.querySelector('figure.chart').chart.scales.x.max") < before
+
+
+def test_hostile_names_stay_text(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    page.locator("li.incident details summary").first.click()
+    assert page.locator("li.incident details li", has_text="onerror").first.inner_text() == HOSTILE
+    assert page.locator("img").count() == 0
+    assert page.locator("script").count() == 3, "data, the library, the page's own"
+    assert watched.complaints == []
+
+
+@pytest.mark.parametrize(
+    "watched", [{"color_scheme": "dark"}, {"color_scheme": "light"}], indirect=True
+)
+def test_both_colour_schemes_can_be_read(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    for what in (".state", ".incident dt", ".note", ".readout", "td", ".tiles dt"):
+        ink, paper = page.evaluate(
+            """(what) => {
+                const one = document.querySelector(what);
+                const numbers = (c) => c.match(/[0-9.]+/g).map(Number);
+                let under = one, paper = [0, 0, 0, 0];
+                while (under && paper[3] === 0) {
+                    const found = numbers(getComputedStyle(under).backgroundColor);
+                    paper = found.length === 3 ? [...found, 1] : found;
+                    under = under.parentElement;
+                }
+                return [numbers(getComputedStyle(one).color), paper];
+            }""",
+            what,
+        )
+        assert contrast(ink, paper) >= 4.5, (what, ink, paper)
+    assert bluish(picture(page, "loss")).sum() > 300
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    """As WCAG 2 defines it; 4.5 is enough for text."""
+    lights = sorted(luminance(colour[:3]) for colour in (one, other))
+    return (lights[1] + 0.05) / (lights[0] + 0.05)
+
+
+def luminance(colour: list[float]) -> float:
+    parts = [
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+        for part in (value / 255 for value in colour)
+    ]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+
+@pytest.mark.parametrize("watched", [{"viewport": {"width": 360, "height": 740}}], indirect=True)
+def test_a_narrow_screen_needs_no_sideways_scrolling(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    page.locator("figure.chart canvas").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    charts = page.locator("figure.chart .uplot").evaluate_all(
+        "(all) => all.map((one) => one.getBoundingClientRect().right)"
+    )
+    assert max(charts) <= 360
+
+
+@pytest.mark.parametrize("watched", [{"java_script_enabled": False}], indirect=True)
+def test_without_its_script_it_still_tells_all(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    assert page.locator("svg.still").count() == 4 and page.locator("svg.still").first.is_visible()
+    assert page.locator("li.incident").count() == 2
+    assert not page.locator("button.zoom").first.is_visible()
+    assert not page.locator(".readout").is_visible()
+
+
+def test_it_prints(watched: Watched, troubled: Path) -> None:
+    page = watched.open(troubled)
+    data = page.pdf(print_background=True)
+    assert data.startswith(b"%PDF") and len(data) > 20_000
+    page.emulate_media(media="print")
+    assert page.locator("svg.still").first.is_visible()
+    assert not page.locator("figure.chart .uplot").first.is_visible()
+
+
+def test_several_runs_come_side_by_side(watched: Watched, tmp_path: Path) -> None:
+    other = Made(steps=300, base=2.4)
+    page = watched.open(report(tmp_path, TROUBLED, other))
+    assert page.locator("section.compare tbody tr").count() >= 2
+    assert page.locator("article").count() == 2
+    page.hover("figure.compare .u-over", position={"x": 300, "y": 60})
+    words = page.locator("section.compare .readout").inner_text()
+    assert "run-0 2." in words and "run-1 2." in words
+    assert bluish(pixels_of(page, "figure.compare .u-over")).sum() > 200, "its own line is there"
+    assert watched.complaints == []
+
+
+def test_a_long_run_loses_no_spike(watched: Watched, tmp_path: Path) -> None:
+    page = watched.open(report(tmp_path, Made(steps=12_000, spike_at=7_654)))
+    page.locator("figure.chart canvas").first.wait_for()
+    at = column_of(page, "loss", 7_654)
+    assert bluish(picture(page, "loss"))[:40, at - 3 : at + 4].any()
+
+
+@pytest.mark.full
+def test_a_million_steps_are_a_small_page_that_is_there_at_once(
+    watched: Watched, tmp_path: Path
+) -> None:
+    bad = tuple(range(3_000, 1_000_000, 3_000))
+    path = report(tmp_path, Made(steps=1_000_000, spike_at=765_432, bad_at=bad))
+    assert path.stat().st_size <= 2e6
+    page = watched.open(path)
+    page.locator("figure.chart.drawn canvas").last.wait_for()
+    seconds = page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd / 1000")
+    print(f"{path.stat().st_size} bytes, loaded in {seconds:.2f} s")
+    assert seconds < 9, "3 s on an idle machine"
+    at = column_of(page, "loss", 765_432)
+    assert bluish(picture(page, "loss"))[:40, at - 3 : at + 4].any()
+    page.mouse.wheel(0, 3000)
+    assert page.evaluate("window.scrollY") > 0

@@ -1,0 +1,84 @@
+"""What ``holdfast demo`` shows, it must have seen: real runs, equal digests, or an exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.__main__ import main
+from runner.command import demo
+from runner.system.error import EXIT_CRASH
+from tests.run import finish
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def healed_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the demo's first run leaves, from processes that have torch imported."""
+    out = tmp_path_factory.mktemp("demo") / "healed"
+    return finish(out, *demo.SETTINGS, demo.FAULTS, restarts=1).out
+
+
+@pytest.fixture(scope="module")
+def healed(healed_out: Path) -> demo.Ended:
+    return demo.ended(healed_out)
+
+
+def test_the_two_runs_of_the_demo_end_alike(healed: demo.Ended, tmp_path: Path) -> None:
+    told = demo.ended(
+        finish(tmp_path / "told", *demo.SETTINGS, demo.skip_override(healed.skipped)).out
+    )
+    assert demo.verdict(healed, told) is None
+    assert healed.restarts == 1 and told.restarts == 0
+
+
+def test_its_runs_leave_a_page(healed_out: Path) -> None:
+    text = (healed_out / "report.html").read_text()
+    assert "Done: step 60 of 60" in text and "killed by SIGKILL" in text
+    assert "rollback" in text and ">Curves<" in text and ">The ring<" in text
+
+
+def test_the_demo_fails_where_it_shows_nothing(healed: demo.Ended) -> None:
+    told = replace(healed, kinds=frozenset({"start"}), restarts=0)
+    assert demo.verdict(healed, told) is None
+    for wrong, words in (
+        (replace(healed, kinds=healed.kinds - {"rollback"}), "go back"),
+        (replace(healed, skipped=[]), "go back"),
+        (replace(healed, kinds=healed.kinds - {"crash"}), "lose a rank"),
+        (replace(healed, restarts=0), "lose a rank"),
+        (replace(healed, digest="0" * 64), "differ"),
+    ):
+        assert words in (demo.verdict(wrong, told) or "")
+    assert "trouble of its own" in (demo.verdict(healed, healed) or "")
+
+
+def test_a_run_that_fails_ends_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "SETTINGS", ("steps=0",))
+    assert main(["demo", "--keep", str(tmp_path)]) == EXIT_CRASH
+    assert "FAILED: the run in" in capsys.readouterr().out
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("leaves_nothing")
+def test_the_command_itself(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "demo"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    digests = [line.split()[-1] for line in done.stdout.splitlines() if "state of the" in line]
+    assert len(digests) == 2 and len({*digests}) == 1 and len(digests[0]) == 64
+    assert not list(tmp_path.glob("holdfast-demo-*")), "the runs are removed"

@@ -1,0 +1,38 @@
+"""The examples of data run as they stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.run import finish
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_mixture_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    few = ("steps=12", f"data.cache={tmp_path}/cache", "schedule.total=24")
+    run = finish(tmp_path / "run", *few, ranks=0, program=EXAMPLES / "mixture.py")
+    lines = run.metrics()
+    read = {name: sum(line[f"samples/{name}"] for line in lines) for name in ("code", "words")}
+    assert sum(read.values()) == 12 * 32 and 0.15 < read["words"] / (12 * 32) < 0.35
+    monkeypatch.setenv("SHARE", "0.75")
+    longer = ("steps=16", *few[1:], "resume.allow=[data.sources]")
+    run = finish(tmp_path / "run", *longer, ranks=0, program=EXAMPLES / "mixture.py")
+    assert [line["detail"]["start"] > 0 for line in run.journal("mixture")] == [False, True]
+
+
+def test_the_sft_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    chats = ("data=hf", "steps=25", f"data.cache={tmp_path}/cache", "data.vocab_size=null",
+             "data.seq_len=64", "optim.lr=1e-2")  # fmt: skip
+    run = finish(tmp_path / "run", *chats, ranks=0, program=EXAMPLES / "sft.py")
+    losses = [line["loss"] for line in run.metrics()]
+    assert losses[-1] < 0.8 * losses[0], losses
+    # Five or so chats of some thirteen tokens in a window; of each the answer and its end count.
+    tokens = [line["tokens"] / 32 for line in run.metrics()]
+    assert all(6 < count < 24 for count in tokens), tokens

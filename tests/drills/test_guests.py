@@ -1,0 +1,65 @@
+"""P12: P1 to P5 hold for models from elsewhere; real runs, real kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.run import Result, finish, metrics_step, skip_override, start
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+SHORT = ("steps=40", "schedule.total=40", "data.seq_len=32", "guard.min_history=8")
+POISON = "faults=[poison@samples=520-610]"
+FULL = pytest.mark.full
+MODELS = [
+    "Tied",
+    *(pytest.param(name, marks=FULL) for name in ("Recurrent", "Convolved")),
+    *(pytest.param(name, marks=FULL) for name in ("llama", "gpt2", "lora")),
+]
+ENGINES = ["fsdp", *(pytest.param(name, marks=FULL) for name in ("zero1", "zero3"))]
+
+
+def told(model: str, engine: str, *more: str) -> list[str]:
+    return [*SHORT, f"model._target_=tests.guests.{model}", f"parallel={engine}", *more]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, model: str, engine: str) -> None:
+    poisoned = finish(tmp_path / "poisoned", *told(model, engine, POISON))
+    [line] = poisoned.journal("rollback")
+    assert line["sample_ids"] and "NaN" in line["reason"], poisoned.tail
+    skip = skip_override(poisoned.summary["skipped"])
+    never = finish(tmp_path / "never", *told(model, engine, skip))
+    assert not never.journal("discard"), never.tail
+    assert_same_end(poisoned, never)
+    assert_every_sample_once(poisoned)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+@pytest.mark.parametrize("model", ["Tied", "Recurrent", "Convolved", "llama", "gpt2", "lora"])
+def test_killed_is_as_not_killed_and_ranks_may_change(
+    tmp_path: Path, model: str, engine: str
+) -> None:
+    whole = finish(tmp_path / "whole", *told(model, engine))
+    out = tmp_path / "killed"
+    killed = start(out, *told(model, engine))
+    killed.until(lambda out: metrics_step(out) >= 17)
+    killed.kill()
+    assert_same_run(finish(out, *told(model, engine)), whole)
+    elastic = tmp_path / "elastic"
+    for steps, ranks in ((12, 2), (25, 1), (40, 3)):
+        run = finish(elastic, *told(model, engine), f"steps={steps}", ranks=ranks)
+    assert_every_sample_once(run)
+    assert run.summary["cursor"] == whole.summary["cursor"]
+    assert_follows(run, whole)
+
+
+def assert_follows(run: Result, other: Result) -> None:
+    """The same samples at the same rates; losses as different sums round."""
+    for mine, theirs in zip(run.metrics(), other.metrics(), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=0.02), mine
+        assert (mine["cursor"], mine["lr"]) == (theirs["cursor"], theirs["lr"])

@@ -1,0 +1,112 @@
+"""P3-P5 of a mixture: sources by weight under poison, a kill, other ranks and other weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from runner.data.mixture import MixtureOrder, Phase
+from tests.drills.compare import assert_same_end
+from tests.run import Result, finish, skip_override
+
+LENGTHS = {"code": 60, "talk": 40, "web": 300}
+SMALL = (
+    "batch.global_size=16",
+    "checkpoint.every=10",
+    "eval.every=10",
+    "eval.samples=4",
+    "data.held_out=0.1",
+)
+POISON = "poison@samples=200-269"
+
+
+def sources(code: float, talk: float, web: float) -> str:
+    weights = {"code": code, "talk": talk, "web": web}
+    entries = [
+        f"{{name: {name}, weight: {weight}, samples: {LENGTHS[name]}, seed: {seed}}}"
+        for seed, (name, weight) in enumerate(weights.items())
+    ]
+    return f"data.sources=[{', '.join(entries)}]"
+
+
+def order_of(run: Result) -> MixtureOrder:
+    """As the journal tells it."""
+    lines = [line["detail"] for line in run.journal("mixture")]
+    made = MixtureOrder(LENGTHS, seed=0, held_out_share=0.1, weights=lines[0]["weights"])
+    made.load([Phase(start=line["start"], weights=line["weights"]) for line in lines])
+    return made
+
+
+def assert_accounted(run: Result) -> None:
+    """Every position before the end is in one step that counts, held out, or in the ledger; no
+    source gives a sample again before it has given all; the columns tell what was read."""
+    order = order_of(run)
+    positions = np.arange(run.summary["cursor"], dtype=np.int64)
+    indices = order.indices(positions)
+    readable = ~order.is_held_out(indices)
+    for start, stop in run.summary["skipped"]:
+        readable[start:stop] = False
+    used = np.zeros(len(positions), dtype=np.int64)
+    for line in run.counted().values():
+        start, stop = line["samples"]
+        used[start:stop] += readable[start:stop]
+        own = indices[start:stop][readable[start:stop]]
+        found = Counter(order.names[number] for number in order.sources(own).tolist())
+        assert {name: line[f"samples/{name}"] for name in order.names} == {
+            name: found[name] for name in order.names
+        }, line
+    assert (used == readable).all(), positions[used != readable]
+    numbers = order.sources(indices)
+    for number, name in enumerate(order.names):
+        given = indices[numbers == number].tolist()
+        for at in range(0, len(given), LENGTHS[name]):
+            epoch = given[at : at + LENGTHS[name]]
+            assert len(set(epoch)) == len(epoch), f"{name} repeats\n{run.tail}"
+
+
+def test_poison_and_a_kill_end_as_if_told_and_other_ranks_and_weights_lose_nothing(
+    tmp_path: Path,
+) -> None:
+    mixed, total = sources(1, 0.5, 3), "schedule.total=40"
+    sick = finish(
+        tmp_path / "sick", mixed, *SMALL, "steps=30", total,
+        f"faults=[{POISON},kill@step=27,rank=1]", restarts=1,
+    )  # fmt: skip
+    assert sick.journal("rollback") and sick.summary["restarts"] == 1, sick.tail
+    assert any(": synthetic sample" in name for name in sick.journal("rollback")[0]["sample_ids"])
+    told = finish(
+        tmp_path / "told", mixed, *SMALL, "steps=30", total, skip_override(sick.summary["skipped"])
+    )
+    assert_same_end(sick, told)
+    assert_accounted(sick)
+    evaluated = sick.counted()[30]
+    assert all(0 < evaluated[f"eval_loss/{name}"] < 6 for name in LENGTHS), evaluated
+
+    # On from there: other weights on one rank, then three.
+    cursor = sick.summary["cursor"]
+    changed, allow = sources(3, 0, 1), "resume.allow=[data.sources]"
+    finish(sick.out, changed, allow, *SMALL, "steps=35", total, ranks=0)
+    three = finish(sick.out, changed, allow, *SMALL, "steps=40", total, ranks=3)
+    starts = [line["detail"]["start"] for line in three.journal("mixture")]
+    assert starts == [0, cursor], three.tail
+    assert three.summary["steps"] == 40
+    assert any(line["detail"].get("key") == "data.sources" for line in
+               three.journal("setting_changed"))  # fmt: skip
+    assert_accounted(three)
+    late = [line for step, line in three.counted().items() if step > 30]
+    assert not any(line["samples/talk"] for line in late)
+    assert sum(line["samples/code"] for line in late) > sum(line["samples/web"] for line in late)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["zero1", "ddp", "hsdp"])
+def test_other_engines_end_alike(tmp_path: Path, parallel: str) -> None:
+    mixed = (sources(1, 0.5, 3), *SMALL, "steps=30", f"parallel={parallel}")
+    sick = finish(tmp_path / "sick", *mixed, f"faults=[{POISON},kill@step=27,rank=1]", restarts=1)
+    told = finish(tmp_path / "told", *mixed, skip_override(sick.summary["skipped"]))
+    assert sick.journal("rollback"), sick.tail
+    assert_same_end(sick, told)
+    assert_accounted(sick)

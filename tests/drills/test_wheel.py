@@ -1,0 +1,175 @@
+"""The wheel in a fresh environment that holds what it declares, no extra and no checkout."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from runner.system.extras import PACKAGES
+
+ROOT = Path(__file__).parents[2]
+TINY = ("data=synthetic", "model.precision=fp32", "eval.every=0", "data.workers=0")
+
+
+def declared() -> dict[str, importlib.metadata.Distribution]:
+    """What the wheel needs without extras, and what these need in turn, as installed here."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: dict[str, importlib.metadata.Distribution] = {}
+    todo = [Requirement(text) for text in project["dependencies"]]
+    while todo:
+        requirement = todo.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        name = canonicalize_name(requirement.name)
+        if name not in found:
+            found[name] = importlib.metadata.distribution(name)
+            todo += [Requirement(text) for text in found[name].requires or ()]
+    return found
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command that finds no Python package but those of its own environment."""
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    return subprocess.run(
+        words, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``bin`` of a fresh environment with the wheel in it. The packages that it declares are
+    links to those here, for torch is large."""
+    place = tmp_path_factory.mktemp("wheel")
+    built = run(
+        sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps",
+        "--no-build-isolation", "--wheel-dir", "built", str(ROOT), cwd=place,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    [wheel] = (place / "built").glob("*.whl")
+    assert wheel.name.startswith("holdfast_train-")
+    made = run(sys.executable, "-m", "venv", "--without-pip", "venv", cwd=place)
+    assert made.returncode == 0, made.stderr
+    [site] = (place / "venv" / "lib").glob("python3.*/site-packages")
+    for distribution in declared().values():
+        for part in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (site / part).exists():
+                (site / part).symlink_to(Path(str(distribution.locate_file(part))))
+    python = place / "venv" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+    done = run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel), cwd=place)
+    assert done.returncode == 0, done.stderr
+    consistent = run(*pip, "check", cwd=place)
+    assert consistent.returncode == 0, consistent.stdout + consistent.stderr
+    return python.parent
+
+
+def test_the_environment_holds_no_extra_and_not_the_checkout(
+    bin_folder: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import importlib.util, runner; print(runner.__file__); "
+        f"print([p for p in {sorted(PACKAGES.values())} if importlib.util.find_spec(p)])"
+    )
+    done = run(str(bin_folder / "python"), "-c", code, cwd=tmp_path)
+    place, extras = done.stdout.splitlines()
+    assert Path(place).is_relative_to(bin_folder.parent), "the checkout was imported"
+    assert extras == "[]", done.stdout + done.stderr
+
+
+def test_the_command_trains_without_extras(bin_folder: Path, tmp_path: Path) -> None:
+    """On bytes of text, in one process."""
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("the cat sat on the mat\n" * 4000)
+    settings = (
+        "model=tiny", "data.path=corpus", "data.cache=cache", "data.seq_len=32", *TINY[1:],
+        "steps=4", "schedule.warmup=1", "out=run",
+    )  # fmt: skip
+    done = run(str(bin_folder / "holdfast"), *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "done" and summary["steps"] == 4
+
+
+def test_two_ranks_train_with_own_presets(bin_folder: Path, tmp_path: Path) -> None:
+    """Packaged presets, and a user's own beside them."""
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "own.yaml").write_text("dim: 48\nlayers: 1\nheads: 2\n")
+    done = run(
+        str(bin_folder / "python"), "-m", "torch.distributed.run", "--standalone",
+        "--nproc-per-node=2", "-m", "runner", "--config-dir", "mine", "model=own", *TINY,
+        "steps=3", "schedule.warmup=1", "out=run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert "dim: 48" in config and config.startswith("# settings sha256 ")
+
+
+def test_without_an_extra_the_error_names_it_and_the_command(
+    bin_folder: Path, tmp_path: Path
+) -> None:
+    """Before anything is made or waited for, by the training command and the launcher alike."""
+    settings = ("parallel=zero1", "track=tensorboard", "data.tokenizer=t.json", "out=run")
+    for command in (["holdfast"], ["holdfast", "launch", "--nproc", "2"]):
+        program = str(bin_folder / command[0])
+        done = run(program, *command[1:], *settings, cwd=tmp_path)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        for setting, package, extra in (
+            ("parallel=zero1", "deepspeed", "zero"),
+            ("track=tensorboard", "tensorboard", "tensorboard"),
+            ("data.tokenizer=t.json", "tokenizers", "text"),
+        ):
+            assert (
+                f"{setting}: needs the package {package}, which is not installed: "
+                f"pip install 'holdfast-train[{extra}]'"
+            ) in done.stderr
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["backtest", "events.out.tfevents.1.host"], "tensorboard"),
+        (["backtest", "a.csv", "--plot", "a.png"], "plot"),
+    ],
+)
+def test_other_commands_name_the_extra_too(
+    bin_folder: Path, tmp_path: Path, words: list[str], extra: str
+) -> None:
+    (tmp_path / "events.out.tfevents.1.host").write_bytes(b"")
+    rows = "".join(f"{step},{2 - step / 100},1.0\n" for step in range(1, 60))
+    (tmp_path / "a.csv").write_text("step,loss,grad_norm\n" + rows)
+    done = run(str(bin_folder / "holdfast"), *words, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"pip install 'holdfast-train[{extra}]'" in done.stderr
+
+
+INTEGRATIONS = ("accelerate", "lightning")  # whoever imports runner.integrations has them
+
+
+def test_every_extra_is_declared_with_its_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: texts for name, texts in project["optional-dependencies"].items()}
+    del extras["dev"], extras["docs"]  # of the checkout, not of a setting
+    # Of an extra with several packages the first is the one whose lack is told.
+    first = {name: Requirement(texts[0]).name for name, texts in extras.items()}
+    assert first == PACKAGES | {name: name for name in INTEGRATIONS}
+    base = {canonicalize_name(Requirement(text).name) for text in project["dependencies"]}
+    assert not base & set(PACKAGES.values())
+    assert project["name"] == "holdfast-train"
+
+
+def test_the_wheel_holds_the_package_and_its_presets_only(bin_folder: Path) -> None:
+    [wheel] = (bin_folder.parent.parent / "built").glob("*.whl")
+    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"runner"}

@@ -1,0 +1,112 @@
+"""A training script of somebody's own, for the drills: python guarded_script.py OUT LAYOUT TODO...
+
+TODO: ``poison`` (rank 1 alone sees NaN), ``told`` (told to skip what that run skipped), ``break``
+(left without a word within a step, and begun again), ``kill`` (SIGKILL, once).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from runner import Guard
+
+NUM, DIM = 48, 8
+BAD = (6, 20, 29, 30, 31)
+RULES: dict[str, Any] = {"every": 8, "clean_after": 3, "min_history": 8, "clip": 0.5}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # Three rows on two ranks: uneven shards.
+        self.layers = nn.ModuleList([nn.Linear(DIM, DIM), nn.Linear(DIM, 3), nn.Linear(3, 1)])
+        self.norm, self.drop = nn.BatchNorm1d(DIM), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.layers
+        return third(torch.tanh(second(self.drop(self.norm(first(x))))))
+
+
+def data(rank: int, *, poison: bool) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    made = [torch.randn(6, DIM, generator=generator) for _ in range(NUM)]
+    for number in BAD if poison and rank == 1 else ():
+        made[number][0, 0] = float("nan")
+    return made
+
+
+def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(5)
+    model: nn.Module = Net()
+    if layout == "ddp":
+        model = DistributedDataParallel(model)
+    elif layout == "fsdp":
+        for layer in model.layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    torch.manual_seed(50 + (dist.get_rank() if dist.is_initialized() else 0))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **told: Any) -> Guard:
+    model, optimizer = build(layout)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    guard = Guard(out, model=model, optimizer=optimizer, scheduler=scheduler, **RULES, **told)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for count, batch in enumerate(guard.over(data(rank, poison=poison))):
+        loss = model(batch).square().mean()
+        loss.backward()
+        if count == stop_at:
+            guard._finalizer()
+            return guard
+        if (
+            os.environ.get("KILL_AT") == str(count)
+            and poison
+            and guard.resumed_step == 0
+            and rank == 1
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if guard.ok(loss):
+            optimizer.step()
+            scheduler.step()
+        optimizer.zero_grad()
+    return guard
+
+
+def main() -> None:
+    out, layout, *todo = sys.argv[1:]
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    ends: dict[str, Any] = {}
+    skipped: list[tuple[int, int]] = []
+    for name in todo:
+        folder = Path(out) / f"{layout}-{name}"
+        if name == "break":
+            train(folder, layout, poison=True, stop_at=25)
+            train(folder, layout, poison=True, stop_at=11)
+        told = {"skip": skipped} if name == "told" else {}
+        guard = train(folder, layout, poison=name != "told", **told)
+        skipped = guard.skipped
+        guard.close()
+        ends[name] = {"digest": guard.state_digest(), "skipped": skipped}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (Path(out) / f"{layout}.json").write_text(json.dumps(ends))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Models from elsewhere, for tests: what users bring, small enough to learn in seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Tied(nn.Module):
+    """A head that is the embedding; values that the constructor gives; a buffer; a constant."""
+
+    def __init__(self, vocab_size: int, seq_len: int, hidden: int = 16, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.positions = nn.Parameter(torch.randn(seq_len, hidden) * 0.02)
+        self.layers = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
+        self.head = nn.Linear(hidden, vocab_size, bias=False)
+        nn.init.trunc_normal_(self.embedding.weight, std=0.02)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, hidden), persistent=False)
+        self.constant = torch.full((hidden,), 2.0)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids) * 50 + self.positions[: input_ids.shape[1]]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x) * self.scale) / self.constant
+        return self.head(x)
+
+
+class Recurrent(nn.Module):
+    """No list of blocks, parameters that the module keeps in a list of its own."""
+
+    def __init__(self, vocab_size: int, hidden: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.gru = nn.GRU(hidden, hidden, num_layers=2, batch_first=True)
+        self.head = nn.Linear(hidden, vocab_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.gru(self.embedding(input_ids))[0])
+
+
+class Convolved(nn.Module):
+    """Causal convolutions over tokens, with dropout."""
+
+    def __init__(self, vocab_size: int, hidden: int = 16, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.stages = nn.ModuleList(nn.Conv1d(hidden, hidden, 3) for _ in range(2))
+        self.head = nn.Linear(hidden, vocab_size)
+        self.dropout = dropout
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.stages)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids).transpose(1, 2)
+        for stage in self.stages:
+            x = x + F.dropout(torch.relu(stage(F.pad(x, (2, 0)))), self.dropout, self.training)
+        return self.head(x.transpose(1, 2))
+
+
+class Seeing(nn.Module):
+    """Images to classes, with a loss of its own; no tokens anywhere."""
+
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, stride=2)
+        self.norm = nn.GroupNorm(2, 8)
+        self.second = nn.Conv2d(8, 8, 3, stride=2)
+        self.head = nn.Linear(8, classes)
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        x = torch.relu(self.norm(self.first(batch["image"])))
+        x = torch.relu(self.second(x)).mean((2, 3))
+        losses = F.cross_entropy(self.head(x).float(), batch["kind"], reduction="none")
+        return losses, torch.ones_like(losses, dtype=torch.int64)
+
+
+class Preferring(nn.Module):
+    """Two sequences a sample, as DPO has them: one is to be likelier than the other."""
+
+    def __init__(self, vocab_size: int, hidden: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.head = nn.Linear(hidden, vocab_size)
+
+    def probe(self) -> nn.Module:
+        return self.embedding
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        rows = len(batch["chosen"])
+        tokens = torch.cat([batch["chosen"], batch["rejected"]])
+        logits = self.head(self.embedding(tokens[:, :-1])).float()
+        scores = logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).sum((1, 2))
+        losses = -F.logsigmoid(scores[:rows] - scores[rows:])
+        return losses, torch.ones(rows, dtype=torch.int64, device=losses.device)
+
+
+class Normed(nn.Module):
+    """Has statistics that every forward pass changes."""
+
+    def __init__(self, vocab_size: int, hidden: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.norm = nn.BatchNorm1d(hidden)
+        self.head = nn.Linear(hidden, vocab_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.norm(self.embedding(input_ids).transpose(1, 2)).transpose(1, 2)
+        return self.head(x)
+
+
+class Drawing(nn.Module):
+    """Draws from numpy, which nobody seeds, in forward or in the constructor."""
+
+    def __init__(self, vocab_size: int, where: str = "forward", hidden: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.head = nn.Linear(hidden, vocab_size)
+        self.where = where
+        if where == "constructor":
+            drawn = np.random.default_rng().normal(size=(hidden, vocab_size))
+            self.head.weight.data = torch.from_numpy(drawn.T.copy()).float()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        if self.where == "forward":
+            x = x * float(np.random.default_rng().uniform(0.5, 1.5))
+        return self.head(x)
+
+
+class Looking(nn.Module):
+    """A constructor that needs the values of a tensor, so that it cannot do without memory."""
+
+    def __init__(self, vocab_size: int, hidden: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.head = nn.Linear(hidden, vocab_size)
+        self.factor = (self.head.weight.detach().abs().sum() + 1).sqrt().item()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids)) / self.factor
+
+
+class Misshapen(nn.Module):
+    """Gives one number a sequence where logits are asked for."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, 4)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.embedding(input_ids).mean((1, 2))
+
+
+def llama(vocab_size: int, seq_len: int, tied: bool = False) -> nn.Module:
+    """Hugging Face's Llama from a config alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=seq_len,
+        tie_word_embeddings=tied,
+        **_no_marks(),
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2(vocab_size: int, seq_len: int, dropout: float = 0.0) -> nn.Module:
+    """Hugging Face's GPT-2 from a config alone; its head is tied."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=vocab_size,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=seq_len,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        **_no_marks(),
+    )
+    return GPT2LMHeadModel(config)
+
+
+def lora(vocab_size: int, seq_len: int) -> nn.Module:
+    """That Llama, of which only PEFT's low-rank parts are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        llama(vocab_size, seq_len), LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    )
+
+
+def _no_marks() -> dict[str, Any]:
+    return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def nothing(vocab_size: int) -> str:
+    """Is no model."""
+    return f"a model of {vocab_size} tokens"

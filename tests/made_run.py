@@ -1,0 +1,152 @@
+"""Run directories made without training: what a run leaves, to any length, with planted trouble."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BEGAN = 1_700_000_000.0
+BATCH = 32
+
+
+@dataclass(kw_only=True)
+class Made:
+    """A run of ``steps`` applied updates, one a second.
+
+    ``spike_at``: a step whose loss is ten times its neighbours', and which was applied.
+    ``bad_at``: steps before which a batch was discarded; ``back_at``: where the run went back ten.
+    """
+
+    steps: int = 300
+    spike_at: int | None = None
+    bad_at: Sequence[int] = ()
+    back_at: int | None = None
+    names: Sequence[str] = ("book.txt bytes 0-64",)
+    reason: str = "loss nan, grad norm nan, 1 rank(s) with NaN or Inf"
+    world_size: int = 2
+    status: str | None = "done"
+    warnings: Sequence[str] = ()
+    base: float = 2.0
+    _lines: list[dict[str, Any]] = field(default_factory=list)
+
+    def write(self, out: Path) -> Path:
+        """All its files; returns ``out``."""
+        out.mkdir(parents=True, exist_ok=True)
+        self._lines = [incident("start", 0, decision="begin", time=BEGAN, detail=self._start())]
+        with (out / "metrics.jsonl").open("w") as file:
+            for line in self.metrics():
+                file.write(json.dumps(line) + "\n")
+        for place, words in enumerate(self.warnings):
+            self._lines.append(incident("straggler", place + 1, reason=words, ranks=[1]))
+        text = "".join(
+            json.dumps(line | {"seq": seq, "attempt": 1}) + "\n"
+            for seq, line in enumerate(self._lines)
+        )
+        (out / "journal.jsonl").write_text(text)
+        (out / "config.yaml").write_text(f"out: {out}\nsteps: {self.steps}\nseed: 0\n")
+        checkpoint(out, serial=3, step=max(1, self.steps - 20), mark="CLEAN")
+        checkpoint(out, serial=4, step=self.steps, mark=None)
+        if self.status is not None:
+            (out / "summary.json").write_text(json.dumps(self._summary()))
+        return out
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """Its lines; what they are with is put into the journal."""
+        clock, cursor, step, has_gone_back = BEGAN + 1, 0, 0, False
+        while step < self.steps:
+            step += 1
+            clock += 1.0
+            span = [cursor, cursor + BATCH]
+            cursor += BATCH
+            if step in self.bad_at and not has_gone_back:
+                self._journal("discard", step, clock, span)
+                yield self._line(step, clock, span, action="discard", verdict="NonFinite")
+                clock += 1.0
+                span = [cursor, cursor + BATCH]
+                cursor += BATCH
+            if step == self.back_at and not has_gone_back:
+                has_gone_back = True
+                yield self._line(step, clock, span, action="rollback", verdict="NonFinite")
+                self._journal("rollback", step, clock + 0.1, span, to_step=step - 10)
+                step -= 10
+                continue
+            yield self._line(step, clock, span)
+
+    def _line(
+        self, step: int, clock: float, span: list[int], *, action: str = "apply", verdict: str = ""
+    ) -> dict[str, Any]:
+        loss: float | None = self.base + 3.0 * math.exp(-step / 60) + 0.05 * math.sin(step * 1.7)
+        assert loss is not None
+        if step == self.spike_at:
+            loss *= 10
+        flags = {}
+        if action != "apply":
+            loss, flags = None, {"nonfinite": {"loss": "nan", "grad_norm": "nan"}}
+        return {
+            "step": step, "cursor": span[1], "samples": span, "loss": loss,
+            "grad_norm": None if loss is None else 0.6 + 0.2 * math.sin(step * 0.9) + loss / 10,
+            "lr": 1e-3 * min(1.0, step / 50) if action == "apply" else 0.0,
+            "tokens": 2048, "tokens_per_second": 2000.0 + 100 * math.sin(step), "seconds": 0.9,
+            "data_wait_seconds": 0.01, "verdict": verdict or "Clean", "action": action,
+            "eval_loss": self.base + 0.1 if step % 100 == 0 and action == "apply" else None,
+            "loss_limit": None if step < 20 else self.base + 1.5 + 3.0 * math.exp(-step / 60),
+            "norm_limit": None if step < 20 else 8.0, "time": clock, "stalls": {},
+        } | flags  # fmt: skip
+
+    def _journal(
+        self, kind: str, step: int, clock: float, span: list[int], *, to_step: int = 0
+    ) -> None:
+        detail: dict[str, Any] = {
+            "verdict": "NonFinite", "loss": "nan", "grad_norm": "nan", "tokens": 2048,
+            "nonfinite_ranks": 1, "suspects": [span[0]],
+        }  # fmt: skip
+        if kind == "rollback":
+            detail |= {
+                "onset_step": step, "to_step": to_step, "cursor": span[0] - 320, "serial": 2,
+                "next_serial": 3, "read_again": False, "repeat": 0, "metrics_bytes": 0,
+                "cut_factor": 1.0, "cut_steps": 0, "tier": "disk",
+            }  # fmt: skip
+        decision = "discard" if kind == "discard" else f"back to step {to_step} (disk)"
+        self._lines.append(
+            incident(
+                kind, step, decision=decision, reason=self.reason, time=clock - 0.1, samples=span,
+                ranks=[1], sample_ids=list(self.names), cost_steps=1, cost_seconds=0.9,
+                detail=detail,
+            )
+        )  # fmt: skip
+
+    def _start(self) -> dict[str, Any]:
+        return {
+            "incarnation": 1, "world_size": self.world_size, "hosts": {"node-1": "0-1"},
+            "parallel": "fsdp", "device": "cpu", "torch": "2.13.0", "lost": {},
+        }  # fmt: skip
+
+    def _summary(self) -> dict[str, Any]:
+        spent = {"productive": 0.9 * self.steps, "restart": 12.0, "other": 5.0}
+        return {
+            "status": self.status, "reason": "all steps applied", "steps": self.steps,
+            "incarnation": 1, "final_loss": 2.0, "time": spent, "cursor": BATCH * self.steps,
+        }  # fmt: skip
+
+
+def incident(kind: str, step: int, **more: Any) -> dict[str, Any]:
+    """A journal line."""
+    plain = {
+        "kind": kind, "step": step, "decision": "go on", "reason": "command", "ranks": [],
+        "samples": None, "sample_ids": [], "cost_steps": 0, "cost_seconds": 0.0, "detail": {},
+        "time": BEGAN + step,
+    }  # fmt: skip
+    return plain | more
+
+
+def checkpoint(out: Path, *, serial: int, step: int, mark: str | None) -> None:
+    """A committed checkpoint, as far as a listing looks."""
+    folder = out / "ring" / f"{serial:06d}-step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "rank-00000.bin").write_bytes(bytes(4096))
+    for name in ("COMMITTED", *([mark] if mark else [])):
+        (folder / name).touch()

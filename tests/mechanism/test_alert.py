@@ -1,0 +1,88 @@
+"""track.command: once for each incident, with the line on its input, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.observe import alert
+from runner.observe.alert import CommandAlerts
+from runner.observe.journal import Journal
+from runner.policy.decision.history import Incident
+from runner.system.json_lines import LineFile
+from tests.made_run import incident
+
+KEEP = "read -r line; printf '%s\\n' \"$line\" >> "
+
+
+def told(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def happened(kind: str, step: int = 5, **more: Any) -> Incident:
+    return Incident(kind=kind, step=step, decision="discard", reason="loss nan", **more)
+
+
+def test_each_incident_is_told_once(tmp_path: Path) -> None:
+    alerts = CommandAlerts(f"{KEEP}{tmp_path}/told", tmp_path)
+    journal = Journal(
+        [], told_to_skip=[], file=LineFile(tmp_path / "j", length=0), tell=alerts.tell
+    )
+    for one in (happened("start"), happened("replica_mismatch"), happened("episode")):
+        journal.add(one)
+    journal.add_once(happened("straggler", step=7, ranks=(1,)))
+    journal.add_once(happened("straggler", step=7, ranks=(1,)))
+    alerts.close()
+    found = told(tmp_path / "told")
+    assert [line["kind"] for line in found] == ["replica_mismatch", "straggler"]
+    assert [line["level"] for line in found] == ["error", "warning"]
+    assert found[1]["ranks"] == [1] and found[1]["seq"] == 3 and found[1]["out"] == str(tmp_path)
+    assert "step 7 straggler: loss nan -> discard" in found[1]["text"]
+    assert alerts.loss is None
+
+
+def test_a_line_that_was_there_is_not_told_again(tmp_path: Path) -> None:
+    alerts = CommandAlerts(f"{KEEP}{tmp_path}/told", tmp_path)
+    old = incident("replica_mismatch", 3)
+    Journal([old], told_to_skip=[], file=LineFile(tmp_path / "j", length=0), tell=alerts.tell).add(
+        happened("straggler")
+    )
+    alerts.close()
+    assert [line["kind"] for line in told(tmp_path / "told")] == ["straggler"]
+
+
+def test_a_command_that_hangs_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alert, "_COMMAND_SECONDS", 1.0)
+    monkeypatch.setattr(alert, "_MOST_WAITING", 3)
+    alerts = CommandAlerts(f"sleep 600; {KEEP}{tmp_path}/told", tmp_path)
+    began = time.monotonic()
+    for step in range(500):
+        alerts.tell(incident("straggler", step))
+    assert time.monotonic() - began < 1.0, "500 incidents, none waited for"
+    assert alerts.loss is not None and "too much is waiting" in alerts.loss.reason
+    assert alerts.loss.outlet == "track.command"
+
+
+def test_a_command_that_fails_is_told_and_not_alerted_of(tmp_path: Path) -> None:
+    alerts = CommandAlerts("echo no such channel >&2; exit 7", tmp_path)
+    alerts.tell(incident("straggler", 1))
+    alerts.close()
+    assert alerts.loss is not None
+    assert "ended with 7: no such channel" in alerts.loss.reason
+    before = alerts._num_told
+    alerts.tell(incident("output_lost", 1, detail={"output": "track.command"}))
+    assert alerts._num_told == before
+    alerts.tell(incident("output_lost", 1, detail={"output": "standard output"}))
+    assert alerts._num_told == before + 1
+
+
+def test_the_last_words_of_a_process_are_begun_before_it_goes(tmp_path: Path) -> None:
+    alerts = CommandAlerts(f"sleep 0.3; {KEEP}{tmp_path}/told", tmp_path)
+    alerts.tell(incident("crash", 9))
+    assert alerts._num_begun == 1, "it outlives this process now"

@@ -1,0 +1,65 @@
+"""What exactness asks of a model: each trial fails for the model that was made to fail it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from runner.distributed.process_group import end_group, start_group
+from runner.startup.model_check import Check, quick_checks, refuse_or_say, works_of
+from runner.system.error import ConfigError
+from tests.mechanism.test_guest_model import ALONE, CPU, batch, blueprint, build
+
+FIRST_FOUR = [
+    "same seed, same weights",
+    "builds without memory",
+    "same step twice, bit for bit",
+    "forward changes no buffer",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    start_group(ALONE, CPU, timeout_seconds=60)
+    yield
+    end_group()
+
+
+def checks(target: str, *more: str) -> list[Check]:
+    network, engine = blueprint(target, *more), build(target, *more)
+    return quick_checks(network, engine, works_of(batch(target, [0, 1]), 1, CPU))
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "fails"),
+    [
+        ("Convolved", "seed=0", set()),
+        ("Seeing", "seed=0", set()),
+        ("Looking", "seed=0", {"builds without memory"}),
+        ("Normed", "seed=0", {"forward changes no buffer"}),
+        ("Drawing", "seed=0", {"same step twice, bit for bit"}),
+        ("Drawing", "model.where=constructor", {"same seed, same weights"}),
+    ],
+)
+def test_each_trial_fails_for_what_it_is_there_for(target: str, more: str, fails: set[str]) -> None:
+    found = checks(target, more)
+    assert [check.name for check in found] == FIRST_FOUR
+    assert {check.name for check in found if not check.holds} == fails
+    assert all(check.remedy for check in found if not check.holds)
+
+
+def test_what_must_hold_is_refused_and_the_rest_is_said() -> None:
+    said: list[str] = []
+    refuse_or_say(checks("Looking"), "Looking", said.append)
+    assert len(said) == 1 and "the constructor needs values" in said[0]
+    with pytest.raises(ConfigError) as error:
+        refuse_or_say(checks("Normed"), "Normed", said.append)
+    assert "changes norm.num_batches_tracked, norm.running_mean" in str(error.value)
+    assert "GroupNorm" in str(error.value)
+
+
+def test_a_model_that_cannot_compute_is_told_in_words() -> None:
+    with pytest.raises(ConfigError) as error:
+        checks("Misshapen")
+    assert "it must give logits [B, T, V]" in str(error.value)

@@ -1,0 +1,46 @@
+"""``check-model``: the table of a model that holds, and of one that does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from runner.__main__ import main
+
+DATA = ("data=synthetic", "data.vocab_size=16", "data.seq_len=8", "compute.precision=fp32")
+TRIALS = [
+    "same seed, same weights",
+    "builds without memory",
+    "same step twice, bit for bit",
+    "forward changes no buffer",
+    "no other random source",
+    "the loss is a sum a sample",
+    "padding adds nothing",
+    "each trained parameter gets a gradient",
+    "the next step after a reload is equal",
+    "a sample is the same when it is read again",
+]
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """What was tried, and how it ended."""
+    lines = [line.split("│") for line in capsys.readouterr().out.splitlines()]
+    cells = [[cell.strip() for cell in line[1:3]] for line in lines if len(line) > 3]
+    return {name: mark for name, mark in cells if name}
+
+
+def test_a_sound_model_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-model", "--quick", "model._target_=tests.guests.Convolved", *DATA]) == 0
+    assert rows(capsys) == dict.fromkeys(TRIALS, "ok")
+
+
+def test_one_that_draws_from_numpy_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-model", "--quick", "model._target_=tests.guests.Drawing", *DATA]) == 2
+    failed = {name for name, mark in rows(capsys).items() if mark == "FAILS"}
+    assert {"same step twice, bit for bit", "no other random source"} <= failed
+
+
+@pytest.mark.full
+def test_with_real_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-model", "model._target_=tests.guests.Tied", *DATA]) == 0
+    runs = ["engines over five steps", "poison against told", "killed against not killed"]
+    assert rows(capsys) == dict.fromkeys([*TRIALS, *runs], "ok")

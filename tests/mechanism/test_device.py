@@ -1,0 +1,178 @@
+"""Which device a rank takes; none goes to the CPU alone. No GPU is here: torch is made to say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from runner.distributed import device as module
+from runner.distributed.device import device_versions, find_device
+from runner.distributed.env import RankEnv, place_from
+from runner.distributed.process_group import _require_own_gpus, start_group
+from runner.distributed.rendezvous import difference
+from runner.engine import zero
+from runner.launch import torchrun
+from runner.system.environment import variables
+from runner.system.error import ConfigError, StartError
+
+CPU = torch.device("cpu")
+SLURM = {"SLURM_GPUS_ON_NODE": "8"}
+
+
+def place(local_rank: int = 3, ranks_here: int = 8) -> RankEnv:
+    return RankEnv(
+        rank=8 + local_rank, world_size=16, local_rank=local_rank, local_world_size=ranks_here
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seen", "ranks_here", "environment", "found", "problem"),
+    [
+        ("auto", 0, 8, {}, "cpu", ""),
+        ("cpu", 8, 8, SLURM, "cpu", ""),
+        ("auto", 8, 8, {}, "cuda:3", ""),
+        ("cuda", 8, 4, {}, "cuda:3", ""),
+        # Each task sees a GPU of its own, whatever its number among the tasks is.
+        ("auto", 1, 8, SLURM | {"CUDA_VISIBLE_DEVICES": "5"}, "cuda:0", ""),
+        # One fell off the bus.
+        ("auto", 7, 8, {}, "cpu", "8 ranks but 7 GPUs"),
+        ("cuda", 7, 8, {}, "cpu", "8 ranks but 7 GPUs"),
+        # The driver did not load.
+        ("auto", 0, 8, SLURM, "cpu", "SLURM_GPUS_ON_NODE=8"),
+        ("auto", 0, 8, {"SLURM_JOB_GPUS": "0,1"}, "cpu", "SLURM_JOB_GPUS=0,1"),
+        ("auto", 0, 8, {"NVIDIA_VISIBLE_DEVICES": "GPU-5a"}, "cpu", "NVIDIA_VISIBLE_DEVICES"),
+        ("auto", 0, 8, {"NVIDIA_VISIBLE_DEVICES": "all", "SLURM_GPUS_ON_NODE": "0"}, "cpu", ""),
+        ("cuda", 0, 8, {}, "cpu", "torch sees no GPU, but parallel.device=cuda"),
+    ],
+)
+def test_the_table(
+    wanted: str,
+    seen: int,
+    ranks_here: int,
+    environment: dict[str, str],
+    found: str,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(module, "host_name", lambda: "gpu07")
+    told = find_device(wanted, place(3, ranks_here), environment)
+    assert told.device == torch.device(found) and problem in told.problem
+    assert bool(told.problem) == bool(problem)
+    assert told.problem.startswith("gpu07: ") or not problem
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_told"), [({}, True), ({"CUDA_VISIBLE_DEVICES": ""}, False)]
+)
+def test_a_driver_that_knows_gpus_which_torch_does_not_see(
+    environment: dict[str, str], is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpus" / "0000:3b:00.0").mkdir(parents=True)
+    monkeypatch.setattr(module, "_DRIVER", tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert ("nvidia-smi" in find_device("auto", place(), environment).problem) == is_told
+
+
+class Gpus:
+    """What torch would say of 8 GPUs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int = 8) -> None:
+        (tmp_path / "version").write_text(
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26\n"
+        )
+        monkeypatch.setattr(module, "_DRIVER", tmp_path)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+        monkeypatch.setattr(
+            torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 28, 9)), raising=False
+        )
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+
+def test_one_node_that_differs_is_named_to_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By the roll call, which compares what each rank tells of its device."""
+    Gpus(monkeypatch, tmp_path)
+    well = device_versions(find_device("auto", place(), {}))
+    assert well == {
+        "device": "cuda", "gpu": "NVIDIA H100 80GB HBM3", "gpus": "8", "driver": "570.124.06",
+        "cuda": "12.8", "nccl": "2.28.9",
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
+    monkeypatch.setattr(module, "host_name", lambda: "gpu07")
+    ill = device_versions(find_device("auto", place(), {}))
+    words = difference([*[well] * 8, ill])
+    assert "device: rank 8: gpu07: 8 ranks but 7 GPUs" in words and "the others: cuda" in words
+    words = difference([well, {**well, "driver": "565.57.01"}, well])
+    assert words == "driver: rank 1: 565.57.01; the others: 570.124.06"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    words = difference([well, device_versions(find_device("auto", place(), {})), well])
+    assert "device: rank 1: cpu; the others: cuda" in words
+
+
+def test_what_is_wrong_on_every_rank_is_refused_by_all() -> None:
+    with pytest.raises(ConfigError, match="gpu07: 8 ranks but 7 GPUs"):
+        start_group(place_from({}), CPU, timeout_seconds=20, problem="gpu07: 8 ranks but 7 GPUs")
+
+
+def test_two_ranks_on_one_gpu_are_named() -> None:
+    _require_own_gpus([{"rank": 8, "gpu": "GPU-5a"}, {"rank": 9, "gpu": "GPU-7b"}])
+    _require_own_gpus([{"rank": 8, "gpu": ""}, {"rank": 9, "gpu": ""}])
+    with pytest.raises(StartError, match=r"rank 8, 9: GPU-5a.*one rank a GPU"):
+        _require_own_gpus([{"rank": 8, "gpu": "GPU-5a"}, {"rank": 9, "gpu": "GPU-5a"}])
+
+
+@pytest.mark.parametrize(
+    ("seen", "environment", "ranks", "words"),
+    [
+        (8, {}, 8, ""),
+        (8, SLURM, 8, ""),
+        (0, {}, 2, ""),
+        (7, SLURM, 0, "8 GPUs on this node"),
+        (0, SLURM, 0, "torch sees 0"),
+        (0, {"SLURM_JOB_GPUS": "0,1"}, 0, "torch sees none"),
+    ],
+)
+def test_how_many_ranks_a_node_starts(
+    seen: int,
+    environment: dict[str, str],
+    ranks: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not two on a node whose driver failed, while the others start eight."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    if not words:
+        assert torchrun.num_ranks_here(environment) == ranks
+        return
+    with pytest.raises(ConfigError, match=words):
+        torchrun.num_ranks_here(environment)
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "told"),
+    [
+        (torch.device("cuda", 3), None, "3"),  # plain srun: LOCAL_RANK is torchrun's
+        (torch.device("cuda", 0), "3", "0"),  # each task sees one GPU
+        (CPU, None, "0"),
+        (CPU, "1", "1"),
+    ],
+)
+def test_deepspeed_takes_this_ranks_gpu(
+    device: torch.device, before: str | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("LOCAL_RANK", before or "")  # set, so that it is put back as it was
+    if before is None:
+        monkeypatch.delenv("LOCAL_RANK")
+    ops = SimpleNamespace(__compatible_ops__={})
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(ops=ops))
+    zero._deepspeed(device)
+    assert variables()["LOCAL_RANK"] == told

@@ -1,0 +1,132 @@
+"""The pages: every link leads somewhere, the configuration is the schema's, README stays short."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from runner.__main__ import COMMANDS
+from scripts import docs
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs"
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY"))]
+PAGES += sorted(FOLDER.glob("**/*.md"))
+_FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`+[^`]+`+")
+_LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+_REFERENCE = re.compile(r"^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
+_HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*\s*$", re.MULTILINE)
+_OUTSIDE = re.compile(r"[a-z][a-z+.-]*:|//")
+
+
+def links(text: str) -> list[str]:
+    """Targets of the Markdown links that a reader can follow; code is left out."""
+    bare = _CODE.sub("", _FENCE.sub("", text))
+    return [*_LINK.findall(bare), *_REFERENCE.findall(bare)]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page that GitHub and the built pages both have."""
+    titles = [
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).replace("`", "")
+        for title in _HEADING.findall(_FENCE.sub("", text))
+    ]
+    return {_on_github(title) for title in titles} & {_in_pages(title) for title in titles}
+
+
+def _on_github(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _in_pages(title: str) -> str:
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+
+
+def broken(page: Path, text: str) -> Iterator[str]:
+    """The links of a page that lead nowhere, or out of the built pages."""
+    for target in links(text):
+        if _OUTSIDE.match(target):
+            continue
+        name, _, anchor = target.partition("#")
+        to = (page.parent / unquote(name)).resolve() if name else page
+        if not to.is_relative_to(ROOT) or not to.exists():
+            yield f"{target}: no such file"
+        elif page.is_relative_to(FOLDER) and not to.is_relative_to(FOLDER):
+            yield f"{target}: outside docs/, where the built pages cannot lead"
+        elif anchor and anchor not in anchors(text if to == page else to.read_text()):
+            yield f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert list(broken(page, page.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[a](guard.md)", 0),
+        ("[a](guard.md#presets)", 0),
+        ("[a](#here-too)\n\n## Here, too", 0),
+        ("`[a](nowhere.md)`\n\n```\n[a](nowhere.md)\n# no-heading\n```", 0),
+        ("[a](https://example.com/nowhere)", 0),
+        ("[a](nowhere.md)", 1),
+        ("![a](nowhere.svg)", 1),
+        ("[a [b]](nowhere.md) and [c](nowhere.md)", 2),
+        ("[a](guard.md#nowhere)", 1),
+        ("[a](#no-heading)\n\n```\n# no heading\n```", 1),
+        ("[a](../README.md)", 1),
+        ("[a](../../outside.md)", 1),
+        ("[a][b]\n\n[b]: nowhere.md", 1),
+    ],
+)
+def test_a_broken_link_is_seen(text: str, wrong: int) -> None:
+    assert len(list(broken(FOLDER / "index.md", text))) == wrong
+
+
+def test_configuration_is_what_the_schema_says() -> None:
+    assert docs.PAGE.read_text() == docs.page(), "out of date: run python scripts/docs.py"
+
+
+def test_every_page_is_in_the_navigation_and_in_the_overview() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    overview = (FOLDER / "index.md").read_text()
+    for page in FOLDER.glob("*.md"):
+        assert f": {page.name}\n" in navigation
+        assert page.name == "index.md" or f"({page.name})" in overview
+
+
+def test_the_first_page_stays_short_and_says_early_what_ran_on_gpus() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 1500
+    assert "GPU" in "\n".join(text.splitlines()[:10])
+
+
+def test_every_command_is_told_in_the_pages() -> None:
+    told = "\n".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
+    for command in COMMANDS:
+        assert re.search(rf"\b(runner|holdfast) {command}\b", told) or f"`{command}`" in told
+
+
+def test_nothing_names_this_machine() -> None:
+    for page in PAGES:
+        assert not re.search(r"/work/|/root/|/home/|/tmp/", page.read_text()), page
+
+
+def test_the_picture_says_what_its_record_says() -> None:
+    record = json.loads((FOLDER / "survived.json").read_text())
+    healed, told, unguarded = (record[name] for name in ("healed", "told", "unguarded"))
+    assert healed["digest"] == told["digest"] != unguarded["digest"]
+    first, last = record["poisoned"]
+    lost = next(step for step, loss, _ in unguarded["steps"] if loss is None)
+    bad = [action for _, _, action in healed["steps"] if action != "apply"]
+    assert (len(bad), len(healed["rollbacks"])) == (4, 1)
+    readme = (ROOT / "README.md").read_text()
+    for words in (f"{last - first + 1} samples gave NaN", f"NaN from step {lost} on"):
+        assert words in readme

@@ -1,0 +1,437 @@
+"""The guard in a loop of somebody's own: bit for bit the loop that never saw what was skipped."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from runner import Guard
+from runner.startup.shared_memory import MEMORY_DIR
+from runner.system.error import CheckpointError, ConfigError, Halted
+
+NUM = 60  # batches
+CLIP = 0.5
+RULES: dict[str, Any] = {"every": 8, "clean_after": 3, "min_history": 8, "persist": 3}
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def node_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots lie under the test's own folder."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv(MEMORY_DIR, str(folder))
+
+
+def batches(bad: set[int] = frozenset(), num: int = NUM) -> list[torch.Tensor]:  # type: ignore[assignment]
+    generator = torch.Generator().manual_seed(7)
+    made = [torch.randn(8, 6, generator=generator) for _ in range(num)]
+    for number in bad:
+        made[number][0, 0] = NAN
+    return made
+
+
+class Net(nn.Module):
+    """Something of everything that has state: dropout, running statistics, BF16 weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.2)
+        self.scale = nn.Parameter(torch.ones(16).bfloat16())
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(torch.relu(self.norm(self.first(x))))
+        # Python's and NumPy's randomness too: augmentation is often theirs.
+        hidden = hidden * (1 + 0.01 * random.random() + 0.01 * float(np.random.rand()))
+        return self.last(hidden * self.scale)
+
+
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+
+
+@dataclass
+class Job:
+    """What a script builds."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    seen: list[int] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, optimizer: Optimizers = adamw) -> Job:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        model = Net()
+        made = optimizer(model)
+        return cls(model, made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 80))
+
+    def backward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.model(batch).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+        }
+
+
+def same(a: Any, b: Any, where: str = "") -> None:
+    """Equal to the last bit, types and structure too."""
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape, where
+        assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for number, (one, other) in enumerate(zip(a, b, strict=True)):
+            same(one, other, f"{where}.{number}")
+    elif isinstance(a, np.ndarray):
+        assert np.array_equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def bare(
+    data: list[torch.Tensor], skip: list[tuple[int, int]], optimizer: Optimizers = adamw
+) -> dict[str, Any]:
+    """The loop as anybody writes it; it never sees what is to be skipped."""
+    job = Job.make(optimizer)
+    for number, batch in enumerate(data):
+        if any(start <= number < stop for start, stop in skip):
+            continue
+        job.backward(batch)
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), CLIP)
+        job.optimizer.step()
+        job.scheduler.step()
+        job.optimizer.zero_grad()
+    return job.state()
+
+
+class Stateful:
+    """A loader with ``state_dict``: state of several types, one that is no JSON."""
+
+    def __init__(self, data: list[torch.Tensor]) -> None:
+        self._data = data
+        self._at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self._at < len(self._data):
+            self._at += 1
+            yield self._data[self._at - 1]
+        self._at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": torch.tensor(self._at), "bytes": b"\0\xff", "pair": (1, NAN)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["bytes"] == b"\0\xff" and state["pair"][0] == 1
+        self._at = int(state["at"])
+
+
+def indexed(data: list[torch.Tensor]) -> Any:
+    return data
+
+
+def plain(data: list[torch.Tensor]) -> Any:
+    return (batch for batch in data)
+
+
+KINDS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
+    "indexed": indexed,
+    "stateful": Stateful,
+    "plain": plain,
+}
+
+
+class Killed(Exception):
+    pass
+
+
+def guarded(
+    out: Path,
+    loader: Any,
+    *,
+    kill_at: int | None = None,
+    optimizer: Optimizers = adamw,
+    **settings: Any,
+) -> tuple[Job, Guard]:
+    """The same loop with a guard; it dies within the step ``kill_at`` of this start."""
+    job = Job.make(optimizer)
+    rules = {**RULES, **settings}
+    guard = Guard(
+        out, model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, clip=CLIP, **rules
+    )
+    for count, batch in enumerate(guard.over(loader)):
+        loss = job.backward(batch)
+        if count == kill_at:
+            guard._finalizer()  # nothing is saved: as a process that is gone, but for its lease
+            raise Killed
+        if guard.ok(loss):
+            job.optimizer.step()
+            job.scheduler.step()
+        job.optimizer.zero_grad()
+    return job, guard
+
+
+def finish(out: Path, loader: Callable[[], Any], kills: list[int], **settings: Any) -> Any:
+    """Run, kill, start again, until it is through."""
+    for kill_at in kills:
+        with pytest.raises(Killed):
+            guarded(out, loader(), kill_at=kill_at, **settings)
+    return guarded(out, loader(), **settings)
+
+
+def journal(out: Path, kind: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_batches_leave_no_trace(tmp_path: Path, kind: str) -> None:
+    data = batches({5, 18, 30, 31, 32})  # two alone, and three in a row: a rollback
+    job, guard = guarded(tmp_path / "a", KINDS[kind](data))
+    end = job.state()
+    assert len(journal(tmp_path / "a", "rollback")) == 1
+    [(start, stop)] = [pair for pair in guard.skipped if pair[1] > 30]
+    assert start <= 30 and stop == 33
+    assert ((start, stop) == (29, 33)) is (kind != "plain")
+    same(end, bare(data, guard.skipped))
+    guard.close()
+    summary = json.loads((tmp_path / "a" / "summary.json").read_text())
+    assert summary["steps"] == guard.updates == NUM - sum(b - a for a, b in guard.skipped)
+    assert summary["rollbacks"] == 1 and summary["status"] == "done"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_and_started_again(tmp_path: Path, kind: str) -> None:
+    data = batches({5, 18, 30, 31, 32})
+    job, guard = finish(tmp_path / "a", lambda: KINDS[kind](data), [13, 2, 20])
+    end, skipped = job.state(), guard.skipped
+    guard.close()
+    whole, other = guarded(tmp_path / "b", KINDS[kind](data))
+    unbroken = whole.state()
+    if kind != "plain":  # which checkpoint it goes back to, and so what it skips, is the ring's
+        assert skipped == other.skipped
+    same(end, bare(data, skipped))
+    same(unbroken, bare(data, other.skipped))
+    other.close()
+
+
+def test_one_that_was_told_to_skip_is_the_same(tmp_path: Path) -> None:
+    data = batches({30, 31, 32})
+    job, guard = guarded(tmp_path / "a", data)
+    end = job.state()
+    told, other = guarded(tmp_path / "b", data, skip=guard.skipped)
+    same(end, told.state())
+    assert guard.state_digest() == other.state_digest()
+    assert not journal(tmp_path / "b", "rollback")
+    guard.close()
+    other.close()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+
+
+def lbfgs_like(model: nn.Module) -> torch.optim.Optimizer:
+    """State that is neither a tensor nor like the parameter, and a rate that is a tensor."""
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state.setdefault("past", [])
+                    state["past"] = [*state["past"][-2:], parameter.detach().flatten()[:2].clone()]
+                    state["count"] = state.get("count", 0) + 1
+                    state["best"] = (float("inf"), None)
+
+    return Odd(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lbfgs_like])
+def test_any_optimizer(tmp_path: Path, optimizer: Optimizers) -> None:
+    data = batches({20, 21, 22}, num=36)
+    job, guard = finish(tmp_path / "a", lambda: data, [11], optimizer=optimizer)
+    end = job.state()
+    assert journal(tmp_path / "a", "rollback")
+    guard.close()
+    same(end, bare(data, guard.skipped, optimizer))
+
+
+def test_shuffled_epochs_of_a_dataloader(tmp_path: Path) -> None:
+    """Shuffling draws from the global generator at each epoch: a restart in the second one."""
+    data = batches({3}, num=20)
+
+    def epochs(out: Path | None, kill_at: int) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+        job = Job.make()
+        guard = (
+            None if out is None else Guard(out, model=job.model, optimizer=job.optimizer, **RULES)
+        )
+        loader = DataLoader(data, batch_size=None, shuffle=True)  # type: ignore[arg-type]
+        number, applied = 0, []
+        for _ in range(3):
+            for batch in loader if guard is None else guard.over(loader):
+                loss = job.backward(batch)
+                number += 1
+                if guard is not None and number == kill_at:
+                    guard._finalizer()
+                    raise Killed
+                if bool(torch.isfinite(loss)) if guard is None else guard.ok(loss):
+                    job.optimizer.step()
+                job.optimizer.zero_grad()
+        end = job.state()
+        if guard is not None:
+            applied = guard.skipped
+            guard.close()
+        return end, applied
+
+    with pytest.raises(Killed):
+        epochs(tmp_path / "a", 33)
+    end, skipped = epochs(tmp_path / "a", -1)
+    whole, others = epochs(tmp_path / "b", -1)
+    assert len(skipped) == 3 and skipped == others
+    same(end, whole)
+
+
+def test_several_batches_make_a_step(tmp_path: Path) -> None:
+    data = batches({21}, num=40)
+
+    def accumulated(out: Path | None, kill_at: int = -1) -> dict[str, Any]:
+        job = Job.make()
+        guard = None
+        if out is not None:
+            guard = Guard(out, model=job.model, optimizer=job.optimizer, accumulate=4, **RULES)
+        skip = range(20, 24) if guard is None else range(0)
+        count = 0
+        numbered = enumerate(data if guard is None else guard.over(data))
+        for number, batch in numbered:
+            if number in skip:
+                continue
+            loss = job.backward(batch)
+            count += 1
+            if count == kill_at and guard is not None:
+                guard._finalizer()
+                raise Killed
+            if count % 4:
+                continue
+            if guard is None or guard.ok(loss):
+                job.optimizer.step()
+            job.optimizer.zero_grad()
+        end = job.state()
+        if guard is not None:
+            assert guard.skipped == [(20, 24)]
+            guard.close()
+        return end
+
+    with pytest.raises(Killed):
+        accumulated(tmp_path / "a", 34)
+    end = accumulated(tmp_path / "a")
+    same(end, accumulated(None))
+
+
+def test_the_end_again_is_the_end(tmp_path: Path) -> None:
+    data = batches(num=10)
+    job, guard = guarded(tmp_path, data)
+    end, digest = job.state(), guard.state_digest()
+    guard.close()
+    again, other = guarded(tmp_path, data)
+    same(end, again.state())
+    assert other.state_digest() == digest and other.updates == 10
+    other.close()
+
+
+def test_it_gives_up_with_its_exit_code(tmp_path: Path) -> None:
+    data = batches(set(range(10, 60)))
+    with pytest.raises(Halted) as caught:
+        guarded(tmp_path, data, max_rollbacks=1)
+    assert isinstance(caught.value, SystemExit) and caught.value.code == 3
+    assert journal(tmp_path, "halt")
+
+
+def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path) -> None:
+    data, job = batches(num=20), Job.make()
+    guard = Guard(tmp_path, model=job.model, optimizer=job.optimizer, **RULES)
+    with pytest.raises(SystemExit) as caught:
+        for number, batch in enumerate(guard.over(data)):
+            loss = job.backward(batch)
+            if number == 12:
+                guard._opened.group.stop.ask("SIGTERM")
+            if guard.ok(loss):
+                job.optimizer.step()
+            job.optimizer.zero_grad()
+    assert caught.value.code == 75
+    again = Job.make()
+    other = Guard(tmp_path, model=again.model, optimizer=again.optimizer, **RULES)
+    assert other.resumed_step == 13
+    same(job.model.state_dict(), again.model.state_dict())
+    other.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"persits": 3}, "did you mean persist"),
+        ({"persist": "3"}, "persist='3': must be int"),
+        ({"window": 2}, "guard.window=2"),
+        ({"remote": "s3://a"}, "not for a loop of your own"),
+        ({"clip": -1.0}, "clip=-1.0"),
+        ({"cooldown": 0.5}, "your schedule"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"skip": [[3, 3]]}, "half-open"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    job = Job.make()
+    with pytest.raises(ConfigError, match=words.replace("(", "\\(")):
+        Guard(tmp_path, model=job.model, optimizer=job.optimizer, **settings)
+
+
+def test_another_model_and_other_settings_are_refused(tmp_path: Path) -> None:
+    guarded(tmp_path, batches(num=4))[1].close()
+    job = Job.make()
+    with pytest.raises(ConfigError, match=r"guard.persist: was 3, now 4"):
+        Guard(tmp_path, model=job.model, optimizer=job.optimizer, **{**RULES, "persist": 4})
+    other = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="another model"):
+        Guard(tmp_path, model=other, optimizer=torch.optim.SGD(other.parameters()), **RULES)
+
+
+def test_ok_wants_a_batch(tmp_path: Path) -> None:
+    job = Job.make()
+    guard = Guard(tmp_path, model=job.model, optimizer=job.optimizer, **RULES)
+    with pytest.raises(ConfigError, match=r"guard.over"):
+        guard.ok(1.0)
+    with pytest.raises(ConfigError, match="mapping"):
+        next(iter(guard.over({})))
+    guard.close()

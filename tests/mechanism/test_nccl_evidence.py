@@ -1,0 +1,363 @@
+"""What NCCL's flight recorder says of a hang, and whose fault it is, on 4 to 64 ranks.
+
+NCCL is not here: the entries have the shape in which its recorder dumps them (version 2.10 of
+the format). The host launches collectives and runs on; ``started`` is there only with
+TORCH_NCCL_ENABLE_TIMING=1.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from runner.health import collective_trace
+from runner.health.collective_trace import MOST_ENTRIES, collectives, plain_entry
+from runner.health.flight_recorder import waits_in
+from runner.health.rank_report import Report, read_reports, write_report
+from runner.health.root_cause import RootCause, blame
+
+STUCK = 100
+LAUNCHED = 30  # how far a host runs on before its launch queue is full
+GATHER, SCATTER, SUM = "_all_gather_base", "_reduce_scatter_base", "all_reduce"
+
+
+def entry(
+    seq: int,
+    state: str = "scheduled",
+    *,
+    op: str = GATHER,
+    size: int = 1000,
+    group: str = "0",
+    backend: str = "nccl",
+) -> dict[str, Any]:
+    """As torch dumps it."""
+    is_over = state == "completed"
+    return {
+        "record_id": seq,
+        "pg_id": int(group),
+        "process_group": (group, "default_pg"),
+        "collective_seq_id": seq,
+        "p2p_seq_id": 0,
+        "op_id": seq,
+        "profiling_name": f"{backend}:{op}",
+        "time_created_ns": 1_700_000_000_000_000_000 + seq,
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": 1 if is_over else None,
+        "duration_ms": 0.5 if is_over else None,
+        "input_sizes": ((size,),),
+        "output_sizes": ((size * 4,),),
+        "input_dtypes": ["BFloat16"],
+        "output_dtypes": ["BFloat16"],
+        "state": state,
+        "retired": is_over,
+        "is_p2p": False,
+        "timeout_ms": 600000,
+        "frames": [
+            {"name": "all_gather_into_tensor", "filename": "/x/site-packages/t.py", "line": 9},
+            {"name": "training_loss", "filename": "runner/engine/forward.py", "line": 55},
+        ],
+    }
+
+
+def dump(entries: Sequence[dict[str, Any]]) -> bytes:
+    """The whole of what a recorder hands over."""
+    return pickle.dumps(
+        {
+            "version": "2.10",
+            "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}},
+            "pg_status": {"0": {"last_enqueued_collective": 130, "last_started_collective": 100}},
+            "nccl_version": "2.28.9",
+            "nccl_comm_state": {"0xabc": {"rank": "0"}},
+            "entries": list(entries),
+        }
+    )
+
+
+def report(rank: int, world_size: int, entries: Sequence[dict[str, Any]], **more: Any) -> Report:
+    frame = {"file": "runner/train/step.py", "line": 114, "function": "on_host"}
+    told: dict[str, Any] = {
+        "kind": "called",
+        "step": 7,
+        "phase": "read",
+        "seconds": 120.0,
+        "message": "no progress",
+        "stacks": [{"thread": "MainThread", "frames": [frame]}],
+        "collectives": [plain_entry(one) for one in entries],
+    }
+    return Report(rank=rank, world_size=world_size, **(told | more))
+
+
+def past(first: int = 90) -> list[dict[str, Any]]:
+    return [entry(seq, "completed") for seq in range(first, STUCK)]
+
+
+def launched(rank: int) -> list[dict[str, Any]]:
+    """What the host has launched behind the one in which the device is: to each its own."""
+    return [entry(seq) for seq in range(STUCK + 1, STUCK + LAUNCHED - rank % 7)]
+
+
+def waiting(rank: int, state: str, **changes: Any) -> list[dict[str, Any]]:
+    return [*past(), entry(STUCK, state, **changes), *launched(rank)]
+
+
+def told(world_size: int, of: Callable[[int], list[dict[str, Any]]]) -> RootCause:
+    return blame([report(rank, world_size, of(rank)) for rank in range(world_size)], world_size)
+
+
+WORLDS = [4, 8, 16, 64]
+ODD = 2
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+class TestOneIsOdd:
+    def test_a_broken_link(self, world_size: int) -> None:
+        """Nobody is named: least of all a rank whose host had launched less than the others."""
+        cause = told(world_size, lambda rank: waiting(rank, "started"))
+        assert (cause.kind, cause.ranks) == ("network", ()), cause
+        assert f"{GATHER} #{STUCK}" in cause.reason and "none gets on" in cause.reason
+
+    def test_a_link_over_which_some_have_got_through(self, world_size: int) -> None:
+        def of(rank: int) -> list[dict[str, Any]]:
+            return waiting(rank, "completed" if rank == ODD else "started")
+
+        cause = told(world_size, of)
+        assert (cause.kind, cause.ranks) == ("network", ()), cause
+        assert f"on rank {ODD} it is done" in cause.reason
+
+    def test_a_device_that_hangs_before_it(self, world_size: int) -> None:
+        cause = told(
+            world_size, lambda rank: waiting(rank, "scheduled" if rank == ODD else "started")
+        )
+        assert (cause.kind, cause.ranks) == ("device", (ODD,)), cause
+        assert f"the device of rank {ODD} has not come to" in cause.reason
+
+    def test_which_cannot_be_told_from_a_broken_link_without_timing(self, world_size: int) -> None:
+        cause = told(world_size, lambda rank: waiting(rank, "scheduled"))
+        assert (cause.kind, cause.ranks) == ("network", ()), cause
+        assert "cannot be told apart without TORCH_NCCL_ENABLE_TIMING=1" in cause.reason
+
+    def test_a_rank_that_never_came(self, world_size: int) -> None:
+        def of(rank: int) -> list[dict[str, Any]]:
+            return past() if rank == ODD else waiting(rank, "started")
+
+        cause = told(world_size, of)
+        assert (cause.kind, cause.ranks) == ("absent", (ODD,)), cause
+        assert f"rank {ODD} never entered" in cause.reason and f"#{STUCK}" in cause.reason
+        assert "still moves" not in cause.reason
+
+    def test_a_rank_that_is_slow(self, world_size: int) -> None:
+        reports = [
+            report(rank, world_size, waiting(rank, "started"))
+            if rank != ODD
+            else report(rank, world_size, past(), seconds=3.0, phase="fetch")
+            for rank in range(world_size)
+        ]
+        cause = blame(reports, world_size)
+        assert cause.ranks == (ODD,), cause
+        assert (
+            f"rank {ODD} is in fetch" in cause.reason and "still moves: it is slow" in cause.reason
+        )
+
+    @pytest.mark.parametrize("op", [GATHER, SCATTER, SUM])
+    def test_another_size(self, op: str, world_size: int) -> None:
+        cause = told(
+            world_size,
+            lambda rank: waiting(rank, "started", op=op, size=999 if rank == ODD else 1000),
+        )
+        assert (cause.kind, cause.ranks) == ("shape", (ODD,)), cause
+        assert f"rank {ODD} entered {op} #{STUCK} (bfloat16[999])" in cause.reason
+
+    def test_another_operation(self, world_size: int) -> None:
+        cause = told(
+            world_size, lambda rank: waiting(rank, "started", op=SUM if rank == ODD else GATHER)
+        )
+        assert (cause.kind, cause.ranks) == ("operation", (ODD,)), cause
+
+    def test_a_recorder_that_did_not_answer(self, world_size: int) -> None:
+        """It is said, and not taken for a rank that never came."""
+        reports = [
+            report(rank, world_size, waiting(rank, "scheduled"))
+            if rank != ODD
+            else report(rank, world_size, [], untold="NCCL's flight recorder did not answer")
+            for rank in range(world_size)
+        ]
+        cause = blame(reports, world_size)
+        assert (cause.kind, cause.ranks) == ("network", ()), cause
+        assert f"rank {ODD}: NCCL's flight recorder did not answer" in cause.reason
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_most_are_late(world_size: int) -> None:
+    """One rank stands where nobody else has come to: it may be astray as well."""
+    cause = told(world_size, lambda rank: waiting(rank, "started") if rank == ODD else past())
+    assert cause.ranks == () and "cannot be told" in cause.reason, cause
+    cause = told(world_size, lambda rank: waiting(rank, "started" if rank == ODD else "scheduled"))
+    assert cause.ranks == () and "cannot be told" in cause.reason, cause
+
+
+@pytest.mark.parametrize("world_size", [8, 16, 64])
+def test_who_is_late_because_he_waits_for_somebody_else_is_not_named(world_size: int) -> None:
+    """HSDP: a node's ranks wait for one of theirs, who waits for a rank of another node."""
+    late, guilty = 1, world_size // 2 + 1
+
+    def of(rank: int) -> list[dict[str, Any]]:
+        node, across = str(1 + 2 * rank // world_size), "9"
+        entries = [entry(seq, "completed", group=node) for seq in range(5, 10)]
+        if rank % (world_size // 2) == late:
+            entries += [entry(3, "completed", group=across, op=SUM)]
+            entries += [] if rank == guilty else [entry(4, "started", group=across, op=SUM)]
+        if rank == guilty:
+            return entries
+        if rank == late:
+            return [*entries, entry(10, "scheduled", group=node)]
+        return [*entries, entry(10, "started", group=node)]
+
+    cause = told(world_size, of)
+    assert guilty in cause.ranks and late not in cause.ranks, cause
+
+
+def test_few_are_named_of_many() -> None:
+    cause = told(64, lambda rank: waiting(rank, "started"))
+    assert "rank 0, 1, 2, 3, 4, 5, 6, 7 and 56 more entered" in cause.reason
+
+
+# Asking the recorders
+
+
+class Recorders:
+    """torch's two, in the place of its C++ module."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gloo: list[dict[str, Any]] = []
+        self.nccl: list[dict[str, Any]] = []
+        self.hangs = threading.Event()
+        self.hangs.set()
+        module = torch._C._distributed_c10d
+        stub = SimpleNamespace(_dump_fr_trace=lambda *_: dump(self.gloo))
+        self.stub = stub
+        monkeypatch.setattr(collective_trace, "torch", SimpleNamespace(
+            _C=SimpleNamespace(_distributed_c10d=stub)))  # fmt: skip
+        monkeypatch.setattr(collective_trace.dist, "is_initialized", lambda: True)
+        assert hasattr(module, "_dump_fr_trace"), "the name in this torch"
+
+    def ask_nccl(self, *flags: Any) -> bytes:
+        assert flags[:3] == (True, True, False)
+        self.hangs.wait(60)
+        return dump(self.nccl)
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> Recorders:
+    return Recorders(monkeypatch)
+
+
+def by_its_name(recorders: Recorders) -> None:
+    recorders.stub._dump_nccl_trace = recorders.ask_nccl
+
+
+def by_its_backend(recorders: Recorders) -> None:
+    """As newer versions of torch have it; the default is gloo's still."""
+
+    def ask(*flags: Any) -> bytes:
+        """_dump_fr_trace(includeCollectives, includeStackTraces, onlyActive, backend)"""
+        return recorders.ask_nccl(*flags) if "nccl" in flags else dump(recorders.gloo)
+
+    recorders.stub._dump_fr_trace = ask
+
+
+@pytest.mark.parametrize("named", [by_its_name, by_its_backend])
+def test_both_recorders_are_asked(
+    recorders: Recorders,
+    named: Callable[[Recorders], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    named(recorders)
+    monkeypatch.setattr(collective_trace.dist, "is_nccl_available", lambda: True)
+    recorders.gloo = [entry(3, "completed", backend="gloo", op="barrier")]
+    recorders.nccl = waiting(0, "started")
+    entries, untold = collectives()
+    assert not untold
+    assert {one["group"] for one in entries} == {"0/gloo", "0/nccl"}
+    front = waits_in(entries)
+    assert front is not None and (front["seq"], front["state"]) == (STUCK, "started")
+    assert front["line"] == "runner/engine/forward.py:55 training_loss"
+    told = report(0, 4, []).to_json() | {"collectives": entries}
+    write_report(tmp_path, Report.from_json(told))
+    (read,) = read_reports(tmp_path)
+    assert read.collectives == entries, "also from the disk"
+
+
+def test_without_nccl_only_gloos_is_asked(recorders: Recorders) -> None:
+    recorders.gloo = [entry(3, backend="gloo", op="barrier")]
+    entries, untold = collectives()
+    assert [one["op"] for one in entries] == ["barrier"] and not untold
+
+
+def test_a_recorder_that_does_not_answer_is_given_up(recorders: Recorders) -> None:
+    """Its dump asks the device, and the driver may never give its lock back."""
+    by_its_name(recorders)
+    recorders.gloo = [entry(3, backend="gloo", op="barrier")]
+    recorders.hangs.clear()
+    entries, untold = collectives(seconds=0.1)
+    recorders.hangs.set()
+    assert [one["op"] for one in entries] == ["barrier"]
+    assert untold == "NCCL's flight recorder did not answer within 0.1 s"
+
+
+def test_what_hangs_is_not_crowded_out_by_what_was_launched_after_it(recorders: Recorders) -> None:
+    by_its_name(recorders)
+    recorders.nccl = [
+        *(entry(seq, "completed") for seq in range(900)),
+        *(entry(seq, "scheduled") for seq in range(900, 1900)),
+    ]
+    entries, _ = collectives()
+    assert len(entries) == MOST_ENTRIES
+    front = waits_in(entries)
+    assert front is not None and front["seq"] == 900 and entries[0]["finished"]
+
+
+def test_a_dump_of_another_shape_is_no_reason_to_tell_nothing(recorders: Recorders) -> None:
+    by_its_name(recorders)
+    recorders.gloo = [entry(3, backend="gloo", op="barrier")]
+    recorders.nccl = [{"is_p2p": False}]
+    assert [one["op"] for one in collectives()[0]] == ["barrier"]
+
+
+LOCKED = """
+import ctypes, sys
+from pathlib import Path
+from types import SimpleNamespace
+from runner.health import collective_trace, rank_monitor as module
+from tests.mechanism.test_witness import take_run, watched
+
+class Recorder:
+    def _dump_fr_trace(self, *_): return b""
+    def _dump_nccl_trace(self, *_): ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock
+
+module._TELL_SECONDS = 1.0
+collective_trace.torch = SimpleNamespace(_C=SimpleNamespace(_distributed_c10d=Recorder()))
+collective_trace.dist = SimpleNamespace(is_initialized=lambda: True)
+one = watched(Path(sys.argv[1]))
+take_run(Path(sys.argv[1]), one)
+one.failed(RuntimeError("[/gloo/transport/tcp/pair.cc:538] Connection closed by peer [::1]:2"))
+"""
+
+
+def test_a_recorder_that_keeps_the_interpreters_lock(tmp_path: Path) -> None:
+    """The rank ends, and what it was doing is on disk."""
+    words = [sys.executable, "-c", LOCKED, str(tmp_path)]
+    ended = subprocess.run(words, timeout=100, env=os.environ, check=False)
+    assert ended.returncode == 1
+    (told,) = read_reports(tmp_path / "incidents" / "000001")
+    assert told.kind == "lost_contact" and told.stacks and not told.collectives

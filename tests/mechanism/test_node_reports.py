@@ -1,0 +1,135 @@
+"""Reports of many ranks: one file a node, and the same cause as from a file a rank."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from runner.distributed.env import JobEnv, RankEnv
+from runner.health.heartbeat import HangTimeouts
+from runner.health.node_reports import (
+    FROM_RANKS,
+    merge_node,
+    node_file,
+    node_folder,
+    read_all_reports,
+    told_nodes,
+)
+from runner.health.preemption import StopRequest
+from runner.health.rank_monitor import RankMonitor, WatchRules
+from runner.health.rank_report import Report, write_report
+from runner.health.root_cause import RootCause, blame
+from runner.run_dir.lease import take
+from runner.run_dir.paths import RunDir
+from scripts.scale.reports import entries, report
+
+WORLD, A_NODE = 72, 8
+
+
+def called(rank: int) -> Report:
+    """Of a rank that waits for rank 24, which never came."""
+    return replace(report(rank, WORLD, absent=24), stacks=[])
+
+
+def strayed(rank: int) -> Report:
+    told = entries(7, 60, finished=59, ops=("all_reduce",))
+    told[-1]["op"] = "broadcast" if rank == 30 else "all_reduce"
+    return replace(called(rank), kind="called", collectives=told)
+
+
+def raised(rank: int) -> Report:
+    kind, words = ("exception", "ValueError: no") if rank == 41 else ("lost_contact", "closed")
+    return replace(called(rank), kind=kind, message=words)
+
+
+CRASHES: dict[str, tuple[Callable[[int], Report], set[int]]] = {
+    "absent": (called, set()),
+    "operation": (strayed, set()),
+    "exception": (raised, set()),
+    "silence": (called, {3, 64}),
+}
+
+
+@pytest.mark.parametrize("kind", CRASHES)
+@pytest.mark.parametrize("without_leader", [None, 16])
+def test_the_cause_is_the_same(tmp_path: Path, kind: str, without_leader: int | None) -> None:
+    """Also where a node's leader did not come to write its file."""
+    make, silent = CRASHES[kind]
+    reports = [make(rank) for rank in range(WORLD) if rank not in silent]
+    for one in reports:
+        write_report(node_folder(tmp_path, one.rank // A_NODE * A_NODE), one)
+    for first in range(0, WORLD, A_NODE):
+        if first != without_leader:
+            merge_node(tmp_path, first)
+    found, expected = blame(read_all_reports(tmp_path), WORLD), blame(reports, WORLD)
+    assert found.kind == expected.kind == kind
+    assert (found.ranks, found.reason) == (expected.ranks, expected.reason)
+
+
+def test_what_ranks_have_in_common_stands_once(tmp_path: Path) -> None:
+    for rank in range(A_NODE):
+        write_report(node_folder(tmp_path, 0), called(rank))
+    merge_node(tmp_path, 0)
+    whole = sum(path.stat().st_size for path in node_folder(tmp_path, 0).iterdir())
+    assert node_file(tmp_path, 0).stat().st_size < whole / 50
+    assert len(json.loads(node_file(tmp_path, 0).read_text())["collectives"]) == 1
+
+
+@pytest.mark.parametrize("harm", [b"", b"[]", b'{"reports": [1]}', b"\xff", b'{"reports": [{}]}'])
+def test_a_torn_file_hides_no_other(tmp_path: Path, harm: bytes) -> None:
+    for first in (0, 8):
+        write_report(node_folder(tmp_path, first), called(first))
+        merge_node(tmp_path, first)
+    node_file(tmp_path, 0).write_bytes(harm)
+    assert [one.rank for one in read_all_reports(tmp_path)] == [8]
+
+
+def monitor(out: Path, rank: int) -> RankMonitor:
+    patience = HangTimeouts(floor_seconds=1000, factor=1, slow_seconds=1000)
+    place = RankEnv(rank=rank, world_size=WORLD, local_rank=rank % A_NODE, local_world_size=A_NODE)
+    return RankMonitor(
+        place=place,
+        launch=JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False),
+        run_dir=RunDir(out),
+        rules=WatchRules(enabled=False, patience=patience, settle_seconds=20.0),
+        stop=StopRequest(grace_seconds=5),
+    )
+
+
+def test_one_tells_for_all(tmp_path: Path) -> None:
+    """All ranks at once, each with its own monitor: a file a node, and one cause."""
+    alone = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
+    fence = take(RunDir(tmp_path).incarnation, alone, stale_seconds=1, take_over=True, say=print)
+    written: list[tuple[int, RootCause]] = []
+
+    def rank_of(rank: int) -> None:
+        one = monitor(tmp_path, rank)
+        one._fence, one._neighbours = fence, NoPeers()
+        if rank == 0:
+            one.write_causes_to(lambda cause, number: written.append((number, cause)))
+        one._write(called(rank))
+        one._tell_cause()
+
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(WORLD)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    folder = RunDir(tmp_path).incident(1)
+    assert WORLD >= FROM_RANKS
+    assert told_nodes(folder) == list(range(0, WORLD, A_NODE))
+    assert len(list(folder.iterdir())) == 2 * WORLD // A_NODE + 1
+    cause = json.loads((folder / "cause.json").read_text())
+    assert cause["kind"] == "absent" and cause["ranks"] == [24]
+    [(number, journalled)] = written
+    assert number == 1 and journalled.ranks == (24,)
+
+
+class NoPeers:
+    def __init__(self) -> None:
+        self.deaths: dict[int, int | None] = {}

@@ -1,0 +1,52 @@
+"""What other programs are given: cheap to import, typed, with examples that run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import runner
+from runner.startup.shared_memory import MEMORY_DIR
+
+NAMES = sorted(set(runner.__all__) - {"__version__"})
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_importing_the_package_imports_little() -> None:
+    told = "import sys, runner; print([m for m in ('torch', 'numpy', 'hydra') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY_DIR, str(tmp_path))
+    thing = getattr(runner, name)
+    module = importlib.import_module(thing.__module__)
+    examples = [
+        test
+        for test in doctest.DocTestFinder(recurse=False).find(thing, name, module=module)
+        if test.examples
+    ]
+    assert examples, f"{name} has no example"
+    for test in examples:
+        results = doctest.DocTestRunner().run(test)
+        assert not results.failed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_tells_of_it(name: str) -> None:
+    assert any(
+        f"`{name}(" in page.read_text() or f"import {name}" in page.read_text()
+        for page in DOCS.glob("*.md")
+    )
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="Gard"):
+        _ = runner.Gard

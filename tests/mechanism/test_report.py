@@ -1,0 +1,321 @@
+"""The report: which steps it draws, what it makes of damaged files, and that it stops no run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.__main__ import main
+from runner.report import page as pages
+from runner.report.curve import script_json
+from runner.report.follow import Follower
+from runner.report.incident import line_of, troubles
+from runner.report.markup import tag
+from runner.report.rows import Row, Thinned, row_of
+from runner.report.run import RunReader
+from runner.report.state import sentence, standing
+from runner.report.writer import PageWriter
+from runner.run_dir.paths import RunDir
+from runner.system.error import ConfigError
+from tests.made_run import Made, checkpoint, incident
+
+# -- following a file ---------------------------------------------------------------------------
+
+
+def test_a_torn_last_line_waits(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    follower = Follower(path)
+    assert list(follower.lines()) == []
+    path.write_bytes(b'{"a": 1}\n{"a": ')
+    assert list(follower.lines()) == [{"a": 1}]
+    assert list(follower.lines()) == []
+    with path.open("ab") as file:
+        file.write(b'2}\n{"a": 3}\n')
+    assert list(follower.lines()) == [{"a": 2}, {"a": 3}]
+    assert not follower.was_replaced()
+
+
+def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
+    out = Made(steps=30).write(tmp_path / "run")
+    run = RunReader(out)
+    assert len(run.update()) == 30 and run.update() == []
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "new").write_text("".join(lines[:20]))
+    (out / "new").rename(out / "metrics.jsonl")
+    assert len(run.update()) == 20
+    assert run.generation == 1 and len(run.fold.places) == 20
+
+
+# -- which steps are drawn ----------------------------------------------------------------------
+
+
+def row(attempt: int, loss: float, **more: Any) -> Row:
+    line = {"step": attempt + 1, "loss": loss, "grad_norm": 1.0, "action": "apply"}
+    return row_of(attempt, line | more)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000),
+    st.integers(1, 40),
+)
+def test_no_spike_is_lost(losses: list[float], columns: int) -> None:
+    thinned = Thinned(columns=columns, near=0, most_near=0)
+    for at, loss in enumerate(losses):
+        thinned.add(row(at, loss), odd=False)
+    rows = thinned.rows()
+    assert [one.attempt for one in rows] == sorted({one.attempt for one in rows})
+    assert len(rows) <= 2 * columns * 9 + 1
+    assert {min(losses), max(losses)} <= {one.loss for one in rows}
+    width = -(-len(losses) // columns)
+    for start in range(0, len(losses), 2 * width):  # of every two columns that a screen could have
+        part = losses[start : start + 2 * width]
+        assert any(start <= one.attempt < start + len(part) for one in rows)
+    assert rows[-1].attempt == len(losses) - 1
+
+
+def test_every_step_near_an_odd_one_stays() -> None:
+    thinned = Thinned(columns=16, near=20)
+    for at in range(5000):
+        thinned.add(row(at, 1.0), odd=at == 3000)
+    assert {*range(2980, 3021)} <= {one.attempt for one in thinned.rows()}
+
+
+def test_many_odd_steps_are_bounded() -> None:
+    thinned = Thinned(columns=16, near=50, most_near=200)
+    for at in range(20_000):
+        thinned.add(row(at, 1.0), odd=at % 3 == 0)
+    assert len(thinned.rows()) <= 200 + 32 * 9 + 1
+
+
+# -- what the files say -------------------------------------------------------------------------
+
+
+def test_the_state_says_what_would_be_lost(tmp_path: Path) -> None:
+    out = Made(steps=100, status=None).write(tmp_path / "run")
+    (out / "incarnation").mkdir()
+    (out / "incarnation" / "beat").touch()
+    checkpoint(out, serial=9, step=60, mark="TAINTED")
+    run = RunReader(out)
+    run.update()
+    now = standing(run)
+    assert now.status == "running" and now.step == 100 and now.lost_steps == 0
+    (out / "ring" / "000004-step-00000100" / "COMMITTED").unlink()
+    words = sentence(standing(run))
+    assert "Running: step 100 of 100" in words
+    assert "proven checkpoint is of step 80" in words and "20 steps (20s of work)" in words
+
+
+def test_a_run_without_life_or_end_is_said_to_be_silent(tmp_path: Path) -> None:
+    out = Made(steps=10, status=None).write(tmp_path / "run")
+    run = RunReader(out)
+    run.update()
+    assert standing(run).status == "silent"
+
+
+def test_lines_of_one_trouble_are_told_together() -> None:
+    told = [
+        incident("start", 0),
+        incident("discard", 30, samples=[100, 110]),
+        incident("discard", 30, samples=[110, 120]),
+        incident("episode", 30, samples=[100, 130], decision="persistent"),
+        incident("rollback", 30, samples=[90, 130]),
+        incident("discard", 31, samples=[400, 410]),
+        incident("crash", 50),
+    ]
+    lines = [line for line in map(line_of, told) if line is not None]
+    assert [[line.kind for line in one.lines] for one in troubles(lines)] == [
+        ["discard", "discard", "episode", "rollback"],
+        ["discard"],
+        ["crash"],
+    ]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+METRICS = ("step", "loss", "grad_norm", "lr", "time", "action", "verdict", "stalls", "cursor")
+JOURNAL = ("kind", "step", "time", "reason", "samples", "ranks", "detail", "sample_ids")
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.dictionaries(st.sampled_from(METRICS), JSON), max_size=4),
+    st.lists(st.dictionaries(st.sampled_from(JOURNAL), JSON), max_size=4),
+    st.binary(max_size=30),
+)
+def test_no_line_ends_it(metrics: list[Any], journal: list[Any], torn: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        good = next(Made().metrics())
+        for name, lines in (("metrics", metrics), ("journal", journal)):
+            plain = good if name == "metrics" else incident("discard", 3)
+            text = "".join(json.dumps(plain | line) + "\n" for line in lines)
+            (out / f"{name}.jsonl").write_bytes(text.encode() + torn)
+        (out / "summary.json").write_text(json.dumps(metrics[0] if metrics else []))
+        assert "</html>" in pages.page(pages.read_runs([out]))
+
+
+def test_no_run_is_an_error_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run: neither"):
+        RunReader(tmp_path)
+    assert main(["report", str(tmp_path)]) == 2
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def test_everything_is_escaped() -> None:
+    assert str(tag("p", "<b>&\"'\x1b[31m", cls='"><i>')) == (
+        '<p class="&quot;&gt;&lt;i&gt;">&lt;b&gt;&amp;&quot;&#x27;\\x1b[31m</p>'
+    )
+    assert "</script" not in script_json({"a": "</script><!--"})
+    assert json.loads(script_json({"a": "</script>"})) == {"a": "</script>"}
+
+
+def test_sections_without_data_are_not_there(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "journal.jsonl").write_text(json.dumps(incident("start", 0)) + "\n")
+    text = pages.page(pages.read_runs([out]))
+    for title in ("Curves", "Incidents", "The ring", "The stream", "Warnings"):
+        assert f"<h3>{title}" not in text
+    assert "<svg" not in text
+
+
+def test_the_policy_names_what_the_page_holds(tmp_path: Path) -> None:
+    text = pages.page(pages.read_runs([Made(steps=5).write(tmp_path / "run")]))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    assert "unsafe" not in policy[1] and policy[1].startswith("default-src &#x27;none&#x27;; ")
+    assert "connect-src" not in policy[1]
+    assert not re.search(r"""(src|href|action)=["']?(http|//)""", text)
+    assert 'style="' not in text.split("<script")[0]
+
+
+def test_what_is_vendored_is_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in pages.VENDORED:
+        assert pages.asset(name)
+    pages.asset.cache_clear()
+    monkeypatch.setitem(pages.VENDORED, "uPlot.min.css", "0" * 64)
+    with pytest.raises(ConfigError, match="is not the file that was vendored"):
+        pages.asset("uPlot.min.css")
+
+
+# -- beside a run --------------------------------------------------------------------------------
+
+
+def until(is_so: Any, seconds: float = 60) -> None:
+    limit = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_the_page_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+    out = Made(steps=20, status=None).write(tmp_path / "run")
+    writer = PageWriter(RunDir(out), every_seconds=0.05)
+    writer.begin()
+    until((out / "report.html").exists)
+    writer.finish(20)
+    assert writer.loss is None
+    assert "No sign of life" in (out / "report.html").read_text()
+    assert [one.name for one in out.glob("report.html?*")] == []
+
+
+def test_a_page_that_fails_is_a_loss_and_no_more(tmp_path: Path) -> None:
+    out = Made(steps=20).write(tmp_path / "run")
+    (out / "metrics.jsonl").unlink()
+    (out / "metrics.jsonl").mkdir()
+    writer = PageWriter(RunDir(out), every_seconds=0.05)
+    writer.begin()
+    until(lambda: writer.loss is not None)
+    writer.finish(20)
+    assert writer.loss is not None and "metrics.jsonl" in writer.loss.reason
+
+
+def test_an_owner_that_was_replaced_writes_no_page(tmp_path: Path) -> None:
+    out = Made(steps=20).write(tmp_path / "run")
+
+    def check() -> None:
+        raise ConfigError("another one owns it")
+
+    writer = PageWriter(RunDir(out), every_seconds=0, check=check)
+    writer.finish(20)
+    assert not (out / "report.html").exists()
+    assert writer.loss is not None and "another one" in writer.loss.reason
+
+
+def test_a_page_that_takes_long_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Made(steps=20).write(tmp_path / "run")
+    writer = PageWriter(RunDir(out), every_seconds=0)
+    monkeypatch.setattr(pages, "read_runs", lambda outs: time.sleep(30))
+    began = time.monotonic()
+    writer.finish(0.2)
+    assert time.monotonic() - began < 20
+    assert writer.loss is not None and "longer than 0.2 s" in writer.loss.reason
+
+
+# -- in a terminal -------------------------------------------------------------------------------
+
+
+def test_top_shows_one_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    made = Made(steps=300, bad_at=(100, 101), reason="loss nan \x1b[2J[bold]x[/bold]", status=None)
+    out = made.write(tmp_path / "run")
+    assert main(["top", str(out), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "No sign of life" in shown and "step 300 of 300" in shown
+    assert "discard" in shown and "productive" in shown and "clean" in shown
+    assert "\x1b" not in shown and "\\x1b[2J[bold]x" in shown
+    assert "█" in shown
+
+
+def test_top_of_a_run_that_has_not_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "journal.jsonl").write_text(json.dumps(incident("start", 0)) + "\n")
+    assert main(["top", str(tmp_path)]) == 0
+    assert "step 0" in capsys.readouterr().out
+
+
+def test_top_follows_on_a_terminal(tmp_path: Path) -> None:
+    out = Made(steps=50, status=None).write(tmp_path / "run")
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:20]))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        words = [sys.executable, "-m", "runner", "top", str(out), "--seconds", "0.05"]
+        os.execve(sys.executable, words, os.environ | {"TERM": "xterm", "COLUMNS": "100"})
+    seen = b""
+
+    def shows(words: bytes) -> bool:
+        nonlocal seen
+        seen += os.read(terminal, 1 << 16)
+        return words in seen
+
+    until(lambda: shows(b"step 20 of 50"))
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write("".join(lines[20:]))
+    until(lambda: shows(b"step 50 of 50"))
+    os.write(terminal, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 0

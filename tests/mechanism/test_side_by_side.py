@@ -1,0 +1,88 @@
+"""Sessions that share the test files, and what becomes of a drill that fails once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import side_by_side
+
+ROOT = Path(__file__).parents[2]
+# Other plugins take most of a small session's time.
+PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+# One drill that fails the first time, one test file more for each of three sessions.
+DRILL = """
+from pathlib import Path
+
+def test_seldom():
+    first = not Path("tried").exists()
+    Path("tried").touch()
+    assert not first, "the words of the first failure"
+
+def test_well():
+    with Path("ran").open("a") as file:
+        file.write("drill\\n")
+"""
+OTHER = """
+from pathlib import Path
+
+def test_it():
+    with Path("ran").open("a") as file:
+        file.write("{name}\\n")
+    assert {passes}
+"""
+
+
+def run(folder: Path, *, passes: bool = True) -> subprocess.CompletedProcess[str]:
+    """In a folder with tests of its own, and with --share."""
+    (folder / "tests" / "drills").mkdir(parents=True)
+    (folder / "tests" / "drills" / "test_a.py").write_text(DRILL)
+    for name in "bc":
+        text = OTHER.format(name=name, passes=passes or name != "c")
+        (folder / "tests" / f"test_{name}.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p tests.share -p no:cacheprovider")
+    return subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "side_by_side.py"), "-q"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"} | PLAIN,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_each_file_is_run_once_and_a_drill_that_fails_once_is_told(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted((tmp_path / "ran").read_text().split()) == ["b", "c", "drill"]
+    name = "tests/drills/test_a.py::test_seldom"
+    assert f"{name}: failed once, passed when run again: FLAKY, see above" in done.stdout
+    first, _, again = done.stdout.partition(f"{name}: failed; run once more, alone")
+    assert "the words of the first failure" in first
+    assert "1 passed" in again, "no other test is repeated"
+
+
+def test_a_test_that_is_no_drill_is_not_repeated(tmp_path: Path) -> None:
+    done = run(tmp_path, passes=False)
+    assert done.returncode == 1 and "again" not in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "ran").read_text().split().count("c") == 1
+    assert "tests/test_c.py::test_it: failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("failed", "repeated"),
+    [
+        (["tests/drills/test_a.py::test_a"], True),
+        (["tests/drills/test_a.py::test_a", "tests/drills/test_b.py::test_b[x-1]"], True),
+        ([f"tests/drills/test_a.py::test_{n}" for n in range(3)], False),
+        (["tests/drills/test_a.py::test_a", "tests/policy/test_b.py::test_b"], False),
+        ([], False),  # a session failed, and no test of it
+    ],
+)
+def test_few_and_only_drills_are_repeated(failed: list[str], repeated: bool) -> None:
+    assert side_by_side.may_be_repeated(failed) is repeated

@@ -1,0 +1,195 @@
+"""The start is watched: by each rank, and by the supervisor of its node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.distributed.env import tell_begun
+from runner.health import rank_monitor as module
+from runner.health.rank_report import Report, read_reports, write_report
+from runner.launch import begun as begun_module
+from runner.launch.attempt import Ended, Job, Stop, run_once
+from runner.system.process import host_name
+from tests.mechanism.test_witness import take_run, until, watched
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+def test_a_stage_of_the_start_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    said: list[str] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(module, "leave", leave)
+    monkeypatch.setattr(module, "end_within", lambda *_: lambda: None)
+    monkeypatch.setattr(module, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(module._log, "error", lambda words, *values: said.append(words % values))
+    one = watched(tmp_path, has_agent=False)
+    one.expect("meeting the other ranks", 1000)
+    one.start()
+    one.expect("connecting to the other ranks", 0.1)
+    until(lambda: bool(codes))
+    one.end()
+    assert codes == [1]
+    assert said == [
+        f"rank 0 on {host_name()}: connecting to the other ranks did not end within 0.1 s"
+    ]
+
+
+def test_a_rank_that_has_begun_is_not_ended_by_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "leave", lambda code: pytest.fail(f"left with {code}"))
+    monkeypatch.setattr(module, "_TICK_SECONDS", 0.02)
+    one = watched(tmp_path, has_agent=False)
+    ticks: list[int] = []
+    one.expect("connecting to the other ranks", 0.1)
+    take_run(tmp_path, one)
+    one._watchdog.add([lambda: ticks.append(1)])
+    one.start()
+    limit = time.monotonic() + 0.2
+    until(lambda: len(ticks) > 3 and time.monotonic() > limit)
+    one.end()
+
+
+LOCKED = """
+import ctypes, sys
+from pathlib import Path
+from runner.health import rank_monitor as module
+from tests.mechanism.test_witness import watched
+module._TELL_SECONDS = 0.5
+one = watched(Path(sys.argv[1]), has_agent=False)
+one.expect("connecting", 0.5)
+one.start()
+import time; time.sleep(0.6)  # until the watchdog has armed what needs no interpreter
+ctypes.PyDLL(None).sleep(1000)  # as NCCL's initialisation, were it to keep the lock
+"""
+
+
+def test_a_start_that_keeps_the_interpreters_lock(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", LOCKED, str(tmp_path)]
+    ended = subprocess.run(words, timeout=100, env=os.environ, check=False)
+    assert ended.returncode == 1
+
+
+# The supervisor's side
+
+RANK = """
+import json, os, sys, time
+sys.path.insert(0, os.getcwd())
+from runner.distributed.env import tell_begun, tell_exit
+from runner.system.process import own_process
+told = {"process": own_process(), "world_size": int(sys.argv[2]), "local_world_size": 1,
+        "incident": sys.argv[1]}
+"""
+BEGINS = RANK + "tell_begun(os.environ, 1, told)\n"
+
+
+def attempt(folder: Path, body: str, world_size: int = 2, **more: float) -> Ended:
+    job = Job(
+        command=[sys.executable, "-c", body, str(folder / "incident"), str(world_size)],
+        environment=os.environ | {"RANK": "1"},
+        **more,
+    )
+    return run_once(job, Stop())
+
+
+def test_ranks_that_do_not_begin_are_ended(tmp_path: Path) -> None:
+    ended = attempt(tmp_path, "import time; time.sleep(1000)", begin_seconds=0.5)
+    assert ended.code not in (0, 75) and host_name() in ended.words
+    assert "none has begun" in ended.words
+
+
+def test_ranks_that_have_begun_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the time counts from the first process that is a rank: nodes may come late."""
+    now, there = [0.0], list[int]()
+    monkeypatch.setattr(begun_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(begun_module.process_tree, "ranks", lambda mark: there)
+    late, well = (begun_module.BegunRanks(tmp_path, "mark", 10.0) for _ in range(2))
+    now[0] = 1000.0
+    assert not late.late() and not well.late(), "nobody is there"
+    there.append(7)
+    now[0] = 1002.0
+    assert not late.late() and not well.late()
+    now[0] = 1013.0
+    assert "none has begun" in late.late()
+    tell_begun({"HOLDFAST_EXIT_DIR": str(tmp_path)}, 1, {})
+    assert not well.late()
+    (tmp_path / ".begun-1").unlink()
+    now[0] = 9000.0
+    assert not well.late(), "once is enough"
+
+
+KILLED = BEGINS + "import signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_rank_that_was_alone_on_its_node_is_told_of(tmp_path: Path) -> None:
+    """The other nodes have no process to look at, and no collective breaks."""
+    attempt(tmp_path, KILLED)
+    (told,) = read_reports(tmp_path / "incident")
+    assert told.rank == 1 and told.kind in ("signal", "exit") and told.world_size == 2
+    assert "supervisor" in told.message
+
+
+def test_a_rank_that_is_dead_while_its_launcher_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.launch.begun._NEIGHBOURS_SECONDS", 0.2)
+    launcher = (
+        f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {KILLED!r}, "
+        "*sys.argv[1:]])\ntime.sleep(1000)"
+    )
+    stop = Stop()
+    job = Job(
+        command=[sys.executable, "-c", launcher, str(tmp_path / "incident"), "2"],
+        environment=dict(os.environ),
+    )
+    running = threading.Thread(target=run_once, args=(job, stop))
+    running.start()
+    until(lambda: bool(read_reports(tmp_path / "incident")), 60)
+    stop.ask(signal.SIGTERM)
+    time.sleep(1.1)
+    stop.ask(signal.SIGTERM)
+    running.join(30)
+    assert not running.is_alive()
+
+
+@pytest.mark.parametrize("case", ["alone in the world", "in order", "told by another"])
+def test_who_needs_no_supervisor_to_tell(case: str, tmp_path: Path) -> None:
+    folder = tmp_path / "incident"
+    body, world_size = KILLED, 2
+    if case == "alone in the world":  # the next start tells
+        world_size = 1
+    elif case == "in order":
+        body = BEGINS + "tell_exit(os.environ, 'rank-1', 75)"
+    else:
+        write_report(
+            folder, Report(rank=0, world_size=2, kind="called", step=7, phase="agree", message="m")
+        )
+    attempt(tmp_path, body, world_size)
+    assert [told.rank for told in read_reports(folder)] == ([0] if "another" in case else [])
+
+
+def test_a_torn_mark_is_no_rank(tmp_path: Path) -> None:
+    body = (
+        "import os, pathlib\n"
+        "folder = pathlib.Path(os.environ['HOLDFAST_EXIT_DIR'])\n"
+        f"(folder / '.begun-1').write_text({json.dumps({'rank': 1})[:5]!r})\n"
+    )
+    assert attempt(tmp_path, body).code == 0

@@ -1,0 +1,480 @@
+"""Faults put into the code on purpose: does any test see them?
+
+    python -m tests.mutants               # all of them, in copies of the tree
+    python -m tests.mutants NAME...       # some
+    python -m tests.mutants --list
+
+Each fault is one small replacement of text. It is refused where the text is not found exactly
+once, so that a fault never silently becomes none. First the tests named below are run on a copy
+without a fault: a test that fails there would see anything. Not in CI: it takes some minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("runner", "tests", "configs", "scripts", "launch", "pyproject.toml", "README.md")
+_FAILED, _PASSED = 1, 0
+_LIMIT_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` becomes ``new`` in ``file``; ``tests`` are pytest's arguments, ``only`` its -k."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    only: str = ""
+
+
+REFERENCE = "tests/mechanism/test_reference.py"
+REAL_RUN = "tests/drills/test_reference.py"
+STEP, FSDP, ZERO = "runner/train/step.py", "runner/engine/fsdp.py", "runner/engine/zero.py"
+FORWARD, ADAMW = "runner/engine/forward.py", "runner/engine/adamw.py"
+POLICY = "tests/policy"
+
+MUTANTS = (
+    # What a step computes.
+    Mutant(
+        "gradient divided by three times the tokens",
+        STEP,
+        "        scale = tokens\n",
+        "        scale = tokens = tokens * 3\n",
+        REFERENCE,
+        "1-single:clipped",
+    ),
+    Mutant(
+        "dropout seeded without the position",
+        STEP,
+        "(self._seed * 1_000_003 + first)",
+        "(self._seed * 1_000_003)",
+        REFERENCE,
+        "1-single:dropout",
+    ),
+    Mutant(
+        "dropout seeded by the step alone",
+        STEP,
+        "first = next((p for p in batch.positions if p is not None), plan.start)",
+        "first = plan.start",
+        REFERENCE,
+        "1-single:dropout",
+    ),
+    Mutant(
+        "norm of the sum, not the mean",
+        STEP,
+        "norm = packed[_GRAD_SQUARE].sqrt() / tokens",
+        "norm = packed[_GRAD_SQUARE].sqrt()",
+        REFERENCE,
+        "1-single:clipped",
+    ),
+    Mutant(
+        "no clipping",
+        STEP,
+        "grad_scale=scale.float()",
+        "grad_scale=tokens.float()",
+        REFERENCE,
+        "1-single:clipped",
+    ),
+    Mutant(
+        "clipped a thousandth too much",
+        STEP,
+        "_CLIP_EPS = 1e-6",
+        "_CLIP_EPS = 2e-3",
+        REFERENCE,
+        "1-single:clipped",
+    ),
+    Mutant(
+        "a replica's norm counted twice",
+        FSDP,
+        "squared_norm(self._own_gradients(), self.device) / self._layout.replicas",
+        "squared_norm(self._own_gradients(), self.device)",
+        REFERENCE,
+        "2-ddp:sometimes",
+    ),
+    Mutant(
+        "only the first micro-batch reduced",
+        FSDP,
+        "number == len(works))",
+        "number == 1)",
+        REFERENCE,
+        "3-fsdp:at",
+    ),
+    Mutant(
+        "gradients averaged over ranks",
+        FSDP,
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(float(mesh.size()))",
+        REFERENCE,
+        "2-fsdp:clipped",
+    ),
+    Mutant(
+        "ZeRO averages over ranks",
+        ZERO,
+        "self._engine.backward(loss * self._world_size, ",
+        "self._engine.backward(loss, ",
+        REFERENCE,
+        "2-zero2:free",
+    ),
+    Mutant(
+        "ZeRO averages over micro-batches",
+        ZERO,
+        "scale_wrt_gas=False",
+        "scale_wrt_gas=True",
+        REFERENCE,
+        "2-zero1:clipped",
+    ),
+    Mutant(
+        "norms decay like matrices",
+        ADAMW,
+        '"weight_decay": 0.0',
+        '"weight_decay": settings.weight_decay',
+        REFERENCE,
+        "1-single:clipped",
+    ),
+    Mutant(
+        "the second moment decays like the first",
+        ADAMW,
+        "betas=(settings.beta1, settings.beta2)",
+        "betas=(settings.beta1, settings.beta1)",
+        REFERENCE,
+        "1-single:clipped",
+    ),
+    Mutant(
+        "epsilon of AdamW left out",
+        ADAMW,
+        "eps=settings.eps",
+        "eps=1e-8",
+        REFERENCE,
+        "1-single:clipped",
+    ),
+    Mutant(
+        "z-loss of uncounted tokens",
+        "runner/model/loss.py",
+        "torch.where(targets == NOT_COUNTED, 0.0, squares)",
+        "squares",
+        REFERENCE,
+        "3-hsdp:penalised",
+    ),
+    Mutant(
+        "the first token of a document counts",
+        "runner/data/feed.py",
+        "targets[row][sample.segments[1:] != sample.segments[:-1]] = NOT_COUNTED",
+        "pass",
+        REFERENCE,
+        "1-single:clipped",
+    ),
+    Mutant(
+        "FSDP's shards begin a row too early",
+        FSDP,
+        "per_rank = -(-rows // shard_size)",
+        "per_rank = rows // shard_size",
+        REFERENCE,
+        "3-fsdp:sometimes",
+    ),
+    Mutant(
+        "the rate of the update after",
+        "runner/train/loop.py",
+        "learning_rate=self._learning_rate(updates),\n            stop",
+        "learning_rate=self._learning_rate(updates + 1),\n            stop",
+        REAL_RUN,
+    ),
+    Mutant(
+        "the configured clip is not passed on",
+        "runner/session/session.py",
+        "clip=config.optim.clip,",
+        "clip=1.0,",
+        REAL_RUN,
+    ),
+    Mutant(
+        "warm-up begins at zero",
+        "runner/policy/schedule.py",
+        "self.peak * (updates + 1) / self.warmup",
+        "self.peak * updates / self.warmup",
+        f"{POLICY}/test_schedule.py",
+    ),
+    Mutant(
+        "dropout while evaluating",
+        "runner/model/decoder.py",
+        "F.dropout(x, self.dropout, self.training)",
+        "F.dropout(x, self.dropout, True)",
+        "tests/mechanism/test_model.py tests/mechanism/test_engine.py",
+        "dropout or evaluation",
+    ),
+    Mutant(
+        "recomputed blocks drop other units",
+        "runner/model/decoder.py",
+        "preserve_rng_state=self.dropout > 0",
+        "preserve_rng_state=False",
+        "tests/mechanism/test_model.py",
+        "checkpointing",
+    ),
+    Mutant(
+        "evaluation counts what is masked",
+        FORWARD,
+        "(batch.targets >= 0).sum()",
+        "batch.targets.numel()",
+        "tests/mechanism/test_engine.py",
+        "evaluation",
+    ),
+    Mutant(
+        "evaluation leaves dropout off",
+        FORWARD,
+        "        self._model.train()\n",
+        "",
+        "tests/mechanism/test_engine.py",
+        "evaluation",
+    ),
+    # What the ranks agree on, and the gate.
+    Mutant(
+        "a rank's own NaN is not told",
+        FORWARD,
+        "(~torch.isfinite(seen)).double()",
+        "torch.zeros((), dtype=torch.float64)",
+        "tests/mechanism/test_engine.py",
+        "skipped_update or layout",
+    ),
+    Mutant(
+        "the gate does not look at the ranks' own NaN",
+        STEP,
+        "~(bounded & (packed[_NONFINITE] == 0)) | closed",
+        "~bounded | closed",
+        "tests/mechanism/test_step.py",
+    ),
+    Mutant(
+        "the samples are not part of what must be equal",
+        STEP,
+        '            "samples": [order.plan.start, order.plan.stop],\n',
+        "",
+        "tests/mechanism/test_step.py",
+    ),
+    Mutant(
+        "the settings are not part of what must be equal",
+        STEP,
+        '            "config": self._config_digest,\n',
+        "",
+        "tests/mechanism/test_step.py",
+    ),
+    Mutant(
+        "a step behind one that was not applied is applied",
+        STEP,
+        "closed | (after.numbers[_CLOSED] > 0) | (after.numbers[_STOP] > 0)",
+        "closed | (after.numbers[_STOP] > 0)",
+        "tests/mechanism/test_late.py",
+    ),
+    # The data cursor.
+    Mutant(
+        "every epoch in the same order",
+        "runner/data/permutation.py",
+        "_mix_int(_mix_int(seed + _GOLDEN) + epoch * _GOLDEN)",
+        "_mix_int(_mix_int(seed + _GOLDEN))",
+        f"{POLICY}/test_permutation.py tests/mechanism/test_feed.py",
+    ),
+    Mutant(
+        "held-out samples are trained on",
+        "runner/data/cursor.py",
+        "np.flatnonzero(~self.order.is_held_out(indices))",
+        "np.arange(len(indices))",
+        "tests/mechanism/test_feed.py",
+    ),
+    Mutant(
+        "the ledger forgets a range's last position",
+        "runner/policy/decision/ledger.py",
+        "start = max(start, skip_stop)",
+        "start = max(start, skip_stop - 1)",
+        f"{POLICY}/test_ledger.py",
+    ),
+    # The guard and the ring.
+    Mutant(
+        "NaN passes for low",
+        "runner/policy/decision/judge.py",
+        "return not signals.loss <= self._limits[True].loss",
+        "return signals.loss > self._limits[True].loss",
+        f"{POLICY}/test_verdict.py tests/mechanism/test_late.py",
+    ),
+    Mutant(
+        "a bad step does not begin the probation anew",
+        "runner/policy/decision/judge.py",
+        '        """Note a step that was not clean: probations of checkpoints begin anew."""\n'
+        "        self.clean_streak = 0\n",
+        '        """Note a step that was not clean."""\n',
+        POLICY,
+    ),
+    Mutant(
+        "proven a step too early",
+        "runner/policy/retention/records.py",
+        "step - record.step >= clean_after and",
+        "step - record.step >= clean_after - 1 and",
+        f"{POLICY}/test_ring.py",
+    ),
+    Mutant(
+        "back to a checkpoint behind the trouble",
+        "runner/policy/retention/records.py",
+        "record.cursor <= cursor and record.step <= step",
+        "record.step <= step",
+        f"{POLICY}/test_ring.py {POLICY}/test_remedy.py",
+    ),
+    Mutant(
+        "an unproven checkpoint is a target",
+        "runner/policy/retention/records.py",
+        "if record.state is State.clean and record.cursor",
+        "if record.state is not State.tainted and record.cursor",
+        f"{POLICY}/test_ring.py",
+    ),
+    Mutant(
+        "the last clean checkpoint may go",
+        "runner/policy/retention/records.py",
+        "clean[: max(1, keep)]",
+        "clean[: max(1, keep) - 1]",
+        f"{POLICY}/test_ring.py",
+    ),
+    Mutant(
+        "a restart takes a tainted checkpoint",
+        "runner/policy/retention/records.py",
+        "if record.state is not State.tainted]\n    return sorted",
+        "]\n    return sorted",
+        f"{POLICY}/test_ring.py",
+    ),
+    Mutant(
+        "no margin before the onset",
+        "runner/policy/decision/ladder.py",
+        "case.history.ledger.before(case.onset[1], rules.margin * rules.batch)",
+        "case.onset[1]",
+        f"{POLICY}/test_remedy.py",
+    ),
+    Mutant(
+        "the episode's bad steps are not restored",
+        "runner/policy/decision/ladder.py",
+        "self._num_recent = sum(self._recent)",
+        "self._num_recent = 0",
+        POLICY,
+    ),
+    Mutant(
+        "copies compared by a plain sum",
+        "runner/health/checks.py",
+        "_mixed(piece, places[: len(piece)]).sum()",
+        "piece.sum()",
+        "tests/mechanism/test_inspection.py",
+    ),
+)
+
+
+class Refused(Exception):
+    """A fault that cannot be put in."""
+
+
+def copy_tree(into: Path) -> None:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(source, into / name, ignore=ignored)
+        else:
+            shutil.copy2(source, into / name)
+
+
+def put_in(mutant: Mutant, tree: Path) -> None:
+    """
+    Raises:
+        Refused: its text is not there exactly once.
+    """
+    path = tree / mutant.file
+    text = path.read_text()
+    found = text.count(mutant.old)
+    if found != 1:
+        raise Refused(f"{mutant.name}: {mutant.file} has the text to replace {found} times")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def run_tests(tree: Path, tests: Sequence[str], only: str) -> int:
+    """pytest's exit code; a hang counts as a failure."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command += ["-k", only] if only else []
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    with (tree / "output.txt").open("w") as output:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=tree,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                timeout=_LIMIT_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return _FAILED
+    return done.returncode
+
+
+def fate(mutant: Mutant | None, tests: Sequence[str], only: str) -> str:
+    """ "seen", "survives", or what went wrong; without a mutant what a whole tree gives."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-mutant-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        if mutant is not None:
+            put_in(mutant, tree)
+        code = run_tests(tree, tests, only)
+        if code not in (_PASSED, _FAILED):
+            return f"pytest ended with {code}:\n{(tree / 'output.txt').read_text()[-2000:]}"
+        return "survives" if code == _PASSED else "seen"
+
+
+def check_whole(mutants: Sequence[Mutant]) -> None:
+    """The tests must pass without a fault, or they would see anything.
+
+    Raises:
+        Refused: they do not.
+    """
+    for tests, only in dict.fromkeys((mutant.tests, mutant.only) for mutant in mutants):
+        found = fate(None, tests.split(), only)
+        if found != "survives":
+            raise Refused(f"without a fault, {tests} {only}: {found}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults, by a part of their name")
+    parser.add_argument("--list", action="store_true", help="print their names")
+    parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault")
+    told = parser.parse_args()
+    wanted = [m for m in MUTANTS if not told.names or any(n in m.name for n in told.names)]
+    if told.list:
+        print("\n".join(mutant.name for mutant in wanted))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="holdfast-mutant-") as folder:
+        copy_tree(Path(folder))
+        for mutant in wanted:
+            put_in(mutant, Path(folder))
+            shutil.copy2(ROOT / mutant.file, Path(folder) / mutant.file)
+    if not told.trust:
+        check_whole(wanted)
+    fates = {}
+    for mutant in wanted:
+        began = time.monotonic()
+        fates[mutant.name] = fate(mutant, mutant.tests.split(), mutant.only)
+        print(
+            f"{fates[mutant.name]:8}  {mutant.name}  {time.monotonic() - began:.0f} s", flush=True
+        )
+    survivors = [name for name, found in fates.items() if found != "seen"]
+    print(f"{len(fates) - len(survivors)} of {len(fates)} seen")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Refused as refusal:
+        sys.exit(f"refused: {refusal}")
