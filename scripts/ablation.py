@@ -24,16 +24,17 @@ from pathlib import Path
 
 import numpy as np
 
-import runner.state
-import runner.train
+import runner.session.build
+import runner.train.state
 from runner.__main__ import main as runner_main
 from runner.data.cursor import SampleStream
 from runner.data.permutation import held_out
-from runner.loop import Loop
+from runner.policy.decision.judge import Baseline, Verdict
+from runner.policy.decision.signals import Limits
 from runner.policy.schedule import RateCut
-from runner.policy.signals import Limits
-from runner.policy.verdict import Baseline
-from runner.recover import Scene
+from runner.train.guard import Guard
+from runner.train.state import TrainState
+from runner.train.step import StepInfo
 
 BATCH, SEQ_LEN, VOCAB, HELD_OUT = 16, 128, 256, 0.01
 # Batches of the stream (not samples) that are poisoned, as shares of the run, and how many.
@@ -63,23 +64,23 @@ class OpenBaseline(Baseline):
         return super().limits
 
 
-class RateCutLoop(Loop):
+class RateCutGuard(Guard):
     """Applies every finite step; at trouble it halves the rate for a hundred updates."""
 
-    def _judge_and_act(self, scene: Scene) -> None:
-        baseline, updates = self._state.baseline, self._state.updates
+    def handle(self, info: StepInfo, state: TrainState) -> Verdict | None:
+        baseline, updates = state.baseline, state.updates
         assert isinstance(baseline, OpenBaseline)
         cuts = self._journal.history.cuts
         in_force = any(cut.start <= updates < cut.stop for cut in cuts)
-        if baseline.judged_limits.exceeded(scene.signals) and not in_force:
+        if baseline.judged_limits.exceeded(info.signals) and not in_force:
             cuts.append(RateCut(start=updates + 1, stop=updates + 101, factor=0.5))
-        super()._judge_and_act(scene)
+        return super().handle(info, state)
 
 
 def train_with_rate_cut_only(overrides: Sequence[str]) -> int:
     """A run in this process with the two parts above in place of the runner's."""
-    runner.state.Baseline = OpenBaseline  # type: ignore[misc]
-    runner.train.Loop = RateCutLoop  # type: ignore[misc]
+    runner.train.state.Baseline = OpenBaseline  # type: ignore[misc]
+    runner.session.build.Guard = RateCutGuard  # type: ignore[misc]
     # Every step is looked at before the next: this baseline's limits are no forecast.
     return runner_main([*overrides, "guard.sync=true"])
 

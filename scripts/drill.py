@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.fault.spec import ENDINGS, POINTS
-from runner.observe.lines import read_lines
+from runner.system.json_lines import read_lines
 
 RANKS = 2
 # A tiny model's step takes 0.03 s; a start several seconds.
 SETTINGS = """
-model=tiny data=synthetic data.workers=0 eval.every=0 steps=60 schedule.warmup=5
+model=tiny data=synthetic data.workers=0 eval.every=20 eval.samples=8 steps=60 schedule.warmup=5
 checkpoint.every=10 checkpoint.clean_after=5 checkpoint.keep=9 guard.min_history=10
 track.every=1000 watchdog.floor_seconds=3 watchdog.slow_seconds=20 watchdog.settle_seconds=2
 """

@@ -22,8 +22,8 @@ HEAD = """\
 """
 
 
-def locked(wanted: list[str]) -> dict[str, str]:
-    """Name to version of everything that ``wanted`` needs, as installed."""
+def locked(wanted: list[str], *, own: str) -> dict[str, str]:
+    """Name to version of everything that ``wanted`` needs, as installed; without ``own``."""
     found: dict[str, str] = {}
     todo = [Requirement(text) for text in wanted]
     while todo:
@@ -32,7 +32,8 @@ def locked(wanted: list[str]) -> dict[str, str]:
         if name in found and not requirement.extras:
             continue
         distribution = importlib.metadata.distribution(requirement.name)
-        found[name] = Version(distribution.version).public
+        if name != own:  # "dev" names our own extras: what they need is locked, not ourselves
+            found[name] = Version(distribution.version).public
         for text in distribution.requires or ():
             needed = Requirement(text)
             extras = {"", *requirement.extras}
@@ -43,7 +44,8 @@ def locked(wanted: list[str]) -> dict[str, str]:
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    versions = locked([*project["dependencies"], *project["optional-dependencies"]["dev"]])
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    versions = locked(wanted, own=project["name"])
     lines = [f"{name}=={version}\n" for name, version in sorted(versions.items())]
     (ROOT / "scripts" / "requirements.lock").write_text(HEAD + "".join(lines))
 

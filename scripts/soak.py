@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from runner.fault.spec import POINTS
-from runner.observe.lines import read_lines
+from runner.system.json_lines import read_lines
 
 # A tiny model's step takes 0.03 s; a start several seconds. Neighbouring troubles are no repeat:
 # the ladder's lower rate is the one lawful difference from a run that was told what to skip.
 SETTINGS = """
-model=tiny data=synthetic data.workers=0 eval.every=0 schedule.warmup=5
+model=tiny data=synthetic data.workers=0 eval.every=20 eval.samples=8 schedule.warmup=5
 checkpoint.every=10 checkpoint.clean_after=5 checkpoint.keep=9 guard.min_history=10
 guard.cooldown=1 guard.repeat_window=1 guard.max_rollbacks=1000 track.every=1000
 watchdog.floor_seconds=8 watchdog.slow_seconds=60 watchdog.settle_seconds=2 resume.stale_seconds=5

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up and runs the tests: bash scripts/test.sh [pytest arguments]; --full for the whole matrix.
-# The Slurm drills need Slurm, those at system calls strace: as root on Debian they are installed,
+# The Slurm drills need Slurm, those at system calls strace, pages chromium: as root on Debian they are installed,
 # elsewhere the tests are skipped and say so. NO_SLURM=1 leaves Slurm out.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -17,4 +17,13 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v strace >/
   { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
     --no-install-recommends strace; } >/dev/null 2>&1 || echo "no strace could be installed" >&2
 fi
-exec "$VENV/bin/python" -m pytest "$@"
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null; then
+  echo "installing chromium for the tests of pages (once)"
+  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
+    --no-install-recommends chromium; } >/dev/null 2>&1 || echo "no chromium could be installed" >&2
+fi
+for word in "$@"; do
+  if [ -e "${word%%::*}" ]; then exec "$VENV/bin/python" -m pytest "$@"; fi
+done
+# Without a path sessions run side by side.
+exec "$VENV/bin/python" -m tests.side_by_side "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up and trains: bash scripts/train.sh [key=value ...]
 # Processes: one per GPU, or 2 on a machine without; NPROC=n asks for another number.
-# The same command again resumes. Exit codes are the runner's own (README), not torchrun's.
+# The same command again resumes. Exit codes are the runner's own (docs/checkpoints.md), not torchrun's.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export PATH="$VENV/bin:$PATH"

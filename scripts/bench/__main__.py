@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from scripts.bench import machine
+from scripts.bench.fair import refuse_measured
 from scripts.bench.plan import Plan
 from scripts.bench.process import ROOT, MeasureError
 from scripts.bench.report import markdown
@@ -46,6 +47,11 @@ def main() -> int:
     if options.table:
         print(markdown(json.loads(options.table.read_text())["measurements"]))
         return 0
+    try:
+        refuse_measured(options.overrides)
+    except MeasureError as error:
+        _say(f"error: {error}")
+        return 2
     has_gpu = torch.cuda.is_available()
     default_ranks = torch.cuda.device_count() if has_gpu else 2
     plan = Plan(

@@ -30,6 +30,9 @@ class Countdown:
 
     def after_step(self, loss: torch.Tensor | None = None) -> bool:
         self._left -= 1
+        if self._left == _STEPS - 2 and torch.cuda.is_available():
+            # Of training, not of making the model: an opponent builds it whole on the GPU.
+            torch.cuda.reset_peak_memory_stats()
         return self._left <= 0
 
 
@@ -55,7 +58,7 @@ def main() -> None:
 
 
 def _ours(options: argparse.Namespace, device: torch.device, countdown: Countdown) -> None:
-    from runner.dist.launcher import place_from
+    from runner.distributed.env import place_from
     from scripts.bench.ours import opened, settings
 
     config = settings(options.folder / "ours", options.overrides)

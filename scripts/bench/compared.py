@@ -7,12 +7,10 @@ import sys
 from typing import Any
 
 from scripts.bench.plan import Plan
-from scripts.bench.process import MeasureError, on_ranks
+from scripts.bench.process import on_ranks
 from scripts.bench.ratio import grouped, paired
 from scripts.bench.report import Row
 
-# BF16 rounds weights or activations at other places; more is another training.
-_NOISE_NATS = 0.1
 _ARMED = 24  # steps after which the guard judges all that it judges
 
 
@@ -61,23 +59,11 @@ def compared(
         detail=_detail(result, list(settings), steps * group),
     )
     plan.say(f"  {what}: {row.ratio.median:.4f}" if row.ratio else what)
-    return alike(row)
-
-
-def alike(row: Row) -> Row:
-    """The row itself.
-
-    Raises:
-        MeasureError: the first losses of the two differ by more than BF16 makes them.
-    """
-    gap = row.detail.get("largest_gap_of_first_losses", 0.0)
-    if not gap <= _NOISE_NATS:
-        raise MeasureError(f"{row.against}: losses differ by {gap} nats: not the same training")
     return row
 
 
 def _detail(result: dict[str, Any], settings: list[str], steps: int) -> dict[str, Any]:
-    kept = ("ranks", "parameters", "tokens_per_step", "syncs_per_step")
+    kept = ("ranks", "parameters", "tokens_per_step", "syncs_per_step", "precision")
     detail = {key: result[key] for key in kept if result[key]}
     detail |= {"settings": settings, "steps_in_a_pair": steps}
     detail["share_of_own_threads"] = round(result["threads_share"], 5)
@@ -85,6 +71,6 @@ def _detail(result: dict[str, Any], settings: list[str], steps: int) -> dict[str
     if theirs:
         gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=False)]
         detail["first_losses"] = [round(ours[0], 4), round(theirs[0], 4)]
-        detail["largest_gap_of_first_losses"] = round(max(gaps), 5)
+        detail["largest_gap_of_first_losses"] = float(f"{max(gaps):.3g}")
         detail["losses_compared"] = len(gaps)
     return detail

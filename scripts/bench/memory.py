@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.bench.framework import OPPONENTS, environment_python
@@ -24,12 +25,15 @@ _POLL_SECONDS = 0.1
 def measure(plan: Plan) -> list[Row]:
     rounds = 1 if plan.quick else 2
     kinds = ("fsdp",) if plan.quick else ("fsdp", "ddp")
-    ours = {kind: [_peak(plan, kind, None) for _ in range(rounds)] for kind in kinds}
+    peaks = {kind: [_peak(plan, kind, None) for _ in range(rounds)] for kind in kinds}
+    ours = {kind: [peak.trained for peak in found] for kind, found in peaks.items()}
     rows = []
     snapshots = [_peak(plan, "fsdp", None, "checkpoint.memory_every=10") for _ in range(rounds)]
-    rows.append(_row(plan, "fsdp, with snapshots", "the runner without", snapshots, ours["fsdp"]))
+    # Of the host in any case: there they are.
+    both = [[peak.host for peak in found] for found in (snapshots, peaks["fsdp"])]
+    rows.append(_row(plan, "fsdp, with snapshots", "the runner without", *both, on_host=True))
     for kind in kinds:
-        theirs = [_peak(plan, kind, f"bare-{kind}") for _ in range(rounds)]
+        theirs = [_peak(plan, kind, f"bare-{kind}").trained for _ in range(rounds)]
         rows.append(_row(plan, kind, AGAINST[kind], ours[kind], theirs))
     return rows if plan.quick else rows + _frameworks(plan, ours)
 
@@ -39,12 +43,20 @@ def _frameworks(plan: Plan, ours: dict[str, list[float]]) -> list[Row]:
     rows = []
     for opponent, words, kind in OPPONENTS:
         rounds = len(ours[kind])
-        theirs = [_peak(plan, kind, opponent, python=python) for _ in range(rounds)]
+        theirs = [_peak(plan, kind, opponent, python=python).trained for _ in range(rounds)]
         rows.append(_row(plan, kind, words, ours[kind], theirs))
     return rows
 
 
-def _row(plan: Plan, kind: str, words: str, ours: list[float], theirs: list[float]) -> Row:
+def _row(
+    plan: Plan,
+    kind: str,
+    words: str,
+    ours: list[float],
+    theirs: list[float],
+    *,
+    on_host: bool = False,
+) -> Row:
     row = Row(
         what=f"peak memory of the job, {kind}",
         against=words,
@@ -52,16 +64,23 @@ def _row(plan: Plan, kind: str, words: str, ours: list[float], theirs: list[floa
         ours=statistics.median(ours),
         theirs=statistics.median(theirs),
         unit="MB",
-        detail={"of": "GPU 0" if plan.has_gpu else "all processes, PSS"},
+        detail={"of": "GPU 0" if plan.has_gpu and not on_host else "all processes, PSS"},
     )
     plan.say(f"  {row.what} / {words}: {row.ours:.0f} / {row.theirs:.0f} MB")
     return row
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Peak:
+    """MB of one side alone: ``host`` of all its processes, ``trained`` of the GPU, if any."""
+
+    host: float
+    trained: float
+
+
 def _peak(
     plan: Plan, kind: str, opponent: str | None, *told: str, python: str = sys.executable
-) -> float:
-    """MB of one side alone: of the GPU where there is one, else of all processes."""
+) -> _Peak:
     told = (f"parallel={kind}", *plan.size, *plan.overrides, *told)
     with folder() as own:
         log = own / "log"
@@ -74,7 +93,7 @@ def _peak(
             most = _watch(process)
             finish(process, log)
         result = json.loads((own / "result.json").read_text())
-    return result["gpu_bytes"] / 1e6 or most
+    return _Peak(host=most, trained=result["gpu_bytes"] / 1e6 or most)
 
 
 def _watch(process: subprocess.Popen[bytes]) -> float:

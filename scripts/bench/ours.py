@@ -12,13 +12,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runner import assemble
-from runner.compose import compose
-from runner.config import RunConfig
-from runner.dist.launcher import Place, launch_from
-from runner.policy.ledger import Ledger
-from runner.rundir import RunDir
-from runner.train import Run, Session
+from runner.config.compose import compose
+from runner.config.schema import Precision, RunConfig
+from runner.config.validate import is_zero
+from runner.distributed.env import RankEnv
+from runner.engine.precision import has_native_bf16
+from runner.policy.decision.ledger import Ledger
+from runner.session import parts
+from runner.session.build import Run
+from runner.session.group import group_at_hand
+from runner.session.session import open_run
+from scripts.bench.fair import refuse_uneven
 from scripts.bench.task import Task
 
 # Neither evaluation nor checkpoints nor printing within the steps that are timed.
@@ -27,14 +31,23 @@ _QUIET = (
     "checkpoint.every=1000000",
     "checkpoint.memory_every=0",
     "track.every=1000000",
+    "parallel.reduce_each_micro_batch=false",  # as the opponents: once a step
 )
 _ENDLESS = ("steps=1000000", "schedule=cosine", "schedule.total=2000")
 _NUM_STEPS = 256  # in the opponents' file of tokens, which goes round
 
 
 def settings(out: Path, overrides: Sequence[str]) -> RunConfig:
-    """Of a run without end that does nothing but steps, unless ``overrides`` ask for more."""
-    return compose([*_QUIET, *_ENDLESS, *overrides, f"out={out}"])
+    """Of a run without end that does nothing but steps, unless ``overrides`` ask for more.
+
+    ``model.precision=auto`` is settled as the runner does it, so that the opponents take the same.
+    """
+    config = compose([*_QUIET, *_ENDLESS, *overrides, f"out={out}"])
+    if config.model.precision is Precision.auto:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        is_bf16 = is_zero(config.parallel.kind) or has_native_bf16(device, os.environ)
+        config.model.precision = Precision.bf16 if is_bf16 else Precision.fp32
+    return config
 
 
 def first_losses(out: Path, count: int) -> list[float]:
@@ -45,12 +58,9 @@ def first_losses(out: Path, count: int) -> list[float]:
 
 
 @contextmanager
-def opened(config: RunConfig, place: Place, device: torch.device) -> Iterator[Run]:
+def opened(config: RunConfig, place: RankEnv, device: torch.device) -> Iterator[Run]:
     """A complete run with its first checkpoint, ready to take steps. Collective."""
-    run_dir, launch = RunDir(Path(config.out)), launch_from(os.environ)
-    stop = assemble.stop_request(config, launch)
-    witness = assemble.witness(config, place, launch, run_dir, stop)
-    run = Session(config, place, launch, device, run_dir, {}, witness, stop, []).open()
+    run = open_run(config, group_at_hand(config, place, device))
     run.loop.begin()
     yield run
     run.ring.close(forget=True)  # nobody comes back for its snapshots in memory
@@ -58,10 +68,21 @@ def opened(config: RunConfig, place: Place, device: torch.device) -> Iterator[Ru
     run.reporter.close()
 
 
-def make_task(config: RunConfig, folder: Path, *, steps: int = _NUM_STEPS) -> Task:
-    """What ``config`` trains, for the opponents; writes the tokens of its first steps."""
-    dataset = assemble.open_dataset(config)
-    stream = assemble.sample_stream(config, dataset)
+def make_task(
+    config: RunConfig, folder: Path, *, steps: int = _NUM_STEPS, is_shared: bool = True
+) -> Task:
+    """What ``config`` trains, for the opponents; writes the tokens of its first steps.
+
+    Args:
+        is_shared: false where both sides are the runner, which follows every setting.
+
+    Raises:
+        MeasureError: it has settings that an opponent would not follow.
+    """
+    if is_shared:
+        refuse_uneven(config)
+    dataset = parts.open_dataset(config)
+    stream = parts.sample_stream(config, dataset)
     cursor, rows = 0, []
     for _ in range(steps):
         plan = stream.plan(cursor, Ledger())
@@ -71,7 +92,7 @@ def make_task(config: RunConfig, folder: Path, *, steps: int = _NUM_STEPS) -> Ta
     np.save(tokens, np.stack(rows).astype(np.uint16 if dataset.vocab_size <= 2**16 else np.uint32))
     optim, schedule = config.optim, config.schedule
     return Task(
-        shape=assemble.model_shape(config, dataset),
+        shape=parts.model_shape(config, dataset),
         tokens=str(tokens),
         seed=config.seed,
         global_size=config.batch.global_size,
@@ -86,4 +107,6 @@ def make_task(config: RunConfig, folder: Path, *, steps: int = _NUM_STEPS) -> Ta
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         clip=optim.clip,
+        precision=config.model.precision.value,
+        compile=config.model.compile,
     )

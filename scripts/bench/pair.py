@@ -14,6 +14,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.config import RunConfig
-from runner.dist.group import choose_device, end_group, leave, start_group
-from runner.dist.launcher import Place, place_from
+from runner.config.schema import RunConfig
+from runner.config.validate import check
+from runner.distributed.env import RankEnv, place_from
+from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.health.leave import leave
 from runner.model.decoder import num_parameters
 from scripts.bench import opponent
+from scripts.bench.fair import refuse_other_losses
 from scripts.bench.ours import first_losses, make_task, opened, settings
+from scripts.bench.process import MeasureError
 from scripts.bench.syncs import SyncCount
 from scripts.bench.task import Task, read_task, write_task
 from scripts.bench.turns import Turns
@@ -40,7 +45,8 @@ def main() -> None:
     device = choose_device("auto", place)
     start_group(place, device, timeout_seconds=300)
     config = settings(options.folder / "ours", options.overrides)
-    task = _shared_task(config, options.folder, place)
+    check(config, world_size=place.world_size)
+    task = _shared_task(options, config, place)
     result = _in_turn(options, config, task, place, device)
     if place.is_first:
         (options.folder / "result.json").write_text(json.dumps(result))
@@ -49,7 +55,7 @@ def main() -> None:
 
 
 def _in_turn(
-    options: argparse.Namespace, config: RunConfig, task: Task, place: Place, device: torch.device
+    options: argparse.Namespace, config: RunConfig, task: Task, place: RankEnv, device: torch.device
 ) -> dict[str, Any]:
     before = _thread_ids()
     with opened(config, place, device) as run:
@@ -63,6 +69,7 @@ def _in_turn(
             warmup=options.warmup,
             pairs=options.pairs,
             settle=run.ring.drain if options.settle else lambda: None,
+            check=lambda theirs: _refuse_other_training(config, theirs, place),
         )
         syncs = SyncCount(turns.after_step, run.loop.step)
         began, computed = time.monotonic(), _cpu_seconds(own_threads)
@@ -80,6 +87,7 @@ def _in_turn(
         "tokens_per_step": task.tokens_per_step,
         "parameters": num_parameters(task.shape),
         "ranks": place.world_size,
+        "precision": task.precision,
         "syncs_per_step": syncs.per_step,
     }
 
@@ -87,7 +95,7 @@ def _in_turn(
 def _train(
     options: argparse.Namespace,
     task: Task,
-    place: Place,
+    place: RankEnv,
     device: torch.device,
     after_step: AfterStep,
 ) -> None:
@@ -103,9 +111,30 @@ def _train(
                 return
 
 
-def _shared_task(config: RunConfig, folder: Path, place: Place) -> Task:
+def _refuse_other_training(config: RunConfig, theirs: list[float], place: RankEnv) -> None:
+    """Before anything is timed. Collective.
+
+    Raises:
+        MeasureError: the first losses of the two differ; alike on all ranks.
+    """
+    if not theirs:  # of the runner itself
+        return
+    words: list[str | None] = [None]
     if place.is_first:
-        write_task(make_task(config, folder), folder / "task.json")
+        try:
+            ours = first_losses(Path(config.out), len(theirs))
+            refuse_other_losses(ours, theirs, config.model.precision.value)
+        except MeasureError as error:
+            words = [str(error)]
+    dist.broadcast_object_list(words, src=0)
+    if words[0] is not None:
+        raise MeasureError(words[0])
+
+
+def _shared_task(options: argparse.Namespace, config: RunConfig, place: RankEnv) -> Task:
+    folder, is_shared = options.folder, options.against != "guard-off"
+    if place.is_first:
+        write_task(make_task(config, folder, is_shared=is_shared), folder / "task.json")
     dist.barrier()
     return read_task(folder / "task.json")
 
@@ -129,7 +158,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--against", choices=["guard-off", *opponent.NAMES], required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--block", type=int, default=2, help="steps of one side in a row")
-    parser.add_argument("--warmup", type=int, default=10, help="blocks before; arms the guard")
+    parser.add_argument(
+        "--warmup", type=_at_least_one, default=10, help="blocks before; arms the guard"
+    )
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--phase", type=int, default=0, help="steps of ours before all else")
     parser.add_argument("--settle", action="store_true", help="ours waits for its background")
@@ -137,5 +168,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _at_least_one(text: str) -> int:
+    return max(1, int(text))  # losses are compared after it
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        leave(1)  # an orderly exit would wait for the loaders of both sides

@@ -40,6 +40,12 @@ class Plan:
         return [f"batch.global_size={2 * self.ranks}", "data.seq_len=64"]
 
     @property
+    def large(self) -> list[str]:
+        """With a GPU, steps that are the device's and not Python's: compiled on both sides."""
+        batch = [f"batch.global_size={4 * self.ranks}", "batch.micro_size=4"]
+        return ["model=llama_1b", "model.compile=true", "data.seq_len=2048", *batch]
+
+    @property
     def block(self) -> int:
         """Steps in a row of one side. With a GPU many, for nothing waits within them."""
         return 10 if self.has_gpu else 2

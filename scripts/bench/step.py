@@ -14,7 +14,10 @@ AGAINST = {"fsdp": "bare FSDP2 loop", "ddp": "bare DistributedDataParallel loop"
 def measure(plan: Plan) -> list[Row]:
     rows = []
     for kind, against in AGAINST.items():
-        for size, settings in (("", []), (", short steps", plan.short)):
+        sizes = [("", []), (", short steps", plan.short)]
+        if plan.has_gpu:
+            sizes.append((", 1 B compiled", plan.large))
+        for size, settings in sizes:
             rows.append(
                 compared(
                     plan,

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
 from runner.model.decoder import Decoder, DecoderShape
 from runner.model.initial import initial_range, initial_rule
+from scripts.bench.fair import watch_precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,12 @@ class Task:
     eps: float
     weight_decay: float
     clip: float
+    precision: str  # "bf16" or "fp32"; weights and moments are FP32
+    compile: bool = False  # each block
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.precision == "bf16"
 
     @property
     def tokens_per_step(self) -> int:
@@ -93,6 +100,11 @@ def build_model(task: Task, device: torch.device) -> Decoder:
                 count=parameter.numel(),
             )
             parameter.copy_(values.view_as(parameter))
+    if task.compile:
+        for block in model.blocks:
+            block.compile()
+    else:  # the hook would become part of what is compiled
+        watch_precision(model.blocks[0], task.precision)
     return model.to(device)
 
 

@@ -1,7 +1,9 @@
 """Two training loops take turns on the same ranks, some steps each.
 
-Whatever disturbs the machine then disturbs both, and the ratio is taken turn by turn. The loop
-that drives may be a framework's own: it calls :meth:`Turns.after_step` from a callback.
+Whatever disturbs the machine then disturbs both, and the ratio is taken turn by turn. In every
+other turn the passenger comes first: what a block leaves behind (a warm cache, a hot chip) does not
+always fall on the same side. The loop that drives may be a framework's own: it calls
+:meth:`Turns.after_step` from a callback.
 """
 
 from __future__ import annotations
@@ -47,12 +49,14 @@ class Clock:
 
 
 class Turns:
-    """Blocks of ``block`` steps of the driving loop, each followed by one of ``passenger``.
+    """Blocks of ``block`` steps of the driving loop and of ``passenger``: D P, P D, D P, ...
 
     Args:
         passenger: takes one step.
         settle: called at the end of each of the passenger's blocks, within its time.
         warmup, pairs: blocks not counted, blocks counted.
+        check: called with :meth:`losses` when the warm-up is over, before a block is counted;
+            on all ranks.
     """
 
     def __init__(
@@ -64,9 +68,11 @@ class Turns:
         warmup: int,
         pairs: int,
         settle: Callable[[], object] = lambda: None,
+        check: Callable[[list[float]], object] = lambda losses: None,
     ) -> None:
         self._passenger = passenger
         self._settle = settle
+        self._check = check
         self._device = device
         self._clock = Clock(device)
         self._block, self._warmup, self._pairs = block, warmup, pairs
@@ -74,6 +80,7 @@ class Turns:
         self._losses: list[torch.Tensor] = []
         self._steps_of_block = 0
         self._has_begun = False
+        self._ahead: float | None = None  # the passenger's block of the next pair
 
     def after_step(self, loss: torch.Tensor | None = None) -> bool:
         """The driver has taken a step; True when all is measured and it must end.
@@ -92,7 +99,15 @@ class Turns:
             return False
         self._steps_of_block = 0
         driver = self._clock.stop()
-        self._taken.append((driver, self._passengers_block()))
+        if self._ahead is None:
+            self._taken.append((driver, self._passengers_block()))
+            if len(self._taken) < self._warmup + self._pairs:
+                self._ahead = self._passengers_block()
+        else:
+            self._taken.append((driver, self._ahead))
+            self._ahead = None
+        if len(self._taken) == self._warmup:
+            self._check(self.losses())
         if len(self._taken) == self._warmup + self._pairs:
             return True
         self._clock.start()

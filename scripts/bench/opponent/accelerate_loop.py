@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: its documented loop, with DDP or FSDP2, BF16.
+"""Hugging Face Accelerate: its documented loop, with DDP or FSDP2, in BF16 or FP32.
 
 With FSDP2 it reduces gradients in BF16 unless told otherwise, which halves what is sent and rounds
 each sum. The other loops reduce in FP32, so it is told to as well; ``reduce_dtype`` says which.
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from scripts.bench.fair import dtype_of
 from scripts.bench.task import Task, build_loader, build_model, build_optimizer, build_schedule
 
 
@@ -33,10 +34,15 @@ def train(
             transformer_cls_names_to_wrap=["Block"],
             reshard_after_forward=True,
             mixed_precision_policy=MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
+                param_dtype=dtype_of(task.precision),
+                reduce_dtype=reduce_dtype if task.is_bf16 else torch.float32,
             ),
         )
-    accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu", fsdp_plugin=plugin)
+    accelerator = Accelerator(
+        mixed_precision="bf16" if task.is_bf16 else "no",
+        cpu=device.type == "cpu",
+        fsdp_plugin=plugin,
+    )
     num_micro = task.num_micro_batches(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = num_micro
     plain = build_model(task, device)

@@ -1,4 +1,4 @@
-"""A training loop written by hand: FSDP2 or DistributedDataParallel, BF16, fused AdamW.
+"""A training loop written by hand: FSDP2 or DistributedDataParallel, fused AdamW.
 
     torchrun --nproc-per-node=2 -m scripts.bench.opponent.bare --task task.json --kind fsdp \\
         --out DIR --steps 100 --every 10
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from scripts.bench.fair import dtype_of
 from scripts.bench.task import (
     Task,
     build_loader,
@@ -51,7 +52,9 @@ class BareLoop:
         self._num_micro = task.num_micro_batches(dist.get_world_size())
         self.model: Any = build_model(task, device)
         if kind == "fsdp":
-            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            precision = MixedPrecisionPolicy(
+                param_dtype=dtype_of(task.precision), reduce_dtype=torch.float32
+            )
             for block in self.model.blocks:
                 fully_shard(block, mp_policy=precision)
             fully_shard(self.model, mp_policy=precision)
@@ -108,7 +111,7 @@ class BareLoop:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._kind == "fsdp":  # its mixed precision policy casts
             return contextlib.nullcontext()
-        return torch.autocast(self._device.type, dtype=torch.bfloat16)
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._task.is_bf16)
 
 
 class Saved(Stateful):

@@ -1,4 +1,4 @@
-"""Lightning Fabric: its own loop, DistributedDataParallel, bf16-mixed."""
+"""Lightning Fabric: its own loop, DistributedDataParallel, bf16-mixed or FP32."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def train(task: Task, device: torch.device, after_step: Callable[..., bool]) -> 
         accelerator=device.type,
         devices=dist.get_world_size(),
         strategy="ddp",
-        precision="bf16-mixed",
+        precision="bf16-mixed" if task.is_bf16 else "32-true",
     )
     fabric.launch()
     plain = build_model(task, device)

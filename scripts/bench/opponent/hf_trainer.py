@@ -1,4 +1,4 @@
-"""Hugging Face transformers' Trainer: DistributedDataParallel, bf16; logs and saves off."""
+"""Hugging Face transformers' Trainer: DistributedDataParallel, bf16 or FP32; logs and saves off."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ class _Trainer(Trainer):
             self._task,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
+            pin=self.args.device.type == "cuda",
             as_mapping=True,
         )
         return loader
 
     def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
         loss: torch.Tensor = super().training_step(*arguments, **named)
-        self.step_loss = self.step_loss + loss.detach().cpu()
+        self.step_loss = self.step_loss + loss.detach()  # where it is: nothing waits
         return loss
 
 
@@ -70,7 +71,7 @@ def train(task: Task, device: torch.device, after_step: Callable[..., bool]) -> 
     arguments = TrainingArguments(
         output_dir=tempfile.gettempdir(),
         use_cpu=device.type == "cpu",
-        bf16=True,
+        bf16=task.is_bf16,
         max_steps=task.total,
         per_device_train_batch_size=task.micro_size,
         gradient_accumulation_steps=task.num_micro_batches(dist.get_world_size()),

@@ -1,4 +1,4 @@
-"""Lightning's Trainer: DistributedDataParallel, bf16-mixed; bar, logger, checkpoints off."""
+"""Lightning's Trainer: DistributedDataParallel, bf16-mixed or FP32; bar, logs, saves off."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ class Module(lightning.LightningModule):
         torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), self.task.clip)
 
     def train_dataloader(self) -> DataLoader[torch.Tensor]:
-        return build_loader(self.task, rank=dist.get_rank(), world_size=dist.get_world_size())
+        return build_loader(
+            self.task,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            pin=torch.cuda.is_available(),
+        )
 
 
 class AfterEachStep(lightning.Callback):
@@ -70,7 +75,7 @@ def train(task: Task, device: torch.device, after_step: Callable[..., bool]) -> 
         accelerator=device.type,
         devices=dist.get_world_size(),
         strategy="ddp",
-        precision="bf16-mixed",
+        precision="bf16-mixed" if task.is_bf16 else "32-true",
         accumulate_grad_batches=num_micro,
         max_steps=task.total,
         callbacks=[AfterEachStep(after_step, num_micro)],

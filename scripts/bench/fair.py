@@ -1,0 +1,157 @@
+"""Every setting goes to both sides, or is refused; and both train alike before they are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.config.compose import flat
+from runner.config.schema import Precision, RunConfig
+from scripts.bench.process import MeasureError
+
+# What the opponents get by the task: its fields, the model, the batches of tokens.
+CARRIED = frozenset(
+    [
+        *(f"model.{name}" for name in (
+            "dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head", "qk_norm",
+            "norm_eps", "rope_theta", "init_std", "precision", "activation_checkpointing",
+            "compile",
+        )),
+        *(f"data.{name}" for name in (
+            "kind", "path", "suffixes", "field", "tokenizer", "token_dtype", "vocab_size",
+            "seq_len", "begin_token", "end_token", "held_out", "samples", "cache", "workers",
+            "prefetch",
+        )),
+        *(f"optim.{name}" for name in ("lr", "beta1", "beta2", "eps", "weight_decay", "clip")),
+        *(f"schedule.{name}" for name in ("warmup", "floor", "total")),
+        "batch.global_size", "batch.micro_size", "seed",
+    ]
+)  # fmt: skip
+# What no opponent has: the costs that are measured.
+OWN = ("guard", "checkpoint", "watchdog", "debug", "preempt", "track", "resume")
+# What is measured; the measurement itself sets it.
+MEASURED = frozenset(["out", "parallel.kind", "parallel.shard_size", "parallel.max_ranks"])
+# What the opponents do in one way only.
+FIXED: dict[str, Any] = {
+    "steps": 1_000_000,
+    "model.dropout": 0.0,
+    "model.z_loss": 0.0,
+    "model.loss_fp32": True,
+    "model.loss_chunk_mib": 512.0,  # memory only; the opponents hold all logits
+    "model.frozen": [],
+    # The decoder's and the corpus' own keys are the ones that travel.
+    "model._target_": None,
+    "model.arguments": None,
+    **{
+        f"compute.{name}": None
+        for name in ("precision", "compile", "recompute", "frozen", "loss_fp32")
+    },
+    "compute.deterministic": False,
+    "data._target_": None,
+    "data.messages": None,
+    "data.pack": None,
+    "data.arguments": None,
+    "data.sources": None,
+    "data.val_path": None,
+    "data.isolate_documents": False,
+    "data.skip": [],
+    "data.pin_memory": True,
+    "data.max_unreadable": 100,
+    "data.retry_seconds": 5.0,
+    "parallel.reduce_each_micro_batch": False,
+    "parallel.deepspeed": None,
+    "parallel.device": "auto",
+    "parallel.timeout_seconds": 600.0,
+    "parallel.start_seconds": 120.0,
+    "schedule.kind": "cosine",
+    "schedule.decay": 0.2,
+    "eval.every": 0,
+    "eval.samples": 64,
+    "faults": [],
+}
+_NOT_GIVEN = ("out", "steps", "parallel")
+
+# Nats between the losses of one step on both sides, of the first one and of those that follow.
+# What was measured: FP32 differs by the order of sums, less than 1e-6; in BF16 they round at other
+# places, 0.0003 at the first step and up to 0.044 at the twentieth.
+FIRST_GAP = {"fp32": 5e-6, "bf16": 2e-3}
+LATER_GAP = {"fp32": 1e-4, "bf16": 0.06}
+
+
+def refuse_measured(overrides: Sequence[str]) -> None:
+    """
+    Raises:
+        MeasureError: a setting that is not the user's to give here.
+    """
+    for text in overrides:
+        key = text.lstrip("+~").partition("=")[0]
+        if key.partition(".")[0] in _NOT_GIVEN:
+            raise MeasureError(f"{text}: the benchmark sets {key} itself")
+
+
+def refuse_uneven(config: RunConfig) -> None:
+    """
+    Raises:
+        MeasureError: settings that the runner would follow and its opponents would not.
+    """
+    problems = []
+    for key, value in flat(config).items():
+        if key in CARRIED or key in MEASURED or key.partition(".")[0] in OWN:
+            continue
+        if key == "parallel.reshard_after_forward":  # ddp keeps what is whole; so do the others
+            fixed: Any = config.parallel.kind.value != "ddp"
+        else:
+            fixed = FIXED.get(key, "as it is by default")
+        if value != fixed:
+            problems.append(f"{key}={value}: the opponents know only {fixed}")
+    if not config.optim.clip:
+        problems.append("optim.clip=0: the opponents always clip")
+    if problems:
+        raise MeasureError("settings must go to both sides: " + "; ".join(problems))
+
+
+def dtype_of(precision: Precision | str) -> torch.dtype:
+    """The type that matrices are multiplied in."""
+    name = precision.value if isinstance(precision, Precision) else precision
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+
+
+def watch_precision(block: nn.Module, precision: str) -> None:
+    """Once, at the first forward pass: what comes out of a matrix product has the right type.
+
+    Losses would not tell: BF16 under autocast is about as far from a BF16 model as from FP32.
+
+    Raises:
+        MeasureError: within that pass, it has another.
+    """
+    product = next(module for module in block.modules() if isinstance(module, nn.Linear))
+
+    def look(module: nn.Module, given: Any, made: torch.Tensor) -> None:
+        handle.remove()
+        if made.dtype is not dtype_of(precision):
+            raise MeasureError(f"the opponent multiplies in {made.dtype}, the runner {precision}")
+
+    handle = product.register_forward_hook(look)
+
+
+def refuse_other_losses(ours: Sequence[float], theirs: Sequence[float], precision: str) -> None:
+    """
+    Args:
+        ours, theirs: mean cross-entropy in nats of the first steps.
+
+    Raises:
+        MeasureError: they differ by more than this precision makes them, or there are none.
+    """
+    both = list(zip(ours, theirs, strict=False))
+    if not both:
+        raise MeasureError("no losses were compared")
+    for number, (a, b) in enumerate(both, start=1):
+        most = (LATER_GAP if number > 1 else FIRST_GAP)[precision]
+        if not abs(a - b) <= most:
+            raise MeasureError(
+                f"losses of step {number} differ: {a:.6f} and {b:.6f} nats, more than {most:g} in "
+                f"{precision}: not the same training"
+            )

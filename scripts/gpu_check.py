@@ -1,0 +1,507 @@
+"""Tries each claim that only GPUs can show: a line with pass, fail or skip each, and a JSON.
+
+Runs of two ranks or more over NCCL, small and each in a folder of its own. What is measured beside
+a claim (seconds, bytes) goes into the JSON; a claim itself is never a bare figure of time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+MOST_SECONDS = 14 * 60
+_RUN_SECONDS = 240.0
+_TAIL = 2000
+TINY = (
+    *("model=tiny", "data=synthetic", "data.workers=0", "eval.every=0", "steps=40"),
+    *("schedule.warmup=5", "checkpoint.every=10", "checkpoint.clean_after=5"),
+    *("checkpoint.memory_every=0", "guard.min_history=10", "track.every=1000"),
+    *("watchdog.floor_seconds=5", "watchdog.settle_seconds=2", "parallel.timeout_seconds=120"),
+)
+LAYOUTS = ("fsdp", "ddp", "hsdp")
+
+
+class Failed(Exception):
+    """The claim does not hold here."""
+
+
+class Skipped(Exception):
+    """It cannot be tried here, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """What became of one claim."""
+
+    name: str
+    claim: str
+    result: str  # pass, fail or skip
+    words: str
+    seconds: float
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """One training command that has ended."""
+
+    out: Path
+    code: int
+    seconds: float
+    text: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        except OSError:
+            raise Failed(f"no summary (exit {self.code}): {self.text[-_TAIL:]}") from None
+        return found
+
+    @property
+    def digest(self) -> str:
+        return str(self.summary["state_digest"])
+
+    def journal(self, kind: str) -> list[dict[str, Any]]:
+        path = self.out / "journal.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+class Machine:
+    """Where it is tried: the device, the ranks, a folder, and what is measured on the way."""
+
+    def __init__(self, *, device: str, ranks: int, folder: Path, until: float) -> None:
+        self.device = device
+        self.ranks = ranks
+        self.measured: dict[str, Any] = {}
+        self._folder = folder
+        self._until = until
+        self._clean: dict[str, Ended] = {}
+
+    def left(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+    def needs(self, ranks: int) -> None:
+        if self.ranks < ranks:
+            raise Skipped(f"needs {ranks} GPUs, there are {self.ranks}")
+
+    def train(self, name: str, *overrides: str, restarts: int = 0) -> Ended:
+        """Begin or go on with the run ``name``."""
+        out = self._folder / name
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={self.ranks}", f"--max-restarts={restarts}"]
+        command += ["-m", "runner", f"out={out}", *TINY, f"parallel.device={self.device}"]
+        code, text, seconds = self.call([*command, *overrides])
+        return Ended(out=out, code=code, seconds=seconds, text=text)
+
+    def done(self, name: str, *overrides: str, restarts: int = 0) -> Ended:
+        """As :meth:`train`; it must end well."""
+        ended = self.train(name, *overrides, restarts=restarts)
+        if ended.code:
+            raise Failed(f"exit {ended.code}: {ended.text[-_TAIL:]}")
+        return ended
+
+    def clean(self, layout: str = "fsdp") -> Ended:
+        """The run that nothing disturbed."""
+        if layout not in self._clean:
+            self._clean[layout] = self.done(f"clean-{layout}", *_layout(self, layout))
+        return self._clean[layout]
+
+    def call(self, command: Sequence[str]) -> tuple[int, str, float]:
+        """Exit code, output and seconds."""
+        began = time.monotonic()
+        limit = min(_RUN_SECONDS, self.left())
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            text, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            # Its workers end by themselves when their launcher is gone.
+            process.kill()
+            text, _ = process.communicate()
+            raise Failed(f"still running after {limit:.0f} s: {text[-_TAIL:]}") from None
+        return process.returncode, text, time.monotonic() - began
+
+
+def _layout(machine: Machine, layout: str) -> tuple[str, ...]:
+    if layout != "hsdp":
+        return (f"parallel={layout}",)
+    return ("parallel=hsdp", f"parallel.shard_size={max(1, machine.ranks // 2)}")
+
+
+def _same(one: Ended, other: Ended) -> None:
+    if one.digest != other.digest:
+        raise Failed(f"state digests differ: {one.digest[:16]} and {other.digest[:16]}")
+
+
+def _repeats_bits(machine: Machine) -> bool:
+    again = machine.done("again-fsdp", *_layout(machine, "fsdp"))
+    return again.digest == machine.clean().digest
+
+
+# The claims -------------------------------------------------------------------------------------
+
+
+def in_one_process(machine: Machine) -> str:
+    """tests/gpu: no launched step waits, late is the same run, checksums are the CPU's."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    code, text, _ = machine.call(command)
+    last = text.strip().splitlines()[-1] if text.strip() else ""
+    if re.search(r"\d+ passed", last) is None and code == 0:
+        raise Skipped(f"tests/gpu: {last}")
+    if code:
+        raise Failed(text[-_TAIL:])
+    return last
+
+
+def trains_over_nccl(machine: Machine) -> str:
+    machine.needs(2)
+    for layout in LAYOUTS:
+        ended = machine.clean(layout)
+        if ended.summary["status"] != "done":
+            raise Failed(f"{layout}: {ended.summary['status']}")
+        machine.measured[f"seconds_{layout}"] = round(ended.seconds, 1)
+    [start] = machine.clean().journal("start")
+    if start["detail"]["device"] != machine.device:
+        raise Failed(f"trained on {start['detail']['device']}")
+    return f"{', '.join(LAYOUTS)}: {machine.ranks} ranks, 40 steps each"
+
+
+def repeats_bits(machine: Machine) -> str:
+    if not _repeats_bits(machine):
+        raise Failed("two runs with the same settings differ; what compares bits proves nothing")
+    return "two runs with the same settings end bit for bit alike"
+
+
+def late_is_the_same(machine: Machine) -> str:
+    if not _repeats_bits(machine):
+        raise Skipped("this machine does not repeat bits")
+    _same(machine.done("at-once", "guard.sync=true"), machine.clean())
+    return "guard.sync=true and false end bit for bit alike"
+
+
+def nan_is_applied_nowhere(machine: Machine) -> str:
+    machine.needs(2)
+    fault = "faults=[nan_grad@step=20,rank=1]"
+    ended = machine.done("nan", fault, "debug.replica_check_every=5", "parallel=ddp")
+    if ended.summary["discarded_steps"] != 1 or ended.journal("replica_mismatch"):
+        raise Failed(f"discarded {ended.summary['discarded_steps']}; {ended.journal('replicas')}")
+    return "one rank's NaN discarded one step, and the ranks' copies stayed alike"
+
+
+def a_death_is_noticed(machine: Machine) -> str:
+    machine.needs(2)
+    ended = machine.train("killed", "faults=[kill@step=25,rank=1]")
+    machine.measured["seconds_to_the_end"] = round(ended.seconds, 1)
+    if ended.code == 0:
+        raise Failed("the run did not end")
+    again = machine.done("killed")
+    crashes = again.journal("crash")
+    if not crashes or crashes[0]["ranks"] != [1]:
+        raise Failed(f"the journal blames {[line['ranks'] for line in crashes]}, not rank 1")
+    if machine.clean().digest == again.digest:
+        return f"{crashes[0]['reason']}; resumed to the same bits"
+    if _repeats_bits(machine):
+        raise Failed("resumed to other bits")
+    return f"{crashes[0]['reason']}; resumed (bits are not repeated here)"
+
+
+def a_hang_is_named(machine: Machine) -> str:
+    machine.needs(2)
+    ended = machine.train("hung", "faults=[hang@step=25,rank=1]")
+    machine.measured["seconds_to_the_end"] = round(ended.seconds, 1)
+    if ended.code == 0:
+        raise Failed("the run did not end")
+    crashes = machine.done("hung").journal("crash")
+    if not crashes or 1 not in crashes[0]["ranks"]:
+        raise Failed(f"not named: {crashes[0]['reason'] if crashes else ended.text[-_TAIL:]}")
+    reports = list((ended.out / "incidents").glob("*/rank-*.json"))
+    told = [json.loads(path.read_text()).get("collectives") for path in reports]
+    machine.measured["collectives_told"] = [len(one or []) for one in told]
+    return str(crashes[0]["reason"])
+
+
+def snapshots_come_back(machine: Machine) -> str:
+    """Also that memory was page-locked: it is said where it could not be."""
+    machine.needs(2)
+    told = ("checkpoint.memory_every=5", "checkpoint.every=20")
+    ended = machine.done("memory", *told, "faults=[kill@step=28,rank=0]", restarts=1)
+    tier = ended.journal("start")[-1]["detail"]["tier"]
+    if tier != "memory":
+        raise Failed(f"resumed from {tier}: {ended.text[-_TAIL:]}")
+    if "cannot be page-locked" in ended.text:
+        raise Failed("shared memory cannot be page-locked: snapshots make training wait")
+    lines = map(json.loads, (ended.out / "metrics.jsonl").read_text().splitlines())
+    stalls = [float(line.get("stalls", {}).get("checkpoint", 0.0)) for line in lines]
+    machine.measured["longest_stall_seconds"] = round(max(stalls, default=0.0), 4)
+    return "page-locked; after a kill the run went on from memory"
+
+
+def large_heads(machine: Machine) -> str:
+    """Losses, gradients and bytes of a head in parts, against all at once."""
+    from runner.model.loss import HeadLosses, sequence_losses
+
+    device = torch.device(machine.device)
+    size = (1, 4096, 1024, 64_000) if machine.device == "cuda" else (1, 64, 32, 500)
+    rows, length, dim, vocabulary = size
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, length, dim, generator=generator).to(device, torch.bfloat16)
+    weight = (torch.randn(vocabulary, dim, generator=generator) * 0.02).to(device, torch.bfloat16)
+    targets = torch.randint(vocabulary, (rows, length), generator=generator).to(device)
+    found = []
+    for most_bytes in (0, rows * length * vocabulary // 4):
+        head = HeadLosses(fp32=True, z_loss=0.0, most_bytes=most_bytes)
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if machine.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        made = head(x, w, targets) if head.is_wanted(x, w) else torch.nn.functional.linear(x, w)
+        losses, _ = sequence_losses(made, targets, fp32=True, z_loss=0.0)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None and w.grad is not None
+        peak = torch.cuda.max_memory_allocated() if machine.device == "cuda" else 0
+        found.append((losses.detach(), x.grad, w.grad, peak))
+        del made, losses, x, w
+    (loss, *grads, whole), (parts, *own, peak) = found
+    torch.testing.assert_close(parts, loss, rtol=1e-4, atol=0.0)
+    for one, other in zip(own, grads, strict=True):
+        error = (one.float() - other.float()).norm() / other.float().norm()
+        if not error < 0.02:
+            raise Failed(f"gradients differ by {error:.3f} of their norm")
+    machine.measured |= {"peak_bytes": peak, "peak_bytes_at_once": whole}
+    if machine.device == "cuda" and peak > 0.7 * whole:
+        raise Failed(f"{peak / 1e9:.2f} GB at the peak, {whole / 1e9:.2f} GB at once")
+    return f"the same losses; {peak / 1e9:.2f} GB at the peak, {whole / 1e9:.2f} GB at once"
+
+
+def sums_of_large_states(machine: Machine) -> str:
+    """The state digest of large states is the CPU's."""
+    from runner.checkpoint.digest import Summing
+
+    values = torch.randn(5_000_011, generator=torch.Generator().manual_seed(0))
+    on_device = values.to(machine.device)
+    Summing().of("warm", 0, on_device)
+    began = time.monotonic()
+    told = Summing().of("param/a", 77, on_device)
+    machine.measured["seconds_of_20_MB"] = round(time.monotonic() - began, 4)
+    if told != Summing().of("param/a", 77, values):
+        raise Failed("the GPU sums otherwise than the CPU")
+    return "the GPU sums as the CPU does"
+
+
+def deepspeed_zero(machine: Machine) -> str:
+    machine.needs(2)
+    try:
+        version("deepspeed")
+    except PackageNotFoundError:
+        raise Skipped("deepspeed is not installed") from None
+    for stage in ("zero1", "zero3"):
+        machine.done(stage, f"parallel={stage}", "model.precision=bf16", "steps=20")
+    return "stages 1 and 3: 20 steps each"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """``seconds`` is what it usually takes; it is not begun with less than that left."""
+
+    name: str
+    words: str
+    check: Callable[[Machine], str]
+    seconds: float
+
+
+CLAIMS = (
+    Claim(
+        name="head",
+        words="a large head in parts gives the same losses in less memory",
+        check=large_heads,
+        seconds=10,
+    ),
+    Claim(
+        name="digest",
+        words="the state digest does not depend on the device",
+        check=sums_of_large_states,
+        seconds=10,
+    ),
+    Claim(
+        name="train",
+        words="fsdp, ddp and hsdp train over NCCL",
+        check=trains_over_nccl,
+        seconds=60,
+    ),
+    Claim(
+        name="death",
+        words="a killed rank is noticed and named, and the run resumes",
+        check=a_death_is_noticed,
+        seconds=60,
+    ),
+    Claim(
+        name="hang",
+        words="a hanging rank is named by NCCL's recorder",
+        check=a_hang_is_named,
+        seconds=90,
+    ),
+    Claim(
+        name="nan",
+        words="a NaN on one rank is applied on no rank",
+        check=nan_is_applied_nowhere,
+        seconds=30,
+    ),
+    Claim(
+        name="memory",
+        words="snapshots in memory are page-locked and come back",
+        check=snapshots_come_back,
+        seconds=60,
+    ),
+    Claim(name="bits", words="this machine repeats bits", check=repeats_bits, seconds=30),
+    Claim(
+        name="late",
+        words="reading numbers one step late changes no bit",
+        check=late_is_the_same,
+        seconds=60,
+    ),
+    Claim(
+        name="waits",
+        words="no step makes the host wait for the device",
+        check=in_one_process,
+        seconds=120,
+    ),
+    Claim(name="zero", words="DeepSpeed ZeRO trains", check=deepspeed_zero, seconds=120),
+)
+
+
+def try_claim(claim: Claim, machine: Machine) -> Line:
+    """What became of it; whatever it raises is a failure in words."""
+    machine.measured = {}
+    began = time.monotonic()
+    try:
+        if machine.left() < claim.seconds:
+            raise Skipped(f"no time left for it (usually {claim.seconds:.0f} s)")
+        result, words = "pass", claim.check(machine)
+    except Skipped as error:
+        result, words = "skip", str(error)
+    except Failed as error:
+        result, words = "fail", str(error)
+    except Exception as error:  # the next claim is worth trying all the same
+        result, words = "fail", f"{type(error).__name__}: {error}"
+    return Line(
+        name=claim.name,
+        claim=claim.words,
+        result=result,
+        words=words,
+        seconds=round(time.monotonic() - began, 1),
+        measured=machine.measured,
+    )
+
+
+def describe(ranks: int) -> dict[str, Any]:
+    """The machine, as far as it matters."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "ranks": ranks,
+        "devices": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
+    }
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, check=False)
+        found["driver"] = done.stdout.split("\n")[0]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: nothing failed. 1: something did. 2: there is no GPU."""
+    options = _options(arguments)
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus and not options.rehearse:
+        print("no CUDA device on this machine: none of these claims was tried")
+        for claim in CLAIMS:
+            print(f"skip  {claim.words} (no CUDA device)")
+        print("run this where GPUs are, or with --rehearse to try the script itself on the CPU")
+        return 2
+    device = "cpu" if options.rehearse else "cuda"
+    ranks = options.ranks or (2 if options.rehearse else num_gpus)
+    if options.rehearse:
+        print("a rehearsal on the CPU: nothing here says anything about GPUs")
+    elif ranks < 2:
+        print("one GPU: what needs two ranks is skipped")
+    lines = []
+    with tempfile.TemporaryDirectory(prefix="holdfast-gpu-check-") as folder:
+        machine = Machine(
+            device=device,
+            ranks=ranks,
+            folder=Path(folder),
+            until=time.monotonic() + MOST_SECONDS,
+        )
+        for claim in CLAIMS:
+            if options.only and claim.name not in options.only:
+                continue
+            line = try_claim(claim, machine)
+            lines.append(line)
+            print(f"{line.result}  {line.claim} ({line.words.strip().splitlines()[-1][:200]})")
+            _write(options.out, lines, describe(ranks), is_rehearsal=options.rehearse)
+    print(f"written to {options.out}: please send it back")
+    return int(any(line.result == "fail" for line in lines))
+
+
+def _write(out: Path, lines: list[Line], machine: dict[str, Any], *, is_rehearsal: bool) -> None:
+    """After each line: whatever ends this, what is known is there."""
+    told = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rehearsal": is_rehearsal,
+        "holdfast": version("holdfast-train"),
+        "machine": machine,
+        "claims": [asdict(line) for line in lines],
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    known = "\n".join(f"  {claim.name:<8}{claim.words}" for claim in CLAIMS)
+    parser = argparse.ArgumentParser(
+        prog="bash scripts/gpu_check.sh",
+        description="Tries every claim that only GPUs can show; writes a JSON to send back.",
+        epilog=f"claims:\n{known}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-check.json")
+    parser.add_argument("--ranks", type=int, help="default: every GPU")
+    names = [claim.name for claim in CLAIMS]
+    parser.add_argument("--only", action="append", choices=names, metavar="NAME")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, to try the script")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
