@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A process of its own ends what the session leaves, since a session may end at any moment.
     """
+    # For side_by_side.LIMIT_SECONDS; a copy of 2, which is captured during a test.
+    faulthandler.register(signal.SIGUSR2, file=os.dup(2))
     shared = Path("/dev/shm")
     where = tempfile.mkdtemp(prefix="holdfast-test-", dir=shared if shared.is_dir() else None)
     mark = secrets.token_hex(8)
@@ -62,6 +67,16 @@ def _ends_what_it_began() -> Iterator[None]:
     """Also when a test fails, or runs into its time-out."""
     yield
     run.end_all()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_our_logger_as_it_was() -> Iterator[None]:
+    """A program's ``log.begin`` would make the tests after it print what they do not expect."""
+    logger = logging.getLogger("runner")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

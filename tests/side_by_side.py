@@ -18,12 +18,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SESSIONS = 3
 REPEATED = 2  # failed drills, at most
+LIMIT_SECONDS = 3300.0  # of all sessions together, but with --full; a hang shall say where it is
 DRILLS = "tests/drills/"
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # of pytest's exit codes
 
@@ -61,11 +63,27 @@ def run_sessions(arguments: Sequence[str], share: Path) -> list[int]:
                 words = [f"--share={share}", *arguments]  # one word: no path to collect
                 process = subprocess.Popen(_pytest(words), stdout=out, stderr=out)
             began.append((process, log))
+        limit = threading.Timer(LIMIT_SECONDS, _end, args=([process for process, _ in began],))
+        limit.daemon = True
+        if "--full" not in arguments:
+            limit.start()
         for number, (process, log) in enumerate(began):
             if log is not None:
                 print(f"session {number + 1} of {SESSIONS}, side by side with those above:")
                 _follow(process, log)
-        return [process.wait() for process, _ in began]
+        codes = [process.wait() for process, _ in began]
+        limit.cancel()
+        return codes
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Those that go on: the stacks of all their threads, and the end."""
+    for process in processes:
+        if process.poll() is None:
+            print(f"error: a session did not end within {LIMIT_SECONDS:g} s: ended", flush=True)
+            process.send_signal(signal.SIGUSR2)  # faulthandler's, tests/conftest.py
+            time.sleep(2.0)
+            process.kill()
 
 
 def repeat(failed: Sequence[str], arguments: Sequence[str]) -> int:

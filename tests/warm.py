@@ -33,11 +33,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from runner.launch.process_tree import Preparation
+from runner.launch.prepared import split
 
 _MODULES = ("runner", "torch.distributed.run")
 # torch._dynamo comes with the first wrapper of FSDP2 or of an optimizer.
@@ -61,6 +60,7 @@ _SUPERVISORS, _ATTEMPTS = ("launch", "supervise"), 3
 
 def suits(arguments: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether a forked process would do the same as ``arguments`` with ``env``."""
+    arguments = split(arguments)[1]
     words = [word for word in arguments[1:] if word != "-u"]
     known = words[:1] == ["-m"] and (words[1] in _MODULES or words[1].startswith("tests."))
     script = bool(words) and words[0].endswith(".py")
@@ -128,8 +128,6 @@ def _hand_over(popen: Any, args: Sequence[str], rest: Sequence[Any], to: Any) ->
     cwd, env, to_child, to_parent, to_errors = (rest[place] for place in (4, 5, 9, 12, 14))
     given = os.environ if env is None else env
     job: dict[str, Any] = {"args": list(args), "env": dict(given), "cwd": str(cwd or os.getcwd())}
-    if rest[1] is not None:  # preexec_fn: of ours there is one
-        job["preparation"] = asdict(rest[1])
     pipes = [to_child, to_parent, to_errors]
     popen.pid = to.begin(job, [own if own != -1 else n for n, own in enumerate(pipes)])
     popen._child_created = True
@@ -298,7 +296,8 @@ def _run_when_told(source: socket.socket) -> None:
 
 def _become(job: Mapping[str, Any], files: Sequence[int], *, is_launcher: bool) -> None:
     """Be the program that ``job`` names, from its first line."""
-    arguments, env = job["args"][1:], job["env"]
+    prepared, command = split(job["args"])
+    arguments, env = command[1:], job["env"]
     os.setsid()
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -306,7 +305,7 @@ def _become(job: Mapping[str, Any], files: Sequence[int], *, is_launcher: bool) 
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(env)
-    _show(job["args"], env)
+    _show(command, env)
     sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
     if env.get("PYTHONFAULTHANDLER"):
@@ -314,8 +313,8 @@ def _become(job: Mapping[str, Any], files: Sequence[int], *, is_launcher: bool) 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while arguments[0] == "-u":
         arguments = arguments[1:]
-    if "preparation" in job:
-        Preparation(**job["preparation"])()
+    if prepared is not None:
+        prepared.apply()
     if arguments[:2] == ["-m", "torch.distributed.run"]:
         _launch(arguments[2:])
     elif arguments[0] == "-m":

@@ -19,6 +19,7 @@ from runner.distributed.env import EXIT_DIR
 from runner.launch import process_tree, torchrun
 from runner.launch.begun import BegunRanks
 from runner.launch.exits import final_code, outcome, read_exits
+from runner.launch.prepared import Preparation
 from runner.system.process import answer_hangup, parent
 
 _POLL_SECONDS = 0.1
@@ -127,17 +128,18 @@ def run_once(job: Job, stop: Stop) -> Ended:
     with tempfile.TemporaryDirectory(prefix="holdfast-exits-") as own:
         exits = job.exits or Path(own)
         exits.mkdir(parents=True, exist_ok=True)
-        # A session of its own: a terminal's Ctrl-C is for the supervisor to pass on.
-        child = subprocess.Popen(
-            list(job.command),
-            env=dict(job.environment) | {EXIT_DIR: str(exits), process_tree.MARK: mark},
-            start_new_session=True,
-            preexec_fn=process_tree.Preparation(
-                parent=os.getpid(),
-                shielded=job.shielded,
-                is_torchrun=torchrun.is_started_by(job.command),
-            ),
+        prepared = Preparation(
+            parent=os.getpid(),
+            shielded=job.shielded,
+            is_torchrun=torchrun.is_started_by(job.command),
         )
+        with prepared.beginning():
+            # A session of its own: a terminal's Ctrl-C is for the supervisor to pass on.
+            child = subprocess.Popen(
+                prepared.command(job.command),
+                env=dict(job.environment) | {EXIT_DIR: str(exits), process_tree.MARK: mark},
+                start_new_session=True,
+            )
         missing = frozenset[str]()
         begun = BegunRanks(exits, mark, job.begin_seconds)
         watch = _Watch(job, child, mark, exits, stop, begun)

@@ -10,10 +10,9 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-from runner.system.process import die_with_parent, is_in_kernel, unblock
+from runner.system.process import is_in_kernel
 from runner.system.process import parent as parent_of
 
 MARK = "HOLDFAST_MARK"
@@ -65,31 +64,6 @@ def end_all(mark: str, *, timeout_seconds: float = 10.0, stuck_seconds: float = 
             send(pid, signal.SIGKILL)
         time.sleep(0.02)
     return sorted(seen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
-    """What a child does before exec, so that it dies with its parent; for ``preexec_fn``.
-
-    Args:
-        parent: the process that starts it.
-        shielded: it ignores SIGTERM and SIGUSR1.
-        is_torchrun: what it says must not keep it: a torchrun that waits for a reader to say
-            which rank failed never ends. Other programs may not know that a write can fail.
-    """
-
-    parent: int
-    shielded: bool
-    is_torchrun: bool
-
-    def __call__(self) -> None:
-        die_with_parent(self.parent)
-        if self.is_torchrun:
-            unblock(1)
-            unblock(2)
-        if self.shielded:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _pids() -> list[int]:

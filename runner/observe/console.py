@@ -31,6 +31,7 @@ CALM = frozenset({"start", "setting_changed", "restored", "episode", "interval"}
 class Progress:
     """The live line's numbers. Losses are nats per token.
 
+    ``total`` is 0 where nobody knows it, ``tokens_per_second`` where there are no tokens.
     ``goodput`` is the share of wall time, down time included, that counts in the result.
     ``eval_loss`` is the newest held-out loss, ``is_evaluated`` whether it is of this step.
     """
@@ -52,13 +53,13 @@ class Progress:
 
     def text(self) -> str:
         parts = [
-            f"step {self.step}/{self.total}",
+            f"step {self.step}/{self.total}" if self.total else f"step {self.step}",
             f"loss {self.loss:.4f}",
             f"grad {self.grad_norm:.3f}",
             f"lr {self.lr:.2e}",
-            f"{self.tokens_per_second:,.0f} tok/s",
+            *([f"{self.tokens_per_second:,.0f} tok/s"] if self.tokens_per_second else []),
             *([f"MFU {self.mfu:.1%}"] if self.mfu is not None else []),
-            f"ETA {duration(self.eta_seconds)}",
+            *([f"ETA {duration(self.eta_seconds)}"] if self.total else []),
             f"clean {self.num_clean}",
             f"discarded {self.num_discarded}",
             f"rollbacks {self.num_rollbacks}",

@@ -18,8 +18,9 @@ def program() -> str | None:
     return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
+    """One for all pages, and gone before other tests of the session begin."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = program()
     if path is None:

@@ -67,6 +67,34 @@ def test_each_file_is_run_once_and_a_drill_that_fails_once_is_told(tmp_path: Pat
     assert "1 passed" in again, "no other test is repeated"
 
 
+HANGS = """
+import faulthandler, signal, sys, threading
+from tests import side_by_side
+if len(sys.argv) == 1:
+    side_by_side.LIMIT_SECONDS = 2.0
+    side_by_side._pytest = lambda words: [sys.executable, __file__, "session"]
+    sys.exit(side_by_side.main([]))
+faulthandler.register(signal.SIGUSR2)
+threading.Event().wait()
+"""
+
+
+def test_sessions_that_hang_are_ended_and_say_where(tmp_path: Path) -> None:
+    program = tmp_path / "hangs.py"
+    program.write_text(HANGS)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stdout.count("error: a session did not end within 2 s") == side_by_side.SESSIONS
+    assert 'hangs.py", line 9 in <module>' in done.stdout + done.stderr
+
+
 def test_a_test_that_is_no_drill_is_not_repeated(tmp_path: Path) -> None:
     done = run(tmp_path, passes=False)
     assert done.returncode == 1 and "again" not in done.stdout, done.stdout + done.stderr

@@ -18,6 +18,7 @@ from runner.health import rank_monitor as module
 from runner.health.rank_report import Report, read_reports, write_report
 from runner.launch import begun as begun_module
 from runner.launch.attempt import Ended, Job, Stop, run_once
+from runner.launch.prepared import Preparation
 from runner.system.process import host_name
 from tests.mechanism.test_witness import take_run, until, watched
 
@@ -168,6 +169,33 @@ def test_a_rank_that_is_dead_while_its_launcher_lives_on(
     stop.ask(signal.SIGTERM)
     running.join(30)
     assert not running.is_alive()
+
+
+def test_nothing_but_c_runs_between_fork_and_exec() -> None:
+    """A lock that another thread held at the fork stays locked, and Popen waits for ever."""
+    program = (
+        "import os, sys\n"
+        "from runner.launch.attempt import Job, Stop, run_once\n"
+        "os.register_at_fork(after_in_child=lambda: __import__('time').sleep(1000))\n"
+        "job = Job(command=[sys.executable, '-c', ''], environment=dict(os.environ))\n"
+        "sys.exit(run_once(job, Stop()).code)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=100, check=False).returncode == 0
+
+
+def test_a_signal_that_comes_too_early_is_ignored_by_what_is_shielded() -> None:
+    prepared = Preparation(parent=os.getpid(), shielded=True, is_torchrun=False)
+    with prepared.beginning():
+        child = subprocess.Popen(prepared.command([sys.executable, "-c", "print('well')"]))
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(100) == 0
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_command_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(command=["/no/such/command"], environment=dict(os.environ))
+    assert run_once(job, Stop()).code not in (0, 75)
+    assert "error: /no/such/command: No such file" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("case", ["alone in the world", "in order", "told by another"])

@@ -1,0 +1,85 @@
+"""Prepares this process and becomes a command: ``python -m runner.launch.prepared JSON COMMAND``.
+
+An exec of its own, because nothing but C may run between fork and exec where there are threads:
+a lock that another thread held stays locked in the child, and ``Popen`` waits for it for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from runner.system.process import die_with_parent, unblock
+
+_SHIELDED = (signal.SIGTERM, signal.SIGUSR1)
+# Ignored by Python from its start, which a command would inherit; see ``restore_signals`` of Popen.
+_PYTHON_IGNORES = ("SIGPIPE", "SIGXFSZ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """What a command's process does first, so that it dies with its parent.
+
+    Args:
+        parent: the process that starts it.
+        shielded: it ignores SIGTERM and SIGUSR1, from before it begins.
+        is_torchrun: what it says must not keep it: a torchrun that waits for a reader to say
+            which rank failed never ends. Other programs may not know that a write can fail.
+    """
+
+    parent: int
+    shielded: bool
+    is_torchrun: bool
+
+    def command(self, command: Sequence[str]) -> list[str]:
+        """``command`` with this before it."""
+        return [sys.executable, "-m", __name__, json.dumps(asdict(self)), *command]
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Around the start of :meth:`command`: a signal too early waits until it is ignored."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED if self.shielded else ())
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def apply(self) -> None:
+        """Prepare this process."""
+        die_with_parent(self.parent)
+        if self.is_torchrun:
+            unblock(1)
+            unblock(2)
+        if self.shielded:
+            for number in _SHIELDED:
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SHIELDED)
+
+
+def split(command: Sequence[str]) -> tuple[Preparation | None, list[str]]:
+    """The preparation of a command that has one, and the command itself."""
+    if list(command[1:3]) != ["-m", __name__]:
+        return None, list(command)
+    return Preparation(**json.loads(command[3])), list(command[4:])
+
+
+def main(words: Sequence[str]) -> None:
+    """Never returns: this process becomes the command, or ends with 127 as in a shell."""
+    Preparation(**json.loads(words[0])).apply()
+    for name in _PYTHON_IGNORES:
+        if number := getattr(signal, name, None):
+            signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(words[1], list(words[1:]))
+    except OSError as error:
+        sys.stderr.write(f"error: {words[1]}: {error.strerror}\n")
+        sys.exit(127)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
