@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner.embed.guard import Guard as Guard
+    from runner.embed.sampler import Sampler as Sampler
 
 __version__ = "0.1.0"
 
-_PUBLIC = {"Guard": "runner.embed.guard"}
-__all__ = ["Guard", "__version__"]
+_PUBLIC = {"Guard": "runner.embed.guard", "Sampler": "runner.embed.sampler"}
+__all__ = ["Guard", "Sampler", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,8 @@ class DataPlace:
     """Where the run stands in the data: which pass (``epoch``), and where in it.
 
     ``start`` is the number of the pass's first batch; ``begun`` and ``state`` are this rank's, see
-    :class:`Source`; ``drawn`` is how many batches of the pass had been taken.
+    :class:`Source`; ``drawn`` is how many batches of the pass had been taken, ``is_over`` that
+    there was no further one.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class DataPlace:
         self.begun: Any = None
         self.state: Any = None
         self.drawn = 0
+        self.is_over = False
 
     def to_json(self) -> dict[str, Any]:
         """Of this rank."""
@@ -45,6 +47,7 @@ class DataPlace:
             "epoch": self.epoch,
             "start": self.start,
             "drawn": source.drawn if source else self.drawn,
+            "over": source.is_over if source else self.is_over,
             "begun": pack(self.begun, "the loader's generators"),
             "state": pack(source.state() if source else self.state, "loader.state_dict()"),
         }
@@ -52,6 +55,7 @@ class DataPlace:
     def load_json(self, told: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`, but for the source, which is to be brought there."""
         self.epoch, self.start, self.drawn = told["epoch"], told["start"], told["drawn"]
+        self.is_over = bool(told.get("over", False))
         self.begun, self.state = unpack(told["begun"]), unpack(told["state"])
 
 

@@ -119,7 +119,7 @@ class Guard:
         listen(group)
         self._passes: list[Source] = []
         self._has_begun = False
-        self._is_behind = bool(self._opened.resumed.step or self._opened.state.cursor)
+        self._is_behind = not self._opened.resumed.is_fresh
 
     # -- what the loop calls --------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class Guard:
         self._carried.data_goes_on = not source.rereads
         if not self._has_begun:
             self._has_begun = True
-            if self._opened.resumed.step or self._opened.state.cursor:
+            if not self._opened.resumed.is_fresh:
                 self._reposition()
                 self._carried.repeat()
             else:
@@ -287,7 +287,7 @@ class Guard:
             # Of the very beginning: no pass had been begun.
             place.begun = source.begin()
         else:
-            source.resume(place.begun, place.state, place.drawn)
+            source.resume(place.begun, place.state, place.drawn, is_over=place.is_over)
         place.source = source
         self._carried.put_randomness_back()
 

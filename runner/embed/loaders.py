@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from runner.embed.randomness import Randomness, generators_of
+from runner.embed.sampler import Sampler, tells_its_state
 from runner.system.error import ConfigError
 
 
@@ -25,6 +26,7 @@ class Exhausted(Exception):
 class Source(Protocol):
     """One pass over a loader. ``drawn`` batches have been taken from it."""
 
+    is_over: bool  # there was no further one
     rereads: bool  # what was read can be read again
     reads_by_number: bool  # and nothing is drawn to pass a batch over
 
@@ -46,8 +48,8 @@ class Source(Protocol):
         """What :meth:`resume` needs to go on from here."""
         ...
 
-    def resume(self, begun: Any, state: Any, drawn: int) -> None:
-        """Make :meth:`read` go on behind ``drawn`` batches."""
+    def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
+        """Make :meth:`read` go on behind ``drawn`` batches; nowhere if they were all."""
         ...
 
 
@@ -58,13 +60,16 @@ def source_of(loader: Any) -> Source:
         ConfigError: it cannot be.
     """
     kind = type(loader)
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, Sampler) and not tells_its_state(loader):
+        return Sampled(loader, sampler)
     if isinstance(loader, Mapping):
         raise ConfigError(
             f"guard.over({kind.__name__}): is a mapping; give its values, a list or a loader"
         )
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
         return Indexed(loader)
-    if _tells_its_state(loader):
+    if tells_its_state(loader):
         return Resumable(loader)
     if hasattr(kind, "__iter__"):
         return Plain(loader)
@@ -73,20 +78,10 @@ def source_of(loader: Any) -> Source:
     )
 
 
-def _tells_its_state(loader: Any) -> bool:
-    """Accelerate's loaders have the methods also where what they wrap has none."""
-    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        return False
-    try:
-        loader.state_dict()
-    except (AttributeError, NotImplementedError):
-        return False
-    return True
-
-
 class Indexed:
     """``[i]`` and ``len``: any batch at any time. It must give the same batch each time."""
 
+    is_over = False  # its length says so
     rereads = True
     reads_by_number = True
 
@@ -107,7 +102,7 @@ class Indexed:
     def state(self) -> None:
         return None
 
-    def resume(self, begun: Any, state: Any, drawn: int) -> None:
+    def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self.drawn = drawn
 
 
@@ -120,13 +115,18 @@ class _Drawn:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._iterator: Iterator[Any] = iter(())
+        self.is_over = False
         self.drawn = 0
+
+    def _begin(self, iterator: Iterator[Any], *, drawn: int, is_over: bool = False) -> None:
+        self._iterator, self.drawn, self.is_over = iterator, drawn, is_over
 
     def read(self, number: int) -> Any:
         while True:
             try:
                 batch = next(self._iterator)
             except StopIteration:
+                self.is_over = True
                 raise Exhausted(self.drawn) from None
             self.drawn += 1
             if self.drawn > number:
@@ -142,21 +142,47 @@ class Plain(_Drawn):
             "random": Randomness().to_json(),
             "generators": [g.get_state() for g in generators_of(self._loader)],
         }
-        self._iterator = iter(self._loader)
-        self.drawn = 0
+        self._begin(iter(self._loader), drawn=0)
         return made
 
     def state(self) -> None:
         return None
 
-    def resume(self, begun: Any, state: Any, drawn: int) -> None:
+    def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         Randomness.from_json(begun["random"]).put_back()
         for generator, old in zip(generators_of(self._loader), begun["generators"], strict=True):
             generator.set_state(old)
-        self._iterator = iter(self._loader)
-        self.drawn = 0
+        self._begin(iter(self._loader), drawn=0)
         if drawn:
             self.read(drawn - 1)
+
+
+class Sampled(_Drawn):
+    """A DataLoader with our sampler, which can begin at any batch."""
+
+    rereads = True
+
+    def __init__(self, loader: Any, sampler: Sampler) -> None:
+        super().__init__(loader)
+        self._sampler = sampler
+
+    def begin(self) -> None:
+        self._begin(self._sampler.over(self._loader), drawn=0)
+
+    def read(self, number: int) -> Any:
+        if number > self.drawn:
+            left = len(self._sampler) - self.drawn
+            self._sampler.pass_over(number - self.drawn)
+            self.drawn += min(left, number - self.drawn)
+        return super().read(number)
+
+    def state(self) -> Any:
+        return self._sampler.state_dict()
+
+    def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
+        self._sampler.load_state_dict(state)
+        left = iter(()) if is_over else self._sampler.over(self._loader)
+        self._begin(left, drawn=drawn, is_over=is_over)
 
 
 class Resumable(_Drawn):
@@ -165,13 +191,13 @@ class Resumable(_Drawn):
     rereads = True
 
     def begin(self) -> None:
-        self._iterator = iter(self._loader)
-        self.drawn = 0
+        self._begin(iter(self._loader), drawn=0)
 
     def state(self) -> Any:
         return self._loader.state_dict()
 
-    def resume(self, begun: Any, state: Any, drawn: int) -> None:
+    def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self._loader.load_state_dict(state)
-        self._iterator = iter(self._loader)
-        self.drawn = drawn
+        # Of a pass that is over, the next one begins with iter: it may draw an order.
+        left = iter(()) if is_over else iter(self._loader)
+        self._begin(left, drawn=drawn, is_over=is_over)

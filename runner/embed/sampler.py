@@ -1,0 +1,385 @@
+"""The order of a run's samples as a batch sampler for anybody's DataLoader."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch.utils.data import Sampler as TorchSampler
+
+from runner.data.cursor import Indices, OneSource, SampleStream
+from runner.distributed.env import place_from
+from runner.embed.randomness import Randomness, generators_of
+from runner.policy.decision.ledger import Ledger
+from runner.system.environment import variables
+from runner.system.error import ConfigError, DataError
+
+# What makes another order; a state of another one cannot be gone on with.
+_ORDER = ("num_samples", "seed", "shuffle")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """``cursor``: the next position; ``batches`` of pass ``epoch`` lie behind it."""
+
+    cursor: int = 0
+    epoch: int = 0
+    batches: int = 0
+
+
+_Drawn = tuple[int, _Place]  # a batch: its first position, and the place behind it
+
+
+class _InOrder:
+    """An order that is none: position ``p`` is sample ``p % num_samples``."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def indices(self, positions: Indices) -> Indices:
+        return positions % self.num_samples
+
+    def is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
+        return np.zeros(indices.shape, dtype=np.bool_)
+
+    def held_out_indices(self, count: int) -> Indices:
+        return np.empty(0, dtype=np.int64)
+
+
+class Sampler(TorchSampler[list[int]]):
+    """A batch sampler whose place is a number: any world size, any number of workers.
+
+    Samples form one stream: position ``p`` is in epoch ``p // N`` and names sample
+    ``permute(p % N)`` of it, a permutation that is computed and not stored. A global batch is the
+    next ``global_size`` positions that are not to be skipped, dealt to the ranks in turn. So the
+    batches are the same on any world size, also on another one than the run was begun with.
+
+    An iteration is a pass: it ends where the epoch has no whole batch left; what remains is in
+    the first batch of the next pass. All ranks have equally many batches, and each sample is used
+    once an epoch; none is repeated or dropped to make it even.
+
+    Args:
+        data: the data set, or how many samples it has.
+        global_size: samples of a batch, over all ranks.
+        seed: of the order.
+        shuffle: False reads each epoch in the order of the data set.
+        skip: half-open ranges of positions that are never read.
+        rank, world_size: by default those of the process group, or of one process.
+
+    Raises:
+        ConfigError: a value that cannot be.
+
+    How far it is, is counted by batches handed out, where the loop goes over :meth:`over`, or the
+    loader keeps its own state (torchdata's StatefulDataLoader), or Guard goes over it. A plain
+    loop over a DataLoader with workers is behind :meth:`state_dict` by what the workers prefetch.
+
+    Where ``world_size`` does not divide ``global_size`` some ranks have one sample more in each
+    batch; the mean over ranks is exact if each weighs its own by
+    ``len(batch) * world_size / global_size``.
+
+    >>> from torch.utils.data import DataLoader
+    >>> from runner import Sampler
+    >>> data = list(range(10))
+    >>> sampler = Sampler(data, global_size=4, seed=1, rank=0, world_size=1)
+    >>> loader = DataLoader(data, batch_sampler=sampler)
+    >>> batches = [batch.tolist() for batch in sampler.over(loader)]
+    >>> state = sampler.state_dict()
+    >>> batches += [batch.tolist() for batch in sampler.over(loader)]
+    >>> sorted(batches[0] + batches[1] + batches[2][:2])
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    >>> halves = [Sampler(data, global_size=4, seed=1, rank=r, world_size=2) for r in (0, 1)]
+    >>> for half in halves:
+    ...     half.load_state_dict(state)
+    >>> [sorted(a + b) for a, b in zip(*halves)] == [sorted(batch) for batch in batches[2:]]
+    True
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        global_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        skip: Iterable[tuple[int, int]] = (),
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.num_samples = data if isinstance(data, int) else len(data)
+        self.global_size, self.seed, self.shuffle = global_size, seed, shuffle
+        if not 1 <= global_size <= self.num_samples:
+            raise ConfigError(
+                f"Sampler: global_size={global_size}: must be from 1 to the number of samples, "
+                f"{self.num_samples}"
+            )
+        if (rank is None) != (world_size is None):
+            raise ConfigError(
+                f"Sampler: rank={rank}, world_size={world_size}: give both, or neither"
+            )
+        self._given = None if rank is None or world_size is None else (rank, world_size)
+        if self._given is not None:
+            self._check_ranks(*self._given)
+        self._ledger = Ledger()
+        self._stream = self._stream_of(seed, shuffle)
+        self._place = _Place()
+        self._num_moved = 0  # times that the place was set from outside
+        self._counted_by: deque[_Drawn] | None = None
+        self.positions = (0, 0)
+        for pair in skip:
+            self._add(*pair)
+
+    positions: tuple[int, int]
+    """Half-open range of positions of the batch handed out last, all ranks' parts of it."""
+
+    # -- as torch has it ------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The rest of the pass, this rank's indices of a batch at a time; then the next pass."""
+        return self._draw(self._counted_by)
+
+    def __len__(self) -> int:
+        """Batches of the pass, those that lie behind it too."""
+        return self._place.batches + self._num_left(self._place)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of pass ``epoch``, unless the place is in it already."""
+        if epoch != self._place.epoch:
+            self._move(_Place(cursor=self._begin_of(epoch), epoch=epoch))
+
+    # -- the place ------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Of the pass that the next batch belongs to, from 0."""
+        return self._place.epoch
+
+    @property
+    def skipped(self) -> list[tuple[int, int]]:
+        """Half-open ranges of positions that are never read."""
+        return list(self._ledger)
+
+    def over(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of a DataLoader that has this ``batch_sampler``, to the end of the pass.
+
+        The place counts what it hands out, whatever workers have read ahead. Where :meth:`skip`,
+        :meth:`load_state_dict` or :meth:`set_epoch` is called in the midst, what was read ahead is
+        thrown away, and the next batch is that of the new place.
+
+        Raises:
+            ConfigError: the loader has another batch sampler, or keeps a state of its own.
+        """
+        if getattr(loader, "batch_sampler", None) is not self:
+            raise ConfigError(
+                f"Sampler.over({type(loader).__name__}): give the loader that was made with "
+                "DataLoader(data, batch_sampler=sampler)"
+            )
+        if tells_its_state(loader):
+            raise ConfigError(
+                f"Sampler.over({type(loader).__name__}): it counts by itself; iterate over it and "
+                "save its state_dict()"
+            )
+        return _HandedOut(self, loader)
+
+    def skip(self, start: int, stop: int) -> None:
+        """Never read positions ``[start, stop)`` from the next batch on.
+
+        Raises:
+            ConfigError: it is no range.
+        """
+        self._add(start, stop)
+        self._move(self._place)
+
+    def pass_over(self, batches: int) -> None:
+        """Leave out so many batches of this pass, unread."""
+        place = self._place
+        for _ in range(min(batches, self._num_left(place))):
+            place = self._after(place)
+        self._move(place)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the place, what is skipped, and which order it is a place in."""
+        return {
+            **asdict(self._place),
+            "skipped": [list(pair) for pair in self._ledger],
+            **{name: getattr(self, name) for name in _ORDER},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where ``state`` was. What is skipped already stays so.
+
+        Raises:
+            ConfigError: it is a place in another order, or no such state.
+        """
+        try:
+            place = _Place(**{name: int(state[name]) for name in _Place.__slots__})
+            skipped = [(int(start), int(stop)) for start, stop in state["skipped"]]
+            order = {name: state[name] for name in _ORDER}
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"Sampler.load_state_dict: is no state of a Sampler ({error!r})"
+            ) from None
+        for name, was in order.items():
+            if was != getattr(self, name):
+                raise ConfigError(
+                    f"Sampler.load_state_dict: {name} was {was}, now {getattr(self, name)}: "
+                    "positions would name other samples"
+                )
+        for pair in skipped:
+            self._add(*pair)
+        self._move(place)
+
+    # -- within ---------------------------------------------------------------------------
+
+    def _stream_of(self, seed: int, shuffle: bool) -> SampleStream:
+        size = self.num_samples
+        try:
+            order = OneSource(num_samples=size, seed=seed, held_out_share=0.0)
+        except DataError as error:
+            raise ConfigError(f"Sampler: {error}") from None
+        return SampleStream.of(order if shuffle else _InOrder(size), global_size=self.global_size)
+
+    def _check_ranks(self, rank: int, world_size: int) -> None:
+        if not 0 <= rank < world_size <= self.global_size:
+            raise ConfigError(
+                f"Sampler: rank={rank}, world_size={world_size}: needs 0 <= rank < world_size, and "
+                f"at least one sample for each of global_size={self.global_size}"
+            )
+
+    def _ranks(self) -> tuple[int, int]:
+        if self._given is not None:
+            return self._given
+        if dist.is_available() and dist.is_initialized():
+            found = dist.get_rank(), dist.get_world_size()
+        else:
+            place = place_from(variables())
+            if place.world_size > 1:
+                raise ConfigError(
+                    f"Sampler: the launcher started {place.world_size} processes, and there is no "
+                    "process group; make one first, or give rank and world_size"
+                )
+            found = 0, 1
+        self._check_ranks(*found)
+        return found
+
+    def _add(self, start: int, stop: int) -> None:
+        try:
+            self._ledger.add(start, stop)
+        except ValueError as error:
+            raise ConfigError(f"Sampler: {error}") from None
+
+    def _move(self, place: _Place) -> None:
+        self._place = place
+        self._num_moved += 1
+
+    def _usable(self, position: int) -> int:
+        """Positions before this one that may be read."""
+        return position - self._ledger.num_skipped(0, position)
+
+    def _num_left(self, place: _Place) -> int:
+        """Whole batches to the end of the pass."""
+        end = (place.epoch + 1) * self.num_samples
+        return max(0, self._usable(end) - self._usable(place.cursor)) // self.global_size
+
+    def _begin_of(self, epoch: int) -> int:
+        """The position with which a pass begins: after the last whole batch of those before."""
+        missing = self._usable(epoch * self.num_samples)
+        missing -= missing % self.global_size
+        for start, stop in self._ledger.allowed(0):
+            if stop is None or missing < stop - start:
+                return start + missing
+            missing -= stop - start
+        raise AssertionError("the last range has no end")
+
+    def _after(self, place: _Place) -> _Place:
+        """The place behind the next batch."""
+        stop = self._stream.plan(place.cursor, self._ledger).stop
+        return replace(place, cursor=stop, batches=place.batches + 1)
+
+    def _next_pass(self, place: _Place) -> _Place:
+        return _Place(cursor=place.cursor, epoch=place.epoch + 1)
+
+    def _draw(self, counted_by: deque[_Drawn] | None) -> Iterator[list[int]]:
+        """This rank's batches; where nobody counts what is handed out, what is drawn counts."""
+        rank, world_size = self._ranks()
+        place = self._place
+        while self._num_left(place):
+            plan = self._stream.plan(place.cursor, self._ledger)
+            place = self._after(place)
+            if counted_by is None:
+                self._hand_out(plan.start, place)
+            else:
+                counted_by.append((plan.start, place))
+            yield plan.indices[rank::world_size].tolist()
+        if counted_by is None:
+            self._place = self._next_pass(place)
+
+    def _hand_out(self, first: int, place: _Place) -> None:
+        self.positions = (first, place.cursor)
+        self._place = place
+
+
+class _HandedOut:
+    """The batches of a loader, each counted as it is handed out."""
+
+    def __init__(self, sampler: Sampler, loader: Iterable[Any]) -> None:
+        self._sampler, self._loader = sampler, loader
+        self._num_moved: int
+        self._batches: Iterator[Any]
+        self._is_over: bool
+        self._begin()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        sampler = self._sampler
+        if self._num_moved != sampler._num_moved:
+            self._begin_anew()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if not self._is_over:
+                self._is_over = True
+                sampler._place = sampler._next_pass(sampler._place)
+            raise
+        sampler._hand_out(*self._drawn.popleft())
+        return batch
+
+    def _begin(self) -> None:
+        sampler = self._sampler
+        self._is_over = False
+        self._num_moved = sampler._num_moved
+        self._drawn: deque[_Drawn] = deque()
+        sampler._counted_by = self._drawn
+        try:
+            self._batches = iter(self._loader)
+        finally:
+            sampler._counted_by = None
+
+    def _begin_anew(self) -> None:
+        """Without drawing from the random generators: a loader draws its workers' seed."""
+        before = Randomness()
+        own = [(one, one.get_state()) for one in generators_of(self._loader)]
+        self._begin()
+        before.put_back()
+        for generator, state in own:
+            generator.set_state(state)
+
+
+def tells_its_state(loader: Any) -> bool:
+    """Whether a loader keeps its place itself.
+
+    Accelerate's loaders have the methods also where what they wrap has none.
+    """
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False
+    try:
+        loader.state_dict()
+    except (AttributeError, NotImplementedError):
+        return False
+    return True
