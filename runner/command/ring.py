@@ -24,6 +24,7 @@ from runner.observe.bar import Bar
 from runner.run_dir.paths import RunDir
 from runner.startup.shared_memory import node_folder
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.system.units import in_bytes
 
 
 def ring_command(arguments: Sequence[str]) -> int:
@@ -90,7 +91,7 @@ def _snapshots(out: Path) -> list[str]:
     return [
         f"in this node's memory: serial {serial}, step {headers[0].step}, "
         f"{len({header.rank for header in headers})} of {headers[0].world_size} ranks, "
-        f"{_size(sum(header.num_bytes for header in headers))}, incarnation {incarnation}"
+        f"{in_bytes(sum(header.num_bytes for header in headers))}, incarnation {incarnation}"
         for (serial, incarnation), headers in sorted(by_serial.items())
     ]
 
@@ -122,16 +123,7 @@ def _print_table(
             str(entry.record.cursor),
             entry.record.state.value,
             str(entry.manifest.world_size),
-            _size(entry.num_bytes),
+            in_bytes(entry.num_bytes),
             said,
         )
     console.print(table)
-
-
-def _size(num_bytes: int) -> str:
-    amount = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.1f} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"

@@ -14,6 +14,7 @@ from runner.report.incident import Line, Trouble, notices, troubles
 from runner.report.markup import Html, join, table, tag
 from runner.report.run import RunReader
 from runner.report.state import Standing, sentence
+from runner.system.units import in_bytes
 
 _MOST_TROUBLES = 300
 _MOST_RANGES = 100
@@ -364,7 +365,7 @@ def ring(run: RunReader, now: Standing) -> Html | None:
             f"{one.step:,}",
             tag("span", _state_words(one.state), cls=f"badge {one.state.value}"),
             "disk",
-            size(one.num_bytes),
+            in_bytes(one.num_bytes),
             f"{duration(max(0.0, clock - one.time))} ago",
         ]
         for one in reversed(found)
@@ -457,13 +458,3 @@ def _status_class(status: str) -> str:
 def took(seconds: float) -> str:
     """0.7s, 12s, 3m07s."""
     return f"{seconds:.1f}s" if 0 < seconds < 10 else duration(seconds)
-
-
-def size(num_bytes: int) -> str:
-    """1.5 MiB."""
-    amount = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024:
-            return f"{amount:.3g} {unit}"
-        amount /= 1024
-    return f"{amount:.1f} TiB"

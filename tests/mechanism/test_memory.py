@@ -433,7 +433,7 @@ def test_memory_that_cannot_be_page_locked_is_told(
     copier = object.__new__(_CudaCopier)
     copier._device, copier._pinned = torch.device("cuda", 0), []
     copier.adopt(cast(Any, buffer))
-    assert "slot-0.bin: 3.0 GiB cannot be page-locked (CUDA error: out of memory):" in caplog.text
+    assert "slot-0.bin: 3 GiB cannot be page-locked (CUDA error: out of memory):" in caplog.text
     assert forgotten == [torch.device("cuda", 0)] and copier._pinned == []
 
 

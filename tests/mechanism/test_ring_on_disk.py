@@ -640,8 +640,8 @@ def test_the_command_lists(ring: Path, capsys: pytest.CaptureFixture[str]) -> No
     for path in (ring, ring.parent):
         assert ring_command([str(path)]) == 0
         assert columns(capsys.readouterr().out) == [
-            ["1", "10", "320", "committed", "2", "152.0 B", "not now"],
-            ["2", "20", "640", "clean", "3", "152.0 B", "not now"],
+            ["1", "10", "320", "committed", "2", "152 B", "not now"],
+            ["2", "20", "640", "clean", "3", "152 B", "not now"],
         ]
 
 

@@ -21,6 +21,7 @@ from runner.checkpoint.memory.node_dir import NodeDir
 from runner.checkpoint.memory.shared_buffer import KINDS, SharedBuffer
 from runner.checkpoint.protocol import CheckpointMetadata, Identity, Shard
 from runner.system.error import CorruptCheckpoint
+from runner.system.units import in_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -365,7 +366,7 @@ class _CudaCopier(_Copier):
                 "copied. Raise the limit of locked memory (ulimit -l), or set "
                 "checkpoint.memory_every=0",
                 buffer.path,
-                f"{buffer.num_bytes / (1 << 30):.1f} GiB",
+                in_bytes(buffer.num_bytes),
                 str(error).partition("\n")[0],
             )
         else:
