@@ -24,7 +24,7 @@ from runner.observe.bar import Bar
 from runner.run_dir.paths import RunDir
 from runner.startup.shared_memory import node_folder
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
-from runner.system.units import in_bytes
+from runner.system.units import format_bytes
 
 
 def ring_command(arguments: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ def _snapshots(out: Path) -> list[str]:
     return [
         f"in this node's memory: serial {serial}, step {headers[0].step}, "
         f"{len({header.rank for header in headers})} of {headers[0].world_size} ranks, "
-        f"{in_bytes(sum(header.num_bytes for header in headers))}, incarnation {incarnation}"
+        f"{format_bytes(sum(header.num_bytes for header in headers))}, incarnation {incarnation}"
         for (serial, incarnation), headers in sorted(by_serial.items())
     ]
 
@@ -123,7 +123,7 @@ def _print_table(
             str(entry.record.cursor),
             entry.record.state.value,
             str(entry.manifest.world_size),
-            in_bytes(entry.num_bytes),
+            format_bytes(entry.num_bytes),
             said,
         )
     console.print(table)

@@ -14,7 +14,7 @@ from runner.report.incident import Line, Trouble, notices, troubles
 from runner.report.markup import Html, join, table, tag
 from runner.report.run import RunReader
 from runner.report.state import Standing, sentence
-from runner.system.units import in_bytes
+from runner.system.units import format_bytes
 
 _MOST_TROUBLES = 300
 _MOST_RANGES = 100
@@ -365,7 +365,7 @@ def ring(run: RunReader, now: Standing) -> Html | None:
             f"{one.step:,}",
             tag("span", _state_words(one.state), cls=f"badge {one.state.value}"),
             "disk",
-            in_bytes(one.num_bytes),
+            format_bytes(one.num_bytes),
             f"{duration(max(0.0, clock - one.time))} ago",
         ]
         for one in reversed(found)

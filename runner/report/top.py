@@ -19,7 +19,7 @@ from runner.report.rows import Row
 from runner.report.run import RunReader
 from runner.report.section import took
 from runner.report.state import Standing, sentence, standing
-from runner.system.units import in_bytes
+from runner.system.units import format_bytes
 
 _HEIGHT = 7  # lines of the chart
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
@@ -145,7 +145,7 @@ def _ring(run: RunReader) -> list[RenderableType]:
     clock = float(run.clock())
     for one in reversed(found[-_MOST:]):
         age = duration(max(0.0, clock - one.time))
-        _add(table, f"{one.step:,}", one.state.value, in_bytes(one.num_bytes), age)
+        _add(table, f"{one.step:,}", one.state.value, format_bytes(one.num_bytes), age)
     return [table]
 
 

@@ -30,7 +30,7 @@ from runner.policy.retention.slot_budget import (
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 from runner.system.process import is_alive, own_process
-from runner.system.units import in_bytes
+from runner.system.units import format_bytes
 
 MEMORY_DIR = "HOLDFAST_MEMORY_DIR"
 _EVERY = 10
@@ -207,9 +207,9 @@ def _too_little(node: NodeNeed, config: CheckpointConfig) -> str:
     limit = config.memory_limit_gib
     whose = "half of what is free" if limit is None else f"checkpoint.memory_limit_gib={limit:g}"
     return (
-        f"{FEWEST_SLOTS} snapshots of {in_bytes(node.slot_bytes)} need "
-        f"{in_bytes(FEWEST_SLOTS * node.slot_bytes)} of node {node.name}, which has "
-        f"{in_bytes(node.budget_bytes)} for them ({whose}); raise "
+        f"{FEWEST_SLOTS} snapshots of {format_bytes(node.slot_bytes)} need "
+        f"{format_bytes(FEWEST_SLOTS * node.slot_bytes)} of node {node.name}, which has "
+        f"{format_bytes(node.budget_bytes)} for them ({whose}); raise "
         "checkpoint.memory_limit_gib, shard over more ranks, or set checkpoint.memory_every=0"
     )
 
@@ -223,8 +223,9 @@ def _announced(
     total = (plan.slots + tightest.spare_slots) * tightest.slot_bytes
     return (
         f"snapshots in memory: every {memory_every(config)} steps, {plan.slots} slots{fewer}"
-        f"{copies} of {in_bytes(layout.num_bytes)} for each of {num_ranks} ranks, "
-        f"{in_bytes(total)} of {in_bytes(tightest.budget_bytes)} on a node, in {node.folder.parent}"
+        f"{copies} of {format_bytes(layout.num_bytes)} for each of {num_ranks} ranks, "
+        f"{format_bytes(total)} of {format_bytes(tightest.budget_bytes)} on a node, "
+        f"in {node.folder.parent}"
     )
 
 

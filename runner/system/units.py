@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def in_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """In the binary unit that suits, to four digits: ``1.5 MiB``."""
     amount = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.system.units import in_bytes
+from runner.system.units import format_bytes
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ from runner.system.units import in_bytes
     ],
 )
 def test_the_unit_suits(amount: float, words: str) -> None:
-    assert in_bytes(amount) == words
+    assert format_bytes(amount) == words

@@ -21,7 +21,7 @@ from runner.checkpoint.memory.node_dir import NodeDir
 from runner.checkpoint.memory.shared_buffer import KINDS, SharedBuffer
 from runner.checkpoint.protocol import CheckpointMetadata, Identity, Shard
 from runner.system.error import CorruptCheckpoint
-from runner.system.units import in_bytes
+from runner.system.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -366,7 +366,7 @@ class _CudaCopier(_Copier):
                 "copied. Raise the limit of locked memory (ulimit -l), or set "
                 "checkpoint.memory_every=0",
                 buffer.path,
-                in_bytes(buffer.num_bytes),
+                format_bytes(buffer.num_bytes),
                 str(error).partition("\n")[0],
             )
         else:
