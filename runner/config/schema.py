@@ -541,6 +541,9 @@ class DebugConfig:
     replica_check_every: int = key(
         0, "steps between comparisons of replicated state, bit by bit; 0: never", ge=0
     )
+    check_devices: bool = key(
+        True, "each start tries every rank's device: equal ones must give equal bits; NVML is asked"
+    )
     diagnose_on_crash: bool = key(
         False, "a supervisor restarts once with debug=collectives after an unexplained crash"
     )

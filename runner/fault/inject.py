@@ -137,6 +137,15 @@ class FaultInjector:
         """Whether this rank's copy of the state is to be damaged before this step."""
         return "flip_bit" in self._step_faults
 
+    def spoils_product(self, step: int) -> bool:
+        """Whether the device check of a start at this step is to find a wrong product here."""
+        return any(
+            fault.kind == "wrong_product"
+            and fault.is_due(step, self._rank)
+            and self._fires_first_time(fault)
+            for fault in self._faults
+        )
+
     def never_breaks(self, step: int) -> bool:
         """Whether this rank's collectives are to wait for ever where they would break."""
         return any(

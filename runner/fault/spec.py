@@ -17,6 +17,7 @@
     no_break@step=1,rank=0           from this step on the rank waits for ever in a collective
                                      that breaks, as it would over NCCL; also after a restart
     flip_bit@step=30,rank=1          one bit of the rank's copy of replicated state
+    wrong_product@step=0,rank=1      the device check of the start at this step finds other bits
     slow@step=30-60,rank=1,seconds=0.2
     corrupt_checkpoint@step=40       one byte of the newest checkpoint on disk is flipped
     corrupt_snapshots@step=40,rank=1 one byte of each of the rank's snapshots in memory
@@ -48,6 +49,7 @@ _REQUIRED = {
     "other_shape": {"step"},
     "flip_bit": {"step"},
     "mismatch": {"step"},
+    "wrong_product": {"step"},
     "slow": {"step", "seconds"},
     "no_break": {"step"},
     "corrupt_checkpoint": {"step"},

@@ -24,6 +24,7 @@ from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.fault.wrap import wrap_group, wrap_heart
 from runner.health.checks import PaceInspector, ReplicaInspector
+from runner.health.device_check import check_devices
 from runner.model.blueprint import GuestBlueprint
 from runner.observe.alert import CommandAlerts
 from runner.observe.backlog import Backlog
@@ -237,6 +238,8 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     lost = group.ranks.from_first(past.lost)
     start = _start_incident(opened, resumed, hosts, lost)
     opened.written.journal.add(replace(start, detail={**start.detail, "repeats_bits": repeats}))
+    if lease.config.debug.check_devices:
+        _check_devices(opened, machinery.faults, resumed.step)
     _settle_mixture(opened, machinery)
     uploads = _uploads(opened, machinery, resumed)
     # Until now an earlier incarnation's snapshots were the ones to come back to.
@@ -375,6 +378,22 @@ def _start_incident(
             "tier": resumed.tier.value if resumed.step else None,
         },
     )
+
+
+def _check_devices(opened: Opened, faults: FaultInjector, step: int) -> None:
+    """Try the device of each rank. Collective.
+
+    Raises:
+        RankError: one must not be trained on; it is journalled as a crash of the hardware.
+    """
+    group = opened.group
+    fault = check_devices(
+        group.device, group.ranks, group.console.say, is_spoilt=faults.spoils_product(step)
+    )
+    if fault is not None:
+        incarnation = opened.lease.fence.number
+        opened.written.report(fault.incident(step=step, incarnation=incarnation))
+        raise RankError(fault.reason)
 
 
 def _repeats_bits(opened: Opened, machinery: Machinery, feed: Feed) -> bool:

@@ -17,6 +17,7 @@ PACKAGES: Final = {
     "plot": "matplotlib",
     "remote": "s3fs",
     "hf": "datasets",
+    "nvml": "pynvml",
 }
 
 

@@ -76,6 +76,20 @@ def test_a_killed_rank_is_a_restart(tmp_path: Path, clean: Result) -> None:
     assert run.summary["restarts"] == 1
 
 
+def test_a_device_that_computes_wrongly_is_found_before_a_step(tmp_path: Path) -> None:
+    """Two of three agree, so the third is named, and its node is left out where there are more."""
+    out = tmp_path / "run"
+    words = ["launch", "--nproc", "3", "--pause", "0.1", f"out={out}", *TINY, "steps=20"]
+    run = begun(out, [*words, "faults=[wrong_product@step=0,rank=1]"]).wait()
+    assert run.code == 0, run.tail
+    attempts, _ = read_lines(out / "attempts.jsonl")
+    assert [(one["code"], one["cause"]) for one in attempts] == [(1, "hardware"), (0, None)]
+    (crash,) = run.journal("crash")
+    assert crash["ranks"] == [1] and crash["step"] == 0, "before any step"
+    assert "other bits for one product of two matrices than its like" in crash["reason"]
+    assert (out / "bad_nodes").read_text().count("hardware: rank 1 on ") == 1
+
+
 def test_a_killed_torchrun_leaves_no_orphans(tmp_path: Path, clean: Result) -> None:
     """Its workers have sessions of their own and would go on training."""
     started = launch(tmp_path / "run", SLOW)

@@ -1,0 +1,78 @@
+"""What NVIDIA's management library tells of one GPU: faults that it has counted, and brakes.
+
+Needs the extra ``nvml``; without it, or without its driver, nothing is told.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# Slowed by the hardware itself: HW slowdown, HW thermal slowdown, HW power brake. See
+# nvmlClocksEventReasons in NVML's reference.
+_SLOWED = 0x8 | 0x40 | 0x80
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuHealth:
+    """Of one GPU.
+
+    Args:
+        broken: why it must not be used, in words that :mod:`runner.health.hardware` knows; empty.
+        warnings: what a person should look at.
+    """
+
+    broken: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def gpu_health(uuid: str) -> GpuHealth | None:
+    """Of the GPU with this UUID (``GPU-...`` or without its head); None where nobody can tell."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # not installed, or no driver: NVML's error classes are its own
+        return None
+    try:
+        return _health(nvml, uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _health(nvml: Any, uuid: str) -> GpuHealth | None:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError as error:
+        is_lost = isinstance(error, nvml.NVMLError_GpuIsLost)
+        return GpuHealth(broken="NVML: GPU is lost") if is_lost else None
+
+    def ask(read: Callable[[], Any]) -> Any:
+        """None where this GPU does not have it."""
+        try:
+            return read()
+        except nvml.NVMLError as error:
+            if isinstance(error, nvml.NVMLError_GpuIsLost):
+                raise
+            return None
+
+    try:
+        rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+        errors = ask(
+            lambda: nvml.nvmlDeviceGetTotalEccErrors(
+                handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+            )
+        )
+        slowed = ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    except nvml.NVMLError:
+        return GpuHealth(broken="NVML: GPU is lost")
+    _, _, is_pending, has_failed = rows or (0, 0, 0, 0)
+    if has_failed:
+        return GpuHealth(broken="NVML: row remapping failed: the GPU's memory is worn out")
+    warnings = [
+        *(["memory rows wait to be remapped: reset the GPU"] if is_pending else []),
+        *([f"{errors} uncorrected ECC errors since its driver was loaded"] if errors else []),
+        *(["its clocks are slowed by heat or power"] if (slowed or 0) & _SLOWED else []),
+    ]
+    return GpuHealth(warnings=tuple(warnings))

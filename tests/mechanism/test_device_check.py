@@ -1,0 +1,143 @@
+"""Which device is told to be at fault, and by what."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from runner.health.device_check import DeviceReport, check_devices, judge
+from runner.health.hardware import is_hardware
+from runner.health.nvml import GpuHealth, gpu_health
+
+WELL = DeviceReport(host="n1", kind="H200 13.0", bits=["a", "a"], wrong_sums=0)
+OTHER = replace(WELL, bits=["b", "b"], host="n2")
+
+
+@pytest.mark.parametrize(
+    ("reports", "ranks", "words"),
+    [
+        ([WELL] * 4, None, ""),
+        ([WELL, replace(OTHER, kind="A100 13.0"), WELL], None, ""),
+        ([WELL, OTHER, WELL], (1,), "rank 1 on n2: its device gives other bits"),
+        ([WELL, OTHER], (), "nobody can tell"),
+        ([WELL, WELL, OTHER, OTHER], (), "nobody can tell"),
+        ([WELL, replace(OTHER, bits=["a", "b"])], (1,), "rank 1 on n2: its device gives other"),
+        ([WELL, WELL, replace(OTHER, broken="NVML: GPU is lost")], (2,), "n2: NVML: GPU is lost"),
+        ([replace(WELL, wrong_sums=3)] * 2, (), "rank 0, 1: an all-reduce of known numbers"),
+        ([replace(WELL, warnings=("hot",))] * 2, None, ""),
+    ],
+)
+def test_who_is_at_fault(
+    reports: list[DeviceReport], ranks: tuple[int, ...] | None, words: str
+) -> None:
+    fault = judge(reports)
+    assert (fault.ranks if fault else None) == ranks
+    if fault:
+        assert words in fault.reason
+        line = fault.incident(step=3, incarnation=2)
+        assert line.detail["cause"] == "hardware"
+        assert bool(line.detail["host"]) == bool(fault.ranks), "a node is left out by its name only"
+
+
+class OneRank:
+    rank, world_size = 0, 1
+
+    def all_reduce(self, packed: torch.Tensor) -> None:
+        pass
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@pytest.mark.parametrize("adds", [0.0, 1.0])
+def test_a_sum_is_compared_with_the_right_one(adds: float) -> None:
+    class Ranks(OneRank):
+        def all_reduce(self, packed: torch.Tensor) -> None:
+            packed[5] += adds
+
+    fault = check_devices(torch.device("cpu"), Ranks(), print)  # type: ignore[arg-type]
+    assert (fault is not None) == bool(adds)
+
+
+class NVMLError(Exception):
+    pass
+
+
+class Lost(NVMLError):
+    pass
+
+
+def library(**answers: Any) -> ModuleType:
+    """In the shape of nvidia-ml-py: an answer that is an exception is raised."""
+    made = ModuleType("pynvml")
+
+    def answering(answer: Any) -> Any:
+        def ask(*_: Any) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return ask
+
+    told = {
+        "nvmlInit": None,
+        "nvmlShutdown": None,
+        "nvmlDeviceGetHandleByUUID": "handle",
+        "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
+        "nvmlDeviceGetTotalEccErrors": 0,
+        "nvmlDeviceGetCurrentClocksEventReasons": 0,
+    } | answers
+    for name, answer in told.items():
+        setattr(made, name, answering(answer))
+    made.NVMLError, made.NVMLError_GpuIsLost = NVMLError, Lost  # type: ignore[attr-defined]
+    made.NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 1  # type: ignore[attr-defined]
+    made.NVML_VOLATILE_ECC = 0  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({}, GpuHealth()),
+        ({"nvmlInit": NVMLError("no driver")}, None),
+        ({"nvmlDeviceGetHandleByUUID": NVMLError("not found")}, None),
+        ({"nvmlDeviceGetHandleByUUID": Lost()}, GpuHealth(broken="NVML: GPU is lost")),
+        ({"nvmlDeviceGetRemappedRows": Lost()}, GpuHealth(broken="NVML: GPU is lost")),
+        ({"nvmlDeviceGetRemappedRows": NVMLError("not supported")}, GpuHealth()),
+        (
+            {"nvmlDeviceGetTotalEccErrors": 2, "nvmlDeviceGetCurrentClocksEventReasons": 0x44},
+            GpuHealth(
+                warnings=(
+                    "2 uncorrected ECC errors since its driver was loaded",
+                    "its clocks are slowed by heat or power",
+                )
+            ),
+        ),
+        (
+            {"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)},
+            GpuHealth(warnings=("memory rows wait to be remapped: reset the GPU",)),
+        ),
+    ],
+)
+def test_what_nvml_tells(
+    answers: dict[str, Any], expected: GpuHealth | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", library(**answers))
+    assert gpu_health("0000") == expected
+
+
+def test_worn_out_memory_is_the_hardwares(monkeypatch: pytest.MonkeyPatch) -> None:
+    worn = library(nvmlDeviceGetRemappedRows=(0, 9, 0, 1))
+    monkeypatch.setitem(sys.modules, "pynvml", worn)
+    told = gpu_health("GPU-0000")
+    assert told is not None and is_hardware(told.broken)
+
+
+def test_without_the_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_health("0000") is None
