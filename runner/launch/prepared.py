@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from runner.system.parsing import json_text
 from runner.system.process import die_with_parent, unblock
 
 _SHIELDED = (signal.SIGTERM, signal.SIGUSR1)
@@ -38,7 +39,7 @@ class Preparation:
 
     def command(self, command: Sequence[str]) -> list[str]:
         """``command`` with this before it."""
-        return [sys.executable, "-m", __name__, json.dumps(asdict(self)), *command]
+        return [sys.executable, "-m", __name__, json_text(asdict(self)), *command]
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
