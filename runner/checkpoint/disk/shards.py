@@ -350,7 +350,7 @@ class ShardReader:
 
     def __exit__(self, *error: object) -> None:
         while self._files:
-            self._files.popitem()[1].close()
+            self._close(next(iter(self._files)))
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
         """Elements ``[start, start + count)`` of a flattened tensor, FP32 1-D on the CPU.
@@ -393,10 +393,16 @@ class ShardReader:
         file = self._files.pop(name, None)
         if file is None:
             if len(self._files) == _MOST_OPEN:
-                self._files.pop(next(iter(self._files))).close()
+                self._close(next(iter(self._files)))
             file = open_regular(self._entry.folder / name)
         self._files[name] = file
         return file
+
+    def _close(self, name: str) -> None:
+        try:
+            self._files.pop(name).close()
+        except OSError as error:  # a network's file system may tell a failed read so late
+            raise unreadable(self._entry.folder / name, error) from None
 
 
 def read_range(
