@@ -1,7 +1,8 @@
-"""TensorBoard event files as rows of (step, loss, grad norm)."""
+"""TensorBoard event files as rows of (step, loss, grad norm), and further columns."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,48 @@ from runner.system.extras import lacking
 def read_events(paths: Sequence[Path], names: Names, source: str) -> Table:
     """Scalars of one run's event files, oldest file first; a restart writes a new file.
 
-    A loss begins a row; the gradient norm of the same step joins it, whichever came first.
+    A loss begins a row; the other columns of the same step join it, whichever came first. What
+    :attr:`Names.further` asks for has a row of its own where its step has no loss.
     """
     tags = list(dict.fromkeys(tag for path in paths for tag, _, _ in _scalars(path)))
     if not tags:
         raise ConfigError(f"{source}: no scalars in its {len(paths)} event file(s)")
-    _, loss, norm = chosen(["step", *tags], names, source)
+    columns = chosen(["step", *tags], names, source)
+    cell = {tag: at for at, tag in enumerate(columns) if at > 1 and tag is not None}
     rows: list[list[float | None]] = []
     place: dict[int, int] = {}
-    early: dict[int, float] = {}
+    early: dict[int, list[float | None]] = {}
     for path in paths:
         for tag, step, value in _scalars(path):
-            if tag == loss:
+            at = cell.get(tag)
+            if tag == columns[1]:
                 place[step] = len(rows)
-                rows.append([float(step), value, early.pop(step, None)])
-            elif tag == norm and step in place and rows[place[step]][2] is None:
-                rows[place[step]][2] = value
-            elif tag == norm:
-                early[step] = value
-    table: list[Row] = [(row[0], row[1], row[2]) for row in rows]
-    return Table(rows=table, has_norms=norm is not None)
+                rows.append(early.pop(step, [None] * len(columns)))
+                rows[-1][:2] = [float(step), value]
+            elif at is not None and step in place and rows[place[step]][at] is None:
+                rows[place[step]][at] = value
+            elif at is not None:
+                early.setdefault(step, [float(step), *[None] * (len(columns) - 1)])[at] = value
+    table: list[Row] = [tuple(row) for row in rows]
+    if names.further:
+        table = _with_lone_rows(table, early, place)
+    return Table(rows=table, has_norms=columns[2] is not None)
+
+
+def _with_lone_rows(
+    table: list[Row], early: dict[int, list[float | None]], place: dict[int, int]
+) -> list[Row]:
+    """Those of steps without a loss, after the last row of an earlier step."""
+    lone = sorted(step for step in early if step not in place)
+    told = sorted(place)
+    after: dict[int, list[Row]] = {}
+    for step in lone:
+        near = bisect_right(told, step)
+        after.setdefault(place[told[near - 1]] if near else -1, []).append(tuple(early[step]))
+    rows = after.get(-1, [])
+    for at, row in enumerate(table):
+        rows += [row, *after.get(at, ())]
+    return rows
 
 
 def _scalars(path: Path) -> Iterator[tuple[str, int, float]]:

@@ -25,8 +25,42 @@ class Recording:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """All rows of a file by column, None where a cell is empty; nothing is left out or filled.
+
+    ``further`` has the columns that :attr:`Names.further` asked for and that are there, by option.
+    """
+
+    steps: list[float | None]
+    losses: list[float | None]
+    grad_norms: list[float | None]
+    further: dict[str, list[float | None]]
+    notes: tuple[str, ...]
+
+
 # A first step beyond so many usual distances: the training began before the recording.
 _LATE_BEGINNING = 10
+
+
+def read_columns(path: str, names: Names) -> Columns:
+    """Read one run, all that was asked for. Raises as :func:`read_curve`."""
+    table, notes = _readable(path, names)
+    if not any(row[1] is not None for row in table.rows):
+        raise ConfigError(f"{path}: no row has a loss; name its column: --loss NAME")
+    by_column = [list(column) for column in zip(*table.rows, strict=True)]
+    further = dict(zip(names.further, by_column[3:], strict=True))
+    return Columns(
+        steps=by_column[0],
+        losses=by_column[1],
+        grad_norms=by_column[2],
+        further={
+            option: column
+            for option, column in further.items()
+            if any(value is not None for value in column)
+        },
+        notes=tuple(notes),
+    )
 
 
 def read_curve(path: str, names: Names | None = None, *, memory: int = 64) -> Recording:
@@ -41,16 +75,7 @@ def read_curve(path: str, names: Names | None = None, *, memory: int = 64) -> Re
     Raises:
         ConfigError: no such file, no loss in it, or nothing that can be read.
     """
-    table = _read(Path(path), names or Names())
-    notes: list[str] = []
-    if table.num_unreadable:
-        notes.append(f"{table.num_unreadable} line(s) could not be read and were left out")
-    if table.num_unreadable > len(table.rows):
-        first = f", the first of them {table.unreadable!r}" if table.unreadable else ""
-        raise ConfigError(
-            f"{path}: {table.num_unreadable} lines could not be read{first}; is it a curve? "
-            "Numbers are written as 3.14, with commas, tabs or semicolons between them"
-        )
+    table, notes = _readable(path, names or Names())
     rows = _once([row for row in table.rows if row[1] is not None], notes)
     if not rows:
         raise ConfigError(f"{path}: no row has a loss; name its column: --loss NAME")
@@ -65,6 +90,21 @@ def read_curve(path: str, names: Names | None = None, *, memory: int = 64) -> Re
         notes.append(f"{broken} loss(es) not finite")
     curve = Curve(steps=steps, losses=losses, grad_norms=norms, fresh=fresh, restarts=restarts)
     return Recording(path=path, curve=curve, notes=tuple(notes))
+
+
+def _readable(path: str, names: Names) -> tuple[Table, list[str]]:
+    """With what was odd; more lines that cannot be read than others are no curve."""
+    table = _read(Path(path), names)
+    notes = []
+    if table.num_unreadable:
+        notes.append(f"{table.num_unreadable} line(s) could not be read and were left out")
+    if table.num_unreadable > len(table.rows):
+        first = f", the first of them {table.unreadable!r}" if table.unreadable else ""
+        raise ConfigError(
+            f"{path}: {table.num_unreadable} lines could not be read{first}; is it a curve? "
+            "Numbers are written as 3.14, with commas, tabs or semicolons between them"
+        )
+    return table, notes
 
 
 def _read(path: Path, names: Names) -> Table:

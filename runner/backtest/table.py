@@ -1,4 +1,4 @@
-"""Rows of CSV and JSONL files as (step, loss, grad norm).
+"""Rows of CSV and JSONL files as (step, loss, grad norm), and further columns on request.
 
 A value that is not there is None; NaN and Inf are themselves, for they are trouble.
 """
@@ -9,26 +9,31 @@ import csv
 import gzip
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from runner.backtest import column
 from runner.system.error import ConfigError
 
-Row = tuple[float | None, float | None, float | None]
+Row = tuple[float | None, ...]  # step, loss, grad norm, and what Names.further asks for
 # Sampled for the names of the columns: the first lines of a log may lack the gradient norm.
 _LINES_FOR_NAMES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Columns as told on the command line, or None."""
+    """Columns as told on the command line, or None.
+
+    ``further`` are the options of :data:`runner.backtest.column.FURTHER` to be read beside, each
+    with the column's name where it was told.
+    """
 
     step: str | None = None
     loss: str | None = None
     grad_norm: str | None = None
+    further: Mapping[str, str | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,8 +47,8 @@ class Table:
     has_norms: bool = True
 
 
-def chosen(fields: list[str], names: Names, source: str) -> tuple[str | None, str, str | None]:
-    """The columns of step, loss and grad norm.
+def chosen(fields: list[str], names: Names, source: str) -> list[str | None]:
+    """The columns of step, loss (never None), grad norm and the further ones, in their order.
 
     Raises:
         ConfigError: there is no loss, or a told one is missing.
@@ -53,7 +58,8 @@ def chosen(fields: list[str], names: Names, source: str) -> tuple[str | None, st
         raise column.missing(column.LOSS, fields, source)
     step = column.find(column.STEP, fields, names.step, source)
     norm = column.find(column.GRAD_NORM, fields, names.grad_norm, source)
-    return step, loss, norm
+    further = [column.find(option, fields, told, source) for option, told in names.further.items()]
+    return [step, loss, norm, *further]
 
 
 def opened(path: Path, newline: str | None = None) -> TextIO:
@@ -71,9 +77,9 @@ def read_csv(path: Path, names: Names) -> Table:
         separator = max(",\t;", key=head.count)
         lines = csv.reader(file, delimiter=separator)
         fields = next(_readable(lines), None) or []
-        step, loss, norm = chosen(fields, names, str(path))
-        places = [fields.index(name) if name is not None else None for name in (step, loss, norm)]
-        table = Table(rows=[], has_steps=step is not None, has_norms=norm is not None)
+        columns = chosen(fields, names, str(path))
+        places = [fields.index(name) if name is not None else None for name in columns]
+        table = _table(columns)
         for line in _readable(lines):
             try:
                 table.rows.append(_numbers(line or [], places))
@@ -95,8 +101,11 @@ def _readable(lines: Iterator[list[str]]) -> Iterator[list[str] | None]:
 
 
 def _numbers(line: list[str], places: list[int | None]) -> Row:
-    step, loss, norm = (None if place is None else _number(line[place]) for place in places)
-    return step, loss, norm
+    return tuple(None if place is None else _number(line[place]) for place in places)
+
+
+def _table(columns: Sequence[str | None]) -> Table:
+    return Table(rows=[], has_steps=columns[0] is not None, has_norms=columns[2] is not None)
 
 
 def _number(text: str) -> float | None:
@@ -119,29 +128,27 @@ def read_json(path: Path, names: Names) -> Table:
             f"{path}: no line of it is a JSON object, nor is it a list of objects or has one as "
             "its log_history"
         )
-    step, loss, norm = chosen(fields, names, str(path))
+    columns = chosen(fields, names, str(path))
     is_ours = {"verdict", "action", "cursor"} <= set(fields)
-    table = Table(rows=[], has_steps=step is not None, has_norms=norm is not None)
+    table = _table(columns)
     for values in _objects(path):
         try:
-            table.rows.append(_row(values, step, loss, norm, is_ours))
+            table.rows.append(_row(values, columns, is_ours))
         except (ValueError, TypeError, OverflowError):
             table.num_unreadable += 1
     return table
 
 
-def _row(
-    values: dict[str, Any] | None, step: str | None, loss: str, norm: str | None, is_ours: bool
-) -> Row:
+def _row(values: dict[str, Any] | None, columns: Sequence[str | None], is_ours: bool) -> Row:
     if values is None:
         raise ValueError("no object")
     told: list[float | None] = []
-    for name in (step, loss, norm):
+    for place, name in enumerate(columns):
         value = None if name is None else values.get(name)
-        if value is None and is_ours and name in (loss, norm):
+        if value is None and is_ours and place in (1, 2) and name is not None:
             value = math.nan
         told.append(None if value is None else float(value))
-    return told[0], told[1], told[2]
+    return tuple(told)
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any] | None]:

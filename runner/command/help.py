@@ -32,6 +32,8 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
                      begin out=DIR from a DeepSpeed, DCP, torch or safetensors checkpoint
   python -m runner backtest FILE... [guard.key=value ...] [--json] [--plot FILE]
                      what the guard would have done to recorded runs (CSV, JSONL, TensorBoard)
+  python -m runner read FILE... [--json]                           what training curves show, and
+                     what to try (same files)
   python -m runner plan --nodes N --mtbf-node-hours H [--run DIR] [--preset llama3] ...
                      goodput and the best checkpoint intervals of a large run
   python -m runner check-model [--quick] key=value ...

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from runner.backtest.read import read_curve
+from runner.backtest.column import FURTHER
+from runner.backtest.read import read_columns, read_curve
+from runner.backtest.table import Names
+from runner.command.read import curve_of
 from runner.data.text import TextSource, open_text
+from runner.reading.read import read
+from runner.system.parsing import json_text
 from tests.fuzz.mutate import as_json, changed, damaged
 from tests.fuzz.test_parsers import often, slowly, try_all, watched
 
@@ -31,6 +36,8 @@ def reads(path: Path) -> Callable[[bytes], None]:
         path.write_bytes(data)
         curve = read_curve(str(path)).curve
         assert len(curve.losses) == len(curve.steps) == len(curve.grad_norms)
+        columns = curve_of(read_columns(str(path), Names(further=dict.fromkeys(FURTHER))))
+        json_text([finding.to_json(columns) for finding in read(columns)])
 
     return work
 

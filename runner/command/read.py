@@ -1,0 +1,127 @@
+"""``read FILE...``: what recorded training curves show, and what to try."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from runner.backtest import column
+from runner.backtest.read import Columns, read_columns
+from runner.backtest.table import Names
+from runner.command.arguments import Parser
+from runner.observe.bar import Bar
+from runner.reading.curve import CORPUS_ENTROPY, FURTHER, Curve
+from runner.reading.finding import SIGNATURES, Finding
+from runner.reading.read import LEAST_ROWS, read
+from runner.system.error import ConfigError
+from runner.system.parsing import json_text
+
+_USAGE = """\
+python -m runner read FILE... [options]
+
+Name what training curves show: where, why, and what to try. Nothing is said of a healthy curve.
+Files as for backtest: CSV, JSONL, TensorBoard event files, W&B CSV exports, trainer_state.json of
+Hugging Face's trainer; a folder with metrics.jsonl or event files counts as one curve.
+
+  --loss NAME, --grad-norm NAME, --step NAME, --lr NAME, --epoch NAME, --eval-loss NAME,
+  --update-ratio NAME, --layer-ratio NAME, --entropy NAME, --corpus-entropy NAME|NATS
+                     the columns, where common names do not find them; what is not there is not
+                     judged. update-ratio: norm of a step's update over that of the weights;
+                     layer-ratio: gradient norm of the first quarter of the layers over the last's;
+                     entropy: of a batch's tokens; corpus-entropy: of the corpus' (unigram, nats)
+  --json             one line per file: {"file", "rows", "signatures": [{"signature", "rows",
+                     "steps", "evidence", "try", "confidence"}]}
+"""
+
+
+def read_command(given: Sequence[str]) -> int:
+    """Run the command; returns its exit code.
+
+    Raises:
+        ConfigError: a file or a column that cannot be used.
+    """
+    options = _parser().parse_args(given)
+    if options.help or not options.files:
+        if not options.help:
+            raise ConfigError("read: no file given; see python -m runner read --help")
+        sys.stdout.write(_USAGE + _signatures())
+        return 0
+    entropy = _number(options.corpus_entropy)
+    told = {option: getattr(options, _attribute(option)) for option in column.FURTHER}
+    if entropy is not None:
+        told[column.CORPUS_ENTROPY] = None
+    names = Names(step=options.step, loss=options.loss, grad_norm=options.grad_norm, further=told)
+    with Bar("reading", len(options.files), unit="files") as bar:
+        for file in options.files:
+            columns = read_columns(file, names)
+            curve = curve_of(columns, entropy)
+            found = read(curve)
+            text = _json_line(file, curve, found) if options.json else _report(file, curve, found)
+            if not options.json:
+                text += "".join(f"\n  note: {note}" for note in columns.notes)
+            sys.stdout.write(text + "\n")
+            bar.add(1)
+    return 0
+
+
+def curve_of(columns: Columns, corpus_entropy: float | None = None) -> Curve:
+    """The arrays of a file's columns."""
+    further: dict[str, Any] = {
+        _attribute(option): values for option, values in columns.further.items()
+    }
+    if corpus_entropy is not None:
+        further[CORPUS_ENTROPY] = [corpus_entropy] * len(columns.losses)
+    return Curve.of(columns.steps, columns.losses, columns.grad_norms, further)
+
+
+def _attribute(option: str) -> str:
+    """The option's name in the parser, and the column's in a :class:`Curve`."""
+    return option.lstrip("-").replace("-", "_")
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner read", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    for option in (column.STEP, column.LOSS, column.GRAD_NORM, *column.FURTHER):
+        parser.add_argument(option)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("files", nargs="*")
+    return parser
+
+
+def _signatures() -> str:
+    lines = [f"  {name:<26}{meaning}" for name, meaning in SIGNATURES.items()]
+    return "\n".join(["", "signatures:", *lines, ""])
+
+
+def _json_line(file: str, curve: Curve, found: Sequence[Finding]) -> str:
+    signatures = [finding.to_json(curve) for finding in found]
+    return json_text({"file": file, "rows": len(curve), "signatures": signatures})
+
+
+def _report(file: str, curve: Curve, found: Sequence[Finding]) -> str:
+    seen = ["loss", *(name for name in FURTHER if name in curve.columns)]
+    seen += [f"{len(curve.held_out)} held-out losses"] if len(curve.held_out) else []
+    few = f"; fewer than {LEAST_ROWS}: too few to judge" if len(curve) < LEAST_ROWS else ""
+    lines = [
+        f"{file}: {len(curve):,} rows, steps {int(curve.steps.min()):,} to "
+        f"{int(curve.steps.max()):,} ({', '.join(seen)}){few}"
+    ]
+    if not found:
+        lines.append("  no signature of trouble")
+    for one in found:
+        steps = f"steps {curve.steps[one.first]:,} to {curve.steps[one.last]:,}"
+        lines += [
+            f"  {one.signature} ({steps}; confidence {one.confidence})",
+            f"      {one.evidence}",
+            f"      try: {one.remedy}",
+        ]
+    return "\n".join(lines)

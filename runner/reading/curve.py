@@ -1,0 +1,204 @@
+"""The columns of one training as arrays, and the robust statistics that all rules share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Column = Sequence[float | None]
+
+# Of further columns, by the names that Curve.of takes.
+LEARNING_RATE = "lr"
+EPOCH = "epoch"
+HELD_OUT = "eval_loss"
+UPDATE_RATIO = "update_ratio"
+ENTROPY = "entropy"
+CORPUS_ENTROPY = "corpus_entropy"
+LAYER_RATIO = "layer_ratio"
+FURTHER = (
+    LEARNING_RATE,
+    EPOCH,
+    HELD_OUT,
+    UPDATE_RATIO,
+    ENTROPY,
+    CORPUS_ENTROPY,
+    LAYER_RATIO,
+)
+_SIGMA_OF_MAD = 1.4826  # of a normal distribution
+_MEDIAN_ERROR = 1.2533  # the standard error of a median over that of a mean, sqrt(pi / 2)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Curve:
+    """One training, a row a logged step.
+
+    Args:
+        steps: int64 [n].
+        loss: float64 [n], in nats or any other unit; NaN or infinite where it was.
+        grad_norm: float64 [n], before clipping; NaN where it was not logged.
+        columns: further float64 [n] by name, NaN where there is none; absent where none has any.
+        held_out_rows: int64 [m], the last row of training at or before each evaluation.
+        held_out: float64 [m], the finite held-out losses.
+        lowest_steps: smallest step in the file, for the words.
+    """
+
+    steps: Ints
+    loss: Floats
+    grad_norm: Floats
+    columns: Mapping[str, Floats]
+    held_out_rows: Ints
+    held_out: Floats
+
+    @classmethod
+    def of(
+        cls,
+        steps: Column,
+        loss: Column,
+        grad_norm: Column,
+        further: Mapping[str, Column] | None = None,
+    ) -> Curve:
+        """From equally long columns in the order of the file, None where a cell is empty.
+
+        Rows without a loss give their held-out loss to the row before. What a rollback has undone
+        is left out: where the steps go back to a step in the midst, the later row of a step counts.
+        """
+        losses = _floats(loss)
+        others = {name: _floats(column) for name, column in (further or {}).items()}
+        has_loss = np.fromiter((value is not None for value in loss), bool, len(losses))
+        told = _whole_steps(_floats(steps))
+        is_last = _is_last_of_its_step(told)
+        rows = np.flatnonzero(has_loss & is_last)
+        held_out = others.pop(HELD_OUT, np.full(len(losses), np.nan))
+        at = np.flatnonzero(np.isfinite(held_out) & is_last)
+        columns = {
+            name: _filled(values)[rows]
+            for name, values in others.items()
+            if np.isfinite(values).any()
+        }
+        return cls(
+            steps=told[rows],
+            loss=losses[rows],
+            grad_norm=_floats(grad_norm)[rows],
+            columns=columns,
+            held_out_rows=np.maximum(np.searchsorted(rows, at, side="right") - 1, 0),
+            held_out=held_out[at],
+        )
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    def column(self, name: str) -> Floats | None:
+        """A further column with at least one number; else None."""
+        return self.columns.get(name)
+
+    @cached_property
+    def learning_rate(self) -> Floats | None:
+        """The rate where it was logged and was not always zero."""
+        rate = self.columns.get(LEARNING_RATE)
+        return rate if rate is not None and np.nanmax(rate) > 0 else None
+
+    @cached_property
+    def finite(self) -> Flags:
+        return np.isfinite(self.loss)
+
+
+def _floats(column: Column) -> Floats:
+    if isinstance(column, np.ndarray):
+        return column.astype(np.float64)
+    return np.array([np.nan if value is None else value for value in column], dtype=np.float64)
+
+
+def _filled(values: Floats) -> Floats:
+    """A cell that is empty has the last value before it; those before the first have the first."""
+    known = np.isfinite(values)
+    last = np.maximum.accumulate(np.where(known, np.arange(len(values)), -1))
+    filled: Floats = values[np.where(last < 0, np.argmax(known), last)]
+    return filled
+
+
+def _whole_steps(told: Floats) -> Ints:
+    """Whole steps; where none was told, rows are counted."""
+    if not np.isfinite(told).any():
+        return np.arange(len(told))
+    bounded = np.clip(_filled(told), -(2.0**62), 2.0**62)
+    return bounded.astype(np.int64)
+
+
+def _is_last_of_its_step(steps: Ints) -> Flags:
+    """False for rows that a rollback or a restart has undone.
+
+    Steps that begin anew from their smallest, as a counter within the epoch does, undo nothing.
+    """
+    back = np.flatnonzero(np.diff(steps) < 0) + 1
+    if not len(back) or (steps[back] <= steps[0]).any():
+        return np.ones(len(steps), dtype=bool)
+    # Neighbours of one step belong together; they stay where their step lies before all later ones.
+    ends = np.flatnonzero(np.append(np.diff(steps) != 0, True))
+    of_row = ends[np.searchsorted(ends, np.arange(len(steps)))]
+    later = np.append(np.minimum.accumulate(steps[::-1])[::-1], np.iinfo(np.int64).max)
+    kept: Flags = steps < later[of_row + 1]
+    return kept
+
+
+# -- statistics ------------------------------------------------------------------------------------
+
+
+def noise(values: Floats) -> float:
+    """Standard deviation of a row about its trend, from the differences of neighbours; >= 0."""
+    if len(values) < 3:
+        return 0.0
+    return float(_SIGMA_OF_MAD * np.median(np.abs(np.diff(values))) / np.sqrt(2))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Levels:
+    """Medians of equally long runs of rows.
+
+    Args:
+        rows: int64 [k + 1], where each begins, and the end of the last.
+        values: float64 [k].
+        error: float64 [k], the standard error of each.
+    """
+
+    rows: Ints
+    values: Floats
+    error: Floats
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def levels(values: Floats, use: Flags, most: int = 50, least_rows: int = 8) -> Levels:
+    """Medians of ``values`` [n] where ``use`` [n] holds, in at most ``most`` blocks."""
+    rows = np.flatnonzero(use)
+    number = int(np.clip(len(rows) // least_rows, 1, most))
+    edges = np.linspace(0, len(rows), number + 1).astype(np.int64)
+    medians, errors = np.full(number, np.nan), np.full(number, np.inf)
+    for block in range(number):
+        inside = values[rows[edges[block] : edges[block + 1]]]
+        if len(inside):
+            medians[block] = np.median(inside)
+            errors[block] = _MEDIAN_ERROR * noise(inside) / np.sqrt(len(inside))
+    begins = np.append(rows, len(values))[edges] if len(rows) else np.zeros(number + 1, np.int64)
+    return Levels(rows=begins.astype(np.int64), values=medians, error=errors)
+
+
+def median_of(values: Floats) -> float:
+    """Of the finite ones; NaN where there is none."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else float("nan")
+
+
+def smoothed(values: Floats, width: int = 3) -> Floats:
+    """Running median; the ends have narrower windows."""
+    half = width // 2
+    return np.array(
+        [np.median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]
+    )

@@ -1,0 +1,370 @@
+"""Too little progress, and why: the plateau with its causes, the rate, the schedule's floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from runner.reading.curve import (
+    CORPUS_ENTROPY,
+    ENTROPY,
+    LAYER_RATIO,
+    UPDATE_RATIO,
+    Curve,
+    Flags,
+    Floats,
+    Levels,
+    levels,
+    median_of,
+    noise,
+)
+from runner.reading.finding import Finding
+from runner.reading.trouble import unit
+
+_LEAST_ROWS = 60
+_HIGH = 0.8  # of what knowing the frequencies of the tokens alone costs
+_HARDLY = 0.03  # improvement of the last third, of the level
+_UNTRAINED = 4.0  # nats: who begins there was not trained before
+_SMALL_UPDATE, _LARGE_UPDATE = 6e-4, 2e-2  # of the weights' norm, per step
+_VANISHING = 0.05  # norm of the first quarter of the layers over that of the last
+_FEW_TOKENS = 0.6  # of the corpus' entropy
+_AT_FLOOR, _FLOOR_ROWS = 0.02, 0.3
+_NO_GRADIENT = 1e-2  # of the norm of the first rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fall:
+    """How the loss fell: levels at the start, at a third, at two thirds, at the end; the usual."""
+
+    start: float
+    first: float
+    second: float
+    end: float
+    usual: float
+    error: float
+
+    @property
+    def total(self) -> float:
+        return self.start - self.end
+
+    @property
+    def last_third(self) -> float:
+        return self.second - self.end
+
+
+def fall_of(curve: Curve, calm: Flags) -> Fall | None:
+    """None where there are too few rows to speak of a plateau."""
+    if int(calm.sum()) < _LEAST_ROWS:
+        return None
+    rows = np.flatnonzero(calm)
+    loss = curve.loss[rows]
+    smooth = levels(curve.loss, calm, most=12, least_rows=4)
+    third = len(smooth) // 3
+    return Fall(
+        start=float(np.median(loss[: max(3, min(5, len(loss) // 100))])),
+        first=float(np.mean(smooth.values[third - 1 : third + 1])),
+        second=float(np.mean(smooth.values[2 * third - 1 : 2 * third + 1])),
+        end=float(np.mean(smooth.values[-2:])),
+        usual=float(np.median(smooth.values)),
+        error=float(np.median(smooth.error)),
+    )
+
+
+def slow_progress(curve: Curve, calm: Flags) -> Iterator[Finding]:
+    """One plateau, told by its cause where what was logged shows one."""
+    fall = fall_of(curve, calm)
+    if fall is None or not _is_high(curve, fall):
+        yield from _logged_causes(curve, calm, fall)
+        return
+    stands = fall.last_third < max(_HARDLY * abs(fall.end), 3 * fall.error)
+    causes = list(_logged_causes(curve, calm, fall))
+    if causes:
+        yield causes[0]
+    elif _is_slow_and_steady(fall):
+        yield _too_low(curve, fall)
+    elif (early := _stuck_after_peak(curve, calm)) is not None:
+        yield early
+    elif stands:
+        yield _plateau(curve, fall)
+
+
+def _is_high(curve: Curve, fall: Fall) -> bool:
+    entropy = curve.column(CORPUS_ENTROPY)
+    if entropy is not None:
+        return fall.end > _HIGH * median_of(entropy)
+    # A loss that lies above its start the whole time has something added that the start had not.
+    is_in_its_unit = fall.usual < 1.02 * fall.start
+    return is_in_its_unit and fall.start >= _UNTRAINED and fall.end > _HIGH * fall.start
+
+
+def _logged_causes(curve: Curve, calm: Flags, fall: Fall | None) -> Iterator[Finding]:
+    """Each speaks for itself where its column is there."""
+    if fall is None:
+        return
+    is_high = _is_high(curve, fall)
+    for cause in (
+        _few_tokens(curve),
+        _vanishing(curve, fall),
+        _no_gradient(curve, fall, is_high),
+        _long_warmup(curve, fall, is_high),
+        _update_size(curve, fall, is_high),
+        _high_rate(curve, calm),
+    ):
+        if cause is not None:
+            yield cause
+
+
+def _few_tokens(curve: Curve) -> Finding | None:
+    entropy = curve.column(ENTROPY)
+    if entropy is None:
+        return None
+    corpus = curve.column(CORPUS_ENTROPY)
+    usual = median_of(corpus) if corpus is not None else float(np.nanquantile(entropy, 0.95))
+    poor = np.flatnonzero(entropy < _FEW_TOKENS * usual)
+    if len(poor) < max(3, 0.02 * len(curve)):
+        return None
+    return Finding(
+        signature="degenerate_batches",
+        first=int(poor[0]),
+        last=int(poor[-1]),
+        evidence=f"in {len(poor)} of {len(curve)} rows the tokens of a batch have an entropy below "
+        f"{_FEW_TOKENS:g} of the corpus' {usual:.3g} nats, at the median "
+        f"{float(np.median(entropy[poor])):.3g}",
+        remedy="look at the batches of those steps: repeated or constant text, a broken shuffle, "
+        "padding that counts",
+        confidence="high",
+    )
+
+
+def _vanishing(curve: Curve, fall: Fall) -> Finding | None:
+    ratio = curve.column(LAYER_RATIO)
+    if ratio is None:
+        return None
+    late = median_of(ratio[len(ratio) // 2 :])
+    if not late < _VANISHING:
+        return None
+    return Finding(
+        signature="vanishing_gradients",
+        first=len(curve) // 2,
+        last=len(curve) - 1,
+        evidence=f"the gradient of the first quarter of the layers is {late:.2g} of that of the "
+        f"last, while the loss is at {fall.end:.4g}",
+        remedy="norm layers before attention and feed-forward (pre-norm), smaller initial weights "
+        "of the output projections, no saturating activations",
+        confidence="high",
+    )
+
+
+def _no_gradient(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
+    """The total norm went to nothing although there is much left to learn."""
+    norm = curve.grad_norm
+    if not np.isfinite(norm).any() or not (is_high or fall.total < 0.1 * abs(fall.start)):
+        return None
+    begins, ends = median_of(norm[: max(5, len(norm) // 50)]), median_of(norm[-len(norm) // 3 :])
+    if not 0 <= ends < max(_NO_GRADIENT * begins, 1e-6):
+        return None
+    return Finding(
+        signature="vanishing_gradients",
+        first=len(curve) - len(curve) // 3,
+        last=len(curve) - 1,
+        evidence=f"the gradient norm went from {begins:.3g} to {ends:.3g} while the loss only "
+        f"went from {fall.start:.4g} to {fall.end:.4g}",
+        remedy="see which layers still get a gradient: dead or saturated activations, a loss that "
+        "is masked nearly everywhere, frozen parameters (holdfast preflight names them)",
+        confidence="high",
+    )
+
+
+def _long_warmup(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
+    rate = curve.learning_rate
+    if rate is None or len(rate) < _LEAST_ROWS:
+        return None
+    rises = rate[-1] >= 0.999 * np.max(rate) and rate[-1] > 1.05 * rate[-len(rate) // 3]
+    if not (rises and is_high):
+        return None
+    return Finding(
+        signature="warmup_too_long",
+        first=0,
+        last=len(curve) - 1,
+        evidence=f"after {len(curve)} rows the rate still rises (now {rate[-1]:.3g}) and the loss "
+        f"only went from {fall.start:.4g} to {fall.end:.4g}",
+        remedy="a shorter warm-up: 1-2 % of the steps, or about 2 / (1 - beta2) steps, is usual",
+        confidence="high",
+    )
+
+
+def _update_size(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
+    ratio = curve.column(UPDATE_RATIO)
+    if ratio is None or not is_high:
+        return None
+    late = median_of(ratio[len(ratio) // 3 :])
+    if late < _SMALL_UPDATE:
+        return Finding(
+            signature="rate_too_low",
+            first=len(curve) // 3,
+            last=len(curve) - 1,
+            evidence=f"a step changes the weights by {late:.2g} of their norm (1e-3 to 1e-2 is "
+            f"usual), and the loss is still at {fall.end:.4g}",
+            remedy="a rate 3 to 10 times higher; holdfast preflight has a rate range test",
+            confidence="high",
+        )
+    if late > _LARGE_UPDATE:
+        return Finding(
+            signature="rate_too_high",
+            first=len(curve) // 3,
+            last=len(curve) - 1,
+            evidence=f"a step changes the weights by {late:.2g} of their norm (1e-3 to 1e-2 is "
+            f"usual), and the loss stays at {fall.end:.4g}",
+            remedy="a rate 3 to 10 times lower, or a longer warm-up",
+            confidence="high",
+        )
+    return None
+
+
+def _high_rate(curve: Curve, calm: Flags) -> Finding | None:
+    """The loss rose while the rate was near its peak, and fell again as the rate did."""
+    rate = curve.learning_rate
+    if rate is None or int(calm.sum()) < _LEAST_ROWS:
+        return None
+    smooth = levels(curve.loss, calm, most=24, least_rows=10)
+    if len(smooth) < 10:
+        return None
+    values = smooth.values
+    lowest_so_far = np.minimum.accumulate(values)
+    rise = values - lowest_so_far
+    top = int(np.argmax(rise))
+    rates = rate[np.minimum(smooth.rows[:-1], len(rate) - 1)]
+    ends_below = values[-1] < values[top] - 0.3 * rise[top]
+    error = 1.25 * noise(curve.loss[calm]) / np.sqrt(int(calm.sum()) / len(smooth))
+    needed = max(0.2 * unit(curve.loss), 0.04 * abs(lowest_so_far[top]), 8 * error)
+    is_by_rate = rates[top] >= 0.5 * np.max(rate) and rate[-1] < 0.5 * rates[top]
+    is_wide = _width(rise, top) >= 2 or rise[top] > 2 * needed
+    if rise[top] <= needed or not is_by_rate or not ends_below or not is_wide:
+        return None
+    best = int(np.argmin(values[: top + 1]))
+    return Finding(
+        signature="rate_too_high",
+        first=int(smooth.rows[best]),
+        last=int(min(smooth.rows[top + 1], len(curve) - 1)),
+        evidence=f"while the rate was near its peak ({rates[top]:.3g} of {np.max(rate):.3g}) the "
+        f"loss rose from {values[best]:.4g} to {values[top]:.4g}; it ended at {values[-1]:.4g}",
+        remedy="a peak rate 2 to 5 times lower, or a longer warm-up",
+        confidence="medium",
+    )
+
+
+def _width(rise: Floats, top: int) -> int:
+    """Blocks around the top that lie above half of its height."""
+    is_up = rise > 0.5 * rise[top]
+    before = int(np.argmin(is_up[: top + 1][::-1])) if not is_up[: top + 1].all() else top + 1
+    after = int(np.argmin(is_up[top:])) if not is_up[top:].all() else len(rise) - top
+    return before + after - 1
+
+
+def _is_slow_and_steady(fall: Fall) -> bool:
+    """The last third gains nearly as much as the first: the curve has not begun to bend."""
+    middle = fall.first - fall.second
+    return (
+        fall.total > max(6 * fall.error, 0.002 * abs(fall.start))
+        and fall.last_third > 0.15 * fall.total
+        and fall.last_third > 0.4 * middle
+        and fall.last_third > 3 * fall.error
+    )
+
+
+def _too_low(curve: Curve, fall: Fall) -> Finding:
+    rate = curve.learning_rate
+    told = f" at a rate of {np.max(rate):.3g}" if rate is not None else ""
+    return Finding(
+        signature="rate_too_low",
+        first=0,
+        last=len(curve) - 1,
+        evidence=f"the loss fell from {fall.start:.4g} to {fall.end:.4g}{told}, in the last third "
+        f"by {fall.last_third:.3g}: as steadily as before, and slowly",
+        remedy="a rate 3 to 10 times higher; holdfast preflight has a rate range test",
+        confidence="medium",
+    )
+
+
+def _stuck_after_peak(curve: Curve, calm: Flags) -> Finding | None:
+    """The best level came before the rate had reached its peak, and not since."""
+    rate = curve.learning_rate
+    smooth: Levels = levels(curve.loss, calm, most=40, least_rows=4)
+    if rate is None or len(smooth) < 8:
+        return None
+    best = int(np.argmin(smooth.values))
+    at_best = rate[min(int(smooth.rows[best + 1]), len(rate)) - 1]
+    rose = smooth.values[-1] - smooth.values[best]
+    is_early = best < len(smooth) // 3
+    if not is_early or rose <= 3 * smooth.error[best] or at_best > np.max(rate):
+        return None
+    return Finding(
+        signature="rate_too_high",
+        first=int(smooth.rows[best]),
+        last=len(curve) - 1,
+        evidence=f"the best level, {smooth.values[best]:.4g}, came at step "
+        f"{curve.steps[smooth.rows[best]]} with a rate of {at_best:.3g}; with rates up to "
+        f"{np.max(rate):.3g} the loss went to {smooth.values[-1]:.4g} and stayed",
+        remedy="a peak rate 3 to 10 times lower",
+        confidence="medium",
+    )
+
+
+def _plateau(curve: Curve, fall: Fall) -> Finding:
+    return Finding(
+        signature="plateau",
+        first=len(curve) - len(curve) // 3,
+        last=len(curve) - 1,
+        evidence=f"the loss went from {fall.start:.4g} to {fall.end:.4g} and by "
+        f"{max(fall.last_third, 0):.2g} in the last third of {len(curve)} rows",
+        remedy="holdfast preflight: does one batch get memorised, does every parameter get a "
+        "gradient, what rate does the range test find; then look at the tokens of a batch",
+        confidence="medium",
+    )
+
+
+def floor_early(curve: Curve, calm: Flags) -> Iterator[Finding]:
+    """The rate has long been at its minimum, and the loss stopped to fall when it came there."""
+    rate = curve.learning_rate
+    if rate is None or len(curve) < _LEAST_ROWS:
+        return
+    lowest, peak = float(np.min(rate[len(rate) // 10 :])), float(np.max(rate))
+    above = np.flatnonzero(rate > lowest + _AT_FLOOR * max(lowest, 0.01 * peak))
+    since = int(above[-1]) + 1 if len(above) else len(rate)
+    num_rows = len(rate) - since
+    if lowest > peak / 3 or num_rows < _FLOOR_ROWS * len(rate) or since < _LEAST_ROWS // 3:
+        return
+    length = min(num_rows, since // 2)
+    before = _gain(curve, calm, since - length, since)
+    after = _gain(curve, calm, since, since + length)
+    if before is None or after is None or before[0] < 3 * before[1] or after[0] > before[0] / 3:
+        return
+    yield Finding(
+        signature="floor_early",
+        first=since,
+        last=len(rate) - 1,
+        evidence=f"the rate is at its floor of {lowest:.3g} (peak {peak:.3g}) since step "
+        f"{curve.steps[since]}, {100 * num_rows / len(rate):.0f} % of the rows; in the {length} "
+        f"rows before the loss fell by {before[0]:.3g}, in as many after by {after[0]:.3g}",
+        remedy="a decay as long as the run (schedule.total), or a higher floor; such a plateau is "
+        "the schedule's, not the model's",
+        confidence="high" if lowest < peak / 10 else "medium",
+    )
+
+
+def _gain(curve: Curve, calm: Flags, begin: int, end: int) -> tuple[float, float] | None:
+    """How much the loss fell between two rows, and the error of that."""
+    quarter = (end - begin) // 4
+    inside = calm[begin:end]
+    if quarter < 5:
+        return None
+    loss = curve.loss[begin:end]
+    head, tail = loss[:quarter][inside[:quarter]], loss[-quarter:][inside[-quarter:]]
+    if len(head) < 4 or len(tail) < 4:
+        return None
+    spread = float(np.median(np.abs(np.diff(loss[inside])))) * 1.05
+    return float(np.median(head) - np.median(tail)), 1.25 * spread * float(
+        np.sqrt(1 / len(head) + 1 / len(tail))
+    )

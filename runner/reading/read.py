@@ -1,0 +1,65 @@
+"""All rules over one curve, in one pass each, and which of them speaks where two see one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+
+from runner.reading import held_out, progress, repeats, trouble
+from runner.reading.curve import Curve
+from runner.reading.finding import SIGNATURES, Finding
+
+LEAST_ROWS = 20  # below, only what is not finite is told
+# The second is not told where the first one is: it is the same thing seen from another side.
+_SAYS_IT_ALL = (
+    ("divergence", "rate_too_high"),
+    ("divergence", "rate_too_low"),
+    ("divergence", "norm_creep"),
+    ("divergence", "overfitting"),
+    ("divergence", "plateau"),
+    ("divergence", "oscillation"),
+    ("level_shift", "plateau"),
+    ("level_shift", "rate_too_high"),
+    ("oscillation", "overfitting"),
+    ("data_order", "rate_too_high"),
+    ("overfitting", "held_out_stalls"),
+    ("overfitting", "epoch_steps"),
+    ("rate_too_high", "norm_creep"),
+    ("epoch_steps", "data_order"),
+)
+
+
+def read(curve: Curve) -> list[Finding]:
+    """What the curve shows, in the order of :data:`SIGNATURES`; nothing of a healthy one."""
+    if not len(curve):
+        return []
+    found = list(trouble.not_finite(curve))
+    if int(curve.finite.sum()) >= LEAST_ROWS:
+        with np.errstate(all="ignore"):  # what overflows compares as false
+            found += _rules(curve)
+    names = {one.signature for one in found}
+    hidden = {second for first, second in _SAYS_IT_ALL if first in names}
+    order = list(SIGNATURES)
+    told = [one for one in found if one.signature not in hidden]
+    return sorted(told, key=lambda one: order.index(one.signature))
+
+
+def _rules(curve: Curve) -> Iterator[Finding]:
+    jumps = trouble.jumps(curve)
+    calm = trouble.calm_rows(curve, jumps)
+    return chain(
+        trouble.spikes(curve, jumps),
+        trouble.divergence(curve, calm, jumps),
+        progress.slow_progress(curve, calm),
+        progress.floor_early(curve, calm),
+        repeats.norm_creep(curve, calm),
+        held_out.overfitting(curve, calm),
+        held_out.far_below(curve, calm),
+        held_out.stalls(curve, calm),
+        held_out.memorised(curve, calm),
+        held_out.oscillation(curve, calm),
+        repeats.epoch_steps(curve, calm),
+        repeats.data_order(curve, calm),
+    )

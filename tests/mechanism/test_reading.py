@@ -1,0 +1,210 @@
+"""What ``holdfast read`` names in made curves, and that it is silent where nothing is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.__main__ import main
+from runner.reading.curve import Curve
+from runner.reading.finding import SIGNATURES
+from runner.reading.read import read
+from tests.made_curves import HEALTHY, TROUBLED, healthy
+
+_SEEDS = range(4)
+_MANY = range(100, 140)
+
+
+def _names(curve: Curve) -> list[str]:
+    return [finding.signature for finding in read(curve)]
+
+
+def _made(name: str, seed: int) -> Curve:
+    make = TROUBLED.get(name) or HEALTHY[name]
+    return make(np.random.default_rng(seed)).curve()
+
+
+def _read(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert main(["read", *arguments, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+# -- signatures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TROUBLED)
+def test_each_signature_is_named(name: str) -> None:
+    expected = name.partition("/")[0]
+    found = [_names(_made(name, seed)) for seed in _SEEDS]
+    assert sum(expected in names for names in found) >= len(_SEEDS) - 1, found
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_nothing_is_said_of_a_healthy_curve(name: str) -> None:
+    assert [_names(_made(name, seed)) for seed in _SEEDS] == [[]] * len(_SEEDS)
+
+
+@pytest.mark.full
+def test_recall_and_precision_over_many_seeds() -> None:
+    right = told = false = 0
+    for name in TROUBLED:
+        for seed in _MANY:
+            names = _names(_made(name, seed))
+            right += name.partition("/")[0] in names
+            told += len(names)
+    for name in HEALTHY:
+        loud = [_names(_made(name, seed)) for seed in _MANY]
+        false += sum(map(bool, loud))
+        told += sum(map(len, loud))
+    assert right >= 0.9 * len(TROUBLED) * len(_MANY)
+    assert right >= 0.9 * told
+    assert false <= 0.05 * len(HEALTHY) * len(_MANY)
+
+
+def test_every_signature_is_made_and_described() -> None:
+    assert {name.partition("/")[0] for name in TROUBLED} == set(SIGNATURES)
+
+
+def test_a_finding_tells_where_and_why() -> None:
+    made = healthy(np.random.default_rng(3), rows=400, noise=0.02)
+    made.loss[200:205] += 3.0
+    (finding,) = read(made.curve())
+    assert (finding.signature, finding.first, finding.last) == ("spike", 200, 204)
+    assert f"at step {int(made.steps[200])} " in finding.evidence
+    assert "5 row(s)" in finding.evidence
+    assert finding.remedy
+
+
+# -- odd curves ------------------------------------------------------------------------------------
+
+
+def test_few_or_strange_rows_are_no_trouble() -> None:
+    for rows in (0, 1, 2, 5, 19, 20, 21, 60, 61):
+        for value in (0.0, 1.0, -3.0):
+            column = [value] * rows
+            further = {name: column for name in ("lr", "epoch", "eval_loss")}
+            assert read(Curve.of(column, column, column, further)) == []
+    read(Curve.of([1e300] * 70, [1e300, -1e300] * 35, [1e-300] * 70))
+    nothing = [float("nan")] * 50
+    (finding,) = read(Curve.of(list(range(50)), nothing, nothing))
+    assert finding.signature == "not_finite"
+
+
+def test_what_a_rollback_undid_is_left_out() -> None:
+    made = healthy(np.random.default_rng(5), rows=400, noise=0.02)
+    bad = made.loss[200:240] + 4.0
+    steps = np.concatenate([np.arange(240), np.arange(200, 400)])
+    loss = np.concatenate([made.loss[:200], bad, made.loss[200:]])
+    curve = Curve.of(steps, loss, np.ones(440))
+    assert len(curve) == 400
+    assert (np.diff(curve.steps) == 1).all()
+    assert read(curve) == []
+
+
+def test_steps_that_begin_anew_each_epoch_are_rows_of_their_own() -> None:
+    loss = healthy(np.random.default_rng(5), rows=400, noise=0.02).loss
+    assert len(Curve.of(np.tile(np.arange(100), 4), loss, np.ones(400))) == 400
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_a_csv_with_further_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = []
+    for name in ("overfitting", "floor_early", "epoch_steps"):
+        path = tmp_path / f"{name}.csv"
+        path.write_text(TROUBLED[name](np.random.default_rng(1)).csv())
+        paths.append(str(path))
+    found = _read(capsys, *paths)
+    names = [[one["signature"] for one in line["signatures"]] for line in found]
+    assert names == [["overfitting"], ["floor_early"], ["epoch_steps"]]
+    (one,) = found[0]["signatures"]
+    assert set(one) == {"signature", "rows", "steps", "evidence", "try", "confidence"}
+    assert found[0]["file"] == paths[0]
+
+
+def test_a_trainers_state_has_evaluations_on_lines_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = TROUBLED["overfitting"](np.random.default_rng(2))
+    history: list[dict[str, float]] = []
+    for step, loss, rate, held_out in zip(
+        made.steps, made.loss, made.further["lr"], made.further["eval_loss"], strict=True
+    ):
+        history.append({"step": step, "loss": loss, "learning_rate": rate, "epoch": step / 1e9})
+        if np.isfinite(held_out):
+            history.append({"step": step, "eval_loss": held_out, "epoch": step / 1e9})
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": history}))
+    (line,) = _read(capsys, str(path))
+    assert line["rows"] == 1000
+    assert [one["signature"] for one in line["signatures"]] == ["overfitting"]
+
+
+def test_event_files_have_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensorboard = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    event_pb2 = pytest.importorskip("tensorboard.compat.proto.event_pb2")
+    made = TROUBLED["overfitting"](np.random.default_rng(2))
+    writer = tensorboard.EventFileWriter(str(tmp_path))
+    for step in range(1000):
+        event = event_pb2.Event(step=step)
+        event.summary.value.add(tag="train/loss", simple_value=made.loss[step])
+        event.summary.value.add(tag="train/lr", simple_value=made.further["lr"][step])
+        writer.add_event(event)
+        if np.isfinite(made.further["eval_loss"][step]):
+            later = event_pb2.Event(step=step + 1)  # logged a step after
+            later.summary.value.add(tag="eval/loss", simple_value=made.further["eval_loss"][step])
+            writer.add_event(later)
+    writer.close()
+    (line,) = _read(capsys, str(tmp_path))
+    assert [one["signature"] for one in line["signatures"]] == ["overfitting"]
+
+
+def test_our_own_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = healthy(np.random.default_rng(7), rows=300, noise=0.02)
+    lines = [
+        {"step": step, "cursor": 0, "verdict": "clean", "action": "apply", "loss": loss,
+         "grad_norm": 1.0, "lr": 1e-3, "eval_loss": None}
+        for step, loss in enumerate(made.loss)
+    ]  # fmt: skip
+    lines[150] |= {"loss": None, "verdict": "nonfinite", "action": "discard"}
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (line,) = _read(capsys, str(tmp_path))
+    assert [(one["signature"], one["steps"]) for one in line["signatures"]] == [
+        ("not_finite", [150, 150])
+    ]
+
+
+def test_columns_as_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = TROUBLED["plateau"](np.random.default_rng(1))
+    path = tmp_path / "odd.csv"
+    path.write_text(
+        "n,main,speed\n"
+        + "".join(f"{n},{loss:.6g},0.05\n" for n, loss in zip(made.steps, made.loss, strict=True))
+    )
+    told = ["--loss", "main", "--step", "n", "--update-ratio", "speed", "--corpus-entropy", "7.5"]
+    (line,) = _read(capsys, str(path), *told)
+    assert [one["signature"] for one in line["signatures"]] == ["rate_too_high"]
+    assert main(["read", str(path), *told[:4], "--lr", "nowhere"]) == 2
+    assert main(["read", str(path)]) == 2
+    assert main(["read"]) == 2
+
+
+def test_the_page_of_a_reading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.csv"
+    path.write_text(TROUBLED["spike"](np.random.default_rng(1)).csv())
+    assert main(["read", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "spike (steps" in out
+    assert "try: " in out
+    path.write_text(HEALTHY["drawn"](np.random.default_rng(1)).csv())
+    assert main(["read", str(path)]) == 0
+    assert "no signature of trouble" in capsys.readouterr().out
+    assert main(["read", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in SIGNATURES)
