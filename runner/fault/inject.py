@@ -25,6 +25,7 @@ class Disturbance:
     activation_scale: tuple[float, ...] | None = None
     loss_scale: tuple[float, ...] | None = None
     nan_grad: bool = False
+    flip_grad: bool = False
     in_forward: Callable[[], None] | None = None
     in_backward: Callable[[], None] | None = None
 
@@ -107,20 +108,24 @@ class FaultInjector:
         """What happens to the micro-batch of these stream positions (None: padding)."""
         if not self._faults:
             return None
-        nan_loss = "nan_loss" in self._step_faults
+        nan_loss = "nan_loss" in self._step_faults or self._lasts("sticky", self._step)
         nan_grad = "nan_grad" in self._step_faults
+        flip_grad = "flip_grad" in self._step_faults
         # One micro-batch is enough; the marker kinds are consumed by the first.
-        self._step_faults -= {"nan_loss", "nan_grad"}
+        self._step_faults -= {"nan_loss", "nan_grad", "flip_grad"}
         activation = tuple(math.nan if self._hit("poison", p) else 1.0 for p in positions)
         loss = tuple(math.nan if nan_loss else self._spike(p) for p in positions)
         forward, backward = self._ending_in("forward"), self._ending_in("backward")
         scales = (*activation, *loss)
-        if not (nan_grad or forward or backward) and all(scale == 1.0 for scale in scales):
+        if not (nan_grad or flip_grad or forward or backward) and all(
+            scale == 1.0 for scale in scales
+        ):
             return None
         return Disturbance(
             activation_scale=activation,
             loss_scale=loss,
             nan_grad=nan_grad,
+            flip_grad=flip_grad,
             in_forward=forward,
             in_backward=backward,
         )
@@ -135,7 +140,9 @@ class FaultInjector:
 
     def flips_bit(self) -> bool:
         """Whether this rank's copy of the state is to be damaged before this step."""
-        return "flip_bit" in self._step_faults
+        is_due = "flip_bit" in self._step_faults
+        self._step_faults.discard("flip_bit")  # once, however often the step is computed
+        return is_due
 
     def spoils_product(self, step: int) -> bool:
         """Whether the device check of a start at this step is to find a wrong product here."""
@@ -148,8 +155,17 @@ class FaultInjector:
 
     def never_breaks(self, step: int) -> bool:
         """Whether this rank's collectives are to wait for ever where they would break."""
+        return self._lasts("no_break", step)
+
+    def misreads(self) -> bool:
+        """Whether this rank's samples of this step are to be wrong, the first time they come."""
+        is_due = "misread" in self._step_faults
+        self._step_faults.discard("misread")
+        return is_due
+
+    def _lasts(self, kind: str, step: int) -> bool:
         return any(
-            fault.kind == "no_break" and step >= fault.steps[0] and fault.rank in (None, self._rank)
+            fault.kind == kind and step >= fault.steps[0] and fault.rank in (None, self._rank)
             for fault in self._faults
         )
 

@@ -2,6 +2,9 @@
 
     nan_grad@step=20,rank=1          NaN in the backward pass of one rank
     nan_loss@step=20,rank=1          NaN in the loss of one rank
+    flip_grad@step=20,rank=1         a high exponent bit of one number of a gradient
+    misread@step=20,rank=1           the rank's samples of this step come as others, once
+    sticky@step=20,rank=1            from this step on whatever the rank computes is NaN
     poison@samples=400-431           these stream positions always give NaN activations
     spike@samples=400-431,scale=50   these weigh 50 times: a finite, wild loss and gradient
     kill@step=30,rank=0              SIGKILL
@@ -37,6 +40,9 @@ from runner.system.error import ConfigError
 _REQUIRED = {
     "nan_grad": {"step"},
     "nan_loss": {"step"},
+    "flip_grad": {"step"},
+    "misread": {"step"},
+    "sticky": {"step"},
     "poison": {"samples"},
     "spike": {"samples"},
     "kill": {"step"},
@@ -57,7 +63,7 @@ _REQUIRED = {
 }
 # What ends or freezes a rank, and where in a step it may.
 ENDINGS = ("kill", "abort", "raise", "stop", "hang")
-LASTING = ("slow", "no_break")  # not bound to one step, and so no marker is left
+LASTING = ("slow", "no_break", "sticky")  # not bound to one step, and so no marker is left
 POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
     **{kind: {"rank", "at"} for kind in ENDINGS},

@@ -1,9 +1,9 @@
 """Puts the faults of :mod:`runner.fault.inject` around the parts of a run, from outside.
 
-A step passes through four seams: the phases that a rank tells its heartbeat, the group of ranks,
-the engine, and the modules inside that engine. Each wrapper is the part that it wraps but for what
-a fault changes, so that neither the step nor the forward pass knows of faults. Without faults
-nothing is wrapped.
+A step passes through five seams: the phases that a rank tells its heartbeat, the feed, the group
+of ranks, the engine, and the modules inside that engine. Each wrapper is the part that it wraps
+but for what a fault changes, so that neither the step nor the forward pass knows of faults. Without
+faults nothing is wrapped.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,6 +36,11 @@ def wrap_heart(heart: Part, faults: FaultInjector) -> Part:
 def wrap_group(group: Part, faults: FaultInjector) -> Part:
     """A group in which this rank may enter a wrong collective or tell a wrong identity."""
     return cast(Part, FaultyGroup(group, faults)) if faults.has_any else group
+
+
+def wrap_feed(feed: Part, faults: FaultInjector) -> Part:
+    """A feed whose samples may come as others than they are."""
+    return cast(Part, FaultyFeed(feed, faults)) if faults.has_any else feed
 
 
 def wrap_engine(engine: Part, faults: FaultInjector, inside: MicroBatchFaults) -> Part:
@@ -96,6 +102,26 @@ def never_break() -> None:
 
     wait.never_breaks = True  # type: ignore[attr-defined]
     setattr(Work, "wait", wait)  # noqa: B010  # it has another signature
+
+
+class FaultyFeed(_Wrapped):
+    """See :class:`runner.data.feed.Feed`."""
+
+    def fetch(self, plan: Any, ledger: Any) -> Any:
+        fetched = self._part.fetch(plan, ledger)
+        if not self._faults.misreads():
+            return fetched
+        wrong = tuple(_misread(batch) for batch in fetched.micro_batches)
+        self._part.put(plan, wrong)  # as they lie in memory from here on
+        return replace(fetched, micro_batches=wrong)
+
+
+def _misread(batch: Any) -> Any:
+    """The tokens of each sequence backwards: lawful ids, in an order that says nothing."""
+    if batch.fields is None:
+        return replace(batch, tokens=batch.tokens.flip(1))
+    wrong = {k: v * 1e4 if v.is_floating_point() else v for k, v in batch.fields.items()}
+    return replace(batch, fields=wrong)
 
 
 class FaultyGroup(_Wrapped):
@@ -218,7 +244,19 @@ class MicroBatchFaults:
 def _at_embedding_gradient(grad: torch.Tensor, fault: Disturbance) -> torch.Tensor:
     if fault.in_backward is not None:
         fault.in_backward()
+    if fault.flip_grad:
+        grad = grad.clone()
+        _flip_highest(grad)
     return grad * torch.nan if fault.nan_grad else grad
+
+
+def _flip_highest(numbers: torch.Tensor) -> None:
+    """The highest bit of the largest number's exponent that is 0: it becomes astronomical."""
+    flat = numbers.view(-1)
+    kind, highest = (torch.int32, 30) if flat.element_size() == 4 else (torch.int16, 14)
+    largest = int(flat.abs().argmax())
+    # From 2 on the first is set.
+    flat.view(kind)[largest] ^= 1 << (highest - int(flat[largest].abs() >= 2))
 
 
 def _flip_bit(copies: list[torch.Tensor]) -> None:

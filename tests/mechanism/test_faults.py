@@ -26,6 +26,9 @@ from runner.system.error import ConfigError
 KINDS = (
     "nan_grad",
     "nan_loss",
+    "flip_grad",
+    "misread",
+    "sticky",
     "poison",
     "spike",
     "kill",
