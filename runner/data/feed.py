@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, tee
@@ -41,6 +41,7 @@ from runner.policy.decision.unreadable import Unreadable
 from runner.system.error import DataError
 from runner.system.process import die_with_parent
 
+Slots = tuple[tuple[int | None, ...], ...]  # of the global batch, micro-batch by micro-batch
 _FIRST_PAUSE_SECONDS = 0.05  # before a read is tried again; doubled each time
 _LOOKED_AT = 16  # samples, for a few that can be read
 _WORDS = 300  # of what a sample raised
@@ -103,6 +104,37 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device, without waiting for the copy."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def at(self, positions: tuple[int | None, ...]) -> MicroBatch:
+        """The same samples under other positions."""
+        return replace(self, positions=positions)
+
+    def without(self, positions: Collection[int]) -> MicroBatch:
+        """Padding in the place of the samples at these positions, in the same shapes."""
+        gone = [place for place, p in enumerate(self.positions) if p in positions]
+        if not gone:
+            return self
+        kept = tuple(None if p in positions else p for p in self.positions)
+        if self.fields is not None:
+            return self._copied_over(gone, kept)
+        tokens, targets = self.tokens.clone(), self.targets.clone()
+        tokens[gone], targets[gone] = 0, NOT_COUNTED
+        segments = None if self.segments is None else self.segments.clone()
+        if segments is not None:
+            segments[gone] = 0
+        return replace(self, tokens=tokens, targets=targets, segments=segments, positions=kept)
+
+    def _copied_over(self, gone: list[int], kept: tuple[int | None, ...]) -> MicroBatch:
+        """Padding of samples that are no tokens: a copy of one that stays, or of zeros."""
+        assert self.fields is not None and self.real is not None
+        real = self.real.clone()
+        real[gone] = False
+        stays = next((place for place, p in enumerate(kept) if p is not None), None)
+        fields = {}
+        for name, tensor in self.fields.items():
+            fields[name] = tensor.clone()
+            fields[name][gone] = 0 if stays is None else tensor[stays]
+        return replace(self, fields=fields, real=real, positions=kept)
 
     def _map(self, move) -> MicroBatch:  # type: ignore[no-untyped-def]
         return replace(
@@ -289,6 +321,12 @@ def describe(dataset: Dataset, index: int) -> str:
         return f"sample {index}"
 
 
+def named_samples(dataset: Dataset, plan: BatchPlan, positions: Sequence[int]) -> tuple[str, ...]:
+    """What the data set calls the samples at these positions of a plan."""
+    where = dict(zip(plan.positions.tolist(), plan.indices.tolist(), strict=True))
+    return tuple(describe(dataset, where[position]) for position in positions)
+
+
 class _PlanSampler(Sampler[MicroPlan]):
     """The endless guess of plans to come, as last set."""
 
@@ -415,6 +453,19 @@ class Feed:
             )
         ]
 
+    def read_again(self, plan: BatchPlan, rank: int) -> tuple[MicroBatch, ...]:
+        """The share of ``plan`` that is ``rank``'s, read at once by this process.
+
+        Never raises for a sample that cannot be read. The loader goes on where it was.
+        """
+        share = self._share
+        slots = shard_batch(share.global_size, share.micro_size, share.world_size, rank)
+        return tuple(self._reader[micro] for micro in self._micro_plans(plan, slots))
+
+    def put(self, plan: BatchPlan, batches: tuple[MicroBatch, ...]) -> None:
+        """What the next :meth:`fetch` of ``plan`` is to give."""
+        self._newest = self._micro_plans(plan), batches
+
     def own_positions(self, plan: BatchPlan) -> list[int | None]:
         """Stream positions of this rank's sequences, micro-batch by micro-batch."""
         return [position for micro in self._micro_plans(plan) for position in micro.positions]
@@ -447,14 +498,15 @@ class Feed:
         assert batch.positions == wanted.positions, "the loader ran on another plan"
         return batch
 
-    def _micro_plans(self, plan: BatchPlan) -> list[MicroPlan]:
+    def _micro_plans(self, plan: BatchPlan, dealt: Slots | None = None) -> list[MicroPlan]:
+        """Of this rank's slots, or of others that were ``dealt``."""
         return [
             MicroPlan(
                 batch_start=plan.start,
                 positions=tuple(None if s is None else int(plan.positions[s]) for s in slots),
                 indices=tuple(-1 if s is None else int(plan.indices[s]) for s in slots),
             )
-            for slots in self._slots
+            for slots in (self._slots if dealt is None else dealt)
         ]
 
     def _padding(self, size: int) -> MicroBatch:

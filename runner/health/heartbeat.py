@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # Phases that may take long without anything being wrong.
-SLOW = frozenset({"start", "save", "evaluate", "roll back", "finish"})
+SLOW = frozenset({"start", "save", "evaluate", "explain", "roll back", "finish"})
 _REMEMBERED_STEPS = 32
 
 

@@ -1,0 +1,71 @@
+"""What replays found: the cause, why, what would refute it, and what was not tried. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Cause(Enum):
+    """What a bad step can be put down to; a wrong name is worse than ``unclear``."""
+
+    transient = "hardware, transient"
+    misread = "read wrongly once"
+    sticky = "hardware, sticky"
+    data = "data"
+    data_mix = "data mix"
+    not_reproducible = "not reproducible"
+    unclear = "unclear"
+
+
+class Remedy(Enum):
+    """What the loop is to do: compute the step again, leave samples out of it, or its ladder."""
+
+    redo = "redo"
+    skip = "skip"
+    ladder = "ladder"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The verdict on one bad step, the same on all ranks.
+
+    Args:
+        why: one sentence.
+        refutation: what would have shown that it is wrong; empty for one that names nothing.
+        is_tried: whether that was tried, and did not.
+        ranks: who is at fault; empty where nobody can be named.
+        hosts: of these ranks.
+        positions: the culprits' places in the stream.
+        not_tried: what else could have been tried, and why it was not.
+        steps: computations of a step that it took.
+        numbers: of each probe, as it was told.
+    """
+
+    cause: Cause
+    remedy: Remedy
+    why: str
+    refutation: str = ""
+    is_tried: bool = False
+    ranks: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    positions: tuple[int, ...] = ()
+    not_tried: tuple[str, ...] = ()
+    steps: int = 0
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    def words(self) -> str:
+        """One sentence."""
+        return f"{self.cause.value}: {self.why}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For the journal: all but the probes' numbers."""
+        told = asdict(self)
+        del told["numbers"]
+        return told | {
+            "cause": self.cause.value,
+            "remedy": self.remedy.value,
+            **{name: list(told[name]) for name in ("ranks", "hosts", "positions", "not_tried")},
+        }

@@ -1,0 +1,195 @@
+"""The numbers of one computation of a step, from all ranks, and what stands out in them. Pure.
+
+Samples are compared one by one and not by the global norm: on a CPU a sample's loss has the same
+bits on whichever rank it is computed, the norm has not (the order of its sums is another).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from runner.policy.decision.signals import Limits
+
+# A culprit stands out by itself: leaving out the loudest lowers any loss, and proves nothing.
+_NATS_ABOVE = 0.5
+_NORMS_ABOVE = 4.0
+# Two results that differ by no more than this many floors are the same (issue 17, trap 1).
+_FLOORS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample: ``loss`` summed nats over ``count`` tokens, ``norm`` of the gradient at the
+    embedding's output, ``rank`` that computed it."""
+
+    rank: int
+    loss: float
+    norm: float
+    count: int
+
+    @property
+    def level(self) -> float:
+        """Nats per token."""
+        return self.loss / max(self.count, 1)
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank told: its sums (see :class:`runner.engine.protocol.LocalSums`)."""
+
+    loss: float
+    square: float
+    nonfinite: bool
+    count: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One computation of a step.
+
+    ``rows`` by position in the stream, without padding; of samples that are not from it by
+    negative numbers. ``shares`` by rank. ``tokens`` is what the norm is divided by: where samples
+    are left out, that of the whole batch, as if they had their usual level.
+    """
+
+    rows: Mapping[int, Row]
+    shares: Sequence[Share]
+    tokens: float
+
+    @property
+    def loss(self) -> float:
+        """Nats per token, as the gate sees it."""
+        return sum(share.loss for share in self.shares) / max(self._count, 1.0)
+
+    @property
+    def grad_norm(self) -> float:
+        square = sum(share.square for share in self.shares)
+        return math.sqrt(square) / self.tokens if square >= 0 else math.nan
+
+    @property
+    def nonfinite_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank, share in enumerate(self.shares) if share.nonfinite)
+
+    def is_good(self, limits: Limits) -> bool:
+        """Whether the gate would let it pass."""
+        loss, norm = self.loss, self.grad_norm
+        return (
+            math.isfinite(loss)
+            and math.isfinite(norm)
+            and not self.nonfinite_ranks
+            and loss <= limits.loss
+            and norm <= limits.grad_norm
+        )
+
+    @property
+    def _count(self) -> float:
+        return sum(share.count for share in self.shares)
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers as they are; what is not finite is named by the writer."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "nonfinite_ranks": list(self.nonfinite_ranks),
+            "ranks": [[s.loss, s.square, s.nonfinite, s.count] for s in self.shares],
+            "samples": {str(p): [r.rank, r.loss, r.norm, r.count] for p, r in self.rows.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """The largest level (nats per token) and gradient norm among samples known to be good."""
+
+    level: float
+    norm: float
+
+    def stands_out(self, row: Row) -> bool:
+        """Whether the sample is bad by itself."""
+        return (
+            not row.is_finite
+            or row.level > self.level + _NATS_ABOVE
+            or row.norm > self.norm * _NORMS_ABOVE
+        )
+
+
+def usual(known: Reading, *, without: int | None = None) -> Usual | None:
+    """What is usual on known samples, but for those that rank ``without`` computed.
+
+    None where that is nothing, or not finite.
+    """
+    rows = [row for row in known.rows.values() if row.rank != without]
+    if not rows or not all(row.is_finite for row in rows):
+        return None
+    return Usual(max(row.level for row in rows), max(row.norm for row in rows))
+
+
+def outstanding(reading: Reading, level: Usual) -> set[int]:
+    """Positions of the samples that stand out by themselves."""
+    return {position for position, row in reading.rows.items() if level.stands_out(row)}
+
+
+def ranks_of(reading: Reading, positions: Iterable[int]) -> set[int]:
+    """Who computed them, and whoever met NaN or Inf beside them."""
+    return {reading.rows[position].rank for position in positions} | set(reading.nonfinite_ranks)
+
+
+def noise_floor(readings: Sequence[Reading]) -> float:
+    """The largest relative difference between computations of the same samples alike."""
+    first, *others = readings
+    return max((_largest(first, other) for other in others), default=0.0)
+
+
+def differing_ranks(one: Reading, others: Sequence[Reading], floor: float) -> set[int]:
+    """Ranks whose own numbers in ``one`` differ from those in all ``others`` by more than noise.
+
+    The square of the reduced gradient is no rank's own.
+    """
+    found = set()
+    for rank, share in enumerate(one.shares):
+        mine = [(position, row) for position, row in one.rows.items() if row.rank == rank]
+
+        def differs(
+            other: Reading,
+            rank: int = rank,
+            share: Share = share,
+            mine: Collection[tuple[int, Row]] = mine,
+        ) -> bool:
+            pairs = [(share.loss, other.shares[rank].loss)]
+            for position, row in mine:
+                twin = other.rows[position]
+                pairs += [(row.loss, twin.loss), (row.norm, twin.norm)]
+            is_flag = share.nonfinite is not other.shares[rank].nonfinite
+            return is_flag or any(apart(a, b) > _FLOORS * floor for a, b in pairs)
+
+        if all(differs(other) for other in others):
+            found.add(rank)
+    return found
+
+
+def is_beyond(one: Reading, other: Reading, floor: float) -> bool:
+    """Whether two computations of the same samples differ by more than noise."""
+    return _largest(one, other) > _FLOORS * floor
+
+
+def apart(one: float, other: float) -> float:
+    """The relative difference; 0 for two that are both not finite, infinity where one is."""
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return 0.0 if math.isfinite(one) is math.isfinite(other) else math.inf
+    most = max(abs(one), abs(other))
+    return abs(one - other) / most if most else 0.0
+
+
+def _largest(one: Reading, other: Reading) -> float:
+    pairs = [(one.loss, other.loss), (one.grad_norm, other.grad_norm)]
+    for position, row in one.rows.items():
+        twin = other.rows[position]
+        pairs += [(row.loss, twin.loss), (row.norm, twin.norm)]
+    pairs += [(a.loss, b.loss) for a, b in zip(one.shares, other.shares, strict=True)]
+    return max(apart(a, b) for a, b in pairs)

@@ -1,0 +1,298 @@
+"""Replays leave the state as it was, and the order of probes comes to the right name or to none."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner.config.compose import compose
+from runner.data.cursor import BatchPlan
+from runner.distributed.agreement import Ranks
+from runner.distributed.env import place_from
+from runner.distributed.process_group import end_group, start_group
+from runner.engine.protocol import Engine, MicroStep
+from runner.explain.finding import Cause, Finding, Remedy
+from runner.explain.probe import Attempt, Bench, left_out
+from runner.explain.reading import Reading, Row, Share, apart, differing_ranks, noise_floor
+from runner.explain.replay import Case, Replay
+from runner.health.heartbeat import Heartbeat
+from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.signals import Limits
+from runner.session import parts
+from runner.session.state_digest import collect_digest
+
+CPU = torch.device("cpu")
+SIZE = 8
+LIMITS = Limits(loss=4.0, grad_norm=5.0)
+PLAN = BatchPlan(positions=np.arange(SIZE), indices=np.arange(SIZE))
+AFTER = BatchPlan(positions=np.arange(SIZE, 2 * SIZE), indices=np.arange(SIZE, 2 * SIZE))
+
+
+# -- on an engine of ours -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    start_group(place_from({}), CPU, timeout_seconds=60)
+    yield
+    end_group()
+
+
+def test_probes_leave_state_and_randomness_as_they_were() -> None:
+    config = compose(
+        [
+            *("model=tiny", "model.precision=fp32", "data=synthetic", "parallel=single"),
+            *("data.workers=0", "model.dropout=0.1", "batch.global_size=8", "batch.micro_size=4"),
+        ]
+    )
+    place = place_from({})
+    dataset = parts.open_dataset(config)
+    stream = parts.sample_stream(config, dataset)
+    feed = parts.feed(config, dataset, stream, place, CPU)
+    engine = parts.engine(config, parts.blueprint(config, dataset), place, CPU)
+    plan = stream.plan(0, Ledger())
+    batches = feed.fetch(plan, Ledger()).micro_batches
+    seeds = (1, 2)
+    works = [MicroStep(batch=b, seed=s) for b, s in zip(batches, seeds, strict=True)]
+    one = torch.ones(())
+    for _ in range(3):  # moments that are not zero
+        engine.accumulate(works)
+        engine.apply(skip=torch.zeros(()), grad_scale=one * 1000, learning_rate=1e-2)
+    sums = engine.accumulate(works)
+    engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
+    before = digest(engine), drawn()
+
+    bench = Bench(engine=engine, feed=feed, ranks=Ranks(CPU), heart=Heartbeat())
+    attempt = Attempt(plan=plan, batches=batches, seeds=seeds, sums=sums)
+    first = bench.begin(attempt)
+    again = bench.compute(batches)
+    assert again == first, "the same bits, dropout and all"
+    assert bench.compute(bench.read(plan)) == first
+    assert not any(bench.differs(batches, bench.read(plan)))
+    known = bench.known(stream.held_out_indices(8))
+    assert len(known.rows) == 8 and all(position < 0 for position in known.rows)
+    gone = int(plan.positions[2])
+    rest = bench.compute(left_out(batches, {gone}))
+    assert set(rest.rows) == set(first.rows) - {gone}
+    assert {p: r.loss for p, r in rest.rows.items()}.items() <= {
+        p: r.loss for p, r in first.rows.items()
+    }.items(), "a sample's loss does not depend on its neighbours"
+    assert rest.shares[0].count < first.shares[0].count
+    assert (digest(engine), drawn()) == before
+    assert bench.num_steps == 4
+
+
+def digest(engine: Engine) -> str | None:
+    return collect_digest(engine, Ranks(CPU), lambda: False)
+
+
+def drawn() -> tuple[bytes, Any, Any]:
+    """The random states of this process."""
+    numbers = np.random.get_state()[1]  # type: ignore[index]
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), tuple(numbers)
+
+
+# -- made up ----------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """What a computation of samples on ranks comes to; stands in for a :class:`Bench`.
+
+    ``bad`` are positions whose loss is what it says; ``sick`` a rank all of whose samples are NaN;
+    ``weights_only`` a rank whose weights' gradients are; ``passing`` is used up by the first
+    computation; ``state`` is added to each loss.
+    """
+
+    world_size: int = 2
+    bad: Mapping[int, float] = field(default_factory=dict)
+    sick: int | None = None
+    weights_only: int | None = None
+    passing: list[int] = field(default_factory=list)
+    state: float = 0.0
+    noise: float = 0.0
+    misread: set[int] = field(default_factory=set)
+    num_steps: int = 0
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+
+    rank = 0
+
+    def begin(self, attempt: Attempt) -> Reading:
+        return self._read(dict.fromkeys(range(SIZE), 0), shift=0)
+
+    def compute(self, batches: Any, names: Any = None) -> Reading:
+        self.num_steps += 1
+        return self._read(batches, shift=0)
+
+    def rotated(self, plan: BatchPlan, shift: int) -> Reading:
+        self.num_steps += 1
+        return self._read(dict.fromkeys(plan.positions.tolist(), 0), shift=shift)
+
+    def known(self, indices: Any) -> Reading:
+        self.num_steps += 1
+        return self._read({-1 - int(i): 0 for i in indices}, shift=0)
+
+    def known_of(self, indices: Any, rank: int) -> Reading:
+        self.num_steps += 1
+        mine = {-1 - int(i): 0 for i in indices if (-1 - int(i)) % self.world_size == rank}
+        return self._read(mine, shift=0)
+
+    def read(self, plan: BatchPlan, *, shift: int = 0) -> Any:
+        return Positions(dict.fromkeys(plan.positions.tolist(), 1))
+
+    def differs(self, one: Any, other: Any) -> list[list[int]]:
+        fresh = sum(one.values()) != sum(other.values())
+        wrong = sorted(self.misread) if fresh else []
+        return [[p for p in wrong if p % self.world_size == r] for r in range(self.world_size)]
+
+    def could_all(self, batches: Any) -> bool:
+        return True
+
+    def hosts(self, name: str) -> list[str]:
+        return [f"node{rank}" for rank in range(self.world_size)]
+
+    def _read(self, batch: Mapping[int, int], shift: int) -> Reading:
+        ranks, rows = self.world_size, {}
+        passing = self.passing.pop(0) if self.passing else None
+        for position, fresh in batch.items():
+            rank = (position + shift) % ranks
+            level = self.bad.get(position, 2.0 + 0.01 * (position % 7)) + self.state
+            if position in self.misread and not fresh:
+                level = 9.0
+            if rank in (self.sick, passing):
+                level = math.nan
+            level *= 1 + self.noise * self.dice.uniform(-1, 1)
+            rows[position] = Row(rank, level * 10, level, 10)
+        shares = []
+        for rank in range(ranks):
+            own = [row for row in rows.values() if row.rank == rank]
+            loss = sum(row.loss for row in own)
+            square = sum(row.norm**2 for row in own) * 100
+            if rank == self.weights_only and own:
+                square = math.nan
+            is_bad = not math.isfinite(loss)
+            shares.append(Share(loss=loss, square=square, nonfinite=is_bad, count=10.0 * len(own)))
+        return Reading(rows=rows, shares=shares, tokens=10.0 * SIZE)
+
+
+class Positions(dict[int, int]):
+    """Of a batch; what is read again has ones. Stands in for micro-batches."""
+
+
+def explained(world: World, monkeypatch: pytest.MonkeyPatch, most_steps: int = 10) -> Finding:
+    monkeypatch.setattr(
+        "runner.explain.replay.left_out",
+        lambda batches, gone: Positions({p: f for p, f in batches.items() if p not in gone}),
+    )
+    bench: Any = world
+    given: list[BatchPlan] = []
+    replay = Replay(
+        bench,
+        known=lambda: np.arange(SIZE),
+        host="here",
+        bf16=False,
+        reread=lambda plan, batches: given.append(plan),
+    )
+    nothing: Any = None
+    batches: Any = Positions(dict.fromkeys(range(SIZE), 0))
+    attempt = Attempt(plan=PLAN, batches=batches, seeds=(), sums=nothing)
+    case = Case(attempt=attempt, limits=LIMITS, following=AFTER, most_steps=most_steps)
+    found = replay.explain(case)
+    assert found.steps == world.num_steps <= most_steps
+    assert bool(given) is (found.cause is Cause.misread)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+def test_what_is_not_there_again_is_transient(
+    ranks: int, noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = explained(World(world_size=ranks, passing=[ranks - 1], noise=noise), monkeypatch)
+    assert (found.cause, found.remedy) == (Cause.transient, Remedy.redo)
+    assert found.ranks == (ranks - 1,) and found.hosts == (f"node{ranks - 1}",)
+    assert found.is_tried and found.steps == 3
+
+
+def test_what_comes_and_goes_is_not_called_transient(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explained(World(passing=[1, 9, 1, 9]), monkeypatch)
+    assert found.cause is Cause.not_reproducible and found.remedy is Remedy.ladder
+
+
+def test_noise_as_large_as_the_fault_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explained(World(passing=[1], noise=0.1), monkeypatch)
+    assert found.cause is Cause.not_reproducible and not found.ranks
+
+
+def test_samples_that_were_read_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explained(World(misread={1, 3, 5}), monkeypatch)
+    assert (found.cause, found.remedy) == (Cause.misread, Remedy.redo)
+    assert found.ranks == (1,) and found.positions == (1, 3, 5)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+@pytest.mark.parametrize(("ranks", "sick"), [(2, 0), (2, 1), (3, 2), (4, 1)])
+def test_a_rank_that_stays_bad(
+    ranks: int, sick: int, noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = explained(World(world_size=ranks, sick=sick, noise=noise), monkeypatch)
+    assert (found.cause, found.ranks, found.remedy) == (Cause.sticky, (sick,), Remedy.ladder)
+
+
+@pytest.mark.parametrize(("ranks", "sick"), [(2, 1), (4, 2)])
+def test_a_rank_whose_weights_gradients_stay_bad(
+    ranks: int, sick: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = explained(World(world_size=ranks, weights_only=sick), monkeypatch)
+    assert (found.cause, found.ranks) == (Cause.sticky, (sick,))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("bad", [{3: math.nan}, {3: 60.0}, {0: 60.0, 5: math.nan}, {2: math.inf}])
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+def test_samples_that_are_bad_wherever_they_are_computed(
+    ranks: int, bad: dict[int, float], noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = explained(World(world_size=ranks, bad=bad, noise=noise), monkeypatch)
+    assert (found.cause, found.remedy) == (Cause.data, Remedy.skip)
+    assert found.positions == tuple(sorted(bad)) and not found.ranks and found.is_tried
+
+
+def test_a_whole_batch_is_left_to_the_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explained(World(bad=dict.fromkeys(range(SIZE), 9.0)), monkeypatch)
+    assert (found.cause, found.remedy) == (Cause.data, Remedy.ladder)
+    mixed = explained(World(bad=dict.fromkeys(range(3 * SIZE), 9.0)), monkeypatch)
+    assert (mixed.cause, mixed.remedy) == (Cause.data_mix, Remedy.ladder)
+
+
+@pytest.mark.parametrize("state", [3.0, math.nan])
+def test_weights_that_are_bad_on_known_samples_name_no_sample(
+    state: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = explained(World(state=state), monkeypatch)
+    assert found.cause is Cause.unclear and not found.positions and not found.ranks
+
+
+def test_nothing_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explained(World(bad={p: 2.4 for p in range(SIZE)}), monkeypatch)
+    assert found.cause is not Cause.data or found.remedy is Remedy.ladder
+
+
+def test_two_that_are_both_not_finite_are_the_same() -> None:
+    assert apart(math.nan, math.inf) == 0.0 and apart(1.0, math.nan) == math.inf
+    assert apart(2.0, 1.0) == 0.5 and apart(0.0, 0.0) == 0.0
+
+
+def test_a_rank_is_named_by_its_own_numbers_only() -> None:
+    world = World(world_size=2)
+    good = [world.begin(None) for _ in range(2)]  # type: ignore[arg-type]
+    assert noise_floor(good) == 0.0
+    summed = replace(good[0], shares=[replace(s, square=s.square * 9) for s in good[0].shares])
+    assert differing_ranks(summed, good, 0.0) == set()
