@@ -31,7 +31,8 @@ RANKS = 2
 SETTINGS = """
 model=tiny data=synthetic data.workers=0 eval.every=20 eval.samples=8 steps=60 schedule.warmup=5
 checkpoint.every=10 checkpoint.clean_after=5 checkpoint.keep=9 guard.min_history=10
-track.every=1000 watchdog.floor_seconds=3 watchdog.slow_seconds=20 watchdog.settle_seconds=2
+guard.remedy=discard track.every=1000 watchdog.floor_seconds=3 watchdog.slow_seconds=20
+watchdog.settle_seconds=2
 """
 # Three steps' worth of positions and a bit: enough bad steps to force a rollback.
 POISON = "poison@samples=700-790"

@@ -209,10 +209,26 @@ def late_is_the_same(machine: Machine) -> str:
 def nan_is_applied_nowhere(machine: Machine) -> str:
     machine.needs(2)
     fault = "faults=[nan_grad@step=20,rank=1]"
-    ended = machine.done("nan", fault, "debug.replica_check_every=5", "parallel=ddp")
+    told = (fault, "guard.remedy=discard", "debug.replica_check_every=5", "parallel=ddp")
+    ended = machine.done("nan", *told)
     if ended.summary["discarded_steps"] != 1 or ended.journal("replica_mismatch"):
         raise Failed(f"discarded {ended.summary['discarded_steps']}; {ended.journal('replicas')}")
     return "one rank's NaN discarded one step, and the ranks' copies stayed alike"
+
+
+def a_passing_fault_leaves_no_trace(machine: Machine) -> str:
+    last = machine.ranks - 1
+    faults = f"faults=[nan_grad@step=12,rank=0,flip_grad@step=25,rank={last}]"
+    ended = machine.done("redo", faults)
+    redone = [line["detail"]["cause"] for line in ended.journal("redo")]
+    if [cause["cause"] for cause in redone] != ["hardware, transient"] * 2:
+        raise Failed(f"redone for {redone}; {ended.text[-_TAIL:]}")
+    if [cause["ranks"] for cause in redone] != [[0], [last]] or ended.summary["skipped"]:
+        raise Failed(f"named {[cause['ranks'] for cause in redone]}, {ended.summary['skipped']}")
+    if not _repeats_bits(machine):
+        return "a NaN and a flipped bit were redone (bits are not repeated here)"
+    _same(ended, machine.clean())
+    return "a NaN and a flipped bit were redone, to the same bits"
 
 
 def a_death_is_noticed(machine: Machine) -> str:
@@ -370,6 +386,12 @@ CLAIMS = (
         name="nan",
         words="a NaN on one rank is applied on no rank",
         check=nan_is_applied_nowhere,
+        seconds=30,
+    ),
+    Claim(
+        name="redo",
+        words="a fault that passes is redone and leaves no trace",
+        check=a_passing_fault_leaves_no_trace,
         seconds=30,
     ),
     Claim(

@@ -132,6 +132,8 @@ def read_json(path: Path, names: Names) -> Table:
     is_ours = {"verdict", "action", "cursor"} <= set(fields)
     table = _table(columns)
     for values in _objects(path):
+        if is_ours and values is not None and values.get("action") == "redo":
+            continue  # the same step follows as it was computed again: this one never happened
         try:
             table.rows.append(_row(values, columns, is_ours))
         except (ValueError, TypeError, OverflowError):

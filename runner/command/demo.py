@@ -36,6 +36,7 @@ SETTINGS = (
     "guard.min_history=10",
     "track.every=20",
     "watchdog.settle_seconds=1",
+    "guard.remedy=discard",  # the ladder is to be seen
 )
 # Three steps read these samples; the rank dies after the run has gone back and skipped them.
 FAULTS = "faults=[poison@samples=700-790,kill@step=40,rank=1]"

@@ -76,6 +76,17 @@ class LogKind(Enum):
     json = "json"
 
 
+class RemedyKind(Enum):
+    verdict = "verdict"
+    discard = "discard"
+
+
+class ExplainKind(Enum):
+    off = "off"
+    quick = "quick"
+    full = "full"
+
+
 class DebugKind(Enum):
     off = "off"
     nccl = "nccl"
@@ -436,6 +447,12 @@ class GuardConfig:
         3, "bad steps among the last persist_window that force a rollback", trajectory=True, ge=1
     )
     persist_window: int = key(10, "see persist, in attempted steps", trajectory=True, ge=1)
+    remedy: RemedyKind = key(
+        RemedyKind.verdict,
+        "verdict: a step whose fault passes is computed again and nothing is skipped, of bad data "
+        "only the culprits are (see explain); discard: a bad step is always discarded",
+        trajectory=True,
+    )
     skip: bool = key(
         True,
         "false: after a rollback the same samples are read again (for comparison only)",
@@ -651,6 +668,13 @@ class RunConfig:
     optim: OptimConfig = key(OptimConfig, "AdamW")
     schedule: ScheduleConfig = key(ScheduleConfig, "the learning rate")
     guard: GuardConfig = key(GuardConfig, "judgement and recovery")
+    explain: ExplainKind = key(
+        ExplainKind.quick,
+        "quick: find out why a step was bad by computing it again in up to 10 variations, in all "
+        "for at most 0.5 % of the run's steps (or 60 if that is more); full: up to 30, and 5 %; "
+        "off: do not ask",
+        trajectory=True,
+    )
     checkpoint: CheckpointConfig = key(CheckpointConfig, "the ring")
     eval: EvalConfig = key(EvalConfig, "held-out loss")
     debug: DebugConfig = key(DebugConfig, "diagnosis")

@@ -36,6 +36,8 @@ _MOST = {
     "interval_steps": _LIMIT,
 }
 _MOST_ABANDONED = 10**6  # checkpoints that one rollback can leave behind
+_POSITIONS = {"unreadable": ("positions", "indices"), "redo": ("skipped",)}  # lists in ``detail``
+_MOST_PROBES = 1_000_000  # computations that one incident may have cost
 
 
 def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -88,14 +90,15 @@ def _check(line: dict[str, Any], folded: History) -> None:
 
 def _check_kind(incident: Incident) -> None:
     """What a restart takes from lines of its kind; raises as :func:`_check`."""
-    if incident.kind in ("discard", "rollback") and incident.samples is None:
+    if incident.kind in ("discard", "rollback", "redo") and incident.samples is None:
         raise ValueError(f"a {incident.kind} without samples")
     if incident.kind == "discard":
         discarded_signals(incident)
-    if incident.kind == "unreadable":
-        for name in ("positions", "indices"):
-            for number in incident.detail[name]:
-                whole(number, name, below=_LAST_SAMPLE)
+    for name in _POSITIONS.get(incident.kind, ()):
+        for number in incident.detail[name]:
+            whole(number, name, below=_LAST_SAMPLE)
+    if isinstance(incident.detail.get("cause"), dict):  # an episode's is a word
+        whole(incident.detail["cause"]["steps"], "cause.steps", below=_MOST_PROBES)
     if incident.kind == "rollback":
         _check_rollback(incident.detail)
     if incident.kind == "mixture":

@@ -217,6 +217,9 @@ def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, t
     if stored.get("model.precision") == "auto":  # from an import: no step has been taken in any
         stored["model.precision"] = config.model.precision.value
     stored.setdefault("compute.deterministic", False)  # of a run from before the key
+    # Of a run from before the keys; what it decided until now stands in its journal.
+    stored.setdefault("guard.remedy", config.guard.remedy.value)
+    stored.setdefault("explain", config.explain.value)
     wanted = trajectory(config)
     taken_away = {name: None for name in stored if _ARGUMENT.match(name) and name not in wanted}
     return {

@@ -14,15 +14,18 @@ import numpy as np
 from runner.checkpoint.memory.tier import MemoryParts
 from runner.checkpoint.remote.upload import Uploads
 from runner.checkpoint.ring import Ring
-from runner.config.schema import DebugKind
+from runner.config.schema import DebugKind, Precision
 from runner.config.validate import is_zero
+from runner.data.cursor import Indices, SampleStream
 from runner.data.dataset import Dataset
-from runner.data.feed import Feed, few
+from runner.data.feed import Feed, few, named_samples
 from runner.engine.determinism import repeats_bits
 from runner.engine.protocol import Engine, MicroStep
+from runner.explain.probe import Bench
+from runner.explain.replay import Replay
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
-from runner.fault.wrap import wrap_group, wrap_heart
+from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
 from runner.health.checks import PaceInspector, ReplicaInspector
 from runner.health.device_check import check_devices
 from runner.model.blueprint import GuestBlueprint
@@ -56,6 +59,7 @@ from runner.system.process import host_name
 from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
 from runner.train.corpus_check import CorpusCheck, ResumedOn, known_digest
 from runner.train.evaluate import Evaluator, FixedSet
+from runner.train.explaining import ExplainingGuard, ExplainRules
 from runner.train.final_proof import LastProof
 from runner.train.guard import Guard
 from runner.train.loop import Loop
@@ -565,6 +569,7 @@ def _loop(opened: Opened, machinery: Machinery, actors: Actors, corpus_check: Co
         heart=group.heart,
         backlog=backlog,
     )
+    explaining = parts.explain_rules(config)
     checkpoints = Checkpoints(
         ring,
         schedule=actors.saves,
@@ -579,7 +584,7 @@ def _loop(opened: Opened, machinery: Machinery, actors: Actors, corpus_check: Co
         machinery.state,
         until=config.steps,
         steps=actors.steps,
-        guard=guard,
+        guard=_explaining(opened, machinery, actors, guard, explaining) if explaining else guard,
         checkpoints=checkpoints,
         periodic=actors.periodic,
         reporter=reporter,
@@ -587,11 +592,43 @@ def _loop(opened: Opened, machinery: Machinery, actors: Actors, corpus_check: Co
     )
 
 
+def _explaining(
+    opened: Opened, machinery: Machinery, actors: Actors, guard: Guard, rules: ExplainRules
+) -> ExplainingGuard:
+    """The guard, with replays to find the cause first."""
+    group, corpus, feed = opened.group, opened.corpus, actors.feed
+    config, journal = opened.lease.config, opened.written.journal
+    bench = Bench(engine=machinery.engine, feed=feed, ranks=group.ranks, heart=group.heart)
+    replay = Replay(
+        bench,
+        known=lambda: _known_samples(corpus.stream, config.batch.global_size),
+        host=host_name(),
+        bf16=config.model.precision is Precision.bf16,
+        reread=feed.put,
+    )
+    return ExplainingGuard(
+        guard,
+        replay,
+        rules=rules,
+        stepper=actors.stepper,
+        journal=journal,
+        reporter=actors.reporter,
+        next_batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
+        names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
+    )
+
+
+def _known_samples(stream: SampleStream, size: int) -> Indices:
+    """Held-out samples, as many as a step has: over again where there are fewer."""
+    found = stream.held_out_indices(size)
+    return np.resize(found, size) if len(found) else found
+
+
 def _stepper(opened: Opened, machinery: Machinery, feed: Feed) -> Stepper:
     group, lease = opened.group, opened.lease
     return Stepper(
         engine=machinery.engine,
-        feed=feed,
+        feed=wrap_feed(feed, machinery.faults),
         dataset=opened.corpus.dataset,
         ranks=wrap_group(group.ranks, machinery.faults),
         rules=StepRules(

@@ -15,7 +15,13 @@ from runner.checkpoint.protocol import RingRules
 from runner.config.rules import judge_rules as judge_rules
 from runner.config.rules import named
 from runner.config.rules import remedy_rules as remedy_rules
-from runner.config.schema import ParallelKind, Precision, RunConfig
+from runner.config.schema import (
+    ExplainKind,
+    ParallelKind,
+    Precision,
+    RemedyKind,
+    RunConfig,
+)
 from runner.config.validate import is_zero
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset, RecordDataset
@@ -55,7 +61,12 @@ from runner.session.corpus import sample_stream as sample_stream
 from runner.startup.resume import Resumed
 from runner.system.error import ConfigError
 from runner.system.guest import call_target, find_target
+from runner.train.explaining import ExplainRules
 from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes
+
+# Computations of a step for one incident, and for all of them as a share of the run's steps.
+_EXPLAINING = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (30, 0.05)}
+_LEAST_INCIDENTS = 6  # that a short run may ask about, too
 
 Report = Callable[[Incident], None]
 
@@ -97,6 +108,20 @@ def schedule(config: RunConfig) -> Schedule:
         warmup=config.schedule.warmup,
         floor=config.schedule.floor,
         decay=config.schedule.decay,
+    )
+
+
+def explain_rules(config: RunConfig) -> ExplainRules | None:
+    """What finding a cause may cost; None where nothing is asked or nothing would follow."""
+    kind = config.explain
+    if kind is ExplainKind.off or config.guard.remedy is RemedyKind.discard:
+        return None
+    if not config.guard.enabled or is_zero(config.parallel.kind):
+        return None
+    an_incident, share = _EXPLAINING[kind]
+    return ExplainRules(
+        an_incident=an_incident,
+        in_all=max(_LEAST_INCIDENTS * an_incident, round(share * config.steps)),
     )
 
 

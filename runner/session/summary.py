@@ -54,6 +54,7 @@ class Summary:
     time: Mapping[str, float]
     world_size: int
     incarnation: int
+    redone_steps: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -108,6 +109,7 @@ def sum_up(
         time=where_time_went,
         world_size=size.world_size,
         incarnation=size.incarnation,
+        redone_steps=history.num_redone,
     )
     try:
         write_json(run_dir.summary, summary.to_json())
@@ -124,6 +126,7 @@ def _rows(summary: Summary, wall_seconds: float, run_dir: RunDir) -> list[tuple[
         ("steps", f"{summary.steps} ({summary.samples_used:,} samples)"),
         ("loss", loss + held_out),
         ("discarded steps", str(summary.discarded_steps)),
+        *([("redone steps", str(summary.redone_steps))] if summary.redone_steps else []),
         ("rollbacks", str(summary.rollbacks)),
         ("samples skipped", skipped or "none"),
         ("restarts", str(summary.restarts)),

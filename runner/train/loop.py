@@ -5,14 +5,22 @@ Knows the actors by name; how things are done stands in the modules beside this 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from runner.policy.decision.judge import Verdict
 from runner.train.checkpoints import Checkpoints, Preemption
-from runner.train.guard import Guard
 from runner.train.periodic import Periodic
 from runner.train.report import Reporter
 from runner.train.state import TrainState
 from runner.train.step import StepInfo
 from runner.train.step_runner import StepRunner
+
+
+class Guard(Protocol):
+    """:class:`runner.train.guard.Guard`, or what looks for the cause before it is asked."""
+
+    def note_lines(self, info: StepInfo) -> None: ...
+    def handle(self, info: StepInfo, state: TrainState) -> Verdict | None: ...
 
 
 class Loop:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import BatchPlan
@@ -136,7 +136,7 @@ class Recovery:
             sample_ids=names,
             cost_steps=1,
             cost_seconds=info.seconds,
-            detail={**incident.detail, "suspects": where},
+            detail={**incident.detail, "suspects": where, **_cause(info)},
         )
         self._journal.add(incident)
         self._reporter.incident(incident)
@@ -204,6 +204,7 @@ class Recovery:
                 "metrics_bytes": metrics_bytes,
                 "cut_factor": action.cut_factor,
                 "cut_steps": action.cut_steps,
+                **_cause(info),
             },
         )
         self._journal.add(incident)
@@ -240,7 +241,7 @@ class Recovery:
             ranks=ranks,
             samples=(info.signals.start, info.signals.stop),
             sample_ids=names,
-            detail={"verdict": verdict.kind.value, "suspects": where},
+            detail={"verdict": verdict.kind.value, "suspects": where, **_cause(info)},
         )
         self._journal.add(incident)
         self._reporter.incident(incident)
@@ -256,3 +257,8 @@ class Recovery:
             tuple(suspect.name for suspect in suspects),
             [suspect.position for suspect in suspects],
         )
+
+
+def _cause(info: StepInfo) -> dict[str, Any]:
+    """What replays have found, for the journal."""
+    return {} if info.cause is None else {"cause": dict(info.cause)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from runner.data.cursor import BatchPlan
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed, RankBatch, describe
 from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
-from runner.engine.protocol import Engine, LocalSums, MicroStep, Sequences
+from runner.engine.protocol import Engine, LocalSums, MicroStep
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.history import Incident
 from runner.policy.decision.ledger import Ledger
@@ -55,6 +55,8 @@ class StepInfo:
         stop_requested: some rank was asked to stop.
         keeps_lines: a file of the first rank cannot be written.
         jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) are of.
+        cause: what replays have found of a bad step, see
+            :meth:`runner.explain.finding.Finding.to_json`; None where nothing was looked for.
         unreadable: samples that could not be read. The step was not applied then, and its other
             numbers mean nothing.
         shares: how many samples each rank was to read, told with ``unreadable``.
@@ -71,6 +73,7 @@ class StepInfo:
     wait_seconds: float = 0.0
     unreadable: tuple[Unreadable, ...] = ()
     shares: tuple[int, ...] = ()
+    cause: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,8 @@ class InFlightStep:
         plan: StepPlan,
         fetched: RankBatch,
         identity: dict[str, Any],
-        sequences: Sequences,
+        sums: LocalSums,
+        seeds: tuple[int, ...],
         numbers: torch.Tensor,
         withheld: str | None,
         seconds: float,
@@ -112,7 +116,8 @@ class InFlightStep:
         self.plan = plan
         self.fetched = fetched
         self.identity = identity
-        self.sequences = sequences
+        self.sums = sums
+        self.seeds = seeds
         self.numbers = numbers
         self.withheld = withheld
         self.seconds = seconds  # that the host spent on launching it
@@ -194,6 +199,12 @@ class Stepper:
         self._newest: InFlightStep | None = None
         self._gate_before: torch.Tensor | None = None
 
+    @property
+    def newest(self) -> InFlightStep:
+        """The step that was read last."""
+        assert self._newest is not None, "no step was read"
+        return self._newest
+
     def may_be_in_vain(self, step: int) -> bool:
         """Whether a step may be launched that is perhaps dropped, and then launched again."""
         return self._ranks.may_repeat(step)
@@ -212,7 +223,8 @@ class Stepper:
         fetched = self._feed.fetch(plan.batch, ledger)
         self._host_seconds.append(time.monotonic() - began)
         self._heart.enter("compute")
-        sums = self._engine.accumulate(self._works(plan.batch, fetched))
+        works = self._works(plan.batch, fetched)
+        sums = self._engine.accumulate(works)
         identity = self._identity(plan, fetched)
         told = [
             float(plan.stop),
@@ -226,7 +238,8 @@ class Stepper:
             plan=plan,
             fetched=fetched,
             identity=identity,
-            sequences=sums.sequences,
+            sums=sums,
+            seeds=tuple(work.seed for work in works),
             numbers=numbers,
             withheld=withheld,
             seconds=time.monotonic() - began,
@@ -409,8 +422,7 @@ class Stepper:
 
     def _own_suspects(self, plan: BatchPlan) -> list[list[Any]]:
         """[position, is finite, loudness] of this rank's sequences that matter."""
-        assert self._newest is not None, "no step was read"
-        told = self._newest.sequences.told()
+        told = self.newest.sums.sequences.told()
         norms = told.gradient_norms or [0.0] * len(told.losses)
         rows = []
         for position, loss, norm in zip(

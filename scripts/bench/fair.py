@@ -31,7 +31,7 @@ CARRIED = frozenset(
     ]
 )  # fmt: skip
 # What no opponent has: the costs that are measured.
-OWN = ("guard", "checkpoint", "watchdog", "debug", "preempt", "track", "resume")
+OWN = ("guard", "checkpoint", "watchdog", "debug", "preempt", "track", "resume", "explain")
 # What is measured; the measurement itself sets it.
 MEASURED = frozenset(["out", "parallel.kind", "parallel.shard_size", "parallel.max_ranks"])
 # What the opponents do in one way only.

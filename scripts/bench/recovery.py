@@ -145,7 +145,7 @@ def _rollback(told: list[str], plan: Plan, own: Path) -> Recovered:
     config = settings(out, _our_settings(plan))
     first = _FAULT * config.batch.global_size
     fault = f"faults=[poison@samples={first}-{first + 4 * config.batch.global_size}]"
-    run(_our_command(plan, out, fault, *told), own / "log")
+    run(_our_command(plan, out, fault, "guard.remedy=discard", *told), own / "log")
     lines = _json_lines(out / "metrics.jsonl")
     bad = next((n for n, line in enumerate(lines) if line["action"] != "apply"), None)
     back = [line for line in _json_lines(out / "journal.jsonl") if line["kind"] == "rollback"]

@@ -91,6 +91,8 @@ class History:
         self.mismatches: list[tuple[int, int]] = []  # next serial, last step known to be good
         self.num_starts = 0
         self.num_discarded = 0
+        self.num_redone = 0
+        self.num_probes = 0  # computations of a step that explaining has cost
         self.unreadable: set[int] = set()  # indices in the data set
         self.mixtures: list[tuple[int, dict[str, float]]] = []  # from a position on, by weights
         self.known_stop = 0  # one past the last position that a line has put into the ledger
@@ -99,11 +101,16 @@ class History:
         """Fold one incident in."""
         seq = len(self.incidents)
         self.incidents.append(incident)
+        self.num_probes += probes_of(incident)
         if incident.kind == "start":
             self.num_starts += 1
         elif incident.kind == "discard" and incident.samples is not None:
             self.num_discarded += 1
             self._skip(*incident.samples)
+        elif incident.kind == "redo":
+            self.num_redone += 1
+            for position in incident.detail["skipped"]:
+                self._skip(position, position + 1)
         elif incident.kind == "unreadable":
             self.unreadable.update(incident.detail["indices"])
             for position in incident.detail["positions"]:
@@ -165,6 +172,19 @@ class History:
         """The newest rollback that went back to this checkpoint."""
         return next((r for r in reversed(self.rollbacks) if r.serial == serial), None)
 
+    def num_redone_at(self, step: int) -> int:
+        """How often this step was computed again since the run last went back."""
+        num = 0
+        for incident in reversed(self.incidents):
+            if incident.kind == "rollback":
+                break
+            num += incident.kind == "redo" and incident.step == step
+        return num
+
+    def num_transient_on(self, rank: int) -> int:
+        """How many steps were redone for a fault on this rank."""
+        return sum(i.kind == "redo" and i.ranks == (rank,) for i in self.incidents)
+
     def discards_from(self, cursor: int) -> list[Incident]:
         """Discards at sample position ``cursor`` or later that no rollback undid, in order.
 
@@ -182,6 +202,12 @@ class History:
 
     def _was_undone(self, seq: int, position: int) -> bool:
         return any(back.seq > seq and back.cursor <= position for back in self.rollbacks)
+
+
+def probes_of(incident: Incident) -> int:
+    """Computations of a step that were made to explain it."""
+    cause = incident.detail.get("cause")
+    return int(cause["steps"]) if isinstance(cause, Mapping) else 0
 
 
 def discard_incident(signals: StepSignals, *, verdict: str, reason: str) -> Incident:

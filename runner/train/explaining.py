@@ -1,0 +1,165 @@
+"""Finds out why a step was bad before the ladder is asked, and does what follows from a proof.
+
+A transient fault leaves no trace: the step is computed again and nothing is skipped. Of data that
+is bad by itself only the culprits go to the ledger, and the step is planned anew without them. In
+both cases the bad attempt never happened, for the guard's memory as well; whatever is not proven
+goes the way of the ladder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from runner.data.cursor import BatchPlan
+from runner.explain.finding import Cause, Finding, Remedy
+from runner.explain.probe import Attempt
+from runner.explain.replay import Case, Replay
+from runner.observe.journal import Journal
+from runner.policy.decision.history import Incident
+from runner.policy.decision.judge import Verdict
+from runner.train.guard import Guard
+from runner.train.report import Reporter
+from runner.train.state import TrainState
+from runner.train.step import InFlightStep, StepInfo
+
+# So often a step is computed again in earnest: a fault that is still there then does not pass, and
+# data whose culprits have no end is a range, which the ladder skips whole.
+_MOST_REDONE = 4
+
+
+class Stepper(Protocol):
+    """The part of :class:`runner.train.step.Stepper` that is needed."""
+
+    @property
+    def newest(self) -> InFlightStep: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainRules:
+    """Computations of a step that may be spent: on one incident, and on all of the run's."""
+
+    an_incident: int
+    in_all: int
+
+
+class ExplainingGuard:
+    """A guard that looks for the cause first.
+
+    Args:
+        guard: judges, and carries out the ladder.
+        next_batch: the plan of the batch at a position of the stream.
+        names: what the data set calls the samples at these positions of a plan.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        replay: Replay,
+        *,
+        rules: ExplainRules,
+        stepper: Stepper,
+        journal: Journal,
+        reporter: Reporter,
+        next_batch: Callable[[int], BatchPlan],
+        names: Callable[[BatchPlan, Sequence[int]], tuple[str, ...]],
+    ) -> None:
+        self._guard = guard
+        self._replay = replay
+        self._rules = rules
+        self._stepper = stepper
+        self._journal = journal
+        self._reporter = reporter
+        self._next_batch = next_batch
+        self._names = names
+
+    def note_lines(self, info: StepInfo) -> None:
+        """See :meth:`runner.train.guard.Guard.note_lines`."""
+        self._guard.note_lines(info)
+
+    def handle(self, info: StepInfo, state: TrainState) -> Verdict | None:
+        """As :meth:`runner.train.guard.Guard.handle`, which is asked where no remedy follows.
+
+        Raises as that.
+        """
+        if not _is_to_explain(info):
+            return self._guard.handle(info, state)
+        finding = self._explained(info, state)
+        if finding is None:
+            return self._guard.handle(info, state)
+        if finding.remedy is Remedy.ladder:
+            return self._guard.handle(replace(info, cause=finding.to_json()), state)
+        self._redo(info, finding, state)
+        return None
+
+    def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
+        """What is the matter; None where it was asked often enough."""
+        history, step, signals = self._journal.history, self._stepper.newest, info.signals
+        left = self._rules.in_all - history.num_probes
+        if left < self._rules.an_incident or info.batch is None:
+            return None
+        if history.num_redone_at(signals.step) >= _MOST_REDONE:
+            return None
+        attempt = Attempt(
+            plan=info.batch,
+            batches=step.fetched.micro_batches,
+            seeds=step.seeds,
+            sums=step.sums,
+        )
+        began = time.monotonic()
+        finding = self._replay.explain(
+            Case(
+                attempt=attempt,
+                limits=state.baseline.limits,
+                following=self._next_batch(signals.stop),
+                most_steps=self._rules.an_incident,
+            )
+        )
+        self._reporter.stalled("discarded", time.monotonic() - began)
+        return finding
+
+    def _redo(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
+        """The attempt never happened: the loop plans the step anew, from the same cursor."""
+        signals, verdict = info.signals, state.baseline.judge(info.signals)
+        assert info.batch is not None
+        skipped = finding.positions if finding.remedy is Remedy.skip else ()
+        incident = Incident(
+            kind="redo",
+            step=signals.step,
+            decision=_decision(len(skipped)),
+            reason=f"{finding.words()}{self._how_often(finding)}; {verdict.reason}",
+            ranks=finding.ranks,
+            samples=(signals.start, signals.stop),
+            sample_ids=self._names(info.batch, finding.positions),
+            cost_steps=1 + finding.steps,
+            cost_seconds=info.seconds,
+            detail={
+                "verdict": verdict.kind.value,
+                "skipped": list(skipped),
+                "cause": finding.to_json(),
+            },
+        )
+        self._journal.add(incident)
+        self._reporter.step(info, verdict, "redo", learning_rate=0.0, state=state)
+        self._reporter.incident(incident)
+
+    def _how_often(self, finding: Finding) -> str:
+        """Faults that pass, pooled by rank: a device that has several is going bad."""
+        if finding.cause is not Cause.transient or len(finding.ranks) != 1:
+            return ""
+        before = self._journal.history.num_transient_on(finding.ranks[0])
+        return f" (fault {before + 1} of this rank: look at its device)" if before else ""
+
+
+def _is_to_explain(info: StepInfo) -> bool:
+    signals = info.signals
+    is_ours = info.known is None and not info.unreadable and signals.withheld is None
+    return is_ours and signals.gated
+
+
+def _decision(num_skipped: int) -> str:
+    if not num_skipped:
+        return "compute the step again, skip nothing"
+    return f"skip {num_skipped} sample{'s' if num_skipped > 1 else ''}, compute the step again"

@@ -1,0 +1,105 @@
+"""P13: a transient fault leaves no trace; and of bad data only the culprits are skipped (P3)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.drills.compare import assert_every_sample_once, assert_same_end
+from tests.run import Result, finish, skip_override, train
+
+VERDICT = "guard.remedy=verdict"
+# On each rank in turn; the first before the guard has any limits.
+PASSING = (
+    ("nan_grad", 5, 1),
+    ("flip_grad", 14, 0),
+    ("nan_loss", 26, 1),
+    ("misread", 40, 0),
+    ("flip_grad", 45, 1),
+    ("misread", 50, 1),
+)
+# A third of a batch that says nothing is too little for the guard to see.
+UNSEEN_ON_MORE = "misread"
+CAUSES = {"misread": "read wrongly once"}
+
+
+def redone(run: Result) -> list[dict[str, Any]]:
+    """Its redo lines; there is no other trouble in its journal."""
+    assert {line["kind"] for line in run.journal()} <= {"start", "redo"}, run.tail
+    return run.journal("redo")
+
+
+def assert_no_trace(hit: Result, clean: Result) -> None:
+    assert_same_end(hit, clean)
+    assert hit.summary["skipped"] == [] and hit.summary["discarded_steps"] == 0, hit.tail
+    for key in ("cursor", "final_loss", "samples_used"):
+        assert hit.summary[key] == clean.summary[key]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, []),
+        pytest.param(2, ["guard.sync=false", "data.workers=1"], marks=pytest.mark.full),
+        pytest.param(
+            2, ["parallel=ddp", "model.dropout=0.1", "batch.micro_size=4"], marks=pytest.mark.full
+        ),
+        pytest.param(4, ["parallel=hsdp", "parallel.shard_size=2"], marks=pytest.mark.full),
+        pytest.param(3, ["parallel=fsdp"], marks=pytest.mark.full),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_a_transient_fault_leaves_no_trace(
+    tmp_path: Path, ranks: int, settings: list[str], clean: Result
+) -> None:
+    faults = [fault for fault in PASSING if ranks == 2 or fault[0] != UNSEEN_ON_MORE]
+    told = ",".join(f"{kind}@step={step},rank={rank}" for kind, step, rank in faults)
+    hit = finish(tmp_path / "hit", VERDICT, f"faults=[{told}]", *settings, ranks=ranks)
+    peace = clean
+    if settings:
+        peace = finish(tmp_path / "clean", VERDICT, *settings, ranks=ranks)
+    assert_no_trace(hit, peace)
+    lines = redone(hit)
+    assert [(line["step"], line["ranks"]) for line in lines] == [
+        (step, [rank]) for _, step, rank in faults
+    ], hit.tail
+    for (kind, _, _), line in zip(faults, lines, strict=True):
+        cause = line["detail"]["cause"]
+        assert cause["cause"] == CAUSES.get(kind, "hardware, transient") and cause["is_tried"]
+        assert cause["steps"] <= 3 and line["detail"]["skipped"] == []
+    assert "fault 2 of this rank" in lines[2]["reason"]
+    redone_steps = [line["step"] for line in hit.metrics() if line["action"] == "redo"]
+    assert redone_steps == [step for _, step, _ in faults]
+
+
+def test_of_bad_data_only_the_culprits_are_skipped(tmp_path: Path) -> None:
+    """Two of a batch, on both ranks; one that is finite; then as if told never to read them."""
+    bad = "faults=[poison@samples=410-411,spike@samples=900,scale=60]"
+    hit = finish(tmp_path / "hit", VERDICT, bad)
+    lines = redone(hit)
+    assert [line["detail"]["skipped"] for line in lines] == [[410, 411], [900]], hit.tail
+    for line in lines:
+        cause = line["detail"]["cause"]
+        assert cause["cause"] == "data" and cause["is_tried"] and cause["ranks"] == []
+        assert cause["steps"] <= 10 and len(line["sample_ids"]) == len(line["detail"]["skipped"])
+    assert hit.summary["skipped"] == [[410, 412], [900, 901]]
+    assert_every_sample_once(hit)
+    told = finish(tmp_path / "told", VERDICT, skip_override(hit.summary["skipped"]))
+    assert not told.journal("redo"), told.tail
+    assert_same_end(hit, told)
+
+
+def test_a_device_that_stays_bad_is_named(tmp_path: Path) -> None:
+    """Discarded as before; by each discard stands who it is, and that it did not follow."""
+    hit = train(
+        tmp_path / "hit", VERDICT, "faults=[sticky@step=21,rank=1]", "guard.max_rollbacks=0"
+    )
+    assert (hit.summary["status"], hit.summary["steps"]) == ("halted", 20), hit.tail
+    causes = [line["detail"]["cause"] for line in hit.journal() if "cause" in line["detail"]]
+    causes = [cause for cause in causes if isinstance(cause, dict)]
+    assert len(causes) == 3, hit.tail
+    for cause in causes:
+        assert (cause["cause"], cause["ranks"]) == ("hardware, sticky", [1]), cause
+        assert cause["is_tried"] and cause["hosts"] and cause["steps"] <= 10
