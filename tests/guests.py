@@ -210,3 +210,16 @@ def _no_marks() -> dict[str, Any]:
 def nothing(vocab_size: int) -> str:
     """Is no model."""
     return f"a model of {vocab_size} tokens"
+
+
+# Learning rates
+
+
+def sawtooth(updates: int, peak: float, period: int) -> float:
+    """Falls to a half of the peak, again and again."""
+    return peak * (1 - updates % period / period / 2)
+
+
+def falls(updates: int) -> float:
+    """No rate."""
+    return -1.0 - updates

@@ -58,6 +58,13 @@ class ParallelKind(Enum):
     zero3 = "zero3"
 
 
+class OptimKind(Enum):
+    adamw = "adamw"
+    sgd = "sgd"
+    lion = "lion"
+    muon = "muon"
+
+
 class ScheduleKind(Enum):
     cosine = "cosine"
     wsd = "wsd"
@@ -338,13 +345,33 @@ class ParallelConfig:
 
 @dataclass(slots=True, kw_only=True)
 class OptimConfig:
-    """Fused AdamW; decay only on matrices."""
+    """Fused AdamW, or another; decay only on matrices.
 
+    With ``_target_`` every key of this group that is not in the table is an argument of that code.
+    """
+
+    _target_: str | None = key(
+        None,
+        "an optimizer of your own, such as torch.optim.NAdam: called with params, lr and the other "
+        "keys (see docs/optimizers.md); null: as kind says",
+        trajectory=True,
+    )
+    arguments: Any = key(
+        None, "_target_: its arguments; the same as keys of their own", trajectory=True
+    )
+    kind: OptimKind = key(OptimKind.adamw, "adamw, sgd, lion or muon", trajectory=True)
     lr: float = key(3e-3, "peak learning rate", trajectory=True, gt=0)
     beta1: float = key(0.9, "decay of the first moment", trajectory=True, ge=0, lt=1)
     beta2: float = key(0.95, "decay of the second moment", trajectory=True, ge=0, lt=1)
     eps: float = key(1e-8, "AdamW's epsilon", trajectory=True, gt=0)
     weight_decay: float = key(0.1, "on parameters of two or more dims", trajectory=True, ge=0)
+    momentum: float = key(0.95, "sgd and muon: decay of the momentum", trajectory=True, ge=0, lt=1)
+    groups: Any = key(
+        [],
+        "[{match: REGEX, rate: 0.1, weight_decay: 0}, ...]: parameters in whose name match is "
+        "found take this factor of the rate, and this decay; the first that fits",
+        trajectory=True,
+    )
     clip: float = key(
         1.0, "gradients are scaled to at most this global norm; 0: off", trajectory=True, ge=0
     )
@@ -352,8 +379,20 @@ class OptimConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate as a function of applied updates."""
+    """The learning rate as a function of applied updates.
 
+    With ``_target_`` every key of this group that is not in the table is an argument of that code.
+    """
+
+    _target_: str | None = key(
+        None,
+        "a function of your own, such as pkg.rate: called with updates (applied ones) and the "
+        "other keys, gives the learning rate (see docs/optimizers.md); null: as kind says",
+        trajectory=True,
+    )
+    arguments: Any = key(
+        None, "_target_: its arguments; the same as keys of their own", trajectory=True
+    )
     kind: ScheduleKind = key(
         ScheduleKind.cosine, "cosine, wsd, linear or constant", trajectory=True
     )

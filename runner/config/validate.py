@@ -6,6 +6,7 @@ Pure: reads a :class:`RunConfig` and the world size, touches nothing.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from runner.system.error import ConfigError
 
 _LAST_SAMPLE = 1 << 60  # positions are computed with in 64 bits
 
+_RULE_KEYS = {"match", "rate", "weight_decay"}
 _HOLDS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
     "ge": ("at least", lambda value, bound: value >= bound),
     "gt": ("greater than", lambda value, bound: value > bound),
@@ -36,6 +38,7 @@ def check(config: RunConfig, *, world_size: int) -> None:
         *_lists(config),
         *_combinations(config, world_size),
         *_sources(config),
+        *_optimizer(config),
         *_remote(config),
     ]
     if problems:
@@ -109,6 +112,39 @@ def _sources(config: RunConfig) -> list[str]:
         if data.messages is not None and not is_rows:
             problems.append(f"data.messages={data.messages}: is for data=hf")
     return problems
+
+
+def _optimizer(config: RunConfig) -> list[str]:
+    optim = config.optim
+    problems = [
+        f"optim.groups={str(optim.groups)[:200]}: {str(group)[:100]} is no rule; write "
+        "optim.groups=[{match: REGEX, rate: 0.1, weight_decay: 0}], rate and weight_decay being "
+        "numbers of 0 or more"
+        for group in (optim.groups if isinstance(optim.groups, list) else [optim.groups])
+        if not _is_parameter_rule(group)
+    ]
+    own = f"_target_={optim._target_}" if optim._target_ else f"kind={optim.kind.value}"
+    if is_zero(config.parallel.kind) and (own != "kind=adamw" or optim.groups):
+        own = own if own != "kind=adamw" else "groups"
+        problems.append(
+            f"optim.{own}: parallel={config.parallel.kind.value} trains with AdamW and one group; "
+            "use parallel=fsdp, which shards as zero3 does"
+        )
+    return problems
+
+
+def _is_parameter_rule(group: Any) -> bool:
+    if not isinstance(group, dict) or not {"match"} <= group.keys() <= _RULE_KEYS:
+        return False
+    try:
+        re.compile(group["match"])
+    except (re.error, TypeError):
+        return False
+    numbers = [value for name, value in group.items() if name != "match"]
+    return all(
+        isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < math.inf
+        for n in numbers
+    )
 
 
 def _allowed(keys: list[str]) -> list[str]:

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
 from runner.engine.forward import Disturb, Forward
+from runner.engine.found_state import require_elementwise
 from runner.engine.norm import squared_norm
+from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.protocol import Batch, Evaluated, InitialValues, LocalSums, MicroStep, Shard
 
 
@@ -92,13 +93,17 @@ class FsdpEngine:
         model: nn.Module,
         *,
         embedding: nn.Module,
-        settings: AdamWSettings,
+        settings: OptimizerSettings,
         layout: Layout,
         mesh: DeviceMesh,
         device: torch.device,
         probe: bool,
         disturb: Disturb | None = None,
     ) -> None:
+        """
+        Raises:
+            ConfigError: the optimizer cannot work on shards.
+        """
         self.device = device
         self._model = model
         self._layout = layout
@@ -113,14 +118,18 @@ class FsdpEngine:
         self._network = network = model.get_submodule("network")
         self._parameters = dict(sorted(network.named_parameters()))
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
-        self._learning_rate = torch.zeros((), device=device)
         # The optimizer gets the shards as plain tensors: the update is element by element, and
         # DTensor's dispatch would cost the host several times what the rest of a step does.
         self._held = {name: _local(p).detach() for name, p in self._trained.items()}
+        if settings.make is not None and layout.shard_size > 1:
+            require_elementwise(settings.make, settings.name)
         dims = {name: parameter.dim() for name, parameter in self._trained.items()}
-        self._optimizer = fused_adamw(self._held, dims, settings, self._learning_rate)
-        make_state(self._optimizer, self._held.values())
+        self._optimizer = ShardOptimizer(self._held, dims, settings, device, self._whole)
         self._is_checked = False
+
+    @property
+    def waits_for_host(self) -> bool:
+        return self._optimizer.waits_for_host
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -185,9 +194,7 @@ class FsdpEngine:
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
     ) -> str | None:
-        self._learning_rate.fill_(learning_rate)
-        set_gate(self._optimizer, skip=skip, grad_scale=grad_scale)
-        self._optimizer.step()
+        self._optimizer.step(skip=skip, grad_scale=grad_scale, learning_rate=learning_rate)
         self._forget_gradients()
         return None
 
@@ -201,32 +208,33 @@ class FsdpEngine:
         return dict(self._network.named_buffers())
 
     def full(self, name: str) -> torch.Tensor:
-        parameter, local = self._parameters[name.partition("/")[2]], self._tensors()[name]
-        whole = local
-        if isinstance(parameter, DTensor):
-            whole = DTensor.from_local(
-                local,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            ).full_tensor()
-        return whole.detach().float().cpu()
+        parameter = name.partition("/")[2]
+        return self._whole(parameter, self._tensors()[name])[0].detach().float().cpu()
+
+    def _whole(self, name: str, local: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The whole of what is cut like a parameter, and its first row that is ours. Collective."""
+        parameter = self._parameters[name]
+        if not isinstance(parameter, DTensor):
+            return local, 0
+        whole = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        ).full_tensor()
+        return whole, self._first_own_row(parameter)
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
         copies = [] if self._layout.replicas == 1 else [s.local for s in self.shards()]
         return self._shard_rank(), copies
 
     def update_counts(self) -> dict[str, int]:
-        steps = [self._state(name)["step"] for name in self._trained]
-        # In one copy: one by one each would wait for the device.
-        counts = torch.stack(steps).tolist() if steps else []
-        return {name: int(count) for name, count in zip(self._trained, counts, strict=True)}
+        return self._optimizer.update_counts()
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
-        for name in self._trained:
-            self._state(name)["step"].fill_(float(update_counts[name]))
+        self._optimizer.set_update_counts(update_counts)
         self._forget_gradients()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -234,21 +242,11 @@ class FsdpEngine:
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
             found[f"param/{name}"] = _local(parameter).detach()
-        for name in self._trained:
-            found[f"exp_avg/{name}"] = self._state(name)["exp_avg"]
-            found[f"exp_avg_sq/{name}"] = self._state(name)["exp_avg_sq"]
-        return dict(sorted(found.items()))
-
-    def _state(self, name: str) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self._optimizer.state[self._held[name]]
-        return state
+        return dict(sorted((found | self._optimizer.tensors()).items()))
 
     def _shard(self, name: str, local: torch.Tensor) -> Shard:
         parameter = self._parameters[name.partition("/")[2]]
-        rows_before = 0
-        if isinstance(parameter, DTensor):
-            rows = parameter.shape[0]
-            rows_before = _first_row(rows, self._layout.shard_size, self._shard_rank())
+        rows_before = self._first_own_row(parameter) if isinstance(parameter, DTensor) else 0
         per_row = math.prod(parameter.shape[1:])
         return Shard(
             name=name,
@@ -256,6 +254,9 @@ class FsdpEngine:
             start=rows_before * per_row,
             local=local.view(-1),
         )
+
+    def _first_own_row(self, parameter: torch.Tensor) -> int:
+        return _first_row(parameter.shape[0], self._layout.shard_size, self._shard_rank())
 
     def _shard_rank(self) -> int:
         return self._mesh.get_local_rank("shard")

@@ -123,6 +123,11 @@ class Engine(Protocol):
         """(index, count) of the copies of this rank's shards; (0, 1) when there is one."""
         ...
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether each step waits until the host has read the gate."""
+        ...
+
     def initialise(self, values: InitialValues) -> None:
         """Fill this rank's shards of the parameters; moments and counts are zero."""
         ...

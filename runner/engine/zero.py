@@ -262,6 +262,10 @@ class ZeroEngine:
     def replica(self) -> tuple[int, int]:
         return 0, 1
 
+    @property
+    def waits_for_host(self) -> bool:
+        return False
+
     def initialise(self, values: InitialValues) -> None:
         """Fill this rank's shards of the parameters; moments and counts become zero."""
         for shard in self.shards():

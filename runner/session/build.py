@@ -48,6 +48,7 @@ from runner.session.opening import (
     identity_of,
     open_slots,
 )
+from runner.session.optim import schedule
 from runner.startup.mixture import settle_mixture
 from runner.startup.model_check import quick_checks, refuse_or_say, works_of
 from runner.startup.resume import Resumed, resume_from
@@ -233,6 +234,11 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     feed = parts.feed(lease.config, corpus.dataset, corpus.stream, group.place, group.device)
     repeats = _repeats_bits(opened, machinery, feed) if resumed.step < lease.config.steps else None
     _greet(opened, resumed, repeats)
+    if machinery.engine.waits_for_host:
+        group.console.say(
+            f"optim._target_={lease.config.optim._target_} does not look at found_inf: each step "
+            "waits until the host has read its gate"
+        )
     columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
     reporter = group.ranks.all_or_none(
         "opening the metrics", lambda: _reporter(opened, machinery, resumed, past, columns, pages)
@@ -521,7 +527,7 @@ def _actors(
     planner = StepPlanner(
         stream=opened.corpus.stream,
         journal=written.journal,
-        schedule=parts.schedule(config),
+        schedule=schedule(config),
         progress=ring.progress,
         keeps_lines=backlog.look,
         stop=lambda: group.stop.is_set,

@@ -30,6 +30,7 @@ from runner.policy.decision.history import Incident
 from runner.run_dir.lease import Fence
 from runner.session import parts
 from runner.session.group import RankGroup
+from runner.session.optim import state_shapes
 from runner.startup.precision import settle_precision
 from runner.startup.restore import RemoteRun, Restored, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, find, take_lease
@@ -180,7 +181,7 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
         fingerprint,
         group.ranks,
         lease.fence,
-        tensors=lambda: parts.state_shapes(corpus.network),
+        tensors=lambda: state_shapes(lease.config, corpus.network),
     )
     found = replace(found, next_serial=with_highest(found.next_serial, lease.remote))
     for name in found.torn:

@@ -28,7 +28,6 @@ from runner.data.dataset import Dataset, RecordDataset
 from runner.data.feed import Feed, Loading, RankShare
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import JobEnv, RankEnv
-from runner.engine.adamw import AdamWSettings
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.protocol import Engine
 from runner.fault.inject import FaultInjector
@@ -50,7 +49,6 @@ from runner.observe.tracker import BackgroundTracker, TensorBoardTracker
 from runner.policy.batch_shards import shard_batch
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.interval import IntervalRules, prior_seconds
-from runner.policy.schedule import Schedule
 from runner.run_dir.lease import Fence
 from runner.run_dir.paths import RunDir
 from runner.session.corpus import digest_notes as digest_notes
@@ -58,6 +56,7 @@ from runner.session.corpus import open_dataset as open_dataset
 from runner.session.corpus import open_validation as open_validation
 from runner.session.corpus import prepare_data as prepare_data
 from runner.session.corpus import sample_stream as sample_stream
+from runner.session.optim import adamw_settings, optimizer_settings
 from runner.startup.resume import Resumed
 from runner.system.error import ConfigError
 from runner.system.guest import call_target, find_target
@@ -96,18 +95,6 @@ def witness(
             settle_seconds=watchdog.settle_seconds,
             patience=HangTimeouts(**named(HangTimeouts, watchdog)),
         ),
-    )
-
-
-def schedule(config: RunConfig) -> Schedule:
-    """The learning rate over updates."""
-    return Schedule(
-        kind=config.schedule.kind.value,
-        peak=config.optim.lr,
-        total=config.schedule.total or config.steps,
-        warmup=config.schedule.warmup,
-        floor=config.schedule.floor,
-        decay=config.schedule.decay,
     )
 
 
@@ -234,15 +221,6 @@ def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprin
     return DecoderBlueprint(shape=shape, head_losses=losses, frozen=model.frozen)
 
 
-def state_shapes(network: Blueprint) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint of these settings holds: names of tensors, and their whole shapes."""
-    return {
-        f"{kind}/{name}": parameter.shape
-        for name, parameter in network.parameters().items()
-        for kind in ("param", *(("exp_avg", "exp_avg_sq") if parameter.is_trained else ()))
-    }
-
-
 def layout(config: RunConfig, place: RankEnv) -> Layout:
     """Copies and shards for ``parallel.kind``."""
     parallel, precision = config.parallel, config.model.precision
@@ -325,7 +303,7 @@ def _fsdp(
     made = FsdpEngine(
         model,
         embedding=embedding,
-        settings=_adamw_settings(config),
+        settings=optimizer_settings(config),
         layout=plan,
         mesh=mesh,
         device=device,
@@ -360,7 +338,7 @@ def _zero(
     made = ZeroEngine(
         model,
         embedding=embedding,
-        settings=_adamw_settings(config),
+        settings=adamw_settings(config),
         plan=plan,
         device=device,
         probe=config.guard.enabled or inside is not None,
@@ -369,13 +347,6 @@ def _zero(
     # Stage 3 has made them in BF16, and all stages have turned them into it.
     blueprint.finish(network, device)
     return made, model, embedding
-
-
-def _adamw_settings(config: RunConfig) -> AdamWSettings:
-    optim = config.optim
-    return AdamWSettings(
-        beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay
-    )
 
 
 def ring_rules(config: RunConfig) -> RingRules:

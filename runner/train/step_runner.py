@@ -16,7 +16,7 @@ from runner.data.cursor import BatchPlan, SampleStream
 from runner.observe.journal import Journal
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.signals import Bounds
-from runner.policy.schedule import Schedule, cut_factor
+from runner.policy.schedule import Rates, cut_factor
 from runner.train.state import TrainState
 from runner.train.step import InFlightStep, StepInfo, Stepper, StepPlan
 
@@ -33,7 +33,7 @@ class StepPlanner:
 
     stream: SampleStream
     journal: Journal
-    schedule: Schedule
+    schedule: Rates
     progress: Callable[[], JobProgress]
     keeps_lines: Callable[[], bool]
     stop: Callable[[], bool]

@@ -43,6 +43,7 @@ from runner.model.decoder import DecoderShape
 from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Bounds, Limits
 from runner.session import parts
+from runner.session.optim import schedule
 from runner.system.process import die_with_parent
 from runner.train.step import InFlightStep, Stepper, StepPlan, StepRules
 from tests.reference import Documents, Reference, Trained, is_bf16_only
@@ -214,16 +215,16 @@ def difference(row: Row, place: RankEnv) -> str:
     data = Documents(vocab_size=13, seq_len=config.data.seq_len)
     own = Parts.build(config, data, place)
     reference = Reference(config, own.shape, data, place.world_size)
-    schedule = parts.schedule(config)
+    rates = schedule(config)
     told, expected, found, uneven = [], [], [], False
     for updates, plan in enumerate(own.plans(STEPS)):
-        pending = own.launch(plan, step=updates + 1, rate=schedule.rate(updates))
+        pending = own.launch(plan, step=updates + 1, rate=rates.rate(updates))
         signals = own.stepper.read(pending).signals
         told.append(
             Trained(
                 loss=signals.loss,
                 grad_norm=signals.grad_norm,
-                rate=schedule.rate(updates),
+                rate=rates.rate(updates),
                 tokens=signals.tokens,
             )
         )

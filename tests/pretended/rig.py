@@ -19,6 +19,7 @@ from runner.config.compose import compose
 from runner.config.schema import RunConfig
 from runner.data.feed import MicroBatch
 from runner.distributed.env import RankEnv
+from runner.engine.optimizer import ShardOptimizer
 from runner.engine.protocol import Engine
 from runner.model.decoder import DecoderShape, default_ffn_dim
 from runner.session import parts
@@ -65,10 +66,10 @@ def _real_mesh(make: Any) -> Any:
 def _rate_set_later(make: Any) -> Any:
     """The optimizer's constructor reads its rate once (0.0 <= lr): a number, the tensor after."""
 
-    def made(parameters: Any, dims: Any, settings: Any, rate: torch.Tensor) -> Any:
-        optimizer = make(parameters, dims, settings, 1e-3)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+    def made(self: Any, groups: Any) -> Any:
+        optimizer = make(self, [{**group, "lr": 1e-3} for group in groups])
+        for group, given in zip(optimizer.param_groups, groups, strict=True):
+            group["lr"] = given["lr"]
         return optimizer
 
     return made
@@ -77,7 +78,9 @@ def _rate_set_later(make: Any) -> Any:
 def give_way() -> None:
     """What tensors without memory cannot do."""
     parts.device_mesh = _real_mesh(parts.device_mesh)  # type: ignore[attr-defined]
-    fsdp_module.fused_adamw = _rate_set_later(fsdp_module.fused_adamw)
+    ShardOptimizer._make_rest = _rate_set_later(  # type: ignore[method-assign]
+        ShardOptimizer._make_rest
+    )
     fsdp_module.FsdpEngine._check_held = lambda self: None  # type: ignore[method-assign]
     decoder_module.F = _Functional()  # type: ignore[assignment]
 

@@ -1,0 +1,80 @@
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for sharded matrices, with a gate.
+
+A matrix is made orthogonal as a whole: each rank gathers it and keeps its own rows, so that the
+result does not depend on how many ranks there are. The update is scaled to AdamW's (Liu et al.,
+arXiv 2502.16982, section 2.2), so that AdamW's learning rate and decay fit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.engine.lion import opened
+
+# (name, this rank's rows) -> the whole matrix, and where this rank's rows begin. Collective.
+Whole = Callable[[str, Tensor], tuple[Tensor, int]]
+
+# Of x -> a x + b x^3 + c x^5, iterated: singular values come to lie near 1 (Jordan et al.).
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_ITERATIONS = 5
+_LIKE_ADAMW = 0.2
+_IN_A_NUMBERED_LAYER = re.compile(r"(?:^|\.)\d+\.")
+
+
+def is_hidden_matrix(name: str, num_dims: int) -> bool:
+    """Whether Muon is for it: a matrix of a numbered layer, not an embedding or a head."""
+    return num_dims == 2 and _IN_A_NUMBERED_LAYER.search(name) is not None
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """The nearest half-orthogonal matrix, about: singular values between 0.7 and 1.2."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x: Tensor = wide / (torch.linalg.matrix_norm(wide) + 1e-7)
+    for _ in range(_ITERATIONS):
+        square = x @ x.T
+        x = _A * x + (_B * square + _C * square @ square) @ x
+    return x if wide is matrix else x.T
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum, made orthogonal; decoupled weight decay.
+
+    Reads ``found_inf`` and ``grad_scale``, FP32 scalars, as torch's fused optimizers do. Groups
+    have ``names`` beside ``params``. :meth:`step` is collective.
+    """
+
+    _step_supports_amp_scaling = True
+    found_inf: Tensor
+    grad_scale: Tensor
+
+    def __init__(self, params: list[dict[str, Any]], *, momentum: float, whole: Whole) -> None:
+        super().__init__(params, {"momentum": momentum, "weight_decay": 0.0})
+        self._whole = whole
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """State ``momentum_buffer`` must be there."""
+        for group in self.param_groups:
+            for name, shard in zip(group["names"], group["params"], strict=True):
+                # A rank without rows takes part, too: the whole matrix is gathered.
+                grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
+                self._update(name, shard, grad / self.grad_scale, group)
+
+    def _update(self, name: str, shard: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        share = group["momentum"]
+        buffer = self.state[shard]["momentum_buffer"]
+        follow = buffer * share + grad * (1 - share)
+        whole, first = self._whole(name, grad * (1 - share) + follow * share)
+        # Twice as fast in a GPU's matrix units, and enough (Jordan et al.); a CPU gains nothing.
+        dtype = torch.bfloat16 if shard.is_cuda else torch.float32
+        turned = orthogonalised(whole.to(dtype))[first : first + len(shard)].to(shard.dtype)
+        size = _LIKE_ADAMW * max(whole.shape) ** 0.5
+        rate = group["lr"]
+        new = shard * (1 - rate * group["weight_decay"]) - turned * (rate * size)
+        shard.copy_(opened(new, shard, self.found_inf))
+        buffer.copy_(opened(follow, buffer, self.found_inf))

@@ -1,0 +1,136 @@
+"""Settings of ``optim`` and ``schedule`` become an optimizer and a learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.config.schema import RunConfig
+from runner.engine.adamw import AdamWSettings
+from runner.engine.optimizer import Groups, OptimizerSettings, ParameterRule
+from runner.model.blueprint import Blueprint
+from runner.policy.schedule import Rates, Schedule
+from runner.system.error import ConfigError
+from runner.system.guest import call_target, find_target
+
+_TARGET = "optim._target_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSchedule:
+    """A function of the user's: ``updates`` and ``arguments`` to a learning rate.
+
+    ``offered`` are values it gets where it has a parameter of that name.
+    """
+
+    target: str
+    arguments: Mapping[str, Any]
+    offered: Mapping[str, Any]
+
+    def rate(self, updates: int) -> float:
+        """Learning rate of the update that follows ``updates`` applied ones.
+
+        Raises:
+            ConfigError: it gives no finite number of 0 or more.
+        """
+        key = "schedule._target_"
+        given = {"updates": updates, **self.arguments}
+        found = call_target(key, self.target, given, self.offered)
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not is_number or not math.isfinite(found) or found < 0:
+            raise ConfigError(
+                f"{key}={self.target}: gives {found!r} after {updates} updates; must be a finite "
+                "learning rate of 0 or more"
+            )
+        return float(found)
+
+
+def schedule(config: RunConfig) -> Rates:
+    """The learning rate over updates.
+
+    Raises:
+        ConfigError: ``schedule._target_`` cannot be called.
+    """
+    wanted = config.schedule
+    total = wanted.total or config.steps
+    if wanted._target_ is not None:
+        own = OwnSchedule(
+            target=wanted._target_,
+            arguments=wanted.arguments or {},
+            offered={
+                "peak": config.optim.lr,
+                "total": total,
+                "warmup": wanted.warmup,
+                "floor": wanted.floor,
+            },
+        )
+        own.rate(0)
+        return own
+    return Schedule(
+        kind=wanted.kind.value,
+        peak=config.optim.lr,
+        total=total,
+        warmup=wanted.warmup,
+        floor=wanted.floor,
+        decay=wanted.decay,
+    )
+
+
+def adamw_settings(config: RunConfig) -> AdamWSettings:
+    """What ZeRO knows."""
+    optim = config.optim
+    return AdamWSettings(
+        beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay
+    )
+
+
+def optimizer_settings(config: RunConfig) -> OptimizerSettings:
+    """The optimizer, whichever it is.
+
+    Raises:
+        ConfigError: ``optim._target_`` cannot be found.
+    """
+    optim = config.optim
+    rules = [ParameterRule(**rule) for rule in optim.groups]
+    target = optim._target_
+    if target is None:
+        return OptimizerSettings(
+            kind=optim.kind.value,
+            adamw=adamw_settings(config),
+            momentum=optim.momentum,
+            rules=rules,
+        )
+    find_target(_TARGET, target)
+    arguments, offered = optim.arguments or {}, {"lr": optim.lr}
+
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        made = call_target(_TARGET, target, {"params": groups, **arguments}, offered)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(
+                f"{_TARGET}={target}: gives {type(made).__name__}; must be a torch.optim.Optimizer"
+            )
+        return made
+
+    return OptimizerSettings(
+        kind="other", adamw=adamw_settings(config), rules=rules, make=make, name=target
+    )
+
+
+def state_shapes(config: RunConfig, network: Blueprint) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint of these settings holds: names of tensors, and their whole shapes."""
+    settings = optimizer_settings(config)
+    return {
+        f"{kind}/{name}": parameter.shape
+        for name, parameter in network.parameters().items()
+        for kind in ("param", *_kept(settings, name, len(parameter.shape), parameter.is_trained))
+    }
+
+
+def _kept(
+    settings: OptimizerSettings, name: str, num_dims: int, is_trained: bool
+) -> tuple[str, ...]:
+    return settings.kinds(name, num_dims) if is_trained else ()

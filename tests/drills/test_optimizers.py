@@ -1,0 +1,80 @@
+"""P1 to P5 hold for other optimizers and rates; real runs, real kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.drills.test_guests import POISON, SHORT, assert_follows
+from tests.run import Result, finish, metrics_step, skip_override, start, train
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+FULL = pytest.mark.full
+OPTIMIZERS = {
+    "muon": ("optim=muon", "optim.groups=[{match: norm, rate: 0.5, weight_decay: 0.01}]"),
+    "lion": ("optim=lion",),
+    "sgd": ("optim=sgd",),
+    # Gated by the host, and a rate of one's own.
+    "rmsprop": (
+        "optim._target_=torch.optim.RMSprop",
+        "optim.momentum=0.5",
+        "optim.lr=1e-3",
+        "schedule._target_=tests.guests.sawtooth",
+        "schedule.period=7",
+    ),
+}
+NAMES = ["muon", *(pytest.param(name, marks=FULL) for name in ("lion", "sgd", "rmsprop"))]
+OTHERS = ["rmsprop", *(pytest.param(name, marks=FULL) for name in ("muon", "lion", "sgd"))]
+
+
+def told(name: str, *more: str) -> list[str]:
+    return [*SHORT, "parallel=fsdp", *OPTIMIZERS[name], *more]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, name: str) -> None:
+    poisoned = finish(tmp_path / "poisoned", *told(name, POISON))
+    assert poisoned.journal("rollback"), poisoned.tail
+    skip = skip_override(poisoned.summary["skipped"])
+    never = finish(tmp_path / "never", *told(name, skip))
+    assert not never.journal("discard"), never.tail
+    assert_same_end(poisoned, never)
+    assert_every_sample_once(poisoned)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_killed_is_as_not_killed_and_ranks_may_change(tmp_path: Path, name: str) -> None:
+    whole = finish(tmp_path / "whole", *told(name))
+    assert ("does not look at found_inf" in whole.text) == (name == "rmsprop")
+    losses = [line["loss"] for line in whole.metrics()]
+    assert min(losses[-5:]) < losses[0] - 0.05, "it learns"
+    out = tmp_path / "killed"
+    killed = start(out, *told(name))
+    killed.until(lambda out: metrics_step(out) >= 17)
+    killed.kill()
+    assert_same_run(finish(out, *told(name)), whole)
+    elastic = tmp_path / "elastic"
+    for steps, ranks in ((12, 2), (25, 1), (40, 3)):
+        run = finish(elastic, *told(name), f"steps={steps}", ranks=ranks)
+    assert_every_sample_once(run)
+    assert_follows(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optim._target_=torch.optim.NAdam"], "keeps 'mu_product'"),
+        (["optim._target_=torch.optim.nothing"], "has no 'nothing'"),
+        (["optim._target_=torch.optim.RMSprop", "optim.rho=1"], "unexpected keyword"),
+        (["optim=lion", "parallel=zero1"], "optim.kind=lion: parallel=zero1 trains with AdamW"),
+        (["optim.groups=[{rate: 2}]"], "{'rate': 2} is no rule; write"),
+        (["optim.rho=1"], "unknown key 'optim.rho'"),
+        (["schedule._target_=tests.guests.sawtooth", "schedule.period=0"], "modulo"),
+        (["schedule._target_=tests.guests.falls"], "gives -1.0 after 0 updates"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, overrides: list[str], words: str) -> None:
+    run: Result = train(tmp_path / "run", *SHORT, *overrides, ranks=0)
+    assert run.code == 2 and words in run.text, run.tail
