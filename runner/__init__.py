@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runner.embed.guard import Guard as Guard
+    from runner.embed.ring import Ring as Ring
     from runner.embed.sampler import Sampler as Sampler
 
 __version__ = "0.1.0"
 
-_PUBLIC = {"Guard": "runner.embed.guard", "Sampler": "runner.embed.sampler"}
-__all__ = ["Guard", "Sampler", "__version__"]
+_PUBLIC = {
+    "Guard": "runner.embed.guard",
+    "Ring": "runner.embed.ring",
+    "Sampler": "runner.embed.sampler",
+}
+__all__ = ["Guard", "Ring", "Sampler", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -155,6 +155,11 @@ class Ring:
         """Whether a checkpoint is being written, proven, sent or removed."""
         return len(self._disk_queue) > 0 or len(self.upload_queue) > 0
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being made or proven, in memory or on disk."""
+        return len(self._snapshot_queue) + len(self._disk_queue) > 0
+
     def newest(self) -> Path | None:
         """Folder of the newest committed checkpoint."""
         record = self._newest_on_disk()

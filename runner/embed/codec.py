@@ -33,7 +33,7 @@ def pack(value: Any, where: str, tensor: PackTensor | None = None) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else _tagged("float", repr(float(value)))
     if isinstance(value, torch.Tensor):
-        return _tagged("tensor", (tensor or _inline)(value, where))
+        return _tagged("tensor", (tensor or inline)(value, where))
     if isinstance(value, bytes | bytearray):
         return _tagged("bytes", _text(bytes(value)))
     if isinstance(value, np.generic | np.ndarray):
@@ -86,7 +86,7 @@ def unpack(value: Any, tensor: UnpackTensor | None = None) -> Any:
         return {key: unpack(item, tensor) for key, item in value.items()}
     kind, told = value[_TAG], value["v"]
     if kind == "tensor":
-        return (tensor or _outline)(told)
+        return (tensor or outline)(told)
     if kind in ("dict", "counter"):
         pairs = {unpack(key): unpack(item, tensor) for key, item in told}
         return Counter(pairs) if kind == "counter" else pairs
@@ -115,12 +115,14 @@ def _array(told: Any) -> np.ndarray[Any, Any]:
     return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype)).reshape(shape).copy()
 
 
-def _inline(value: torch.Tensor, where: str) -> Any:
+def inline(value: torch.Tensor, where: str) -> Any:
+    """JSON for a tensor with its bytes in it."""
     flat = value.detach().cpu().contiguous().reshape(-1)
     return [str(value.dtype), list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]
 
 
-def _outline(told: Any) -> torch.Tensor:
+def outline(told: Any) -> torch.Tensor:
+    """Inverse of :func:`inline`, on the CPU."""
     dtype, shape, text = told
     data = torch.frombuffer(bytearray(base64.b64decode(text) or b"\0"), dtype=torch.uint8)
     size = math.prod(shape) * dtype_of(dtype).itemsize

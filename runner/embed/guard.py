@@ -99,7 +99,7 @@ class Guard:
             raise ConfigError(f"clip={clip}: must be greater than 0, or None for no clipping")
         for given in (*_several(model), *_several(optimizer)):
             _refuse_deepspeed(given)
-        ranks, device, rank_env = ranks_at_hand()
+        ranks, device, rank_env = ranks_at_hand("Guard")
         group = join(config, ranks, device, rank_env)
         self._place = DataPlace()
         self._sharded = LoopState(_several(model), _several(optimizer), ranks, device)

@@ -24,7 +24,7 @@ from runner.config.schema import RunConfig
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, launch_from, place_from
 from runner.embed.lone import LoneRanks
-from runner.embed.state import LoopState
+from runner.embed.places import StagedState
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.backlog import Backlog
 from runner.observe.console import Console
@@ -57,8 +57,11 @@ _FINGERPRINT = "a loop of its own"  # its data has no other name
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-def ranks_at_hand() -> tuple[Ranks, torch.device, RankEnv]:
+def ranks_at_hand(what: str) -> tuple[Ranks, torch.device, RankEnv]:
     """The process group that the script has made; without one, this process alone.
+
+    Args:
+        what: asks, for an error.
 
     Raises:
         ConfigError: a launcher has started several processes, and they have no group.
@@ -67,7 +70,7 @@ def ranks_at_hand() -> tuple[Ranks, torch.device, RankEnv]:
     if not (dist.is_available() and dist.is_initialized()):
         if place.world_size > 1:
             raise ConfigError(
-                f"Guard: the launcher started {place.world_size} processes, and there is no "
+                f"{what}: the launcher started {place.world_size} processes, and there is no "
                 "process group; call torch.distributed.init_process_group first"
             )
         return LoneRanks(), torch.device("cpu"), place
@@ -160,7 +163,7 @@ class Opened:
     state: TrainState
     resumed: Resumed
     reporter: Reporter
-    sharded: LoopState
+    sharded: StagedState
     loads: ShardsToLoad
     memory: MemoryParts
 
@@ -177,7 +180,7 @@ def _tensors_in(train_state: Mapping[str, Any]) -> Mapping[str, Any]:
 def open_run(
     config: RunConfig,
     group: RankGroup,
-    sharded: LoopState,
+    sharded: StagedState,
     carried: Carried,
     *,
     command: str,
@@ -288,7 +291,7 @@ def identity(lease: Lease) -> Identity:
 
 
 def _memory_of_newest(
-    lease: Lease, group: RankGroup, records: list[Record], sharded: LoopState, loads: ShardsToLoad
+    lease: Lease, group: RankGroup, records: list[Record], sharded: StagedState, loads: ShardsToLoad
 ) -> MemoryParts:
     """Slots in memory for what the newest checkpoint on disk holds; none before there is one."""
     if not records:
@@ -304,7 +307,7 @@ def _memory_of_newest(
     return memory_for(lease, group, sharded)
 
 
-def memory_for(lease: Lease, group: RankGroup, sharded: LoopState) -> MemoryParts:
+def memory_for(lease: Lease, group: RankGroup, sharded: StagedState) -> MemoryParts:
     """Slots in memory for what ``sharded`` holds now. Collective."""
     return open_slots(lease, group, sharded, identity(lease))
 

@@ -17,6 +17,7 @@ from runner.config.schema import (
     ScheduleKind,
 )
 from runner.config.validate import check
+from runner.policy.retention.slot_budget import FEWEST_SLOTS
 from runner.system.error import ConfigError
 
 # What needs an engine of ours, or a store that the embedded guard does not write to.
@@ -63,6 +64,38 @@ def run_config(
         raise ConfigError(f"accumulate={accumulate}: must be at least 1 batch a step")
     check(config, world_size=1)
     return config
+
+
+# Of checkpoint.* and resume.*: what the ring alone has a use for.
+_OF_RING = (
+    "keep",
+    "keep_every",
+    "clean_after",
+    "write_mib_per_second",
+    "memory_slots",
+    "memory_limit_gib",
+    *_RESUME,
+)
+_RARELY = 1_000_000  # steps: the script says when it saves
+
+
+def ring_config(out: str | Path, *, memory: bool, given: dict[str, Any]) -> RunConfig:
+    """The settings of a ring alone.
+
+    Args:
+        memory: whether snapshots are kept in memory.
+        given: of ``checkpoint.*`` and ``resume.*``, without the group.
+
+    Raises:
+        ConfigError: an unknown key, or a value that cannot be.
+    """
+    for key, value in given.items():
+        if key not in _OF_RING:
+            words = suggestion(key, set(_OF_RING))
+            raise ConfigError(f"{key}={value!r}: no such setting{words}; {', '.join(_OF_RING)}")
+    told = {"memory_slots": FEWEST_SLOTS} if memory else {"memory_every": 0}
+    told |= {"clean_after": 1, **given}
+    return run_config(out, every=_RARELY, accumulate=1, skip=[], given=told)
 
 
 def _set(config: RunConfig, key: str, value: Any) -> None:

@@ -1,31 +1,26 @@
 """The state of somebody else's loop as the ring's shards: weights, buffers, optimizers.
 
-A tensor has a name, and a line in the checkpoint's ``train_state`` that says of what type it is and
-how it is cut; so a checkpoint is loaded into an optimizer that has made no state yet, and a
-checkpoint of the very beginning takes the state away again. What several ranks hold alike is
-saved by each in part, and passed on between them at a load.
+A checkpoint is loaded into an optimizer that has made no state yet, and a checkpoint of the very
+beginning takes the state away again.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
 from runner.embed.buffers import Buffers
-from runner.embed.codec import dtype_of, pack, unpack
-from runner.embed.geometry import Geometry, geometry, local
-from runner.embed.lanes import decode, encode, lanes_of
+from runner.embed.codec import pack, unpack
+from runner.embed.geometry import Geometry, local
+from runner.embed.lanes import encode
+from runner.embed.places import Place, StagedState, home_of, place_of
 from runner.system.error import CheckpointError
 
-_BUCKET = 1 << 24  # lanes that ranks pass on to each other at a time
 # What wrappers put in front of a parameter's name.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
@@ -37,54 +32,13 @@ def plain_name(name: str) -> str:
     return name.removeprefix("module.")
 
 
-@dataclass(slots=True)
-class Place:
-    """One tensor of the state: its lanes, as the ring sees them.
-
-    ``read`` gives the live tensor's part; ``staged`` holds what is being loaded.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    geometry: Geometry
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor] | None = None
-    staged: torch.Tensor | None = None
-
-    @property
-    def local(self) -> torch.Tensor:
-        """FP32 1-D: what this rank saves, or has to load."""
-        width = lanes_of(self.dtype)
-        first, size = (number * width for number in self.geometry.own)
-        if self.staged is not None:
-            return self.staged[first : first + size]
-        assert self.read is not None
-        return encode(self.read())[first : first + size]
-
-
-def _place(name: str, dtype: torch.dtype, where: Geometry) -> Place:
-    width = lanes_of(dtype)
-    first, _ = where.own
-    return Place(
-        name=name,
-        shape=where.shape if width == 1 else (*where.shape, width),
-        start=(where.start + first) * width,
-        geometry=where,
-        dtype=dtype,
-    )
-
-
-class LoopState:
+class LoopState(StagedState):
     """See the module's docstring. It is what :class:`runner.checkpoint.ring.Ring` saves.
 
     Args:
         models: their parameters and changing buffers are saved.
         optimizers: their state and options.
-        before_change: called when other tensors than before are to be saved. Collective.
     """
-
-    replica = (0, 1)  # copies are dealt with here, tensor by tensor
 
     def __init__(
         self,
@@ -93,10 +47,8 @@ class LoopState:
         ranks: Ranks,
         device: torch.device,
     ) -> None:
-        self.device = device
+        super().__init__(ranks, device)
         self.optimizers = list(optimizers)
-        self.before_change: Callable[[], None] = lambda: None
-        self._ranks = ranks
         named = [
             (_joined(prefix, name), module)
             for prefix, model in _prefixed(models)
@@ -105,9 +57,6 @@ class LoopState:
         self.buffers = Buffers([(plain_name(f"{name}.").rstrip("."), m) for name, m in named])
         self.parameters = self._named_parameters(models)
         self._names = {id(p): name for name, p in self.parameters.items()}
-        self._places: list[Place] = []
-        self._loading: dict[str, Place] = {}
-        self._lines: dict[str, Any] = {}  # of what is being loaded
 
     def _named_parameters(self, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -131,11 +80,6 @@ class LoopState:
         optimized = {id(parameter) for *_, parameter in self._optimized()}
         return [p for p in self.parameters.values() if id(p) in optimized]
 
-    def geometry_of(self, tensor: torch.Tensor, name: str) -> Geometry:
-        """Where this rank's part of a live tensor lies."""
-        ranks = self._ranks
-        return geometry(tensor, name, rank=ranks.rank, world_size=ranks.world_size)
-
     # -- saving ---------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
@@ -148,10 +92,10 @@ class LoopState:
         tensors: dict[str, Any] = {}
 
         def add(name: str, tensor: torch.Tensor, like: str | None) -> None:
-            place = _place(name, tensor.dtype, self.geometry_of(tensor, name))
+            place = place_of(name, tensor.dtype, self.geometry_of(tensor, name))
             place.read = lambda: local(tensor)
             places[name] = place
-            tensors[name] = [str(tensor.dtype), list(place.geometry.shape), like, _home(tensor)]
+            tensors[name] = [str(tensor.dtype), list(place.geometry.shape), like, home_of(tensor)]
 
         for name, parameter in self.parameters.items():
             add(f"param/{name}", parameter, name)
@@ -164,10 +108,7 @@ class LoopState:
             "tensors": dict(sorted(tensors.items())),
             "world_size": self._ranks.world_size,
         }
-        ordered = [places[name] for name in sorted(places)]
-        if self._places and _layout(ordered) != _layout(self._places):
-            self.before_change()
-        self._places, self._loading = ordered, {}
+        self._hold(places)
         return told
 
     def _changing_buffers(self) -> list[str]:
@@ -188,7 +129,7 @@ class LoopState:
             index=0,
             copies=1,
         )
-        place = _place(f"buffer/{name}", live.dtype, where)
+        place = place_of(f"buffer/{name}", live.dtype, where)
         place.read = lambda: self.buffers.live(name).detach()
         return place
 
@@ -221,35 +162,16 @@ class LoopState:
         state = self.optimizers[number].state[parameter]
         return pack(state, f"optim/{number}/{name}", tensor)
 
-    def shards(self) -> list[Place]:
-        """What :meth:`capture` or :meth:`expect` has prepared, in order of names."""
-        return self._places
-
-    def update_counts(self) -> dict[str, int]:
-        """Optimizers count for themselves, in their state."""
-        return {}
-
     # -- loading --------------------------------------------------------------------------
 
     def expect(self, tensors: Mapping[str, Any]) -> None:
-        """Make room for the tensors of a checkpoint, as its ``train_state`` tells of them.
-
-        Raises:
-            CheckpointError: it is of another model.
-        """
-        self._loading, self._lines = {}, dict(tensors)
-        for name, (dtype, shape, like, home) in sorted(tensors.items()):
-            where = self._room(name, shape, like, home)
-            place = _place(name, dtype_of(dtype), where)
-            place.staged = torch.zeros(where.count * lanes_of(place.dtype))
-            self._loading[name] = place
+        super().expect(tensors)
         missing = sorted({f"param/{name}" for name in self.parameters} - set(self._loading))
         if missing:
             raise CheckpointError(
                 f"the checkpoint is of another model: it has no {missing[0]!r}"
                 f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
             )
-        self._places = list(self._loading.values())
 
     def _room(self, name: str, shape: Sequence[int], like: str | None, home: str) -> Geometry:
         if home == "buffer":
@@ -259,11 +181,7 @@ class LoopState:
             row = self._ranks.rank % shape[0]
             return self._buffer_place(key, row, shape[0]).geometry
         if like is None:
-            count = math.prod(shape)
-            ranks = self._ranks
-            return Geometry(
-                shape=tuple(shape), start=0, count=count, index=ranks.rank, copies=ranks.world_size
-            )
+            return self._replicated(shape)
         parameter = self.parameters.get(like)
         if parameter is None or list(parameter.shape) != list(shape):
             has = "none" if parameter is None else list(parameter.shape)
@@ -271,37 +189,6 @@ class LoopState:
                 f"the checkpoint is of another model: {like!r} is {list(shape)} there, {has} here"
             )
         return self.geometry_of(parameter, like)
-
-    def finish_load(self, update_counts: Mapping[str, int]) -> None:
-        """Every rank has read its part; now each gets what its copies have read. Collective."""
-        bucket: list[Place] = []
-        groups: dict[int, dist.ProcessGroup | None] = {}
-        for place in self._loading.values():
-            groups[id(place.geometry.group)] = place.geometry.group
-        for key, group in groups.items():
-            lanes = 0
-            for place in self._loading.values():
-                if place.geometry.copies > 1 and id(place.geometry.group) == key:
-                    bucket.append(place)
-                    lanes += place.geometry.count * lanes_of(place.dtype)
-                    if lanes >= _BUCKET:
-                        self._pass_on(bucket, group)
-                        bucket, lanes = [], 0
-            self._pass_on(bucket, group)
-            bucket = []
-
-    def _pass_on(self, places: Sequence[Place], group: dist.ProcessGroup | None) -> None:
-        if not places:
-            return
-        staged = [place.staged for place in places if place.staged is not None]
-        # As whole numbers: 0.0 + -0.0 would lose a sign.
-        packed = torch.cat([lanes.view(torch.int32) for lanes in staged]).to(self.device)
-        dist.all_reduce(packed, group=group)
-        packed = packed.cpu()
-        at = 0
-        for lanes in staged:
-            lanes.copy_(packed[at : at + len(lanes)].view(torch.float32))
-            at += len(lanes)
 
     def apply(self, told: Mapping[str, Any]) -> None:
         """Put what was loaded in place, with ``told``: what :meth:`capture` gave.
@@ -335,7 +222,7 @@ class LoopState:
     def _option(self, live: Any, told: Any) -> Any:
         def tensor(name: str) -> Any:
             if not isinstance(live, torch.Tensor):
-                return self._made(name, None)
+                return self._loaded(name, None)
             if name in self._loading:
                 self._fill(live, name)
             return live
@@ -372,38 +259,11 @@ class LoopState:
             if old is not None and old.dtype == place.dtype and _is_size(old, place):
                 self._fill(old, name)
                 return old
-            return self._made(name, parameter)
+            is_like = self._lines[name][2] is not None
+            return self._loaded(name, parameter if is_like else None)
 
         made: dict[str, Any] = unpack(told, tensor)
         return made
-
-    def _made(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
-        """A new tensor with what was loaded."""
-        place, (_, shape, like, home) = self._loading[name], self._lines[name]
-        assert place.staged is not None
-        values = decode(place.staged, place.dtype)
-        if like is not None and parameter is not None:
-            own = local(parameter)
-            values = values.to(own.device).view(own.shape)
-            if isinstance(parameter, DTensor):
-                made: torch.Tensor = DTensor.from_local(
-                    values,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-                return made
-            return values.contiguous()
-        device = self.device if home == "device" else torch.device("cpu")
-        return values.view(tuple(shape)).to(device)
-
-    def _fill(self, live: torch.Tensor, name: str) -> None:
-        place = self._loading[name]
-        assert place.staged is not None
-        own = local(live)
-        own.copy_(decode(place.staged, place.dtype).view(own.shape))
 
     # -- digest ---------------------------------------------------------------------------
 
@@ -441,17 +301,8 @@ def _add(add: Callable[..., None], tensor: torch.Tensor, where: str) -> str:
     return where
 
 
-def _home(tensor: torch.Tensor) -> str:
-    """Where a tensor that is like no parameter belongs."""
-    return "cpu" if tensor.device.type == "cpu" else "device"
-
-
 def _is_size(live: torch.Tensor, place: Place) -> bool:
     return local(live).numel() == place.geometry.count
-
-
-def _layout(places: Sequence[Place]) -> list[tuple[str, tuple[int, ...], int]]:
-    return [(place.name, place.shape, place.start) for place in places]
 
 
 def _prefixed(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
