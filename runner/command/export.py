@@ -1,16 +1,20 @@
 """``python -m runner export OUT DIR``: a run's weights as safetensors, loadable without us.
 
-Takes the newest checkpoint that is proven (clean); where that is not the last one it says why. Only
-reads OUT; a run may be going on meanwhile.
+With ``--format hf`` a folder that ``AutoModelForCausalLM.from_pretrained`` loads. Takes the newest
+checkpoint that is proven (clean); where that is not the last one it says why. Only reads OUT; a run
+may be going on meanwhile.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +24,7 @@ from runner.checkpoint.digest import Summing, digest_of_sums, is_whole, state_di
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import ShardReader, verify_files
 from runner.command.arguments import Parser
+from runner.command.export_layout import PARAM, Layout, LayoutOf, plain_layout
 from runner.config.compose import from_yaml
 from runner.observe.bar import Bar
 from runner.policy.retention.records import State
@@ -29,6 +34,7 @@ from runner.system.files import read_bounded, write_durably
 from runner.system.json_lines import iter_lines, step_of
 
 _SHARD_BYTES = 4 << 30
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CONFIG_BYTES = 4 << 20
 _WORDS = 500
 
@@ -41,9 +47,36 @@ def export_command(arguments: Sequence[str]) -> int:
             f"export {options.run}: reads local checkpoints; copy a folder of {options.run}/ring "
             "into a directory and name that directory"
         )
-    for sentence in export_run(Path(options.run), Path(options.folder), step=options.step):
+    run, folder = Path(options.run), Path(options.folder)
+    for sentence in export_run(run, folder, step=options.step, layout=_layout_of(options, run)):
         sys.stdout.write(f"{sentence}\n")
     return 0
+
+
+def _layout_of(options: argparse.Namespace, run: Path) -> LayoutOf:
+    dtype = _DTYPES[options.dtype]
+    if options.format == "hf":
+        # Not for a plain export: it brings the model's own code.
+        from runner.command.export_hf import HfExport
+
+        refuse_weights_in(Path(options.folder))
+        return HfExport(run_of(run), dtype=dtype, merge=options.merge)
+    if options.merge:
+        raise ConfigError("--merge: adapters are merged into a folder of --format hf; add that")
+    return partial(plain_layout, dtype=dtype)
+
+
+def refuse_weights_in(folder: Path) -> None:
+    """
+    Raises:
+        ConfigError: there are weights, of which a loader might take some beside ours.
+    """
+    kinds = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+    if found := sorted(path.name for kind in kinds for path in folder.glob(kind)):
+        raise ConfigError(
+            f"{folder}: holds weights already ({found[0]}), and a loader could take those; give a "
+            "folder without"
+        )
 
 
 def _parser() -> Parser:
@@ -52,6 +85,20 @@ def _parser() -> Parser:
     parser.add_argument("folder", metavar="DIR", help="where to write the safetensors files")
     parser.add_argument(
         "--step", type=int, help="that checkpoint, proven or not; default: the newest proven one"
+    )
+    parser.add_argument(
+        "--format",
+        choices=["plain", "hf"],
+        default="plain",
+        help="hf: with config.json and tokenizer, as transformers loads it; default: plain",
+    )
+    parser.add_argument(
+        "--dtype", choices=list(_DTYPES), default="fp32", help="of what is written; default: fp32"
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="--format hf of model.lora: the whole model, not the adapters alone",
     )
     return parser
 
@@ -68,39 +115,52 @@ def ring_folder(run: Path) -> Path:
     return folder
 
 
+def run_of(run: Path) -> RunDir:
+    """The run of a directory, or of its ring."""
+    ring = ring_folder(run)
+    return RunDir(ring.parent if ring.name == "ring" else run)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was written, and why no newer checkpoint was."""
+    """What was written, what is to be said of it, and why no newer checkpoint was."""
 
     entry: Entry
+    said: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
 
 
 def export_run(
-    run: Path, folder: Path, *, step: int | None = None, serial: int | None = None
+    run: Path,
+    folder: Path,
+    *,
+    step: int | None = None,
+    serial: int | None = None,
+    layout: LayoutOf = plain_layout,
 ) -> list[str]:
     """Write the weights of one checkpoint; what a person is told about it.
 
     Args:
         step, serial: that one, whatever is known of it; None: the newest proven one.
+        layout: what is written of it.
 
     Raises:
         CheckpointError: there is none that can be exported.
     """
     ring = ring_folder(run)
     entries, damaged = CheckpointDirectory(ring).entries()
-    out = RunDir(ring.parent if ring.name == "ring" else run)
+    out = run_of(run)
     if step is None and serial is None:
-        made = _newest_proven(entries, damaged, folder, _unproven(out))
+        made = _newest_proven(entries, damaged, folder, _unproven(out), layout)
     else:
         entry = _asked_for(entries, step=step, serial=serial)
-        export(entry, folder)
-        made = Export(entry=entry)
+        made = Export(entry=entry, said=export(entry, folder, layout))
     total = _steps(out)
     record = made.entry.record
     of = f" of {total}" if total is not None else ""
     word = "clean" if record.state is State.clean else f"{record.state.value}, not proven"
-    said = [f"exported step {record.step}{of} ({word}) to {folder}", *made.passed_over]
+    said = [f"exported step {record.step}{of} ({word}) to {folder}", *made.said]
+    said += made.passed_over
     if record.step == 0:
         said.append("step 0 is the state before the first update: nothing is learned in it")
     newest = max(entries, key=lambda entry: entry.record.serial).record.step
@@ -110,7 +170,11 @@ def export_run(
 
 
 def _newest_proven(
-    entries: Sequence[Entry], damaged: Sequence[str], folder: Path, unproven: Mapping[int, str]
+    entries: Sequence[Entry],
+    damaged: Sequence[str],
+    folder: Path,
+    unproven: Mapping[int, str],
+    layout: LayoutOf,
 ) -> Export:
     passed_over = [f"not exported, damaged: {sentence}" for sentence in damaged]
     for entry in reversed(entries):
@@ -118,11 +182,11 @@ def _newest_proven(
             passed_over.append(_why_not(entry, unproven))
             continue
         try:
-            export(entry, folder)
+            said = export(entry, folder, layout)
         except CorruptCheckpoint as error:
             passed_over.append(f"step {entry.record.step} is not exported: damaged: {error}")
             continue
-        return Export(entry=entry, passed_over=tuple(passed_over))
+        return Export(entry=entry, said=said, passed_over=tuple(passed_over))
     raise CheckpointError(
         f"no proven checkpoint to export; there are: {_listed(entries)}"
         + "".join(f"; {sentence}" for sentence in passed_over)
@@ -187,28 +251,31 @@ def _steps(out: RunDir) -> int | None:
     return steps if type(steps) is int else None
 
 
-def export(entry: Entry, folder: Path) -> Path:
-    """Write the weights of a checkpoint as FP32 safetensors, verified first.
+def export(entry: Entry, folder: Path, layout_of: LayoutOf = plain_layout) -> tuple[str, ...]:
+    """Write the weights of a checkpoint as safetensors, verified first.
 
-    Names are the model's own parameter names. One file, or several of at most 4 GiB with the
-    index that Hugging Face loaders read. The metadata of each has ``step``, ``state`` and
-    ``digest``: the state digest of the checkpoint, as ``summary.json`` has it.
+    One file, or several of at most 4 GiB with the index that Hugging Face loaders read. The
+    metadata of each has ``step``, ``state`` and ``digest``: the state digest of the checkpoint, as
+    ``summary.json`` has it.
+
+    Returns:
+        What a person is told about what was written beside them.
 
     Raises:
         CorruptCheckpoint: the checkpoint is damaged; nothing is written.
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or the checkpoint not in this layout.
     """
+    layout = layout_of(entry)
     with Bar("verifying", entry.num_bytes) as bar:
         verify_files(entry, sorted(entry.manifest.files), finite=True, moved=bar.add)
     told = {"step": str(entry.record.step), "state": entry.record.state.value}
     told["digest"] = _digest(entry)
-    names = sorted(name for name in entry.manifest.shapes if name.startswith("param/"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(entry, folder, _groups(entry, names), told)
+        _write(entry, folder, layout, told)
+        return tuple(layout.finish(folder))
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error})") from None
-    return folder
 
 
 def _digest(entry: Entry) -> str:
@@ -228,46 +295,53 @@ def _counted(entry: Entry, name: str, reader: ShardReader, bar: Bar) -> tuple[st
     return name, _whole(entry, name, reader)
 
 
-def _write(
-    entry: Entry, folder: Path, groups: Sequence[Sequence[str]], told: Mapping[str, str]
-) -> None:
+def _write(entry: Entry, folder: Path, layout: Layout, told: Mapping[str, str]) -> None:
     where: dict[str, str] = {}
-    num_bytes = 4 * sum(_numel(entry, name) for group in groups for name in group)
+    groups = _groups(layout)
+    num_bytes = sum(_num_bytes(layout, name) for name in layout.tensors)
     with Bar("exporting", num_bytes) as bar, ShardReader(entry) as reader:
+
+        def read(name: str) -> torch.Tensor:
+            return _whole(entry, f"{PARAM}{name}", reader)
+
         for number, group in enumerate(groups, start=1):
-            file = _file_name(number, len(groups))
+            file = _file_name(layout.stem, number, len(groups))
             tensors = {}
             for name in group:
-                tensors[name.removeprefix("param/")] = _whole(entry, name, reader)
-                bar.add(4 * _numel(entry, name))
+                tensors[name] = layout.tensors[name].make(read).to(layout.dtype).contiguous()
+                bar.add(_num_bytes(layout, name))
             # Under its own name only when it is whole.
             unfinished = folder / f".{file}.writing"
             save_file(tensors, unfinished, metadata={"format": "pt", **told})
             os.replace(unfinished, folder / file)
             where |= dict.fromkeys(tensors, file)
     if len(groups) > 1:
-        index = {"metadata": dict(told), "weight_map": where}
+        index = {"metadata": {"total_size": num_bytes, **told}, "weight_map": where}
         text = json.dumps(index, indent=1).encode()
-        write_durably(folder / "model.safetensors.index.json", text)
+        write_durably(folder / f"{layout.stem}.safetensors.index.json", text)
 
 
-def _file_name(number: int, total: int) -> str:
+def _file_name(stem: str, number: int, total: int) -> str:
     if total == 1:
-        return "model.safetensors"
-    return f"model-{number:05d}-of-{total:05d}.safetensors"
+        return f"{stem}.safetensors"
+    return f"{stem}-{number:05d}-of-{total:05d}.safetensors"
 
 
-def _groups(entry: Entry, names: Sequence[str]) -> list[list[str]]:
+def _groups(layout: Layout) -> list[list[str]]:
     groups: list[list[str]] = [[]]
     size = 0
-    for name in names:
-        num_bytes = 4 * _numel(entry, name)
+    for name in layout.tensors:
+        num_bytes = _num_bytes(layout, name)
         if groups[-1] and size + num_bytes > _SHARD_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(name)
         size += num_bytes
     return groups
+
+
+def _num_bytes(layout: Layout, name: str) -> int:
+    return math.prod(layout.tensors[name].shape) * layout.dtype.itemsize
 
 
 def _numel(entry: Entry, name: str) -> int:

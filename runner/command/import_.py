@@ -28,7 +28,7 @@ from runner.config.compose import compose, digest, flat
 from runner.config.schema import RunConfig
 from runner.config.validate import check
 from runner.convert.model_config import NAME as CONFIG_NAME
-from runner.convert.model_config import RENAMES, ForeignModel, config_beside, read_model
+from runner.convert.model_config import RENAMES, ForeignModel, Setting, config_beside, read_model
 from runner.convert.sources import open_source
 from runner.convert.stored import Moments, Source, Stored
 from runner.distributed.env import place_from
@@ -132,12 +132,14 @@ def _nulls(foreign: ForeignModel) -> dict[str, Any]:
     dim = sizes.get("model.dim")
     return {
         "model.kv_heads": sizes.get("model.heads"),
-        "model.ffn_dim": default_ffn_dim(int(dim)) if dim else None,
+        "model.ffn_dim": default_ffn_dim(dim) if isinstance(dim, int) else None,
     }
 
 
-def _text(value: int | float | bool) -> str:
-    return str(value).lower()
+def _text(value: Setting) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{one}" for name, one in value.items()) + "}"
+    return "null" if value is None else str(value).lower()
 
 
 def _parser() -> Parser:

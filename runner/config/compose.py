@@ -297,6 +297,8 @@ def _allowed(key: str) -> str:
 
 def type_name(spec: dataclasses.Field[Any]) -> str:
     """The type of a config field in words, with its bounds."""
+    if spec.metadata["shown"]:
+        return str(spec.metadata["shown"])
     kind = spec.type if isinstance(spec.type, str) else spec.type.__name__
     if isinstance(spec.default, Enum):
         kind = " | ".join(member.value for member in type(spec.default))

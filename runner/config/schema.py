@@ -21,10 +21,14 @@ def key(
     *,
     trajectory: bool = False,
     words: tuple[str, ...] = (),
+    shown: str = "",
     **bounds: float,
 ) -> Any:
-    """A config field: its default, its one-line help, its bounds, words beside numbers."""
-    metadata = {"help": help, "trajectory": trajectory, "words": words, **bounds}
+    """A config field: its default, its one-line help, its bounds, words beside numbers.
+
+    ``shown``: its type for a reader, where the annotation does not tell it.
+    """
+    metadata = {"help": help, "trajectory": trajectory, "words": words, "shown": shown, **bounds}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     if isinstance(default, type):
@@ -102,7 +106,7 @@ class DebugKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm decoder: RMSNorm, RoPE, SwiGLU; or a model of your own.
+    """A pre-norm decoder: RMSNorm, RoPE, SwiGLU; a Hugging Face model; or one of your own.
 
     With ``_target_`` every other key of this group is an argument of that code, and
     ``compute`` says how it is computed.
@@ -116,6 +120,32 @@ class ModelConfig:
     )
     arguments: Any = key(
         None, "_target_: its arguments; the same as keys of their own", trajectory=True
+    )
+    # Any type: beside _target_ they are arguments, of whatever type that code wants.
+    kind: Any = key(
+        "decoder",
+        "decoder: this package's own; hf: the Hugging Face model in the folder path",
+        trajectory=True,
+        shown="decoder | hf",
+    )
+    path: Any = key(
+        None,
+        "hf: a local folder with config.json, *.safetensors and the tokenizer's files",
+        trajectory=True,
+        shown="str | null",
+    )
+    init: Any = key(
+        "weights",
+        "hf: weights, those of the folder; random: fresh ones, from its config.json alone",
+        trajectory=True,
+        shown="weights | random",
+    )
+    lora: Any = key(
+        None,
+        "hf: train low-rank adapters only, by PEFT: {r: 8, targets: [q_proj, v_proj], alpha: 16, "
+        "dropout: 0.0, rslora: false}; null: train all weights",
+        trajectory=True,
+        shown="mapping | null",
     )
     dim: int = key(128, "width of the residual stream", trajectory=True, ge=2)
     layers: int = key(4, "number of blocks", trajectory=True, ge=1)
@@ -133,6 +163,13 @@ class ModelConfig:
     qk_norm: bool = key(False, "RMSNorm on queries and keys", trajectory=True)
     norm_eps: float = key(1e-5, "epsilon of RMSNorm", trajectory=True, gt=0)
     rope_theta: float = key(10000.0, "base of the rotary frequencies", trajectory=True, gt=0)
+    rope_scaling: Any = key(
+        None,
+        "Llama 3's stretching of the rotary frequencies: {factor: 8, low_freq_factor: 1, "
+        "high_freq_factor: 4, original_max_position_embeddings: 8192}; null: none",
+        trajectory=True,
+        shown="mapping | null",
+    )
     dropout: float = key(
         0.0, "dropout after attention and feed-forward", trajectory=True, ge=0, lt=1
     )
@@ -160,10 +197,13 @@ class ModelConfig:
     compile: bool = key(False, "torch.compile each block")
 
 
-# Sizes of the decoder: beside ``_target_`` they are arguments like any other.
+# Of the decoder and of ``kind: hf``: beside ``_target_`` they are arguments like any other.
 DECODER_KEYS = frozenset(
     ["dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head", "qk_norm"]
-) | {"norm_eps", "rope_theta", "dropout", "z_loss", "init_std"}
+) | {
+    *("norm_eps", "rope_theta", "rope_scaling", "dropout", "z_loss", "init_std"),
+    *("kind", "path", "init", "lora"),
+}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runner.config.compose import fields, suggestion
+from runner.config.network import network_problems
 from runner.config.schema import DataConfig, DataKind, ParallelKind, Precision, RunConfig
 from runner.config.sources import sources_of
 from runner.system.error import ConfigError
@@ -39,6 +40,7 @@ def check(config: RunConfig, *, world_size: int) -> None:
         *_combinations(config, world_size),
         *_sources(config),
         *_optimizer(config),
+        *network_problems(config),
         *_remote(config),
     ]
     if problems:

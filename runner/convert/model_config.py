@@ -32,6 +32,13 @@ _SIZES = {
     "intermediate_size": "model.ffn_dim",
     "vocab_size": "model.vocab_size",
 }
+# Keys of ``rope_scaling``, ours and theirs.
+ROPE_SCALING: Final = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 # What must have one of these values (the first is meant where the key is missing), and why.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "the feed-forward layers here are SwiGLU"),
@@ -73,12 +80,15 @@ RENAMES: Final[Sequence[tuple[str, str]]] = (
 )
 
 
+Setting = int | float | bool | dict[str, float] | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignModel:
     """What a ``config.json`` says: our settings by dotted key, without those passed over."""
 
     path: Path
-    settings: Mapping[str, int | float | bool]
+    settings: Mapping[str, Setting]
 
 
 def config_beside(source: Path) -> Path | None:
@@ -103,16 +113,14 @@ def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> Fore
     """
     found = _Found(path, _tree(path), ignored)
     kind = _kind(found)
-    settings: dict[str, int | float | bool | None] = {
-        ours: found.size(key) for key, ours in _SIZES.items()
-    }
+    settings: dict[str, Setting] = {ours: found.size(key) for key, ours in _SIZES.items()}
     heads = settings["model.heads"]
     # Missing or null: one for each head. Where the model's own code has another number for a
     # missing one, the shapes of the weights do not fit.
     settings["model.kv_heads"] = found.size("num_key_value_heads", needed=False) or heads
     settings["model.tied_head"] = found.flag("tie_word_embeddings")
     settings["model.norm_eps"] = found.positive("rms_norm_eps", missing=1e-6)
-    settings["model.rope_theta"] = _rope_theta(found)
+    settings["model.rope_theta"], scaling = _rope(found)
     settings["model.qk_norm"] = kind == "qwen3"
     _check_heads(found, settings["model.dim"], heads)
     _check_positions(found, seq_len)
@@ -122,6 +130,8 @@ def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> Fore
     found.refuse_rest()
     found.raise_problems()
     known = {key: value for key, value in settings.items() if value is not None}
+    if not any(found.is_ignored(key) for key in ("rope_scaling", "rope_parameters")):
+        known["model.rope_scaling"] = scaling  # none is one, too: a preset may have another
     return ForeignModel(path=path, settings=known)
 
 
@@ -258,9 +268,13 @@ def _all_in(values: list[Any], known: Sequence[str]) -> bool:
     return all(isinstance(value, str) and value in known for value in values)
 
 
-def _rope_theta(found: _Found) -> float | None:
-    """From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before)."""
+def _rope(found: _Found) -> tuple[float | None, dict[str, float] | None]:
+    """Base and stretching of the rotary frequencies.
+
+    From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
+    """
     given: dict[str, float | None] = {}
+    stretched: dict[str, dict[str, float]] = {}
     value = found.take("rope_theta")
     if value is not None:
         given["rope_theta"] = found.number("rope_theta", value)
@@ -269,24 +283,34 @@ def _rope_theta(found: _Found) -> float | None:
         if "rope_theta" in inner:
             name = f"{key}.rope_theta"
             given[name] = found.number(name, inner.pop("rope_theta"))
-        _check_rope(found, key, inner)
-    if len(set(given.values())) > 1:
-        words = " and ".join(f"{name}={value}" for name, value in given.items())
-        found.problems.append(f"{words} contradict each other")
-    return next(iter(given.values()), None if found.is_ignored("rope_theta") else 10_000.0)
+        if scaling := _rope_scaling(found, key, inner):
+            stretched[key] = scaling
+    for told in (given, stretched):
+        if len({str(value) for value in told.values()}) > 1:
+            words = " and ".join(f"{name}={value}" for name, value in told.items())
+            found.problems.append(f"{words} contradict each other")
+    theta = next(iter(given.values()), None if found.is_ignored("rope_theta") else 10_000.0)
+    return theta, next(iter(stretched.values()), None)
 
 
-def _check_rope(found: _Found, key: str, inner: dict[str, Any]) -> None:
-    for name in ("rope_type", "type"):
-        value = inner.pop(name, None)
-        if value not in ("default", None):
-            # Its further keys belong to it: one line says it.
-            found.refuse(f"{key}.{name}", value, "rotary positions are not scaled here")
-            return
+def _rope_scaling(found: _Found, key: str, inner: dict[str, Any]) -> dict[str, float]:
+    """Of kind llama3, empty for none; any other is refused."""
+    kinds = {name: inner.pop(name) for name in ("rope_type", "type") if name in inner}
+    wrong = {n: kind for n, kind in kinds.items() if kind not in ("default", "llama3", None)}
+    for name, kind in wrong.items():
+        # Its further keys belong to it: one line says it.
+        found.refuse(f"{key}.{name}", kind, "must be default or llama3: others are not known here")
+        return {}
     if inner.get("partial_rotary_factor") in (1, 1.0, None):  # all of a head is rotated here
         inner.pop("partial_rotary_factor", None)
+    scaling: dict[str, float] = {}
+    if "llama3" in kinds.values():
+        for name in ROPE_SCALING:
+            number = found.number(f"{key}.{name}", inner.pop(name, None))
+            scaling |= {} if number is None else {name: number}
     for name, value in inner.items():
-        found.refuse(f"{key}.{name}", value, "rotary positions are not scaled here")
+        found.refuse(f"{key}.{name}", value, "rotary positions are not scaled so here")
+    return scaling
 
 
 def _check_heads(found: _Found, dim: Any, heads: Any) -> None:

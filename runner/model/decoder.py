@@ -10,6 +10,7 @@ policy: activations follow the embedding's dtype, statistics and rotations are F
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,36 @@ from runner.model.loss import HeadLosses
 from runner.system.error import ConfigError
 
 _FFN_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies stretched for long sequences, as in Llama 3.1 and later models.
+
+    Field names are those of Hugging Face's ``rope_scaling`` with ``rope_type: llama3``, and the
+    keys under ``model.rope_scaling``. Raises :class:`ConfigError` where they do not fit.
+
+    Args:
+        factor: low frequencies are divided by it.
+        low_freq_factor, high_freq_factor: a rotation with fewer turns than the first within
+            ``original_max_position_embeddings`` positions is of low frequency; one with more than
+            the second is left alone; between them both are blended.
+        original_max_position_embeddings: sequence length before the stretching, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        where = "model.rope_scaling"
+        _require(self.factor >= 1, f"{where}.factor", self.factor, "at least 1")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        _require(low > 0, f"{where}.low_freq_factor", low, "above 0")
+        _require(high > low, f"{where}.high_freq_factor", high, f"above low_freq_factor={low}")
+        length = self.original_max_position_embeddings
+        _require(length >= 1, f"{where}.original_max_position_embeddings", length, "at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +73,7 @@ class DecoderShape:
     qk_norm: bool = False
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     dropout: float = 0.0
     activation_checkpointing: bool = False
     init_std: float = 0.02
@@ -137,8 +169,22 @@ def rotary_table(shape: DecoderShape, device: torch.device) -> Rotary:
     # The constructor may run under torch.device("meta"): name the device of every factory.
     steps = torch.arange(0, shape.head_dim, 2, dtype=torch.float64, device="cpu")
     positions = torch.arange(shape.seq_len, dtype=torch.float64, device="cpu")
-    angles = torch.outer(positions, shape.rope_theta ** (-steps / shape.head_dim))
+    frequencies = shape.rope_theta ** (-steps / shape.head_dim)
+    if shape.rope_scaling is not None:
+        frequencies = _stretched(frequencies, shape.rope_scaling)
+    angles = torch.outer(positions, frequencies)
     return Rotary(cos=angles.cos().float().to(device), sin=angles.sin().float().to(device))
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Radians a token, FP64 ``[head_dim / 2]``, as Llama 3.1's published models have them.
+
+    Grattafiori et al. 2024 (The Llama 3 Herd of Models) and the code that came with its weights.
+    """
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: a high frequency, left alone
+    return share * frequencies + (1 - share) * frequencies / scaling.factor
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

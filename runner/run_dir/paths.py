@@ -19,7 +19,10 @@ _CONFIG_BYTES = 4 << 20
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _ID_BYTES = 4096
 _NOT_FOR_OTHERS = 0o022
-_ARGUMENT = re.compile(r"[a-z]+\.arguments\.")  # of code of the user's own: it may lose one
+# Mappings of any keys: one of these may be taken away.
+_ARGUMENT = re.compile(r"([a-z]+\.arguments|model\.lora|model\.rope_scaling)\.")
+# Of runs from before these keys.
+_LATER = {"compute.deterministic": False, "model.kind": "decoder", "model.init": "weights"}
 # Another value makes other tensors, so that no checkpoint of the run can be loaded.
 _RESHAPING = frozenset(
     f"model.{name}"
@@ -32,6 +35,7 @@ _RESHAPING = frozenset(
         "tied_head",
         "qk_norm",
         "frozen",
+        "kind",
     )
 )
 
@@ -216,10 +220,11 @@ def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, t
     stored["schedule.total"] = _stored_total(stored)
     if stored.get("model.precision") == "auto":  # from an import: no step has been taken in any
         stored["model.precision"] = config.model.precision.value
-    stored.setdefault("compute.deterministic", False)  # of a run from before the key
     # Of a run from before the keys; what it decided until now stands in its journal.
     stored.setdefault("guard.remedy", config.guard.remedy.value)
     stored.setdefault("explain", config.explain.value)
+    for name, value in _LATER.items():
+        stored.setdefault(name, value)
     wanted = trajectory(config)
     taken_away = {name: None for name in stored if _ARGUMENT.match(name) and name not in wanted}
     return {

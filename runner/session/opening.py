@@ -31,7 +31,7 @@ from runner.run_dir.lease import Fence
 from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.optim import state_shapes
-from runner.startup.precision import settle_precision
+from runner.startup.precision import settle_precision, settle_rope
 from runner.startup.restore import RemoteRun, Restored, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, find, take_lease
 from runner.startup.shared_memory import StateOnDevice, node_folder, open_memory
@@ -130,6 +130,7 @@ def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
         return group.run_dir.stored_settings() or (remote.settings() if remote else {})
 
     config = settle_precision(config, stored, group.device, ranks, console.say)
+    config = settle_rope(config, stored, ranks, console.say)
     group.monitor.begin(fence, group.peers)
     if group.is_first and group.run_dir.is_open_to_all:
         console.say(

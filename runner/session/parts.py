@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from runner.checkpoint.protocol import RingRules
+from runner.config.network import rope_scaling_of
 from runner.config.rules import judge_rules as judge_rules
 from runner.config.rules import named
 from runner.config.rules import remedy_rules as remedy_rules
@@ -42,7 +43,7 @@ from runner.model.blueprint import (
     parameter_places,
     retie,
 )
-from runner.model.decoder import DecoderShape, default_ffn_dim
+from runner.model.decoder import DecoderShape, RopeScaling, default_ffn_dim
 from runner.model.loss import HeadLosses
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import BackgroundTracker, TensorBoardTracker
@@ -170,10 +171,19 @@ def model_shape(config: RunConfig, dataset: Dataset) -> DecoderShape:
         qk_norm=model.qk_norm,
         norm_eps=model.norm_eps,
         rope_theta=model.rope_theta,
+        rope_scaling=_rope_scaling(model.rope_scaling),
         dropout=model.dropout,
         activation_checkpointing=model.activation_checkpointing,
         init_std=model.init_std,
     )
+
+
+def _rope_scaling(value: object) -> RopeScaling | None:
+    given = rope_scaling_of(value)
+    if given is None:
+        return None
+    length = given.pop("original_max_position_embeddings")
+    return RopeScaling(**given, original_max_position_embeddings=int(length))
 
 
 def blueprint(config: RunConfig, dataset: Dataset) -> Blueprint:

@@ -1,4 +1,7 @@
-"""Settles ``model.precision=auto`` once a run: as it began, or else by what every rank has."""
+"""Settles what a run's beginning decides: ``model.precision=auto``, and stretched rotations.
+
+As the run began, or else by what every rank has.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import torch
 
+from runner.config.network import stretch_as_begun
 from runner.config.schema import Precision, RunConfig
 from runner.config.validate import is_zero
 from runner.distributed.agreement import Ranks
@@ -56,6 +60,28 @@ def settle_precision(
     if words:
         say(words)
     return replace(config, model=replace(config.model, precision=precision))
+
+
+def settle_rope(
+    config: RunConfig, stored: Stored, ranks: Ranks, say: Callable[[str], None]
+) -> RunConfig:
+    """A run that began before ``model.rope_scaling`` goes on without it. Collective.
+
+    The llama presets set it since; the same command again is to be the same run.
+
+    Args:
+        stored: as :func:`settle_precision` takes it.
+    """
+    if config.model.rope_scaling is None:
+        return config
+    began = ranks.all_or_none(
+        "reading model.rope_scaling", lambda: dict(stored()) if ranks.rank == 0 else {}
+    )
+    model = stretch_as_begun(config.model, ranks.from_first(began))
+    if model is config.model:
+        return config
+    say("model.rope_scaling: none, as the run began, before presets had it")
+    return replace(config, model=model)
 
 
 def _natives(device: torch.device, ranks: Ranks) -> list[bool]:

@@ -17,8 +17,8 @@ CARRIED = frozenset(
     [
         *(f"model.{name}" for name in (
             "dim", "layers", "heads", "kv_heads", "ffn_dim", "vocab_size", "tied_head", "qk_norm",
-            "norm_eps", "rope_theta", "init_std", "precision", "activation_checkpointing",
-            "compile",
+            "norm_eps", "rope_theta", "rope_scaling", "init_std", "precision", "compile",
+            "activation_checkpointing",
         )),
         *(f"data.{name}" for name in (
             "kind", "path", "suffixes", "field", "tokenizer", "token_dtype", "vocab_size",
@@ -45,6 +45,10 @@ FIXED: dict[str, Any] = {
     # The decoder's and the corpus' own keys are the ones that travel.
     "model._target_": None,
     "model.arguments": None,
+    "model.kind": "decoder",
+    "model.path": None,
+    "model.init": "weights",
+    "model.lora": None,
     **{
         f"compute.{name}": None
         for name in ("precision", "compile", "recompute", "frozen", "loss_fp32")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
-from runner.model.decoder import Decoder, DecoderShape
+from runner.model.decoder import Decoder, DecoderShape, RopeScaling
 from runner.model.initial import initial_range, initial_rule
 from scripts.bench.fair import watch_precision
 
@@ -79,6 +79,8 @@ def write_task(task: Task, path: Path) -> None:
 
 def read_task(path: Path) -> Task:
     told = json.loads(path.read_text())
+    scaling = told["shape"]["rope_scaling"]
+    told["shape"]["rope_scaling"] = RopeScaling(**scaling) if scaling else None
     told["shape"] = DecoderShape(**told["shape"])
     told["betas"] = tuple(told["betas"])
     return Task(**told)

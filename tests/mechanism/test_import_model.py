@@ -237,10 +237,15 @@ LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rope_scaling": LLAMA_3}, "rope_scaling.rope_type='llama3': rotary positions are not"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling.rope_type='yarn'"),
+        ({"rope_scaling": {**LLAMA_3, "factor": None}}, "rope_scaling.factor=None"),
+        ({"rope_scaling": {**LLAMA_3, "beta": 1.0}}, "rope_scaling.beta=1.0"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type='linear'"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor=2.0"),
-        ({"rope_parameters": LLAMA_3}, "rope_parameters.rope_type='llama3'"),
+        (
+            {"rope_parameters": LLAMA_3, "rope_scaling": {**LLAMA_3, "factor": 2.0}},
+            "contradict each other",
+        ),
         ({"rope_parameters": {"rope_theta": 1.0}}, "contradict each other"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
@@ -285,7 +290,7 @@ def test_what_cannot_be_honoured_is_refused_by_key(
 
 
 def test_every_problem_is_told_at_once(import_: Import, tmp_path: Path) -> None:
-    tree = LLAMA | {"rope_scaling": LLAMA_3, "mlp_bias": True, "hidden_act": "relu"}
+    tree = LLAMA | {"rope_scaling": {"type": "yarn"}, "mlp_bias": True, "hidden_act": "relu"}
     _, text = import_(saved(tmp_path / "weights", tree, foreign_weights(LLAMA)))
     assert all(f"config.json: {key}" in text for key in ("rope_scaling", "mlp_bias", "hidden_act"))
     tree = LLAMA | {f"unknown_{number}": 1 for number in range(1000)}
@@ -321,7 +326,7 @@ def test_settings_that_contradict_the_file_are_refused(import_: Import, tmp_path
 
 
 def test_a_key_can_be_passed_over_on_the_users_word(import_: Import, tmp_path: Path) -> None:
-    tree = LLAMA | {"made_by": "somebody", "rope_scaling": LLAMA_3}
+    tree = LLAMA | {"made_by": "somebody", "rope_scaling": {"rope_type": "yarn"}}
     place = saved(tmp_path / "weights", tree)
     code, text = import_(place, "--ignore", "made_by")
     assert code == 2 and "made_by" not in text and "rope_scaling.rope_type" in text

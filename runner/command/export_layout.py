@@ -1,0 +1,72 @@
+"""What an export writes: the name, shape and making of each tensor, and the files beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from runner.checkpoint.disk.directory import Entry
+
+# A parameter's whole value in FP32, by the name it has in the checkpoint.
+Read = Callable[[str], torch.Tensor]
+PARAM = "param/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One tensor to write; ``make`` gives it in FP32."""
+
+    shape: tuple[int, ...]
+    make: Callable[[Read], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """All of an export.
+
+    Args:
+        stem: of the weights' file names, ``model`` for ``model.safetensors``.
+        tensors: by name.
+        dtype: they are written in it.
+        finish: writes what else belongs into the folder; sentences for a person.
+    """
+
+    stem: str
+    tensors: Mapping[str, Output]
+    dtype: torch.dtype
+    finish: Callable[[Path], Sequence[str]]
+
+
+LayoutOf = Callable[[Entry], Layout]
+
+
+def shapes_in(entry: Entry) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of a checkpoint's parameters, by name and in its order."""
+    return {
+        name.removeprefix(PARAM): shape
+        for name, shape in sorted(entry.manifest.shapes.items())
+        if name.startswith(PARAM)
+    }
+
+
+def as_it_is(name: str, shape: tuple[int, ...]) -> Output:
+    """The parameter of this name, unchanged."""
+    return Output(shape=shape, make=partial(_read, name))
+
+
+def _read(name: str, read: Read) -> torch.Tensor:
+    return read(name)
+
+
+def plain_layout(entry: Entry, *, dtype: torch.dtype = torch.float32) -> Layout:
+    """The model's own parameter names, and no other file."""
+    return Layout(
+        stem="model",
+        tensors={name: as_it_is(name, shape) for name, shape in shapes_in(entry).items()},
+        dtype=dtype,
+        finish=lambda folder: (),
+    )

@@ -1,0 +1,182 @@
+"""Which network ``model`` names, and its mappings whose keys stand in no dataclass.
+
+Pure: reads settings, touches no file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from runner.config.schema import DECODER_KEYS, ModelConfig, ParallelKind, RunConfig
+from runner.system.error import ConfigError
+
+_HF_KEYS: Final = ("path", "init", "lora")
+_ROPE_SIZES: Final = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
+_LORA_KEYS: Final = ("r", "targets", "alpha", "dropout", "rslora")
+_LARGEST_RANK: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """``model.lora``: of PEFT's ``LoraConfig``, with its names in full where they differ.
+
+    Args:
+        r: rank of the adapters.
+        targets: ends of the names of layers that get one, or "all-linear".
+        alpha: the adapters' product is multiplied by ``alpha / r``, or ``alpha / sqrt(r)`` with
+            ``rslora``.
+        dropout: of what goes into an adapter.
+    """
+
+    r: int
+    targets: tuple[str, ...] | str
+    alpha: float
+    dropout: float
+    rslora: bool
+
+
+def is_hf(model: ModelConfig) -> bool:
+    """Whether the network is a Hugging Face model from a folder."""
+    return model._target_ is None and model.kind == "hf"
+
+
+def rope_scaling_of(value: Any) -> dict[str, float] | None:
+    """``model.rope_scaling`` as four numbers by name; None where it is null.
+
+    Raises:
+        ConfigError: it is no such mapping.
+    """
+    if value is None:
+        return None
+    shown = f"model.rope_scaling={str(value)[:200]}"
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{shown}: must be a mapping of {', '.join(_ROPE_SIZES)}, or null")
+    given = dict(value)
+    kind = given.pop("rope_type", "llama3")
+    if kind != "llama3":
+        raise ConfigError(f"{shown}: rope_type must be llama3, the one kind that is known here")
+    _refuse_keys(shown, given, _ROPE_SIZES)
+    if lacking := [name for name in _ROPE_SIZES if name not in given]:
+        raise ConfigError(f"{shown}: lacks {', '.join(lacking)}")
+    for name, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise ConfigError(f"{shown}: {name}={str(number)[:50]} must be a number")
+    return given
+
+
+def lora_of(value: Any) -> LoraSettings | None:
+    """``model.lora`` with its defaults; None where it is null.
+
+    Raises:
+        ConfigError: a key is missing, unknown, or has a value that it cannot have.
+    """
+    if value is None:
+        return None
+    shown = f"model.lora={str(value)[:200]}"
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{shown}: must be a mapping such as {{r: 8, targets: [q_proj, v_proj]}}, or null"
+        )
+    _refuse_keys(shown, value, _LORA_KEYS)
+    rank, targets = value.get("r"), value.get("targets")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _LARGEST_RANK:
+        raise ConfigError(f"{shown}: r must be a whole number from 1 to {_LARGEST_RANK}")
+    names = targets if isinstance(targets, list) else []
+    if targets != "all-linear" and not (names and all(isinstance(n, str) and n for n in names)):
+        raise ConfigError(
+            f"{shown}: targets must be a list of layers' names, such as [q_proj, v_proj], or "
+            "all-linear"
+        )
+    alpha = _number(shown, "alpha", value.get("alpha", 2 * rank))
+    dropout = _number(shown, "dropout", value.get("dropout", 0.0))
+    rslora = value.get("rslora", False)
+    if alpha <= 0 or not 0 <= dropout < 1 or not isinstance(rslora, bool):
+        raise ConfigError(
+            f"{shown}: alpha must be above 0, dropout in [0, 1), rslora true or false"
+        )
+    return LoraSettings(
+        r=rank,
+        targets=tuple(names) or "all-linear",
+        alpha=alpha,
+        dropout=dropout,
+        rslora=rslora,
+    )
+
+
+def _number(shown: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{shown}: {name} must be a number")
+    return float(value)
+
+
+def _refuse_keys(shown: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    if unknown := [str(key)[:50] for key in given if key not in known]:
+        raise ConfigError(f"{shown}: {unknown[0]} is not known; these are: {', '.join(known)}")
+
+
+def network_problems(config: RunConfig) -> list[str]:
+    """What cannot be meant, a sentence each."""
+    model = config.model
+    if model._target_ is not None:
+        return []
+    if model.kind not in ("decoder", "hf"):
+        return [f"model.kind={str(model.kind)[:50]}: must be decoder or hf"]
+    found = _misread(model)
+    if not is_hf(model):
+        return found + [
+            f"model.{name}={str(getattr(model, name))[:100]}: is for model=hf"
+            for name in _set_in(model, _HF_KEYS)
+        ]
+    if not isinstance(model.path, str) or not model.path:
+        found.append("model=hf: needs model.path, the folder that has the model's config.json")
+    if model.init not in ("weights", "random"):
+        found.append(f"model.init={str(model.init)[:50]}: must be weights or random")
+    found += [
+        f"model.{name}={str(getattr(model, name))[:100]}: is the decoder's; with model=hf the "
+        "folder's config.json says it: leave it out"
+        for name in _set_in(model, sorted(DECODER_KEYS - {"kind", *_HF_KEYS}))
+    ]
+    if model.lora is not None and config.parallel.kind is ParallelKind.zero3:
+        found.append(
+            "parallel=zero3: DeepSpeed cannot partition a model with PEFT's adapters (model.lora); "
+            "use parallel=fsdp, which shards as much, or zero1 or zero2"
+        )
+    return found
+
+
+def _misread(model: ModelConfig) -> list[str]:
+    found = []
+    for read, value in ((rope_scaling_of, model.rope_scaling), (lora_of, model.lora)):
+        try:
+            read(value)
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def _set_in(model: ModelConfig, names: Iterable[str]) -> list[str]:
+    """Those that have another value than by default."""
+    usual = ModelConfig()
+    return [name for name in names if getattr(model, name) != getattr(usual, name)]
+
+
+def stretch_as_begun(model: ModelConfig, stored: Mapping[str, Any]) -> ModelConfig:
+    """Without ``rope_scaling`` where the run began before there was such a key.
+
+    Args:
+        stored: dotted keys of the settings that the run began with; empty before it has.
+    """
+    is_old = "model.rope_theta" in stored and not any(
+        name.startswith("model.rope_scaling") for name in stored
+    )
+    if model.rope_scaling is None or not is_old:
+        return model
+    return dataclasses.replace(model, rope_scaling=None)
