@@ -1,11 +1,14 @@
 """``export --format hf``: a folder that Hugging Face transformers loads.
 
-The decoder goes out in Llama's layout.
+The decoder goes out in Llama's layout; a Hugging Face model under its own names, its adapters
+(``model.lora``) by themselves or merged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,17 +18,32 @@ from typing import Any, Final
 import torch
 
 from runner.checkpoint.disk.directory import Entry
-from runner.command.export_layout import Layout, as_it_is, shapes_in
+from runner.command.export_layout import Layout, Output, Read, as_it_is, shapes_in
+from runner.config.network import lora_of
 from runner.config.schema import ModelConfig
 from runner.convert.model_layout import llama_config, llama_name
+from runner.convert.pretrained import PretrainedWeights
 from runner.convert.tokenizer_files import copy_tokenizer, write_byte_tokenizer
 from runner.data.tokenizer import BYTE_END, BYTE_VOCAB_SIZE, open_codec
+from runner.model.pretrained import (
+    Lora,
+    base_name,
+    base_network,
+    build,
+    is_adapter,
+    kept_buffers,
+    kept_otherwise,
+    read_config,
+)
+from runner.model.recorded import record
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError, DataError
 from runner.system.files import write_json
 
 _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
+_ADAPTER: Final = "default"  # PEFT's name of it
+_ADAPTED: Final = ".base_layer.weight"
 _DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -54,9 +72,47 @@ class HfExport:
                 "only its own code knows its config.json; export without --format, or train a "
                 "Hugging Face model as model=hf"
             )
-        if self.merge:
+        is_hf = settings["model.kind"] == "hf"
+        lora = _lora(settings) if is_hf else None
+        if self.merge and lora is None:
             raise ConfigError("--merge: the run trains no adapters (model.lora); leave it out")
-        return self._decoder(entry, settings)
+        if not is_hf:
+            return self._decoder(entry, settings)
+        model = _Model(self.run, str(settings["model.path"]), lora)
+        if lora is not None and not self.merge:
+            return self._adapters(entry, model)
+        return self._whole(entry, model)
+
+    def _adapters(self, entry: Entry, model: _Model) -> Layout:
+        own = {name: shape for name, shape in shapes_in(entry).items() if is_adapter(name)}
+        return Layout(
+            stem="adapter_model",
+            tensors={
+                name.replace(f".{_ADAPTER}.", "."): as_it_is(name, shape)
+                for name, shape in own.items()
+            },
+            dtype=self.dtype,
+            finish=model.write_adapter,
+        )
+
+    def _whole(self, entry: Entry, model: _Model) -> Layout:
+        """All weights; what has an adapter, merged with it."""
+        shapes = shapes_in(entry)
+        tensors = {}
+        for name, shape in shapes.items():
+            layer = name.removesuffix(_ADAPTED)
+            if is_adapter(name):
+                continue
+            output = as_it_is(name, shape)
+            if name.endswith(_ADAPTED) and f"{layer}.lora_A.{_ADAPTER}.weight" in shapes:
+                output = Output(shape=shape, make=partial(model.merged, layer))
+            tensors[base_name(name)] = output
+        return Layout(
+            stem="model",
+            tensors={**tensors, **model.buffers()},
+            dtype=self.dtype,
+            finish=partial(model.write_files, dtype=_DTYPES[self.dtype]),
+        )
 
     def _decoder(self, entry: Entry, settings: Mapping[str, Any]) -> Layout:
         shapes = shapes_in(entry)
@@ -67,6 +123,82 @@ class HfExport:
             dtype=self.dtype,
             finish=partial(_write_decoder, config=config, settings=settings),
         )
+
+
+def _lora(settings: Mapping[str, Any]) -> Lora | None:
+    mark = "model.lora."
+    told = {name.removeprefix(mark): one for name, one in settings.items() if name.startswith(mark)}
+    found = lora_of(told) if told else None
+    return None if found is None else Lora(**dataclasses.asdict(found))
+
+
+class _Model:
+    """The Hugging Face model of a run, without memory, and the small files that go with it.
+
+    Args:
+        path: the folder that the run was begun from.
+    """
+
+    def __init__(self, run: RunDir, path: str, lora: Lora | None) -> None:
+        self._path = Path(path).expanduser()
+        kept = run.pretrained
+        self._files = kept if (kept / _CONFIG).is_file() else self._path
+        self._lora = lora
+        told = read_config(self._files)
+        if kept_otherwise(told.model_type):
+            raise ConfigError(
+                f"--format hf: transformers keeps weights of model_type={told.model_type} under "
+                "other names on disk than in memory, which is not written here"
+            )
+        self._network = record(lambda: build(told, lora, recompute=False)).network
+
+    def merged(self, layer: str, read: Read) -> torch.Tensor:
+        """The weight of an adapted layer with its adapter added, FP32, as PEFT adds it."""
+        module: Any = self._network.get_submodule(layer)
+        for part in ("lora_A", "lora_B"):
+            values = read(f"{layer}.{part}.{_ADAPTER}.weight")
+            getattr(module, part)[_ADAPTER].weight = torch.nn.Parameter(values, False)
+        delta: torch.Tensor = module.get_delta_weight(_ADAPTER)
+        return read(f"{layer}{_ADAPTED}") + delta
+
+    def buffers(self) -> dict[str, Output]:
+        """What belongs to the weights and is not trained, as the folder had it."""
+        found: dict[str, Output] = {}
+        for name, buffer in kept_buffers(self._network).items():
+            weights, own = PretrainedWeights(self._path), base_name(name)
+            if own in weights.shapes:
+                values = weights.read(own, 0, buffer.numel()).view(buffer.shape)
+                found[own] = Output(shape=tuple(buffer.shape), make=partial(_given, values))
+        return found
+
+    def write_files(self, folder: Path, *, dtype: str) -> Sequence[str]:
+        """``config.json``, the generation's and the tokenizer's files."""
+        tree = json.loads((self._files / _CONFIG).read_bytes())
+        # Newer releases write dtype, and read both.
+        tree = {name: value for name, value in tree.items() if name not in ("dtype", "auto_map")}
+        classes = [type(base_network(self._network)).__name__]
+        write_json(folder / _CONFIG, {**tree, "architectures": classes, "torch_dtype": dtype})
+        if (self._files / _GENERATION).is_file():
+            shutil.copyfile(self._files / _GENERATION, folder / _GENERATION)
+        return self._write_tokenizer(folder)
+
+    def write_adapter(self, folder: Path) -> Sequence[str]:
+        """``adapter_config.json``, which names the folder of the base model, and the tokenizer."""
+        network: Any = self._network
+        settings = network.peft_config[_ADAPTER]
+        settings.base_model_name_or_path = str(self._path.absolute())
+        settings.inference_mode = True
+        settings.save_pretrained(folder)
+        return [f"adapters alone, for {self._path}", *self._write_tokenizer(folder)]
+
+    def _write_tokenizer(self, folder: Path) -> list[str]:
+        if copy_tokenizer(self._files, folder):
+            return []
+        return [f"no tokenizer: {self._path} had none"]
+
+
+def _given(values: torch.Tensor, read: Read) -> torch.Tensor:
+    return values
 
 
 def _settings(run: RunDir) -> dict[str, Any]:

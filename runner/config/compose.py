@@ -25,13 +25,20 @@ from hydra.errors import ConfigCompositionException, HydraException, OverridePar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.schema import COMPUTE_KEYS, DECODER_KEYS, ComputeConfig, RunConfig
+from runner.config.schema import (
+    COMPUTE_KEYS,
+    DECODER_KEYS,
+    ComputeConfig,
+    DataKind,
+    RunConfig,
+)
 from runner.system.error import ConfigError
 from runner.system.redact import redacted
 
 # Of a stored config: ours have some kilobytes and three levels.
 _YAML_BYTES = 4 << 20
 _YAML_DEPTH = 32
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 # One element of an unquoted faults=[...]: Hydra's grammar has no "=" inside a list, so the
 # elements are quoted for the user. A comma separates faults only where "name@" follows it.
@@ -85,6 +92,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
     if isinstance(made.data.val_path, str):
         made.data.val_path = [made.data.val_path]
     _settle_compute(made)
+    _settle_tokenizer(made)
     return made
 
 
@@ -95,6 +103,17 @@ def _settle_compute(config: RunConfig) -> None:
         if value is not None and spec.name in COMPUTE_KEYS:
             setattr(config.model, COMPUTE_KEYS[spec.name], value)
     config.compute = ComputeConfig(deterministic=config.compute.deterministic)
+
+
+def _settle_tokenizer(config: RunConfig) -> None:
+    """Text goes to a Hugging Face model through the tokenizer in its folder, if no other is set."""
+    model, data = config.model, config.data
+    is_read = model._target_ is None and model.kind == "hf" and isinstance(model.path, str)
+    if not is_read or data._target_ is not None or data.kind not in (DataKind.text, DataKind.hf):
+        return
+    folder = Path(model.path).expanduser()
+    if data.tokenizer is None and any((folder / name).is_file() for name in _TOKENIZERS):
+        data.tokenizer = model.path
 
 
 def open_groups() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runner.config.network import is_hf
 from runner.config.schema import RunConfig
 from runner.system.error import MissingPackage
 from runner.system.extras import is_installed, lacking
@@ -29,6 +30,8 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "track=tensorboard", "tensorboard"
     if config.data.kind.value == "text" and config.data.tokenizer is not None:
         yield f"data.tokenizer={config.data.tokenizer}", "text"
+    if is_hf(config.model):
+        yield "model=hf", "hf"
     if config.data._target_ is None and config.data.kind.value == "hf":
         yield "data=hf", "hf"
     if (config.checkpoint.remote or "").startswith(("s3://", "s3a://")):

@@ -129,7 +129,7 @@ def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> Fore
         found.only(key, allowed, why)
     found.refuse_rest()
     found.raise_problems()
-    known = {key: value for key, value in settings.items() if value is not None}
+    known: dict[str, Setting] = {k: value for k, value in settings.items() if value is not None}
     if not any(found.is_ignored(key) for key in ("rope_scaling", "rope_parameters")):
         known["model.rope_scaling"] = scaling  # none is one, too: a preset may have another
     return ForeignModel(path=path, settings=known)
@@ -295,12 +295,12 @@ def _rope(found: _Found) -> tuple[float | None, dict[str, float] | None]:
 
 def _rope_scaling(found: _Found, key: str, inner: dict[str, Any]) -> dict[str, float]:
     """Of kind llama3, empty for none; any other is refused."""
-    kinds = {name: inner.pop(name) for name in ("rope_type", "type") if name in inner}
-    wrong = {n: kind for n, kind in kinds.items() if kind not in ("default", "llama3", None)}
-    for name, kind in wrong.items():
-        # Its further keys belong to it: one line says it.
-        found.refuse(f"{key}.{name}", kind, "must be default or llama3: others are not known here")
-        return {}
+    kinds = {kind: inner.pop(kind) for kind in ("rope_type", "type") if kind in inner}
+    for at, kind in kinds.items():
+        if kind not in ("default", "llama3", None):
+            # Its further keys belong to it: one line says it.
+            found.refuse(f"{key}.{at}", kind, "must be default or llama3, which are known here")
+            return {}
     if inner.get("partial_rotary_factor") in (1, 1.0, None):  # all of a head is rotated here
         inner.pop("partial_rotary_factor", None)
     scaling: dict[str, float] = {}

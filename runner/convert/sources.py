@@ -37,7 +37,7 @@ def open_source(place: Path) -> Source:
         return open_dcp(place)
     if is_deepspeed(place):
         return open_deepspeed(place)
-    if files := _safetensors_in(place):
+    if files := safetensors_in(place):
         return _open_safetensors(files)
     raise ConfigError(
         f"{place}: no checkpoint that can be imported; known are DeepSpeed's directory (latest, or "
@@ -55,7 +55,12 @@ def _open_torch(path: Path) -> Source:
     return Source(kind="torch file", weights=weights, moments={})
 
 
-def _safetensors_in(folder: Path) -> list[Path]:
+def safetensors_in(folder: Path) -> list[Path]:
+    """Those of an index, where there is one; else all; none where there are none.
+
+    Raises:
+        ConfigError: the index is damaged, or names what is not there.
+    """
     index = folder / _INDEX
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))

@@ -182,6 +182,15 @@ class GuestBlueprint:
     frozen: Sequence[str]
     fp32: bool
 
+    @property
+    def told(self) -> str:
+        """The setting that names it, for words."""
+        return f"model._target_={self.name}"
+
+    def signature(self) -> str:
+        """Of all that decides the initial weights; ranks must have the same."""
+        return self.twin.signature()
+
     @cached_property
     def _first(self) -> tuple[Recording, str]:
         """The twin, and why it had to be made in memory, if it had."""
@@ -217,24 +226,23 @@ class GuestBlueprint:
         network = self.make()
         if not isinstance(network, nn.Module):
             raise ConfigError(
-                f"model._target_={self.name}: gives {type(network).__name__}; it must give a "
-                "torch.nn.Module"
+                f"{self.told}: gives {type(network).__name__}; it must give a torch.nn.Module"
             )
         return network
 
     def _settle(self, network: nn.Module) -> None:
         parameters = dict(network.named_parameters())
         if not parameters:
-            raise ConfigError(f"model._target_={self.name}: has no parameters to train")
+            raise ConfigError(f"{self.told}: has no parameters to train")
         for name, parameter in parameters.items():
             if not parameter.is_floating_point():
                 raise ConfigError(
-                    f"model._target_={self.name}: the parameter {name} is {parameter.dtype}; only "
+                    f"{self.told}: the parameter {name} is {parameter.dtype}; only "
                     "floating-point ones are trained: make it a buffer"
                 )
         freeze(network, self.frozen)
         if not any(parameter.requires_grad for parameter in parameters.values()):
-            raise ConfigError(f"model._target_={self.name}: no parameter requires a gradient")
+            raise ConfigError(f"{self.told}: no parameter requires a gradient")
 
     @property
     def untrained_loss(self) -> float:
@@ -275,7 +283,7 @@ class GuestBlueprint:
         told = getattr(network, "blocks", None)
         if callable(told) and not isinstance(told, nn.Module):
             units = list(told())
-            _check_units(self.name, network, units)
+            _check_units(self.told, network, units)
         else:
             lists = [list(m) for m in network.modules() if isinstance(m, nn.ModuleList)]
             units = max(lists, key=_size, default=[])
@@ -284,7 +292,7 @@ class GuestBlueprint:
     def probe(self, network: nn.Module) -> nn.Module:
         told = getattr(network, "probe", None)
         if callable(told) and not isinstance(told, nn.Module):
-            return _module(self.name, "probe()", told())
+            return _module(self.told, "probe()", told())
         found = _input_embeddings(network)
         leaves = [m for m in network.modules() if any(True for _ in m.parameters(recurse=False))]
         embeddings = [module for module in leaves if isinstance(module, nn.Embedding)]
@@ -359,12 +367,12 @@ def _shares(network: nn.Module, units: Sequence[nn.Module]) -> bool:
     return any(len(found) > 1 for found in owners.values())
 
 
-def _check_units(name: str, network: nn.Module, units: Sequence[Any]) -> None:
+def _check_units(told: str, network: nn.Module, units: Sequence[Any]) -> None:
     known = set(network.modules())
     for unit in units:
         if not isinstance(unit, nn.Module) or unit not in known or unit is network:
             raise ConfigError(
-                f"model._target_={name}: blocks() must give modules of the model, without itself; "
+                f"{told}: blocks() must give modules of the model, without itself; "
                 f"it gives {type(unit).__name__}"
             )
 
@@ -378,9 +386,7 @@ def _input_embeddings(network: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
-def _module(name: str, what: str, found: Any) -> nn.Module:
+def _module(told: str, what: str, found: Any) -> nn.Module:
     if not isinstance(found, nn.Module):
-        raise ConfigError(
-            f"model._target_={name}: {what} gives {type(found).__name__}; it must give a module"
-        )
+        raise ConfigError(f"{told}: {what} gives {type(found).__name__}; it must give a module")
     return found

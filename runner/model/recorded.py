@@ -108,7 +108,9 @@ class Recording:
     def signature(self) -> str:
         """Of all that decides the weights; two builds of one network have the same."""
         digest = hashlib.sha256()
-        for operation in self._operations:
+        origins = [origin for origin in self._origins.values() if _is_fake(origin)]
+        # Not what a library does at its first call only, and the network has nothing of.
+        for operation in self._behind({_Window.of(origin).owner for origin in origins}):
             told = pytree.tree_map(_told, (operation.args, operation.kwargs))
             # Not the repr of a Python function: it has an address, another in each process.
             name = getattr(operation.function, "__qualname__", str(operation.function))
@@ -119,13 +121,16 @@ class Recording:
 
     def _needed(self, wanted: _Window) -> list[_Operation]:
         """What made the tensor's memory or wrote to it, in order, and what that took."""
-        owners = {wanted.owner}
+        return _without_dead(self._behind({wanted.owner}), wanted)
+
+    def _behind(self, owners: set[int]) -> list[_Operation]:
+        """What made these memories or wrote to them, in order, and what that took."""
         needed = []
         for operation in reversed(self._operations):
             if not owners.isdisjoint(operation.touched()):
                 needed.append(operation)
                 owners |= operation.taken()
-        return _without_dead(needed[::-1], wanted)
+        return needed[::-1]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

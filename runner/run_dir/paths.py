@@ -56,6 +56,7 @@ class RunDir:
         self.incarnation = out / "incarnation"
         self.incidents = out / "incidents"
         self.run_id = out / "run_id"
+        self.pretrained = out / "pretrained"
 
     def incident(self, number: int) -> Path:
         """Where the ranks of an incarnation say what went wrong."""

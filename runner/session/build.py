@@ -147,12 +147,10 @@ def build(opened: Opened) -> Machinery:
     faults = FaultInjector(
         parse_faults(config.faults), rank=group.place.rank, markers=group.run_dir.faults
     )
-    # A model from elsewhere is tried with its initial weights; the decoder gets them where nothing
-    # is loaded, see :func:`resume`.
+    # Where nothing is loaded the weights are made, see :func:`resume`.
     engine = parts.engine(
-        config, corpus.network, group.place, group.device, faults, has_weights=_is_guest(opened)
+        config, corpus.network, group.place, group.device, faults, has_weights=False
     )
-    _check_model(opened, engine)
     tier = open_slots(lease, group, engine, identity_of(lease, corpus))
     backlog = Backlog(
         patience_seconds=config.track.unwritten_seconds,
@@ -191,13 +189,16 @@ def resume(opened: Opened, machinery: Machinery) -> Resumed:
     """Load the newest usable checkpoint, or make the initial weights. Collective.
 
     Raises:
+        ConfigError: a model from elsewhere cannot be trained exactly, or its weights not be read.
         CheckpointError: there are checkpoints, and none of them can be loaded.
         RankError: the same, and the object store does not answer.
     """
     resumed = _resume(opened, machinery)
-    if resumed.is_fresh and not _is_guest(opened):
+    if resumed.is_fresh:
         # Not before: what is loaded overwrites all of it, and normal numbers take their time.
-        parts.initialise(machinery.engine, opened.lease.config, opened.corpus.network)
+        config, ranks = opened.lease.config, opened.group.ranks
+        parts.initialise(machinery.engine, config, opened.corpus.network, ranks)
+    _check_model(opened, machinery.engine, is_fresh=resumed.is_fresh)
     return resumed
 
 
@@ -268,12 +269,8 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
 # -- parts of ``build`` and ``begin`` -------------------------------------------------------
 
 
-def _is_guest(opened: Opened) -> bool:
-    return isinstance(opened.corpus.network, GuestBlueprint)
-
-
-def _check_model(opened: Opened, engine: Engine) -> None:
-    """Try a model from elsewhere on two samples. Collective.
+def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:
+    """Try a model from elsewhere on two samples; its state is left as it is. Collective.
 
     Raises:
         ConfigError: it cannot be trained exactly.
@@ -289,13 +286,13 @@ def _check_model(opened: Opened, engine: Engine) -> None:
     checks = group.ranks.all_or_none(
         "trying the model", lambda: quick_checks(network, engine, works)
     )
-    signatures = group.ranks.gather(network.twin.signature())
+    signatures = group.ranks.gather(network.signature() if is_fresh else "")
     if len(set(signatures)) > 1:
         raise ConfigError(
-            f"model._target_={network.name}: ranks build another model or other weights each "
+            f"{network.told}: ranks build another model or other weights each "
             f"({signatures} by rank); it must not depend on the rank, the machine or the clock"
         )
-    refuse_or_say(checks, network.name, group.console.say)
+    refuse_or_say(checks, network.told, group.console.say)
 
 
 def _past(opened: Opened, resumed: Resumed) -> Past:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
@@ -31,6 +32,7 @@ from runner.run_dir.lease import Fence
 from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.optim import state_shapes
+from runner.session.pretrained import keep_small_files, kept_files
 from runner.startup.precision import settle_precision, settle_rope
 from runner.startup.restore import RemoteRun, Restored, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, find, take_lease
@@ -158,7 +160,15 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
     validation = ranks.all_or_none(
         "opening data.val_path", lambda: parts.open_validation(config, prepared)
     )
-    network = ranks.all_or_none("sizing the model", lambda: parts.blueprint(config, dataset))
+    kept = ranks.from_first(
+        ranks.all_or_none(
+            "looking for the model's files",
+            lambda: kept_files(group.run_dir) if group.is_first else "",
+        )
+    )
+    network = ranks.all_or_none(
+        "sizing the model", lambda: parts.blueprint(config, dataset, Path(kept) if kept else None)
+    )
     return Corpus(dataset=dataset, stream=stream, validation=validation, network=network)
 
 
@@ -206,6 +216,11 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
         # After they are journalled, or a crash would hide them.
         lease.fence.check()
         group.run_dir.store_config(lease.config)
+    if not found.records:
+        group.ranks.all_or_none(
+            "keeping the model's files",
+            lambda: keep_small_files(lease.config, group.run_dir) if group.is_first else None,
+        )
     _report_all(found.crashes, written)
     if group.is_first:
         forget_last_words(group.run_dir, lease.fence.number)

@@ -6,13 +6,13 @@ Knows everything; nothing knows it but the command line.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from runner.checkpoint.protocol import RingRules
-from runner.config.network import rope_scaling_of
+from runner.config.network import is_hf, rope_scaling_of
 from runner.config.rules import judge_rules as judge_rules
 from runner.config.rules import named
 from runner.config.rules import remedy_rules as remedy_rules
@@ -58,6 +58,7 @@ from runner.session.corpus import open_validation as open_validation
 from runner.session.corpus import prepare_data as prepare_data
 from runner.session.corpus import sample_stream as sample_stream
 from runner.session.optim import adamw_settings, optimizer_settings
+from runner.session.pretrained import pretrained_blueprint
 from runner.startup.resume import Resumed
 from runner.system.error import ConfigError
 from runner.system.guest import call_target, find_target
@@ -186,13 +187,18 @@ def _rope_scaling(value: object) -> RopeScaling | None:
     return RopeScaling(**given, original_max_position_embeddings=int(length))
 
 
-def blueprint(config: RunConfig, dataset: Dataset) -> Blueprint:
-    """The network that is to be built: the decoder, or what ``model._target_`` names.
+def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> Blueprint:
+    """The network that is to be built: the decoder, a Hugging Face model, or ``model._target_``.
+
+    Args:
+        kept: see :func:`pretrained_blueprint`.
 
     Raises:
         ConfigError: sizes misfit, or the target cannot be called.
     """
     model = config.model
+    if is_hf(model):
+        return _with_segments(config, pretrained_blueprint(config, dataset, kept))
     if model._target_ is None:
         return decoder_blueprint(config, model_shape(config, dataset))
     target, arguments = model._target_, model.arguments or {}
@@ -211,11 +217,19 @@ def blueprint(config: RunConfig, dataset: Dataset) -> Blueprint:
         frozen=model.frozen,
         fp32=model.loss_fp32,
     )
+    return _with_segments(config, made)
+
+
+def _with_segments(config: RunConfig, made: GuestBlueprint) -> GuestBlueprint:
+    """
+    Raises:
+        ConfigError: documents are to be kept apart, and the network cannot.
+    """
     if (config.data.isolate_documents or config.data.pack) and not made.takes_segments():
         key = "data.pack" if config.data.pack else "data.isolate_documents"
+        remedy = "" if is_hf(config.model) else "give it a parameter segments (int32 [B, T]), or "
         raise ConfigError(
-            f"{key}=true: forward of model._target_={target} takes no segments; "
-            "give it a parameter segments (int32 [B, T]), or leave the setting out"
+            f"{key}=true: forward of {made.told} takes no segments; {remedy}leave the setting out"
         )
     return made
 
@@ -287,9 +301,52 @@ def engine(
     return made
 
 
-def initialise(engine: Engine, config: RunConfig, network: Blueprint) -> None:
-    """Give the engine its initial weights. Collective."""
-    engine.initialise(partial(network.initial, config.seed))
+class Initial:
+    """The initial values of a network; what goes wrong is kept until all ranks are there.
+
+    An engine may have collectives behind the last value it asks for: a rank that raised before
+    would leave the others in them.
+    """
+
+    def __init__(self, config: RunConfig, network: Blueprint) -> None:
+        self._seed = config.seed
+        self._network = network
+        self._error: ConfigError | None = None
+
+    def __call__(self, name: str, shape: tuple[int, ...], start: int, count: int) -> torch.Tensor:
+        if self._error is None:
+            try:
+                return self._network.initial(self._seed, name, shape, start, count)
+            except ConfigError as error:
+                self._error = error
+        return torch.zeros(count)
+
+    def require(self) -> None:
+        """
+        Raises:
+            ConfigError: a value could not be had.
+        """
+        if self._error is not None:
+            raise self._error
+
+
+def initialise(
+    engine: Engine, config: RunConfig, network: Blueprint, ranks: Ranks | None = None
+) -> None:
+    """Give the engine its initial weights. Collective.
+
+    Args:
+        ranks: the others, where there are any.
+
+    Raises:
+        ConfigError: on all of ``ranks``: one of them cannot read its weights.
+    """
+    values = Initial(config, network)
+    engine.initialise(values)
+    if ranks is None:
+        values.require()
+    else:
+        ranks.all_or_none("reading the weights", values.require)
 
 
 def _fsdp(

@@ -118,8 +118,11 @@ def quick_checks(
     ]
 
 
-def refuse_or_say(checks: Sequence[Check], name: str, say: Callable[[str], None]) -> None:
+def refuse_or_say(checks: Sequence[Check], model: str, say: Callable[[str], None]) -> None:
     """Say what does not hold.
+
+    Args:
+        model: the setting that names it.
 
     Raises:
         ConfigError: something does not hold that must.
@@ -128,9 +131,9 @@ def refuse_or_say(checks: Sequence[Check], name: str, say: Callable[[str], None]
     fatal = [check for check in failed if check.is_fatal]
     if fatal:
         told = "\n".join(f"  {check.found}: {check.remedy}" for check in fatal)
-        raise ConfigError(f"model._target_={name}: cannot be trained exactly:\n{told}")
+        raise ConfigError(f"{model}: cannot be trained exactly:\n{told}")
     for check in failed:
-        say(f"model._target_={name}: {check.found}. Remedy: {check.remedy}")
+        say(f"{model}: {check.found}. Remedy: {check.remedy}")
 
 
 def works_of(batch: MicroBatch, number: int, device: torch.device) -> list[MicroStep]:
@@ -147,7 +150,7 @@ def _step(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
     except Exception as error:  # of somebody else's forward
         words = " ".join(str(error).split())[:500]
         raise ConfigError(
-            f"model._target_: a step on two samples fails with {type(error).__name__}: {words}"
+            f"the model: a step on two samples fails with {type(error).__name__}: {words}"
         ) from error
     found = [sums.loss, sums.grad_square, *sums.sequences.losses, *sums.sequences.gradient_norms]
     copies = [part.detach().clone().double() for part in found]

@@ -1,0 +1,358 @@
+"""A Hugging Face model from a local folder: built from its ``config.json``, adapted by PEFT.
+
+Owns what is special to such a model among those from elsewhere (:mod:`runner.model.blueprint`):
+whose weights it begins with, and how documents in one window are told apart. Nothing is
+downloaded and no code in the folder is run. Must not know how weights are stored.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runner.model.blueprint import GuestBlueprint
+from runner.model.decoder import segment_mask
+from runner.model.objective import SEGMENTS, Batch, GuestObjective, Losses, accepted_by
+from runner.model.recorded import named_tensors, put_tensor
+from runner.system.error import ConfigError, MissingPackage
+from runner.system.extras import install_command
+
+CONFIG: Final = "config.json"
+_SHOWN: Final = 5
+_WORDS: Final = 500
+# What PEFT puts around a layer's name, and what it calls its own.
+_WRAPPED: Final = (("base_model.model.", ""), (".base_layer.", "."))
+_ADAPTER: Final = ".lora_"
+# Kept by old releases beside the weights; computed now.
+_COMPUTED: Final = (r"rotary_emb\.inv_freq$",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (Hu et al. 2021), see :class:`runner.config.network.LoraSettings`."""
+
+    r: int
+    targets: tuple[str, ...] | str
+    alpha: float
+    dropout: float
+    rslora: bool
+
+
+class Weights(Protocol):
+    """Stored weights; see :class:`runner.convert.pretrained.PretrainedWeights`."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def signature(self) -> str: ...
+
+    def read(self, name: str, start: int, count: int) -> Tensor: ...
+
+
+def read_config(folder: Path) -> Any:
+    """transformers' configuration of the model in a folder.
+
+    Raises:
+        ConfigError: there is none, it is of no model that transformers has, or of one that only
+            code in the folder can build, or of quantised weights.
+    """
+    transformers = _imported("transformers", "model=hf")
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"model.path={folder}: has no {CONFIG}; give the folder of a model")
+    try:
+        tree = json.loads((folder / CONFIG).read_bytes())
+        config = transformers.AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+        has_class = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    except Exception as error:  # the library's own, of many kinds
+        raise ConfigError(f"model.path={folder}: {CONFIG} {_words(error)}") from error
+    if not has_class:
+        raise ConfigError(
+            f"model.path={folder}: {CONFIG} is of model_type={config.model_type}, which "
+            "transformers has no decoder for (AutoModelForCausalLM); name its code with "
+            "model._target_"
+        )
+    if tree.get("quantization_config") is not None:
+        raise ConfigError(
+            f"model.path={folder}: {CONFIG} has a quantization_config; quantised weights cannot "
+            "be trained, take the model that they were made from"
+        )
+    return config
+
+
+def build(config: Any, lora: Lora | None, *, recompute: bool) -> nn.Module:
+    """The network, with fresh weights, in FP32 and to be trained.
+
+    Raises:
+        ConfigError: it cannot be built, or has none of the layers to adapt.
+    """
+    transformers = _imported("transformers", "model=hf")
+    try:
+        network: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), trust_remote_code=False, dtype=torch.float32
+        )
+    except ValueError as error:
+        raise ConfigError(f"model.path: the model cannot be built: {_words(error)}") from error
+    network.train()
+    if recompute:
+        network.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return network if lora is None else _adapted(network, lora)
+
+
+def _adapted(network: nn.Module, lora: Lora) -> nn.Module:
+    peft = _imported("peft", "model.lora")
+    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    settings = peft.LoraConfig(
+        r=lora.r,
+        target_modules=targets,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with warnings.catch_warnings():
+            # It asks transformers for deprecated names, and tells of layers it turns around itself.
+            warnings.simplefilter("ignore")
+            made: nn.Module = peft.get_peft_model(network, settings)
+    except ValueError as error:
+        linear = {n.rpartition(".")[2] for n, m in network.named_modules() if _is_layer(m)}
+        raise ConfigError(
+            f"model.lora: PEFT refuses it: {_words(error)}; layers that can be adapted end with "
+            f"{', '.join(sorted(linear))}"
+        ) from error
+    return made
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return type(module).__name__ in ("Linear", "Conv1D")
+
+
+def _imported(package: str, what: str) -> Any:
+    try:
+        return __import__(package)
+    except ImportError as error:
+        raise MissingPackage(
+            f"{what}: needs the package {package}, which is not installed: {install_command('hf')}"
+        ) from error
+
+
+def _words(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:_WORDS]
+
+
+def base_network(network: nn.Module) -> nn.Module:
+    """transformers' own model, below PEFT's wrapper where there is one."""
+    told = getattr(network, "get_base_model", None)
+    found: nn.Module = told() if callable(told) else network
+    return found
+
+
+def base_name(name: str) -> str:
+    """What PEFT's wrapper makes of a name, undone."""
+    for wrapped, plain in _WRAPPED:
+        name = name.replace(wrapped, plain)
+    return name
+
+
+def is_adapter(name: str) -> bool:
+    """Whether PEFT has put the parameter beside the model's own."""
+    return _ADAPTER in name
+
+
+def kept_otherwise(model_type: str) -> bool:
+    """Whether transformers has weights on disk under other names or cuts than in memory."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:  # a release without such models
+        return False
+    return bool(get_checkpoint_conversion_mapping(model_type))
+
+
+class PretrainedObjective(GuestObjective):
+    """As its base; documents in one window go in as transformers has it.
+
+    ``segments`` (int32 ``[B, T]``, the document of each token) becomes an ``attention_mask`` bool
+    ``[B, 1, T, T]`` and ``position_ids`` int64 ``[B, T]`` that begin anew in each.
+    """
+
+    def __init__(self, network: nn.Module, *, fp32: bool, dtype: torch.dtype | None) -> None:
+        super().__init__(network, fp32=fp32, dtype=dtype)
+        self._more = accepted_by(base_network(network).forward)  # PEFT's own hides them
+
+    def forward(self, batch: Batch) -> Losses:
+        given = dict(batch)
+        segments = given.pop(SEGMENTS, None)
+        if segments is not None:
+            given["attention_mask"] = segment_mask(segments)
+            given["position_ids"] = positions_within(segments)
+        return super().forward(given)
+
+
+def positions_within(segments: Tensor) -> Tensor:
+    """Of each token in its own document, int64 ``[B, T]``; ``segments`` as of a batch."""
+    places = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedBlueprint(GuestBlueprint):
+    """A Hugging Face model, and the weights that it begins with.
+
+    Args:
+        path: of the folder, for words.
+        open_weights: opens those to begin with; None: fresh ones. Not called by a run that goes
+            on from a checkpoint.
+    """
+
+    path: str
+    open_weights: Callable[[], Weights] | None
+
+    @property
+    def told(self) -> str:
+        return f"model.path={self.path}"
+
+    @cached_property
+    def _weights(self) -> Weights | None:
+        return None if self.open_weights is None else self.open_weights()
+
+    @cached_property
+    def _stored_names(self) -> Mapping[str, str]:
+        """From a parameter's name to that of the tensor it begins with."""
+        weights = self._weights
+        return {} if weights is None else match(self.twin.network, weights.shapes, self.told)
+
+    def signature(self) -> str:
+        """Of what decides the weights; raises what :func:`match` does."""
+        made = super().signature()
+        if self._weights is None:
+            return made
+        return f"{made} {self._weights.signature()} {len(self._stored_names)}"
+
+    def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
+        stored = self._stored_names.get(name)
+        if stored is None or self._weights is None:
+            return super().initial(seed, name, shape, start, count)
+        return self._weights.read(stored, start, count)
+
+    def finish(self, network: nn.Module, device: torch.device) -> None:
+        super().finish(network, device)
+        for name, tensor in kept_buffers(self.twin.network).items():
+            weights = self._weights
+            if weights is None or base_name(name) not in weights.shapes:
+                continue
+            values = weights.read(base_name(name), 0, tensor.numel())
+            owner, _, own = name.rpartition(".")
+            made = values.view(tensor.shape).to(device=device, dtype=tensor.dtype)
+            put_tensor(network.get_submodule(owner), own, made)
+
+    def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
+        return PretrainedObjective(network, fp32=self.fp32, dtype=torch.bfloat16 if bf16 else None)
+
+    def takes_segments(self) -> bool:
+        """Whether attention can be kept within documents: by masks, and with no mask of its own."""
+        base = base_network(self.twin.network)
+        config: Any = base.config
+        window = getattr(config, "sliding_window", None)
+        is_hidden = window is not None and window < self.seq_len
+        takes = {"attention_mask", "position_ids"} <= accepted_by(base.forward)
+        return takes and config._attn_implementation == "sdpa" and not is_hidden
+
+
+def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
+    """Buffers that belong to the weights; most models have none."""
+    kept = network.state_dict(keep_vars=True)
+    parameters = {id(parameter) for parameter in network.parameters()}
+    return {
+        name: tensor
+        for name, tensor in named_tensors(network)
+        if name in kept and id(tensor) not in parameters
+    }
+
+
+def match(
+    network: nn.Module, stored: Mapping[str, tuple[int, ...]], told: str
+) -> Mapping[str, str]:
+    """Which stored tensor each parameter of the network begins with; adapters with none.
+
+    Names must be the network's, or lack (or have) the prefix of its inner model, as files of that
+    alone do.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected or of another shape; each kind with names.
+    """
+    base = base_network(network)
+    prefix = f"{getattr(base, 'base_model_prefix', '')}."
+    places = _places(network)
+    known = {base_name(name) for name in network.state_dict() if not is_adapter(name)}
+    names = _prefixed(known, stored.keys(), prefix)
+    found, missing, misshapen = {}, [], []
+    for own, (aliases, shape) in places.items():
+        name = next((names[alias] for alias in aliases if alias in names), None)
+        if name is None:
+            missing.append(aliases[0])
+        elif stored[name] != shape:
+            misshapen.append(f"{name} {list(stored[name])}, needed {list(shape)}")
+        else:
+            found[own] = name
+    ignored = [*_COMPUTED, *(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    unexpected = [
+        name
+        for name in stored.keys() - set(names.values())
+        if not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    kinds = (
+        ("missing", missing),
+        ("unexpected", sorted(unexpected)),
+        ("of another shape", misshapen),
+    )
+    lines = [f"  {kind}: {_few(names)}" for kind, names in kinds if names]
+    if lines:
+        raise ConfigError(
+            f"{told}: the weights do not fit the model of its {CONFIG}:\n"
+            + "\n".join(lines)
+            + "\nBoth must be of one model; model.init=random begins from fresh weights"
+        )
+    return found
+
+
+def _places(network: nn.Module) -> dict[str, tuple[list[str], tuple[int, ...]]]:
+    """Of each parameter that is not an adapter: its names, tied ones too, and its shape."""
+    owners: dict[int, str] = {}
+    found: dict[str, tuple[list[str], tuple[int, ...]]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if is_adapter(name):
+            continue
+        own = owners.setdefault(id(parameter), name)
+        found.setdefault(own, ([], tuple(parameter.shape)))[0].append(base_name(name))
+    return found
+
+
+def _prefixed(known: set[str], stored: Any, prefix: str) -> dict[str, str]:
+    """From the network's names to those of the files, as far as there are any."""
+    names = {}
+    for name in stored:
+        for candidate in (name, f"{prefix}{name}", name.removeprefix(prefix)):
+            if candidate in known:
+                names[candidate] = name
+                break
+    return names
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{'; '.join(names[:_SHOWN])}{more}"

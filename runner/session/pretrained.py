@@ -1,0 +1,117 @@
+"""``model=hf``: settings and a folder become a network, and what of the folder a run keeps.
+
+A run keeps the small files: what it is resumed with and exported as does not change with the
+folder, and the folder's weights are read once.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from runner.config.network import is_hf, lora_of
+from runner.config.schema import RunConfig
+from runner.convert.pretrained import PretrainedWeights
+from runner.convert.tokenizer_files import FILES, copy_tokenizer
+from runner.data.dataset import Dataset, RecordDataset
+from runner.model.pretrained import (
+    CONFIG,
+    Lora,
+    PretrainedBlueprint,
+    build,
+    kept_otherwise,
+    read_config,
+)
+from runner.run_dir.paths import RunDir
+from runner.system.error import ConfigError
+
+GENERATION: Final = "generation_config.json"
+
+
+def pretrained_blueprint(
+    config: RunConfig, dataset: Dataset, kept: Path | None
+) -> PretrainedBlueprint:
+    """The network of ``model.path``.
+
+    Args:
+        kept: folder of the files that the run has kept, where it has begun; None before.
+
+    Raises:
+        ConfigError: it cannot be built, or is too small for the data.
+    """
+    model, path = config.model, Path(config.model.path).expanduser()
+    settings = lora_of(model.lora)
+    lora = None if settings is None else Lora(**asdict(settings))
+    told = read_config(kept or path)
+    if isinstance(dataset, RecordDataset):
+        raise ConfigError(
+            f"data._target_={config.data._target_}: gives samples without token ids, and "
+            f"model.path={path} needs input_ids"
+        )
+    inner = told.get_text_config()
+    if dataset.vocab_size > inner.vocab_size:
+        raise ConfigError(
+            f"model.path={path}: its embedding has {inner.vocab_size} rows, and the data "
+            f"{dataset.vocab_size} token ids; take the model's own tokenizer (data.tokenizer)"
+        )
+    most = getattr(inner, "max_position_embeddings", None)
+    if isinstance(most, int) and config.data.seq_len > most:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len}: the model of model.path={path} has {most} "
+            f"positions (max_position_embeddings); use at most that"
+        )
+    has_weights = model.init == "weights"
+    if has_weights and kept_otherwise(told.model_type):
+        raise ConfigError(
+            f"model.path={path}: transformers keeps weights of model_type={told.model_type} under "
+            "other names on disk than in memory, which is not read here; model.init=random works"
+        )
+    return PretrainedBlueprint(
+        name=f"hf:{told.model_type}",
+        path=str(path),
+        make=partial(build, told, lora, recompute=model.activation_checkpointing),
+        open_weights=partial(PretrainedWeights, path) if has_weights else None,
+        seed=config.seed,
+        seq_len=config.data.seq_len,
+        vocab_size=inner.vocab_size,
+        frozen=model.frozen,
+        fp32=model.loss_fp32,
+    )
+
+
+def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:
+    """Copy the folder's ``config.json`` and tokenizer to where the run keeps them.
+
+    Raises:
+        ConfigError: they cannot be copied.
+    """
+    if not is_hf(config.model):
+        return
+    source, folder = Path(config.model.path).expanduser(), run_dir.pretrained
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (*FILES, GENERATION, CONFIG):
+            (folder / name).unlink(missing_ok=True)  # of an earlier start that saved nothing
+        if config.data.tokenizer is not None:
+            copy_tokenizer(Path(config.data.tokenizer).expanduser(), folder)
+        else:
+            copy_tokenizer(source, folder)
+        # The last one: with it the files are whole.
+        for name in (GENERATION, CONFIG):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / f".{name}")
+                (folder / f".{name}").rename(folder / name)
+    except OSError as error:
+        raise ConfigError(f"out={run_dir.out}: cannot be written ({error})") from None
+
+
+def kept_files(run_dir: RunDir) -> str:
+    """The folder of them; empty where the run has no checkpoint that goes with them."""
+    is_begun = run_dir.ring.is_dir() and any(
+        not path.name.startswith("writing-") for path in run_dir.ring.iterdir()
+    )
+    has_files = (run_dir.pretrained / CONFIG).is_file()
+    return str(run_dir.pretrained) if is_begun and has_files else ""

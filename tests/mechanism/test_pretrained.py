@@ -1,0 +1,280 @@
+"""``model=hf``: a network and its weights from a folder, in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from runner.config.compose import compose
+from runner.config.schema import RunConfig
+from runner.config.validate import check
+from runner.convert import pretrained as stored_module
+from runner.data.feed import MicroBatch
+from runner.distributed.env import place_from
+from runner.distributed.process_group import end_group, start_group
+from runner.engine.protocol import Engine, MicroStep
+from runner.model.pretrained import PretrainedBlueprint, positions_within
+from runner.session import parts
+from runner.system.error import ConfigError
+from tests import hf_folder
+
+pytest.importorskip("transformers")
+CPU = torch.device("cpu")
+ALONE = place_from({})
+LORA = "model.lora={r: 2, targets: [q_proj, v_proj], alpha: 8}"
+VOCAB = len(hf_folder.LETTERS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    start_group(ALONE, CPU, timeout_seconds=60)
+    yield
+    end_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In several files."""
+    return hf_folder.llama(tmp_path_factory.mktemp("llama"), shard="20KB")
+
+
+def settings(folder: Path, *more: str) -> RunConfig:
+    told = ["model=hf", f"model.path={folder}", "data=synthetic", f"data.vocab_size={VOCAB}"]
+    told += ["data.seq_len=24", "compute.precision=fp32", *more]
+    config = compose(told)
+    check(config, world_size=1)
+    return config
+
+
+def blueprint(folder: Path, *more: str) -> PretrainedBlueprint:
+    config = settings(folder, *more)
+    made = parts.blueprint(config, parts.open_dataset(config))
+    assert isinstance(made, PretrainedBlueprint)
+    return made
+
+
+def build(folder: Path, *more: str) -> Engine:
+    return parts.engine(settings(folder, *more), blueprint(folder, *more), ALONE, CPU)
+
+
+def logits(folder: Path, tokens: Tensor, *more: str) -> Tensor:
+    """Of the network with the engine's weights, gathered."""
+    made = blueprint(folder, *more)
+    engine = parts.engine(settings(folder, *more), made, ALONE, CPU)
+    network = made.made()
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            parameter.copy_(engine.full(f"param/{name}"))
+        return network.eval()(tokens).logits
+
+
+def losses(engine: Engine, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    batch = MicroBatch(
+        tokens=tokens[:, :-1],
+        targets=tokens[:, 1:],
+        segments=segments,
+        positions=tuple(range(len(tokens))),
+    )
+    engine.accumulate([MicroStep(batch=batch, seed=0)])
+    sums = engine._forward.sequences().losses[0].clone()  # type: ignore[attr-defined]
+    engine.apply(skip=torch.ones(()), grad_scale=torch.ones(()), learning_rate=0.0)
+    return sums
+
+
+def test_weights_of_a_folder_give_its_logits(folder: Path) -> None:
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    expected = hf_folder.loaded(folder)(hf_folder.ids()).logits
+    torch.testing.assert_close(logits(folder, hf_folder.ids()), expected)
+    torch.testing.assert_close(logits(folder, hf_folder.ids(), LORA), expected)
+    trained = set(build(folder, LORA).update_counts())
+    assert len(trained) == 8 and all(".lora_" in name for name in trained)
+
+
+@pytest.mark.full
+def test_a_tied_head_and_weights_the_other_way_round(tmp_path: Path) -> None:
+    place = hf_folder.gpt2(tmp_path / "gpt2")
+    expected = hf_folder.loaded(place)(hf_folder.ids()).logits
+    torch.testing.assert_close(logits(place, hf_folder.ids()), expected)
+    # As the files of the inner model alone have them.
+    weights = load_file(place / "model.safetensors")
+    inner = {name.removeprefix("transformer."): tensor for name, tensor in weights.items()}
+    save_file(inner, place / "model.safetensors", metadata={"format": "pt"})
+    torch.testing.assert_close(logits(place, hf_folder.ids()), expected)
+
+
+def test_a_rank_reads_its_rows_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = blueprint(folder)
+    whole = load_file(next(p for p in folder.glob("*.safetensors") if "lm_head" in str(heads(p))))
+    name, read = "lm_head.weight", []
+
+    class Watched:
+        """Notes which rows are asked of a file."""
+
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def __getitem__(self, rows: slice) -> Tensor:
+            found = self._inner[rows]
+            read.append(found.shape[0])
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    real = stored_module.safe_open
+
+    class Opened:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._context = real(*args, **kwargs)
+
+        def __enter__(self) -> Opened:
+            self._file = self._context.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self._context.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def get_slice(self, name: str) -> Watched:
+            return Watched(self._file.get_slice(name))
+
+    monkeypatch.setattr(stored_module, "safe_open", Opened)
+    part = made.initial(0, name, (VOCAB, 32), 5 * 32 + 7, 64)
+    assert torch.equal(part, whole[name].flatten()[5 * 32 + 7 :][:64]) and read == [3]
+    assert made.initial(0, name, (VOCAB, 32), 0, 0).numel() == 0 and read == [3]
+
+
+def heads(path: Path) -> list[str]:
+    return list(load_file(path))
+
+
+def test_random_weights_need_a_config_alone(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    fresh, again = (logits(tmp_path, hf_folder.ids(), "model.init=random") for _ in range(2))
+    assert not torch.equal(fresh, logits(folder, hf_folder.ids()))
+    assert torch.equal(fresh, again)
+
+
+def test_documents_in_one_window_do_not_see_each_other(folder: Path) -> None:
+    tokens = hf_folder.ids(2, 25)
+    segments = torch.zeros(2, 24, dtype=torch.int32)
+    segments[:, 10:] = 1
+    assert positions_within(segments)[0].tolist() == [*range(10), *range(14)]
+    engine = build(folder)
+    # Of the second document: alone, behind another one, and behind it without the mask.
+    tokens[:, 10] = tokens[:, 11]
+    alone = losses(engine, tokens[:, 10:])
+    for first in (tokens, tokens.flip(0)):
+        both = torch.cat([first[:, :10], tokens[:, 10:]], dim=1)
+        packed = losses(engine, both, segments)
+        before = losses(engine, both[:, :11])
+        torch.testing.assert_close(packed - before, alone, rtol=1e-5, atol=1e-4)
+    assert not torch.allclose(losses(engine, both) - before, alone, rtol=1e-3)
+
+
+def test_recomputed_activations_give_the_same_step(folder: Path) -> None:
+    tokens = hf_folder.ids(2, 25)
+    plain, recomputed = build(folder), build(folder, "compute.recompute=true")
+    assert torch.equal(losses(plain, tokens), losses(recomputed, tokens))
+    layer = recomputed._network.model.layers[0]  # type: ignore[attr-defined]
+    assert layer.gradient_checkpointing
+
+
+def changed(folder: Path, target: Path, **more: Any) -> Path:
+    """A copy with other settings."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    tree = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**tree, **more}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"num_hidden_layers": 3}, "missing: model.layers.2.self_attn.q_proj.weight; "),
+        ({"num_hidden_layers": 1}, "unexpected: model.layers.1.input_layernorm.weight; "),
+        ({"intermediate_size": 48}, "gate_proj.weight [64, 32], needed [48, 32]"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights cannot be trained"),
+        ({"model_type": "nothing"}, "config.json ValueError: The checkpoint you are trying"),
+        ({"model_type": "vit"}, "which transformers has no decoder for"),
+        ({"max_position_embeddings": 16}, "data.seq_len=24: the model"),
+        ({"vocab_size": 8}, "its embedding has 8 rows, and the data 42 token ids"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_names(
+    folder: Path, tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
+    place = changed(folder, tmp_path / "changed", **more)
+    with pytest.raises(ConfigError) as error:
+        build(place)
+    assert words in str(error.value) and str(place) in str(error.value), str(error.value)
+
+
+def test_files_that_cannot_be_trusted_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"has no \*.safetensors; put"):
+        build(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pytorch_model.bin only, a pickled file, which can run"):
+        build(tmp_path)
+    whole = {}
+    for path in folder.glob("*.safetensors"):
+        whole |= load_file(path)
+    ill = {**whole, "model.norm.weight": whole["model.norm.weight"] * float("nan")}
+    save_file(ill, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"'model.norm.weight' holds NaN or Inf"):
+        build(tmp_path)
+    save_file({**whole, "model.norm.weight": torch.ones(32).char()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"'model.norm.weight' is I8; weights must be one of"):
+        build(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match=r"model.safetensors cannot be read"):
+        build(tmp_path)
+
+
+def test_code_in_a_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
+    remote = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    place = changed(folder, tmp_path / "remote", model_type="own", auto_map=remote)
+    (place / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        build(place)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("model.lora={r: 2}",), "targets must be a list"),
+        (("model.lora={r: 0, targets: all-linear}",), "r must be a whole number from 1"),
+        (("model.lora={rank: 2}",), "rank is not known; these are: r, targets"),
+        (("model.lora={r: 2, targets: [wq]}",), "layers that can be adapted end with down_proj, "),
+        ((LORA, "parallel=zero3", "compute.precision=bf16"), "parallel=zero3: DeepSpeed cannot"),
+        (("model.dim=64",), "model.dim=64: is the decoder's"),
+        (("model.init=zeros",), "must be weights or random"),
+        (("model.path=null",), "needs model.path"),
+        (("model.path=/nowhere",), "has no config.json"),
+    ],
+)
+def test_settings_that_cannot_be_meant(folder: Path, more: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(folder, *more)
+    assert words in str(error.value), str(error.value)
+
+
+def test_the_folders_tokenizer_is_taken(folder: Path, tmp_path: Path) -> None:
+    hf_folder.tokenizer(tmp_path)
+    told = ["model=hf", f"model.path={tmp_path}", "data=hf"]
+    assert compose(told).data.tokenizer == str(tmp_path)
+    assert compose([*told, "data.tokenizer=other"]).data.tokenizer == "other"
+    assert compose([*told, "data=synthetic"]).data.tokenizer is None
