@@ -6,7 +6,7 @@ ranks hold alike, so all ranks do the same probes and come to the same finding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ _REPEATS = 3  # of a step that came out good: the refutation of a transient faul
 _MOST_NOISE = 1e-3  # relative: beyond it nothing can be told from a replay
 _MOST_READS = 3  # of a batch, until two in a row are alike
 _MOST_RANKS_ALONE = 4  # one by one; more would cost more than an incident may
+_MANY = 0.25  # of a batch: it may be the data's new level
 _MOST_VERIFIED = 3  # sets of culprits that are left out
 
 _NO_BACKWARD_REPLAY = "F, G, H: replays from a checkpoint are not built"
@@ -38,11 +39,11 @@ _NO_PRECISION = "C: another precision is not built"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One bad step. ``limits`` held it; ``following`` is the batch that would come after it."""
+    """One bad step. ``limits`` held it; ``later`` is a batch far behind it."""
 
     attempt: Attempt
     limits: Limits
-    following: BatchPlan
+    later: BatchPlan
     most_steps: int
 
 
@@ -255,6 +256,15 @@ class Replay:
                 "stands out by itself",
             )
         everybody = set(readings[0].rows)
+        if len(culprits) > len(everybody) * _MANY and self._goes_on(case, seen, level, culprits):
+            return Finding(
+                cause=Cause.data_mix,
+                remedy=Remedy.ladder,
+                why=f"{len(culprits)} of {len(everybody)} samples stand out against known ones, "
+                "and so do those far behind them, whichever rank computes them",
+                refutation="the samples that follow are as before",
+                is_tried=True,
+            )
         whole = readings[0].tokens
         for _ in range(_MOST_VERIFIED):
             if culprits >= everybody or not self._left(case):
@@ -271,28 +281,17 @@ class Replay:
                     f"{len(culprits)} sample(s) stand out, but the step is bad without them too",
                 )
             culprits |= more
-        return self._range_or_mix(case, seen, level, culprits)
+        return self._data(culprits, everybody, seen, is_tried=False)
 
-    def _range_or_mix(
-        self, case: Case, seen: _Evidence, level: Usual, culprits: set[int]
-    ) -> Finding:
-        """Most of the batch is bad: a bad range, or another mix from here on."""
-        everybody = {p for reading in (seen.first,) for p in reading.rows}
-        if not self._left(case):
-            seen.not_tried.append("the samples that follow: the incident's budget is spent")
-            return self._data(culprits, everybody, seen, is_tried=False)
-        after = seen.note("following", self._bench.compute(self._bench.read(case.following)))
-        many = len(outstanding(after, level)) * 2 > len(after.rows)
-        if many and all(row.is_finite for row in after.rows.values()):
-            return Finding(
-                cause=Cause.data_mix,
-                remedy=Remedy.ladder,
-                why=f"{len(culprits)} of {len(everybody)} samples stand out against known ones, "
-                "and so do those that follow, whichever rank computes them",
-                refutation="the samples that follow are as before",
-                is_tried=True,
-            )
-        return self._data(culprits, everybody, seen, is_tried=culprits < everybody)
+    def _goes_on(
+        self, case: Case, seen: _Evidence, level: Usual, culprits: Collection[int]
+    ) -> bool:
+        """Whether samples far behind stand out as these do: another mix, and no range of them."""
+        if not all(seen.first.rows[p].is_finite for p in culprits if p in seen.first.rows):
+            return False
+        after = seen.note("later", self._bench.compute(self._bench.read(case.later)))
+        share = len(outstanding(after, level)) / max(len(after.rows), 1)
+        return 2 * share * len(seen.first.rows) > len(culprits)
 
     def _data(
         self, culprits: set[int], everybody: set[int], seen: _Evidence, *, is_tried: bool

@@ -616,7 +616,7 @@ def _explaining(
         stepper=actors.stepper,
         journal=journal,
         reporter=actors.reporter,
-        next_batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
+        batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
         names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
     )
 

@@ -28,6 +28,7 @@ from runner.train.step import InFlightStep, StepInfo
 # So often a step is computed again in earnest: a fault that is still there then does not pass, and
 # data whose culprits have no end is a range, which the ladder skips whole.
 _MOST_REDONE = 4
+_LATER = 16  # steps ahead: bad samples that reach so far are no range of them
 
 
 class Stepper(Protocol):
@@ -50,7 +51,7 @@ class ExplainingGuard:
 
     Args:
         guard: judges, and carries out the ladder.
-        next_batch: the plan of the batch at a position of the stream.
+        batch: the plan of the batch at a position of the stream.
         names: what the data set calls the samples at these positions of a plan.
     """
 
@@ -63,7 +64,7 @@ class ExplainingGuard:
         stepper: Stepper,
         journal: Journal,
         reporter: Reporter,
-        next_batch: Callable[[int], BatchPlan],
+        batch: Callable[[int], BatchPlan],
         names: Callable[[BatchPlan, Sequence[int]], tuple[str, ...]],
     ) -> None:
         self._guard = guard
@@ -72,7 +73,7 @@ class ExplainingGuard:
         self._stepper = stepper
         self._journal = journal
         self._reporter = reporter
-        self._next_batch = next_batch
+        self._batch = batch
         self._names = names
 
     def note_lines(self, info: StepInfo) -> None:
@@ -113,7 +114,7 @@ class ExplainingGuard:
             Case(
                 attempt=attempt,
                 limits=state.baseline.limits,
-                following=self._next_batch(signals.stop),
+                later=self._batch(signals.stop + _LATER * (signals.stop - signals.start)),
                 most_steps=self._rules.an_incident,
             )
         )

@@ -203,7 +203,7 @@ def explained(world: World, monkeypatch: pytest.MonkeyPatch, most_steps: int = 1
     nothing: Any = None
     batches: Any = Positions(dict.fromkeys(range(SIZE), 0))
     attempt = Attempt(plan=PLAN, batches=batches, seeds=(), sums=nothing)
-    case = Case(attempt=attempt, limits=LIMITS, following=AFTER, most_steps=most_steps)
+    case = Case(attempt=attempt, limits=LIMITS, later=AFTER, most_steps=most_steps)
     found = replay.explain(case)
     assert found.steps == world.num_steps <= most_steps
     assert bool(given) is (found.cause is Cause.misread)
@@ -268,6 +268,8 @@ def test_samples_that_are_bad_wherever_they_are_computed(
 def test_a_whole_batch_is_left_to_the_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
     found = explained(World(bad=dict.fromkeys(range(SIZE), 9.0)), monkeypatch)
     assert (found.cause, found.remedy) == (Cause.data, Remedy.ladder)
+    half = explained(World(bad=dict.fromkeys(range(SIZE // 2), 9.0)), monkeypatch)
+    assert (half.cause, half.remedy) == (Cause.data, Remedy.skip)
     mixed = explained(World(bad=dict.fromkeys(range(3 * SIZE), 9.0)), monkeypatch)
     assert (mixed.cause, mixed.remedy) == (Cause.data_mix, Remedy.ladder)
 
