@@ -28,6 +28,7 @@ COMMANDS = {
     "check-model": "runner.command.check_model:check_model_command",
     "backtest": "runner.command.backtest:backtest_command",
     "read": "runner.command.read:read_command",
+    "replay": "runner.command.replay:replay_command",
     "launch": "runner.command.launch:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
     "slurm": "runner.command.slurm:slurm_command",

@@ -54,6 +54,7 @@ class Finding:
     positions: tuple[int, ...] = ()
     not_tried: tuple[str, ...] = ()
     steps: int = 0
+    bundle: int | None = None  # number of the evidence on disk
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     def words(self) -> str:

@@ -301,9 +301,11 @@ class Replay:
         could_overflow = self._bf16 and any(
             not seen.first.rows[p].is_finite for p in positions if p in seen.first.rows
         )
-        which = f"sample(s) at stream positions {_some(positions)}"
-        bad = "are not finite, or stand out against samples known to be good"
-        told = f"{which} {bad}, on whichever rank"
+        num = f"{len(positions)} sample{'s' if len(positions) > 1 else ''}"
+        told = (
+            f"{num} (stream positions {_some(positions)}) far above what is known to be good, or "
+            "not finite, on whichever rank"
+        )
         if is_tried:
             told += "; without them the step is good"
         elif culprits >= everybody:

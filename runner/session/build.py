@@ -21,6 +21,7 @@ from runner.data.dataset import Dataset
 from runner.data.feed import Feed, few, named_samples
 from runner.engine.determinism import repeats_bits
 from runner.engine.protocol import Engine, MicroStep
+from runner.explain.bundle import Bundles
 from runner.explain.probe import Bench
 from runner.explain.replay import Replay
 from runner.fault.inject import FaultInjector
@@ -60,7 +61,7 @@ from runner.system.process import host_name
 from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
 from runner.train.corpus_check import CorpusCheck, ResumedOn, known_digest
 from runner.train.evaluate import Evaluator, FixedSet
-from runner.train.explaining import ExplainingGuard, ExplainRules
+from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules
 from runner.train.final_proof import LastProof
 from runner.train.guard import Guard
 from runner.train.loop import Loop
@@ -617,7 +618,21 @@ def _explaining(
         journal=journal,
         reporter=actors.reporter,
         batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
-        names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
+        evidence=Evidence(
+            names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
+            bundles=_bundles(opened) if group.is_first else None,
+        ),
+    )
+
+
+def _bundles(opened: Opened) -> Bundles:
+    group = opened.group
+    return Bundles(
+        group.run_dir.incidents,
+        opened.corpus.dataset,
+        facts={"host": host_name(), **versions(), **group.device_versions},
+        check=opened.lease.fence.check,
+        say=group.console.say,
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from runner.data.cursor import BatchPlan
+from runner.explain.bundle import Bundles, Told
 from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Attempt
 from runner.explain.replay import Case, Replay
@@ -46,13 +47,25 @@ class ExplainRules:
     in_all: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """What a person reads.
+
+    Args:
+        names: what the data set calls the samples at these positions of a plan.
+        bundles: takes all numbers; on the first rank only.
+    """
+
+    names: Callable[[BatchPlan, Sequence[int]], tuple[str, ...]]
+    bundles: Bundles | None = None
+
+
 class ExplainingGuard:
     """A guard that looks for the cause first.
 
     Args:
         guard: judges, and carries out the ladder.
         batch: the plan of the batch at a position of the stream.
-        names: what the data set calls the samples at these positions of a plan.
     """
 
     def __init__(
@@ -65,7 +78,7 @@ class ExplainingGuard:
         journal: Journal,
         reporter: Reporter,
         batch: Callable[[int], BatchPlan],
-        names: Callable[[BatchPlan, Sequence[int]], tuple[str, ...]],
+        evidence: Evidence,
     ) -> None:
         self._guard = guard
         self._replay = replay
@@ -74,7 +87,7 @@ class ExplainingGuard:
         self._journal = journal
         self._reporter = reporter
         self._batch = batch
-        self._names = names
+        self._evidence = evidence
 
     def note_lines(self, info: StepInfo) -> None:
         """See :meth:`runner.train.guard.Guard.note_lines`."""
@@ -90,6 +103,7 @@ class ExplainingGuard:
         finding = self._explained(info, state)
         if finding is None:
             return self._guard.handle(info, state)
+        self._keep(info, finding, state)
         if finding.remedy is Remedy.ladder:
             return self._guard.handle(replace(info, cause=finding.to_json()), state)
         self._redo(info, finding, state)
@@ -119,7 +133,19 @@ class ExplainingGuard:
             )
         )
         self._reporter.stalled("discarded", time.monotonic() - began)
-        return finding
+        return replace(finding, bundle=self._journal.num_lines)
+
+    def _keep(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
+        """Write the evidence down, before the journal refers to it."""
+        if self._evidence.bundles is not None and info.batch is not None:
+            told = Told(
+                step=info.signals.step,
+                plan=info.batch,
+                limits=state.baseline.limits,
+                finding=finding,
+            )
+            assert finding.bundle is not None
+            self._evidence.bundles.write(finding.bundle, told)
 
     def _redo(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """The attempt never happened: the loop plans the step anew, from the same cursor."""
@@ -133,7 +159,7 @@ class ExplainingGuard:
             reason=f"{finding.words()}{self._how_often(finding)}; {verdict.reason}",
             ranks=finding.ranks,
             samples=(signals.start, signals.stop),
-            sample_ids=self._names(info.batch, finding.positions),
+            sample_ids=self._evidence.names(info.batch, finding.positions),
             cost_steps=1 + finding.steps,
             cost_seconds=info.seconds,
             detail={

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from runner.__main__ import main
 from tests.drills.compare import assert_every_sample_once, assert_same_end
 from tests.run import Result, finish, skip_override, train
 
@@ -74,7 +77,9 @@ def test_a_transient_fault_leaves_no_trace(
     assert redone_steps == [step for _, step, _ in faults]
 
 
-def test_of_bad_data_only_the_culprits_are_skipped(tmp_path: Path) -> None:
+def test_of_bad_data_only_the_culprits_are_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two of a batch, on both ranks; one that is finite; then as if told never to read them.
 
     A rank dies behind the first, and the steps up to there are computed once more.
@@ -89,10 +94,29 @@ def test_of_bad_data_only_the_culprits_are_skipped(tmp_path: Path) -> None:
         assert cause["cause"] == "data" and cause["is_tried"] and cause["ranks"] == []
         assert cause["steps"] <= 10 and len(line["sample_ids"]) == len(line["detail"]["skipped"])
     assert hit.summary["skipped"] == [[410, 412], [900, 901]]
+    assert_evidence(hit, lines[0], capsys)
     assert_every_sample_once(hit)
     told = finish(tmp_path / "told", VERDICT, skip_override(hit.summary["skipped"]))
     assert not told.journal("redo"), told.tail
     assert_same_end(hit, told)
+
+
+def assert_evidence(run: Result, line: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """What a redo refers to lies there, and ``holdfast replay`` tells it."""
+    number = line["detail"]["cause"]["bundle"]
+    folder = run.out / "incidents" / f"{number:06d}"
+    told = json.loads((folder / "incident.json").read_text())
+    assert told["finding"] == line["detail"]["cause"] and told["suspects"] == [410, 411]
+    assert {"first", "A", "known", "B"} <= told["probes"].keys()
+    tensors = load_file(folder / "batch.safetensors")
+    assert tensors["suspects"].tolist() == [410, 411] and len(tensors["positions"]) == 32
+    assert tensors["tokens"].shape[0] == 2
+    assert line["sample_ids"][0] in (folder / "samples.txt").read_text()
+    assert main(["replay", str(run.out), "--incident", str(number)]) == 0
+    shown = capsys.readouterr().out
+    assert "data" in shown and "410, 411" in shown and "was tried, and did not" in shown
+    assert main(["replay", str(run.out)]) == 0
+    assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2
 
 
 def test_a_device_that_stays_bad_is_named(tmp_path: Path) -> None:

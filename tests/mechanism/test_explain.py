@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from runner.command.replay import replay_command
 from runner.config.compose import compose
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import Ranks
@@ -27,6 +30,7 @@ from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Limits
 from runner.session import parts
 from runner.session.state_digest import collect_digest
+from runner.system.error import ConfigError
 
 CPU = torch.device("cpu")
 SIZE = 8
@@ -285,6 +289,44 @@ def test_weights_that_are_bad_on_known_samples_name_no_sample(
 def test_nothing_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:
     found = explained(World(bad={p: 2.4 for p in range(SIZE)}), monkeypatch)
     assert found.cause is not Cause.data or found.remedy is Remedy.ladder
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", "null", '{"version": 1}', '{"version": 2, "finding": {}, "probes": {}}',
+        '{"version": 1, "finding": [], "probes": {}, "step": 1}', "[" * 100_000,
+        '{"version": 1, "finding": {}, "probes": {}, "step": -1}', '{"version": NaN}',
+    ],
+)  # fmt: skip
+def test_evidence_that_nobody_wrote_is_refused_in_words(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "incidents" / "000003"
+    folder.mkdir(parents=True)
+    (folder / "incident.json").write_text(text)
+    assert replay_fails(tmp_path).startswith("incident 3 cannot be read: ")
+
+
+def test_evidence_is_shown_without_what_a_terminal_acts_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "has no evidence" in replay_fails(tmp_path)
+    folder = tmp_path / "incidents" / "000003"
+    folder.mkdir(parents=True)
+    finding = {"cause": "\x1b[2J", "ranks": ["\x1b"], "steps": "\n\n", "positions": 3}
+    told = {"version": 1, "step": 3, "finding": finding, "probes": {"A\x1b": {}, "B": 7}}
+    (folder / "incident.json").write_text(json.dumps(told))
+    assert replay_command([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "incident 3, step 3" in shown
+    assert "known are 3" in replay_fails(tmp_path, "--incident", "4")
+
+
+def replay_fails(out: Path, *more: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        replay_command([str(out), *more])
+    return str(caught.value)
 
 
 def test_two_that_are_both_not_finite_are_the_same() -> None:
