@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from runner.fault.spec import ENDINGS, LASTING, Fault
 
 
@@ -115,7 +117,8 @@ class FaultInjector:
         self._step_faults -= {"nan_loss", "nan_grad", "flip_grad"}
         activation = tuple(math.nan if self._hit("poison", p) else 1.0 for p in positions)
         loss = tuple(math.nan if nan_loss else self._spike(p) for p in positions)
-        forward, backward = self._ending_in("forward"), self._ending_in("backward")
+        forward = self._out_of_memory(len(positions)) or self._ending_in("forward")
+        backward = self._ending_in("backward")
         scales = (*activation, *loss)
         if not (nan_grad or flip_grad or forward or backward) and all(
             scale == 1.0 for scale in scales
@@ -129,6 +132,16 @@ class FaultInjector:
             in_forward=forward,
             in_backward=backward,
         )
+
+    def _out_of_memory(self, rows: int) -> Callable[[], None] | None:
+        due = any(
+            fault.kind == "oom"
+            and self._step >= fault.steps[0]
+            and fault.rank in (None, self._rank)
+            and rows > fault.rows
+            for fault in self._faults
+        )
+        return _run_out_of_memory if due else None
 
     def _ending_in(self, point: str) -> Callable[[], None] | None:
         step = self._step
@@ -203,6 +216,11 @@ class FaultInjector:
         os.fsync(descriptor)
         os.close(descriptor)
         return True
+
+
+def _run_out_of_memory() -> None:
+    """In the words of torch's CUDACachingAllocator.cpp."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (On purpose.)")
 
 
 def _end(fault: Fault) -> None:

@@ -21,6 +21,8 @@
                                      that breaks, as it would over NCCL; also after a restart
     flip_bit@step=30,rank=1          one bit of the rank's copy of replicated state
     wrong_product@step=0,rank=1      the device check of the start at this step finds other bits
+    oom@step=30,rank=1,rows=2        from this step on a micro-batch of more sequences than these
+                                     does not fit into the rank's memory
     slow@step=30-60,rank=1,seconds=0.2
     corrupt_checkpoint@step=40       one byte of the newest checkpoint on disk is flipped
     corrupt_snapshots@step=40,rank=1 one byte of each of the rank's snapshots in memory
@@ -58,12 +60,13 @@ _REQUIRED = {
     "wrong_product": {"step"},
     "slow": {"step", "seconds"},
     "no_break": {"step"},
+    "oom": {"step", "rows"},
     "corrupt_checkpoint": {"step"},
     "corrupt_snapshots": {"step"},
 }
 # What ends or freezes a rank, and where in a step it may.
 ENDINGS = ("kill", "abort", "raise", "stop", "hang")
-LASTING = ("slow", "no_break", "sticky")  # not bound to one step, and so no marker is left
+LASTING = ("slow", "no_break", "sticky", "oom")  # not bound to one step, and so no marker is left
 POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
     **{kind: {"rank", "at"} for kind in ENDINGS},
@@ -87,6 +90,7 @@ class Fault:
     rank: int | None = None
     scale: float = _DEFAULT_SCALE
     seconds: float = 0.0
+    rows: int = 0
     at: str = "fetch"
 
     def is_due(self, step: int, rank: int) -> bool:
@@ -127,6 +131,7 @@ def _parse(text: str) -> Fault:
         rank=int(_number(text, given, "rank")) if "rank" in given else None,
         scale=_number(text, given, "scale") if "scale" in given else _DEFAULT_SCALE,
         seconds=_number(text, given, "seconds") if "seconds" in given else 0.0,
+        rows=int(_number(text, given, "rows")) if "rows" in given else 0,
         at=_point(text, given),
     )
 

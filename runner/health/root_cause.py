@@ -18,7 +18,10 @@ from runner.health.hardware import is_hardware
 from runner.health.rank_report import Report
 
 _MOST_NAMED = 8
-HARDWARE = "hardware"  # an exception that says so; as runner.policy.restart has it
+# Exceptions that say so; as runner.policy.restart has them.
+HARDWARE = "hardware"
+MEMORY = "memory"  # of a device: smaller micro-batches may do
+_NO_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|HIP out of memory|NPU out of memory")
 _OWN_FAULTS = ("exception", "fatal", "signal", "exit")  # the surest sign first
 
 
@@ -47,7 +50,9 @@ def blame(reports: Sequence[Report], world_size: int) -> RootCause:
     for kind in _OWN_FAULTS:
         guilty = [report for report in reports if report.kind == kind]
         if guilty:
-            return _own_fault(kind, guilty, reports)
+            found = _own_fault(kind, guilty, reports)
+            lacks = kind == "exception" and found.first and _NO_MEMORY.search(found.first.message)
+            return replace(found, kind=MEMORY) if lacks else found
     silent = tuple(sorted(set(range(world_size)) - {report.rank for report in reports}))
     if not reports:
         return RootCause(

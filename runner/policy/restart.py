@@ -16,6 +16,7 @@ _DONE, _CRASH, _HALTED, _PREEMPTED = 0, 1, 3, 75
 # gloo aborts a rank that receives another size than it expects.
 _UNEXPLAINED = (None, "silence", "exit", "fatal", "network")
 HARDWARE = "hardware"
+MEMORY = "memory"
 _FINAL = {2: "settings or data", 3: "halted by the guard", 4: "no loadable checkpoint"}
 
 
@@ -101,8 +102,8 @@ def _repeated(attempts: Sequence[Attempt], times: int) -> str | None:
     tail = attempts[-times:]
     if len(tail) < times or any(not a.took_up or a.code == _PREEMPTED for a in tail):
         return None
-    if any(attempt.cause == HARDWARE for attempt in tail):
-        return None  # another node may do it
+    if any(attempt.cause in (HARDWARE, MEMORY) for attempt in tail):
+        return None  # another node may do it, or smaller micro-batches
     if len({(a.step, what_failed(a)) for a in tail}) > 1:
         return None
     return (

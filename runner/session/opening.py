@@ -33,6 +33,7 @@ from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.optim import state_shapes
 from runner.session.pretrained import keep_small_files, kept_files
+from runner.startup.micro_size import settle_micro_size
 from runner.startup.precision import settle_precision, settle_rope
 from runner.startup.restore import RemoteRun, Restored, Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, find, take_lease
@@ -230,6 +231,25 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
     for incident in inventory.restored.incidents if inventory.restored else []:
         written.report(incident)
     return written
+
+
+def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Lease:
+    """With the micro-batches that the crashes so far leave.
+
+    What is stored, and its digest, stay as the user has them.
+    """
+    batch = lease.config.batch
+    lines = [*inventory.found.journal, *inventory.found.crashes]
+    found = settle_micro_size(batch.micro_size, lines)
+    if found.incident is not None:
+        written.report(found.incident)
+    elif found.size != batch.micro_size:
+        written.group.console.say(
+            f"micro-batches of {found.size} sequences, not {batch.micro_size}: larger ones did not "
+            "fit into memory (journal.jsonl); another batch.micro_size tries anew"
+        )
+    batch = replace(batch, micro_size=found.size)
+    return replace(lease, config=replace(lease.config, batch=batch))
 
 
 def open_slots(

@@ -15,7 +15,13 @@ from runner.report.writer import PageWriter
 from runner.run_dir.paths import keep_for_owner
 from runner.session.build import Opened, Run, begin, build, resume
 from runner.session.group import RankGroup, join
-from runner.session.opening import acquire_lease, open_corpus, open_journal, take_inventory
+from runner.session.opening import (
+    acquire_lease,
+    open_corpus,
+    open_journal,
+    settle_memory,
+    take_inventory,
+)
 from runner.session.state_digest import at_a_stop, collect_digest
 from runner.session.summary import End, RunSize, sum_up
 from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, Preempted, RunnerError
@@ -53,6 +59,7 @@ def open_run(config: RunConfig, group: RankGroup) -> Run:
     corpus = open_corpus(lease, group)
     inventory = take_inventory(lease, corpus, group)
     written = open_journal(lease, inventory, group)
+    lease = settle_memory(lease, inventory, written)
     opened = Opened(group=group, lease=lease, corpus=corpus, inventory=inventory, written=written)
     machinery = build(opened)
     return begin(opened, machinery, resume(opened, machinery))
