@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
+from runner.policy.decision.history import MIX
+
 
 class Cause(Enum):
     """What a bad step can be put down to; a wrong name is worse than ``unclear``."""
@@ -15,7 +17,7 @@ class Cause(Enum):
     misread = "read wrongly once"
     sticky = "hardware, sticky"
     data = "data"
-    data_mix = "data mix"
+    data_mix = MIX
     not_reproducible = "not reproducible"
     unclear = "unclear"
 

@@ -105,7 +105,7 @@ def explain_rules(config: RunConfig) -> ExplainRules | None:
     kind = config.explain
     if kind is ExplainKind.off or config.guard.remedy is RemedyKind.discard:
         return None
-    if not config.guard.enabled or is_zero(config.parallel.kind):
+    if not config.guard.enabled:
         return None
     an_incident, share = _EXPLAINING[kind]
     return ExplainRules(

@@ -19,8 +19,9 @@ from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Attempt
 from runner.explain.replay import Case, Replay
 from runner.observe.journal import Journal
-from runner.policy.decision.history import Incident
+from runner.policy.decision.history import MIX, Incident, cause_of
 from runner.policy.decision.judge import Verdict
+from runner.policy.decision.signals import StepSignals
 from runner.train.guard import Guard
 from runner.train.report import Reporter
 from runner.train.state import TrainState
@@ -30,6 +31,11 @@ from runner.train.step import InFlightStep, StepInfo
 # data whose culprits have no end is a range, which the ladder skips whole.
 _MOST_REDONE = 4
 _LATER = 16  # steps ahead: bad samples that reach so far are no range of them
+
+
+_SAME_MIX = Finding(
+    cause=Cause.data_mix, remedy=Remedy.ladder, why="as the step before it: it was not tried again"
+)
 
 
 class Stepper(Protocol):
@@ -117,6 +123,8 @@ class ExplainingGuard:
             return None
         if history.num_redone_at(signals.step) >= _MOST_REDONE:
             return None
+        if self._is_of_a_mix(signals):
+            return _SAME_MIX
         attempt = Attempt(
             plan=info.batch,
             batches=step.fetched.micro_batches,
@@ -135,17 +143,23 @@ class ExplainingGuard:
         self._reporter.stalled("discarded", time.monotonic() - began)
         return replace(finding, bundle=self._journal.num_lines)
 
+    def _is_of_a_mix(self, signals: StepSignals) -> bool:
+        """Whether the step just before this one was discarded for another mix."""
+        before = self._journal.history.incidents[-1]
+        follows = before.samples is not None and before.samples[1] == signals.start
+        return before.kind == "discard" and follows and cause_of(before) == MIX
+
     def _keep(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """Write the evidence down, before the journal refers to it."""
-        if self._evidence.bundles is not None and info.batch is not None:
+        number = finding.bundle
+        if self._evidence.bundles is not None and info.batch is not None and number is not None:
             told = Told(
                 step=info.signals.step,
                 plan=info.batch,
                 limits=state.baseline.limits,
                 finding=finding,
             )
-            assert finding.bundle is not None
-            self._evidence.bundles.write(finding.bundle, told)
+            self._evidence.bundles.write(number, told)
 
     def _redo(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """The attempt never happened: the loop plans the step anew, from the same cursor."""

@@ -9,9 +9,9 @@ from runner.health.heartbeat import Heartbeat
 from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision.decide import StepDecision, rule, rule_again
+from runner.policy.decision.history import MIX
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules
-from runner.policy.decision.signals import StepSignals
 from runner.system.error import Halted
 from runner.train.recovery import Recovery
 from runner.train.report import Reporter
@@ -78,7 +78,7 @@ class Guard:
             self._recovery.pass_over(info)
             return None
         signals = info.signals
-        ruling = self._rule(signals, state)
+        ruling = self._rule(info, state)
         verdict, action = ruling.verdict, ruling.action
         if ruling.finding is not None:
             self._recovery.conclude(info, ruling.finding)
@@ -104,15 +104,16 @@ class Guard:
             self._recovery.roll_back(state, info, verdict, action)
         return None
 
-    def _rule(self, signals: StepSignals, state: TrainState) -> StepDecision:
+    def _rule(self, info: StepInfo, state: TrainState) -> StepDecision:
         """What the step means and what to do. Collective where a checkpoint is waited for."""
         ruling = rule(
-            signals,
+            info.signals,
             baseline=state.baseline,
             trouble=state.trouble,
             history=self._journal.history,
             ring=self._ring.records,
             rules=self._rules,
+            is_mix=info.found == MIX,
         )
         if not ruling.lacks_target:
             return ruling

@@ -26,7 +26,7 @@ from runner.data.feed import Feed, RankBatch, describe
 from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
 from runner.engine.protocol import Engine, LocalSums, MicroStep
 from runner.health.heartbeat import Heartbeat
-from runner.policy.decision.history import Incident
+from runner.policy.decision.history import Incident, cause_of
 from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Bounds, Limits, StepSignals
 from runner.policy.decision.unreadable import Unreadable
@@ -74,6 +74,13 @@ class StepInfo:
     unreadable: tuple[Unreadable, ...] = ()
     shares: tuple[int, ...] = ()
     cause: Mapping[str, Any] | None = None
+
+    @property
+    def found(self) -> str | None:
+        """The name of the cause, of a step that is known from the journal as well."""
+        if self.cause is not None:
+            return str(self.cause["cause"])
+        return None if self.known is None else cause_of(self.known)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,10 +59,12 @@ def rule(
     history: History,
     ring: Sequence[Record],
     rules: RemedyRules,
+    is_mix: bool = False,
 ) -> StepDecision:
     """Judge one attempted step and decide on it; only ``trouble`` takes note of it.
 
-    ``ring`` are the checkpoints there are, ``history`` the journal so far.
+    ``ring`` are the checkpoints there are, ``history`` the journal so far; ``is_mix`` is
+    :attr:`DecisionInput.is_mix`.
     """
     verdict = baseline.judge(signals)
     if signals.withheld is not None:  # nothing was applied, whatever the judge makes of it
@@ -82,6 +84,7 @@ def rule(
         rules=rules,
         untrained_loss=max(baseline.first_loss, rules.untrained_loss) * _UNTRAINED_MARGIN,
         recent=baseline.recent(rules.level_steps),
+        is_mix=is_mix,
     )
     return _decided(case, baseline, finding)
 

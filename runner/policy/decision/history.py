@@ -204,6 +204,15 @@ class History:
         return any(back.seq > seq and back.cursor <= position for back in self.rollbacks)
 
 
+MIX = "data mix"  # the cause after which a level may settle without a rollback
+
+
+def cause_of(incident: Incident) -> str | None:
+    """The name of the cause that replays have found; None where none was looked for."""
+    cause = incident.detail.get("cause")
+    return str(cause["cause"]) if isinstance(cause, Mapping) else None
+
+
 def probes_of(incident: Incident) -> int:
     """Computations of a step that were made to explain it."""
     cause = incident.detail.get("cause")

@@ -233,7 +233,7 @@ class DecisionInput:
 
     ``untrained_loss`` (nats per token) bounds what may become a new baseline: a level worse
     than knowing nothing is no data mix. ``recent`` are (loss, grad norm) of the newest clean
-    steps, in order.
+    steps, in order. ``is_mix``: replays have shown that the data is another from here on.
     """
 
     verdict: Verdict
@@ -244,6 +244,7 @@ class DecisionInput:
     rules: RemedyRules
     untrained_loss: float
     recent: Sequence[tuple[float, float]] = ()
+    is_mix: bool = False
 
     @property
     def repeat(self) -> int:
@@ -273,8 +274,9 @@ def decide(case: DecisionInput) -> Action:
             return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
         if trouble.num_recent() < rules.persist:
             return Discard(reason=verdict.reason)
-        if case.repeat and _is_level(trouble.last_run(), rules, case.untrained_loss):
-            return _settle_or_wait(trouble.last_run(), rules)
+        may_settle = case.repeat or case.is_mix
+        if may_settle and _is_level(trouble.last_run(), rules, case.untrained_loss):
+            return _settle_or_wait(trouble.last_run(), rules, is_mix=case.is_mix)
     elif case.repeat and _has_settled(case.recent, rules):
         why = "came back after a rollback and no longer rises"
         return _accept(case.recent, why, applied=True)
@@ -290,8 +292,9 @@ def _is_level(run: Sequence[BadStep], rules: RemedyRules, untrained_loss: float)
     return spread <= rules.level_spread * center and max(losses) <= untrained_loss
 
 
-def _settle_or_wait(run: Sequence[BadStep], rules: RemedyRules) -> Action:
-    said = "bad steps in a row, after a rollback too"
+def _settle_or_wait(run: Sequence[BadStep], rules: RemedyRules, *, is_mix: bool) -> Action:
+    why = "of samples that stand out as those far ahead do" if is_mix else "after a rollback too"
+    said = f"bad steps in a row, {why}"
     if len(run) < rules.level_steps:
         return Discard(reason=f"{len(run)} level {said}; a new baseline at {rules.level_steps}")
     values = [(step.loss, step.grad_norm) for step in run]
