@@ -29,6 +29,7 @@ COMMANDS = {
     "backtest": "runner.command.backtest:backtest_command",
     "read": "runner.command.read:read_command",
     "replay": "runner.command.replay:replay_command",
+    "preflight": "runner.command.preflight:preflight_command",
     "launch": "runner.command.launch:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
     "slurm": "runner.command.slurm:slurm_command",

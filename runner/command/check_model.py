@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from runner.command.arguments import Parser
+from runner.command.checks import print_checks
 from runner.command.demo import skip_override
 from runner.config.compose import compose
 from runner.config.schema import ParallelKind, RunConfig
@@ -36,7 +35,7 @@ from runner.model.blueprint import Blueprint, GuestBlueprint
 from runner.session import parts
 from runner.startup.model_check import Check, quick_checks, repeated_step, works_of
 from runner.system.environment import variables
-from runner.system.error import EXIT_CONFIG, EXIT_DONE
+from runner.system.error import EXIT_DONE
 from runner.system.extras import is_installed
 
 _CPU = torch.device("cpu")
@@ -82,8 +81,7 @@ def check_model_command(arguments: Sequence[str]) -> int:
         told += [f"--config-dir={options.config_dir}"] if options.config_dir else []
         with tempfile.TemporaryDirectory(prefix="holdfast-check-") as folder:
             found += [_engines(Path(folder), told), *_faults(Path(folder), told)]
-    _print(found, time.monotonic() - began)
-    return EXIT_CONFIG if any(check.holds is False for check in found) else EXIT_DONE
+    return print_checks("check-model", "what exactness asks", found, time.monotonic() - began)
 
 
 # -- in this process -----------------------------------------------------------------------
@@ -333,17 +331,6 @@ def _run(out: Path, told: Sequence[str], *settings: str, ranks: int = 1) -> int:
 def _summary(out: Path) -> dict[str, Any] | None:
     path = out / "summary.json"
     return dict(json.loads(path.read_text())) if path.is_file() else None
-
-
-def _print(found: Sequence[Check], seconds: float) -> None:
-    table = Table(title=f"check-model ({seconds:.0f} s)", title_justify="left")
-    for heading in ("what exactness asks", "", "what was seen, and what to do"):
-        table.add_column(heading)
-    for check in found:
-        mark = {True: "ok", False: "FAILS", None: "-"}[check.holds]
-        remedy = "" if check.holds else f" -> {check.remedy}"
-        table.add_row(check.name, mark, check.found + remedy)
-    Console(file=sys.stdout, width=120).print(table)
 
 
 def _parser() -> Parser:

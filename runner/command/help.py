@@ -40,6 +40,8 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
                      goodput and the best checkpoint intervals of a large run
   python -m runner check-model [--quick] key=value ...
                      what exactness asks of your model and data, tried in a minute on a CPU
+  python -m runner preflight [--json] key=value ...
+                     masks, gradients, rate, labels and data of a run, tried before it begins
   python -m runner demo [--keep DIR]
                      poison a range, kill a rank, and show that neither left a trace
 

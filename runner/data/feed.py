@@ -313,6 +313,25 @@ def few(dataset: Dataset, seq_len: int, number: int) -> MicroBatch:
     raise DataError(f"none of the first {_LOOKED_AT} samples can be read")
 
 
+def few_of(dataset: Dataset, seq_len: int, indices: Sequence[int], rows: int) -> list[MicroBatch]:
+    """These samples, as micro-batches of so many rows; those that hold one unreadable left out.
+
+    Raises:
+        DataError: none of them can be read.
+    """
+    reader = _Reader(dataset, seq_len)
+    found = []
+    for begin in range(0, len(indices), rows):
+        some = tuple(indices[begin : begin + rows])
+        places = tuple(range(len(some)))
+        batch = reader[MicroPlan(batch_start=-1, positions=places, indices=some)]
+        if not batch.unreadable:
+            found.append(batch)
+    if not found:
+        raise DataError(f"none of {len(indices)} samples can be read")
+    return found
+
+
 def describe(dataset: Dataset, index: int) -> str:
     """What the data set calls the sample, which it may have to read for that. Never raises."""
     try:

@@ -32,6 +32,9 @@ _VANISHING = 0.05  # norm of the first quarter of the layers over that of the la
 _FEW_TOKENS = 0.6  # of the corpus' entropy
 _AT_FLOOR, _FLOOR_ROWS = 0.02, 0.3
 _NO_GRADIENT = 1e-2  # of the norm of the first rows
+_STANDS = 0.015  # of the loss: less is no progress over all the rows at the floor
+_AT_START = 0.97  # of the first loss: nothing was learned
+_LOW_RATE, _HIGH_RATE = 5e-5, 2e-2  # for Adam, of an untrained model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +85,12 @@ def slow_progress(curve: Curve, calm: Flags) -> Iterator[Finding]:
     causes = list(_logged_causes(curve, calm, fall))
     if causes:
         yield causes[0]
-    elif _is_slow_and_steady(fall):
+    elif _is_slow_and_steady(fall) or _is_hardly_moving(curve, fall):
         yield _too_low(curve, fall)
-    elif (early := _stuck_after_peak(curve, calm)) is not None:
+    elif (early := _stuck_after_peak(curve, calm) or _waits_for_the_fall(curve, calm)) is not None:
         yield early
+    elif (rate := curve.learning_rate) is not None and np.max(rate) >= _HIGH_RATE:
+        yield _far_too_high(curve, fall, float(np.max(rate)))
     elif stands:
         yield _plateau(curve, fall)
 
@@ -274,6 +279,15 @@ def _is_slow_and_steady(fall: Fall) -> bool:
     )
 
 
+def _is_hardly_moving(curve: Curve, fall: Fall) -> bool:
+    """The loss never left its start, with gradients as at the start, at a rate that says why."""
+    rate, norm = curve.learning_rate, curve.grad_norm
+    if rate is None or np.max(rate) > _LOW_RATE or fall.end < _AT_START * fall.start:
+        return False
+    begins, ends = median_of(norm[: max(5, len(norm) // 50)]), median_of(norm[-len(norm) // 3 :])
+    return not np.isfinite(begins) or 0.3 * begins < ends < 5 * begins
+
+
 def _too_low(curve: Curve, fall: Fall) -> Finding:
     rate = curve.learning_rate
     told = f" at a rate of {np.max(rate):.3g}" if rate is not None else ""
@@ -282,7 +296,7 @@ def _too_low(curve: Curve, fall: Fall) -> Finding:
         first=0,
         last=len(curve) - 1,
         evidence=f"the loss fell from {fall.start:.4g} to {fall.end:.4g}{told}, in the last third "
-        f"by {fall.last_third:.3g}: as steadily as before, and slowly",
+        f"by {fall.last_third:.3g}: slowly, and no faster or slower than before",
         remedy="a rate 3 to 10 times higher; holdfast preflight has a rate range test",
         confidence="medium",
     )
@@ -312,6 +326,44 @@ def _stuck_after_peak(curve: Curve, calm: Flags) -> Finding | None:
     )
 
 
+def _waits_for_the_fall(curve: Curve, calm: Flags) -> Finding | None:
+    """After the first tenth nothing was gained while the rate was high, and more as it fell."""
+    rate = curve.learning_rate
+    smooth = levels(curve.loss, calm, most=20, least_rows=6)
+    if rate is None or len(smooth) < 10:
+        return None
+    tenth, half = len(smooth) // 10, len(smooth) // 2
+    rates = rate[np.minimum(smooth.rows[:-1], len(rate) - 1)]
+    begins, middle = float(smooth.values[tenth]), float(smooth.values[half])
+    ends = float(np.mean(smooth.values[-2:]))
+    error = float(np.median(smooth.error))
+    is_by_rate = rates[half] > 0.4 * np.max(rate) and rates[-1] < 0.5 * rates[half]
+    if not is_by_rate or middle - ends < 4 * error or begins - middle > 0.5 * (middle - ends):
+        return None
+    return Finding(
+        signature="rate_too_high",
+        first=int(smooth.rows[tenth]),
+        last=len(curve) - 1,
+        evidence=f"while the rate was above {rates[half]:.3g} the loss stayed at about "
+        f"{middle:.4g} ({begins:.4g} before), and only as it fell the loss came to {ends:.4g}",
+        remedy="a peak rate 3 to 10 times lower",
+        confidence="low",
+    )
+
+
+def _far_too_high(curve: Curve, fall: Fall, peak: float) -> Finding:
+    return Finding(
+        signature="rate_too_high",
+        first=len(curve) - len(curve) // 3,
+        last=len(curve) - 1,
+        evidence=f"the loss went from {fall.start:.4g} to {fall.end:.4g} only, at rates up to "
+        f"{peak:.3g}; Adam's are seldom above {_HIGH_RATE:g}",
+        remedy="if the optimizer is one of Adam's kind, a rate 10 times lower; holdfast preflight "
+        "has a rate range test",
+        confidence="low",
+    )
+
+
 def _plateau(curve: Curve, fall: Fall) -> Finding:
     return Finding(
         signature="plateau",
@@ -336,10 +388,15 @@ def floor_early(curve: Curve, calm: Flags) -> Iterator[Finding]:
     num_rows = len(rate) - since
     if lowest > peak / 3 or num_rows < _FLOOR_ROWS * len(rate) or since < _LEAST_ROWS // 3:
         return
-    length = min(num_rows, since // 2)
+    length = min(num_rows, 3 * since // 4)
     before = _gain(curve, calm, since - length, since)
     after = _gain(curve, calm, since, since + length)
-    if before is None or after is None or before[0] < 3 * before[1] or after[0] > before[0] / 3:
+    if before is None or after is None:
+        return
+    whole = _gain(curve, calm, since, len(curve))
+    stands = whole is not None and whole[0] < max(_STANDS * abs(curve.loss[since]), 2 * whole[1])
+    is_slower = before[0] > 3 * before[1] and after[0] < before[0] / 3
+    if not is_slower and not (stands and lowest < peak / 20):
         return
     yield Finding(
         signature="floor_early",

@@ -27,6 +27,8 @@ _SAYS_IT_ALL = (
     ("overfitting", "held_out_stalls"),
     ("overfitting", "epoch_steps"),
     ("rate_too_high", "norm_creep"),
+    ("overfitting", "norm_creep"),
+    ("floor_early", "plateau"),
     ("epoch_steps", "data_order"),
 )
 

@@ -105,7 +105,7 @@ def norm_creep(curve: Curve, calm: Flags) -> Iterator[Finding]:
     is_ordered = bool((np.diff(quarters.values) > 0).all())
     if not is_ordered or rise < (_CREEP if rate is not None else _CREEP_BLIND):
         return
-    if _goes_well(curve, calm) and rise < 2 * _CREEP:
+    if _goes_well(curve, calm) and rise < 4 * _CREEP:
         return
     norms = [float(np.median(curve.grad_norm[use][part])) for part in _quarters(int(use.sum()))]
     yield Finding(

@@ -29,6 +29,7 @@ class Check:
         found: what was seen, a sentence.
         remedy: what to do where it does not hold.
         is_fatal: a run that does not hold to it must not begin.
+        is_warning: what does not hold may be meant, and fails no command.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Check:
     found: str
     remedy: str = ""
     is_fatal: bool = False
+    is_warning: bool = False
 
 
 def same_weights(network: GuestBlueprint) -> Check:

@@ -1,0 +1,48 @@
+"""The table of what was tried, as ``check-model`` and ``preflight`` print it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from runner.startup.model_check import Check
+from runner.system.error import EXIT_CONFIG, EXIT_DONE
+from runner.system.parsing import json_text
+
+
+def print_checks(title: str, heading: str, found: Sequence[Check], seconds: float) -> int:
+    """On standard output; gives the exit code: 2 where something fails that is no warning."""
+    table = Table(title=f"{title} ({seconds:.0f} s)", title_justify="left")
+    for text in (heading, "", "what was seen, and what to do"):
+        table.add_column(text)
+    for check in found:
+        remedy = f" -> {check.remedy}" if check.holds is False else ""
+        table.add_row(check.name, mark(check), check.found + remedy)
+    Console(file=sys.stdout, width=120, markup=False, highlight=False).print(table)
+    return exit_code(found)
+
+
+def print_json(found: Sequence[Check]) -> int:
+    """A JSON line for each; gives the exit code as :func:`print_checks`."""
+    for check in found:
+        line = {"check": check.name, "result": mark(check), "found": check.found}
+        if check.holds is False:
+            line["remedy"] = check.remedy
+        sys.stdout.write(json_text(line) + "\n")
+    return exit_code(found)
+
+
+def mark(check: Check) -> str:
+    """How it ended, in a word."""
+    if check.holds is False:
+        return "warns" if check.is_warning else "FAILS"
+    return "ok" if check.holds else "-"
+
+
+def exit_code(found: Sequence[Check]) -> int:
+    """Of the command."""
+    fails = any(check.holds is False and not check.is_warning for check in found)
+    return EXIT_CONFIG if fails else EXIT_DONE

@@ -1,0 +1,137 @@
+"""``holdfast preflight key=value ...``: tries the model and the data of a run before it begins.
+
+Takes the settings of the run, as ``check-model`` does, and trains nothing of it: copies of the
+model are asked what they look at, learn a few samples by heart, and are compared in FP64, FP32 and
+BF16. In about a minute, on the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from runner.command.arguments import Parser
+from runner.command.checks import print_checks, print_json
+from runner.config.compose import compose
+from runner.config.schema import Precision, RunConfig
+from runner.config.validate import check as check_settings
+from runner.data.cursor import SampleStream
+from runner.data.dataset import Dataset
+from runner.data.feed import few_of
+from runner.session import parts
+from runner.session.optim import optimizer_settings
+from runner.startup.model_check import Check
+from runner.startup.preflight import hardware, learning, numerics, probes
+from runner.startup.preflight.corpus import Corpus, corpus_checks
+from runner.startup.preflight.subject import Subject, Trial, tried
+
+_SECONDS = 45.0  # for what is tried of the model; a trial that has begun goes on
+_BATCHES, _ROWS = 16, 8
+_HELD_OUT = 2000
+_MOST_INDICES = 200_000
+TRIALS = (
+    Trial(name="no look at later tokens", try_it=probes.future, needs_tokens=True),
+    Trial(name="earlier tokens matter", try_it=probes.context, needs_tokens=True),
+    Trial(name="the label of a position is predicted from its token", try_it=probes.own_token,
+          needs_tokens=True),
+    Trial(name="the order of tokens matters", try_it=probes.order, needs_tokens=True),
+    Trial(name="documents do not see each other", try_it=probes.documents, needs_tokens=True),
+    Trial(name="the loss takes the labels", try_it=probes.labels_count, needs_tokens=True),
+    Trial(name="first loss against ln V", try_it=learning.first_loss, needs_tokens=True),
+    Trial(name="each trained parameter changes", try_it=learning.trained),
+    Trial(name="gradients are those of the loss", try_it=numerics.gradients),
+    Trial(name="BF16 gives the same step as FP32", try_it=numerics.low_precision),
+    Trial(name="one batch is learned by heart", try_it=learning.by_heart),
+    Trial(name="the rate is in range", try_it=learning.rate_range),
+    Trial(name="hardware", try_it=hardware.hardware),
+)  # fmt: skip
+
+
+def preflight_command(arguments: Sequence[str]) -> int:
+    """Parse, try, print a table; 0 where nothing fails (a warning does not), else 2.
+
+    Raises:
+        ConfigError: the settings, the model or the data cannot be used at all.
+        DataError: likewise.
+    """
+    options = _parser().parse_args(arguments)
+    began = time.monotonic()
+    config = compose([*options.overrides, "parallel=single"], config_dir=options.config_dir)
+    check_settings(config, world_size=1)
+    found = list(_tried(config))
+    if options.json:
+        return print_json(found)
+    return print_checks("preflight", "what was tried", found, time.monotonic() - began)
+
+
+def _tried(config: RunConfig) -> Iterator[Check]:
+    device = _device(config)
+    dataset = parts.open_dataset(config)
+    stream = parts.sample_stream(config, dataset)
+    corpus = _corpus(config, dataset, stream)
+    return chain(
+        tried(TRIALS, _subject(config, dataset, corpus, device), _SECONDS), corpus_checks(corpus)
+    )
+
+
+def _device(config: RunConfig) -> torch.device:
+    has_gpu = config.parallel.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+
+
+def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus:
+    """Training samples in an order spread over all of them, and what is held out."""
+    random = np.random.default_rng(config.seed)
+    number = len(dataset)
+    some = (
+        random.permutation(number)
+        if number <= _MOST_INDICES
+        else random.integers(0, number, _MOST_INDICES)
+    ).astype(np.int64)
+    training = some[~stream.order.is_held_out(some)]
+    if config.data.val_path is None:
+        return Corpus(
+            dataset=dataset,
+            held_out_from=dataset,
+            training=training,
+            held_out=stream.held_out_indices(_HELD_OUT),
+        )
+    prepared = [
+        str(one.place) if one else "" for one in parts.prepare_data(config, lambda *_: None)
+    ]
+    validation = parts.open_validation(config, prepared)
+    assert validation is not None
+    size = min(_HELD_OUT, len(validation))
+    places = np.arange(size, dtype=np.int64) * len(validation) // max(size, 1)
+    return Corpus(dataset=dataset, held_out_from=validation, training=training, held_out=places)
+
+
+def _subject(config: RunConfig, dataset: Dataset, corpus: Corpus, device: torch.device) -> Subject:
+    optim = config.optim
+    indices = corpus.training[: _BATCHES * _ROWS].tolist()
+    batches = few_of(dataset, config.data.seq_len, indices, _ROWS)
+    return Subject(
+        blueprint=parts.blueprint(config, dataset),
+        batches=[batch.to(device) for batch in batches],
+        device=device,
+        seed=config.seed,
+        vocab_size=getattr(dataset, "vocab_size", 0) or 0,
+        optimizer=optimizer_settings(config),
+        rate=optim.lr,
+        clip=optim.clip,
+        frozen_by_settings=bool(config.model.frozen),
+        is_bf16=config.model.precision is not Precision.fp32,
+        isolates_documents=config.data.isolate_documents or bool(config.data.pack),
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner preflight", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="a JSON line for each check")
+    parser.add_argument("--config-dir", help="presets of your own")
+    parser.add_argument("overrides", nargs="*", help="settings of the run")
+    return parser

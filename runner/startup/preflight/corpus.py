@@ -1,0 +1,293 @@
+"""What the data is like: ids and labels, odd windows, repeats, held-out text that is trained on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.data.dataset import NOT_COUNTED, Dataset, Sample, Tokens
+from runner.data.feed import describe
+from runner.startup.model_check import Check
+from runner.startup.preflight.subject import not_tried
+
+Words = NDArray[np.uint64]
+
+_SAMPLES = 10_000
+_SECONDS = 6.0  # for reading; each of the two passes
+_NAMED = 3
+_REPEATS, _LONGEST = 32, 13  # OLMo 2 leaves documents out with so many repeats of 1 to 13 tokens
+_FEW = 0.3  # of the usual entropy
+_CHUNK = 50  # tokens; chance does not repeat so many
+_DISTINCT = 10  # different tokens in a chunk: fewer say little
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
+_SHARE, _MANY = 0.01, 0.1
+_UNCOUNTED = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The data as the run reads it.
+
+    Args:
+        training, held_out: data set indices, int64, in an order that is spread over all of it.
+        held_out_from: the data set that the latter are of.
+    """
+
+    dataset: Dataset
+    held_out_from: Dataset
+    training: NDArray[np.int64]
+    held_out: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Read:
+    index: int
+    tokens: Tokens
+    labels: Tokens
+
+
+def corpus_checks(corpus: Corpus) -> Iterator[Check]:
+    """All that can be said from samples of token ids."""
+    began = time.monotonic()
+    read, unreadable = _samples(corpus.dataset, corpus.training[:_SAMPLES], began + _SECONDS)
+    if not read:
+        yield not_tried("the data", "its samples hold no token ids, or none can be read")
+        return
+    yield _ids(corpus.dataset, read, unreadable)
+    yield _counted(corpus.dataset, read)
+    yield _follows(read)
+    yield _odd(corpus.dataset, read)
+    yield _duplicates(corpus.dataset, read)
+    yield _contamination(corpus)
+
+
+def _samples(
+    dataset: Dataset, indices: NDArray[np.int64], until: float
+) -> tuple[list[_Read], list[int]]:
+    found: list[_Read] = []
+    unreadable: list[int] = []
+    for index in indices.tolist():
+        try:
+            sample = dataset[index]
+        except Exception:  # of somebody else's data set; a run leaves such samples out
+            unreadable.append(index)
+            continue
+        if not isinstance(sample, Sample):
+            return [], []
+        labels = sample.tokens if sample.labels is None else sample.labels
+        found.append(_Read(index=index, tokens=sample.tokens, labels=labels))
+        if time.monotonic() > until:
+            break
+    return found, unreadable
+
+
+def _named(dataset: Dataset, indices: Sequence[int]) -> str:
+    words = "; ".join(describe(dataset, index) for index in indices[:_NAMED])
+    more = f"; and {len(indices) - _NAMED} more" if len(indices) > _NAMED else ""
+    return f"{words}{more}"
+
+
+def _ids(dataset: Dataset, read: Sequence[_Read], unreadable: Sequence[int]) -> Check:
+    vocabulary = dataset.vocab_size
+    wrong = [
+        one.index
+        for one in read
+        if one.tokens.min() < 0
+        or one.tokens.max() >= vocabulary
+        or ((one.labels != NOT_COUNTED) & ((one.labels < 0) | (one.labels >= vocabulary))).any()
+    ]
+    largest = max(int(one.tokens.max()) for one in read)
+    found = f"{len(read)} samples: ids up to {largest} of {vocabulary}"
+    if unreadable:
+        found += f"; {len(unreadable)} cannot be read: {_named(dataset, unreadable)}"
+    if wrong:
+        found += f"; {len(wrong)} have ids outside: {_named(dataset, wrong)}"
+    return Check(
+        name="ids and labels are in the vocabulary",
+        holds=not wrong and not unreadable,
+        found=found,
+        remedy="another tokenizer than the vocabulary's, or damaged files",
+        is_warning=not wrong,
+    )
+
+
+def _counted(dataset: Dataset, read: Sequence[_Read]) -> Check:
+    shares = np.array([(one.labels[1:] != NOT_COUNTED).mean() for one in read])
+    empty = [one.index for one, share in zip(read, shares, strict=True) if share == 0]
+    found = f"of the labels {100 * shares.mean():.3g} % count"
+    if empty:
+        found += f"; {len(empty)} samples count nothing: {_named(dataset, empty)}"
+    return Check(
+        name="labels count",
+        holds=bool(shares.mean() > 1 - _UNCOUNTED) and len(empty) <= _SHARE * len(read),
+        found=found,
+        remedy="see what masks them: a chat template without its assistant's marks, padding",
+        is_warning=bool(shares.mean() > 1 - _UNCOUNTED),
+    )
+
+
+def _follows(read: Sequence[_Read]) -> Check:
+    """The label of a token is the token itself; the run shifts them by one."""
+    told = np.zeros(3)
+    total = 0
+    for one in read[:1000]:
+        for shift in range(3):
+            labels = one.labels[: len(one.labels) - shift] if shift else one.labels
+            counted = labels != NOT_COUNTED
+            told[shift] += ((labels == one.tokens[shift:]) & counted).sum()
+            total += int(counted.sum()) if shift == 0 else 0
+    share = told / max(total, 1)
+    words = {1: "labels are shifted already, and the run shifts them again",
+             2: "labels are two tokens ahead"}  # fmt: skip
+    best = int(np.argmax(share))
+    found = f"{100 * share[0]:.3g} % of the labels are their own token, which the run shifts by one"
+    if best and share[best] > 0.9:
+        found += f"; {100 * share[best]:.3g} % are token n + {best}: {words[best]}"
+    return Check(
+        name="labels are the tokens",
+        holds=bool(share[0] > 0.9),
+        found=found,
+        remedy="labels[i] belongs to input_ids[i]; leave labels out where every token counts",
+        is_warning=not (best and bool(share[best] > 0.9)),
+    )
+
+
+def _odd(dataset: Dataset, read: Sequence[_Read]) -> Check:
+    """Windows of few different tokens, or of one piece over and over."""
+    entropies = np.array([_entropy(one.tokens) for one in read])
+    usual = float(np.median(entropies))
+    repeats = np.array([_longest_repeat(one.tokens) for one in read])
+    odd = np.flatnonzero((entropies < _FEW * usual) | (repeats >= _REPEATS))
+    low, middle, high = np.quantile(entropies, [0.01, 0.5, 0.99])
+    worst = odd[np.argsort(entropies[odd])]
+    found = (
+        f"entropy of a window's tokens {low:.2g} / {middle:.3g} / {high:.3g} nats (1, 50, 99 %), "
+        f"a piece repeated up to {int(repeats.max())} times"
+    )
+    if len(odd):
+        found += f"; {len(odd)} odd: {_named(dataset, [read[at].index for at in worst.tolist()])}"
+    return Check(
+        name="text is not degenerate",
+        holds=len(odd) <= _SHARE * len(read),
+        found=found,
+        remedy="leave documents out that repeat themselves (OLMo 2: 32 repeats of 1 to 13 tokens)",
+        is_warning=len(odd) <= _MANY * len(read),
+    )
+
+
+def _entropy(tokens: Tokens) -> float:
+    counts = np.unique(tokens, return_counts=True)[1]
+    share = counts / counts.sum()
+    return float(-(share * np.log(share)).sum())
+
+
+def _longest_repeat(tokens: Tokens) -> int:
+    """How often a piece of 1 to 13 tokens comes right after itself, at most."""
+    most = 1
+    for size in range(1, min(_LONGEST, len(tokens) // 2) + 1):
+        same = tokens[size:] == tokens[:-size]
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], same, [0]])))
+        if len(edges):
+            most = max(most, 1 + int((edges[1::2] - edges[::2]).max()) // size)
+    return most
+
+
+def _duplicates(dataset: Dataset, read: Sequence[_Read]) -> Check:
+    seen: dict[bytes, int] = {}
+    twice = []
+    for one in read:
+        key = one.tokens.tobytes()
+        if seen.setdefault(key, one.index) != one.index:
+            twice.append(one.index)
+    found = f"{len(twice)} of {len(read)} windows are there twice"
+    return Check(
+        name="training windows differ",
+        holds=len(twice) <= _SHARE * len(read),
+        found=found + (f": {_named(dataset, twice)}" if twice else ""),
+        remedy="remove duplicate documents",
+        is_warning=len(twice) <= _MANY * len(read),
+    )
+
+
+def _contamination(corpus: Corpus) -> Check:
+    """Pieces of held-out text that stand in what is trained on, at any place."""
+    name = "held-out text is not trained on"
+    if not len(corpus.held_out):
+        return not_tried(name, "nothing is held out")
+    held, _ = _samples(corpus.held_out_from, corpus.held_out[:2000], time.monotonic() + _SECONDS)
+    if not held:
+        return not_tried(name, "held-out samples hold no token ids")
+    chunk = min(_CHUNK, len(held[0].tokens) - 1)
+    pieces = [_rich_pieces(one.tokens, chunk) for one in held]
+    known = np.unique(np.concatenate(pieces))
+    if not len(known):
+        return not_tried(name, f"its pieces of {chunk} tokens have fewer than {_DISTINCT} kinds")
+    found: list[Words] = []
+    until = time.monotonic() + _SECONDS
+    num_read = 0
+    for index in corpus.training.tolist():
+        read, _ = _samples(corpus.dataset, np.array([index]), until)
+        num_read += 1
+        for one in read:
+            told = _numbers(one.tokens, chunk)
+            found.append(told[np.isin(told, known)])
+        if time.monotonic() > until:
+            break
+    seen = np.unique(np.concatenate(found)) if found else known[:0]
+    places = [
+        one.index for one, told in zip(held, pieces, strict=True) if np.isin(told, seen).any()
+    ]
+    share = len(seen) / len(known)
+    words = f"{100 * share:.2g} % of {len(known)} pieces of {chunk} tokens stand in {num_read} of "
+    words += f"{len(corpus.training)} training windows"
+    return Check(
+        name=name,
+        holds=share <= _SHARE,
+        found=words + (f": {_named(corpus.held_out_from, places)}" if places else ""),
+        remedy="hold out whole documents of another origin (data.val_path), and remove duplicates "
+        "before the split",
+        is_warning=share < (_MANY if chunk == _CHUNK else 0.5),
+    )
+
+
+def _rich_pieces(tokens: Tokens, size: int) -> Words:
+    """The numbers of a window's neighbouring pieces, of those with enough different tokens."""
+    numbers = _numbers(tokens, size)[::size]
+    if not len(numbers):
+        return numbers
+    rows = np.sort(tokens[: len(numbers) * size].reshape(-1, size), axis=1)
+    kinds = 1 + (rows[:, 1:] != rows[:, :-1]).sum(axis=1)
+    rich: Words = numbers[kinds >= min(_DISTINCT, size // 2)]
+    return rich
+
+
+def _numbers(tokens: Tokens, size: int) -> Words:
+    """A number for each piece of ``size`` tokens, uint64, by where it begins.
+
+    A polynomial modulo 2**64: equal pieces have equal numbers, others hardly ever.
+    """
+    if len(tokens) < size or size < 2:
+        return np.zeros(0, dtype=np.uint64)
+    powers = _powers(len(tokens) + 1)
+    with np.errstate(over="ignore"):
+        weighted = (tokens.astype(np.uint64) + np.uint64(1)) * powers[: len(tokens)]
+        sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(weighted, dtype=np.uint64)])
+        # Each times the base to the power that is missing, so that the place has no part in it.
+        numbers: Words = (sums[size:] - sums[:-size]) * powers[len(tokens) - size :: -1]
+    return numbers
+
+
+_POWERS: dict[int, Words] = {}
+
+
+def _powers(number: int) -> Words:
+    if number not in _POWERS:
+        with np.errstate(over="ignore"):
+            made = np.full(number, _BASE, dtype=np.uint64)
+            made[0] = 1
+            _POWERS[number] = np.cumprod(made, dtype=np.uint64)
+    return _POWERS[number]

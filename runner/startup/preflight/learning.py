@@ -1,0 +1,217 @@
+"""Whether the model learns: its first loss, gradients and updates, one batch by heart, the rate."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from runner.model.loss import NOT_COUNTED
+from runner.model.objective import LABELS
+from runner.startup.model_check import Check
+from runner.startup.preflight.subject import (
+    Fractions,
+    Inputs,
+    Subject,
+    Trainer,
+    mean_loss,
+    named,
+    not_tried,
+    objective,
+)
+
+_FIRST_NATS, _FIRST_SHARE = 0.5, 0.05  # of ln V
+_WRONG_NATS, _WRONG_SHARE = 2.0, 0.4
+_STEPS_TO_TRAIN = 4  # a low-rank pair has one gradient of zero at first
+_BY_HEART = 0.1  # nats
+_ROWS, _LENGTH = 4, 32
+_MOST_STEPS, _MOST_SECONDS = 300, 12.0
+_LOW = 5000  # times below the turn; fine-tuning takes low ones
+_FIRST_RATE, _GROWTH, _RANGE_STEPS, _RANGE_SECONDS = 1e-6, 1.13, 110, 12.0
+_TABLES = ("pos", "rotary", "inv_freq", "freqs")  # of positions; seldom trained
+
+
+def first_loss(subject: Subject) -> Check:
+    """Of the untrained model, against a uniform guess."""
+    name = "first loss against ln V"
+    if subject.vocab_size < 2:
+        return not_tried(name, "the data has no number of token ids")
+    uniform = math.log(subject.vocab_size)
+    model = objective(subject.network).eval()
+    with torch.no_grad():
+        losses = [
+            float(mean_loss(model, subject.inputs(_ROWS, None, number)))
+            for number in range(len(subject.batches))
+        ]
+    loss = sum(losses) / len(losses)
+    apart = loss - uniform
+    is_near = abs(apart) <= max(_FIRST_NATS, _FIRST_SHARE * uniform)
+    is_wrong = not math.isfinite(loss) or apart > max(_WRONG_NATS, _WRONG_SHARE * uniform)
+    below = "trained before, or it sees its labels, or the loss is divided twice"
+    above = "initial weights too large (of a tied embedding, often), or a loss that is a sum"
+    return Check(
+        name=name,
+        holds=is_near,
+        found=f"{loss:.4g} nats a token; a uniform guess among {subject.vocab_size} has "
+        f"{uniform:.4g}",
+        remedy=above if apart > 0 else below,
+        is_warning=not is_near and not is_wrong,
+    )
+
+
+def trained(subject: Subject) -> Iterator[Check]:
+    """Which parameters are trained, get a gradient, and change."""
+    network = subject.copy()
+    parameters = dict(network.named_parameters())
+    yield _frozen(subject, Fractions.of(parameters))
+    before = {name: p.detach().clone() for name, p in parameters.items() if p.requires_grad}
+    seen: set[str] = set()
+    trainer = Trainer(subject, network, with_dropout=True)
+    for number in range(_STEPS_TO_TRAIN):
+        trainer.step(subject.inputs(_ROWS, None, number), max(subject.rate, 1e-4))
+        seen |= {n for n in before if _has_gradient(parameters[n])}
+    still = sorted(set(before) - seen)
+    yield Check(
+        name="each trained parameter gets a gradient",
+        holds=not still,
+        found=f"no gradient reaches {named(still)}" if still else f"all {len(before)} tensors do",
+        remedy="use it in forward (no detach, no no_grad, no .data on the way), or freeze it: "
+        "compute.frozen=[REGEX]",
+    )
+    same = sorted(n for n in before if n in seen and torch.equal(before[n], parameters[n]))
+    yield Check(
+        name="each trained parameter changes",
+        holds=not same,
+        found=f"{named(same)} did not, in {_STEPS_TO_TRAIN} updates"
+        if same
+        else f"all did, in {_STEPS_TO_TRAIN} updates",
+        remedy="something writes it back, or its values are too large for updates of this rate",
+    )
+
+
+def _has_gradient(parameter: torch.nn.Parameter) -> bool:
+    return parameter.grad is not None and bool((parameter.grad != 0).any())
+
+
+def _frozen(subject: Subject, shares: Fractions) -> Check:
+    name = "what is frozen is meant to be"
+    total = shares.trained + shares.frozen
+    few = shares.is_adapter
+    others = [n for n in shares.names if not any(word in n.lower() for word in _TABLES)]
+    holds = subject.frozen_by_settings or not others or few
+    how = "by the settings" if subject.frozen_by_settings else "by the model itself"
+    found = "every parameter is trained"
+    if shares.names:
+        share = 100 * shares.frozen / total
+        found = f"{named(shares.names)}: {share:.2g} % of the elements are frozen, {how}"
+    return Check(
+        name=name,
+        holds=holds,
+        found=found,
+        remedy="requires_grad is off for them: say so with compute.frozen=[REGEX], or train them",
+    )
+
+
+def by_heart(subject: Subject) -> Check:
+    """A few short sequences are learned by heart, at the rate that a few tries show best."""
+    name = "one batch is learned by heart"
+    inputs = subject.inputs(_ROWS, _LENGTH)
+    if LABELS in inputs and not bool((inputs[LABELS] != NOT_COUNTED).any()):
+        inputs = subject.inputs(_ROWS)
+    began = time.monotonic()
+    tries = []
+    for rate in (3e-3, 1e-2, 1e-3, 3e-2):
+        tries.append((*_memorised(subject, inputs, rate, began), rate))
+        if tries[-1][0] < _aim(tries[-1][1]) or time.monotonic() - began > _MOST_SECONDS:
+            break
+    best, start, steps, rate = min(tries)
+    holds: bool | None = best < _aim(start)
+    if not holds and steps < 100:
+        holds = None  # a large model on a small machine
+    shares = Fractions.of(dict(subject.network.named_parameters()))
+    if not holds and shares.is_adapter:
+        holds = best < 0.98 * start  # adapters cannot hold much
+    return Check(
+        name=name,
+        holds=holds,
+        found=f"the loss of {_shape(inputs)} went from {start:.4g} to {best:.3g} in {steps} "
+        f"updates at a rate of {rate:g}",
+        remedy="what is wired wrongly cannot be learned: labels, masks, detached or frozen parts, "
+        "an output that is not the sum of what was computed",
+    )
+
+
+def _aim(start: float) -> float:
+    return _BY_HEART if start > 1 else 0.2 * start
+
+
+def _shape(inputs: Inputs) -> str:
+    return " x ".join(str(size) for size in next(iter(inputs.values())).shape[:2])
+
+
+def _memorised(
+    subject: Subject, inputs: Inputs, rate: float, began: float
+) -> tuple[float, float, int]:
+    """The lowest loss, the first one, and how many updates that took."""
+    adamw = replace(subject.optimizer, kind="adamw", make=None, rules=())
+    trainer = Trainer(subject, subject.copy(), with_dropout=False, settings=adamw)
+    start = best = trainer.step(inputs, rate)
+    steps = 1
+    for steps in range(2, _MOST_STEPS + 1):
+        loss = trainer.step(inputs, rate * min(1.0, steps / 10))
+        if not math.isfinite(loss):
+            break
+        best = min(best, loss)
+        if best < _aim(start) or time.monotonic() - began > _MOST_SECONDS:
+            break
+    return best, start, steps
+
+
+def rate_range(subject: Subject) -> Check:
+    """The rate grows from step to step on a copy; where does the loss turn."""
+    name = "the rate is in range"
+    trainer = Trainer(subject, subject.copy(), with_dropout=True)
+    began = time.monotonic()
+    rates, losses = [], []
+    rate = _FIRST_RATE
+    for number in range(_RANGE_STEPS):
+        losses.append(trainer.step(subject.inputs(8, None, number), rate))
+        rates.append(rate)
+        rate *= _GROWTH
+        if not math.isfinite(losses[-1]) or losses[-1] > 3 * losses[0]:
+            break
+        if time.monotonic() - began > _RANGE_SECONDS:
+            return not_tried(name, f"{number + 1} steps took {_RANGE_SECONDS:.0f} s")
+    turn = _turn(rates, losses)
+    told = "with a rising rate the loss turns at {:.2g}; a tenth of that is a good start"
+    if turn is None:
+        turn = 2 * rates[-1]
+        told = "the loss did not turn at rates up to {:.2g}"
+    is_high, is_low = subject.rate > turn / 2, subject.rate < turn / _LOW
+    words = f"optim.lr={subject.rate:g} is " + ("too high" if is_high else "very low")
+    return Check(
+        name=name,
+        holds=not (is_high or is_low),
+        found=told.format(min(turn, rates[-1])) + (f"; {words}" if is_high or is_low else ""),
+        remedy=f"try optim.lr={turn / 10:.1g}",
+        is_warning=turn / (10 * _LOW) < subject.rate < 2 * turn,
+    )
+
+
+def _turn(rates: list[float], losses: list[float]) -> float | None:
+    """The rate at which the smoothed loss is lowest, where it rises clearly after that."""
+    smooth: list[float] = []
+    for loss in losses:
+        if not math.isfinite(loss):
+            break
+        smooth.append(loss if not smooth else 0.7 * smooth[-1] + 0.3 * loss)
+    if len(smooth) < 10:
+        return None
+    best = min(range(len(smooth)), key=smooth.__getitem__)
+    rose = len(smooth) < len(losses) or max(smooth[best:]) > smooth[best] + max(
+        0.02 * abs(smooth[best]), 0.2 * (smooth[0] - smooth[best])
+    )
+    return rates[best] if rose else None

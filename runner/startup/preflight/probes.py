@@ -1,0 +1,269 @@
+"""What the model looks at: exact answers from pairs of forward passes that differ in one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from runner.model.decoder import Decoder
+from runner.model.objective import INPUT, LABELS, SEGMENTS, accepted_by, has_own_losses
+from runner.startup.model_check import Check
+from runner.startup.preflight.subject import Inputs, Subject, answers, not_tried
+
+_ROWS, _LENGTH = 2, 128
+_ROUNDING = 1e-4  # of what a change does where it may: sums in another order, FFTs
+_ORDER = 1e-5  # of what another token does: a change of order may do little at the start
+
+
+def future(subject: Subject) -> Check:
+    """A changed token changes nothing before it."""
+    name = "no look at later tokens"
+    inputs = _inputs(subject)
+    leaked, at, seen = 0.0, 0, 0.0
+    for place in _places(inputs, last=True):
+        changed = _changed(subject, inputs, place)
+        before = max(
+            _apart(subject, inputs, changed, 0, place),
+            _apart(subject, inputs, changed, 0, place, in_training=True),
+        )
+        after = _apart(subject, inputs, changed, place, inputs[INPUT].shape[1])
+        seen = max(seen, after)
+        if before > leaked:
+            leaked, at = before, place
+    holds = leaked <= _ROUNDING * seen
+    words = "another token changes nothing before it"
+    if leaked:
+        words = f"another token at position {at} changes what is said before it by {leaked:.2g}"
+    return Check(
+        name=name,
+        holds=holds,
+        found=f"{words} ({seen:.2g} from there on)",
+        remedy="the model sees what it is to predict: look at the attention mask, at convolutions "
+        "without causal padding, at norms or means over the sequence, at labels among the inputs",
+    )
+
+
+def context(subject: Subject) -> Check:
+    """A changed token changes something after it, and at its own place."""
+    inputs = _inputs(subject)
+    length = inputs[INPUT].shape[1]
+    own, later, far = 0.0, 0.0, 0
+    for place in _places(inputs):
+        changed = _changed(subject, inputs, place)
+        own = max(own, _apart(subject, inputs, changed, place, place + 1))
+        for distance in (1, 2, 4, 8, 16, 32, 64):
+            if place + distance >= length:
+                break
+            moved = _apart(subject, inputs, changed, place + distance, length)
+            if moved > _ROUNDING * own:
+                far = max(far, distance)
+            later = max(later, moved)
+    return Check(
+        name="earlier tokens matter",
+        holds=later > _ROUNDING * own,
+        found=f"another token changes what is said after it by {later:.2g}, at least {far} "
+        "positions on"
+        if later > _ROUNDING * own
+        else f"another token changes nothing after it ({later:.2g}; {own:.2g} at its own place)",
+        remedy="each position is on its own: is attention masked to the diagonal or zeroed, does "
+        "the mask have the right sense, is a projection's output dropped",
+    )
+
+
+def own_token(subject: Subject) -> Check:
+    """What is said at a position, and so the loss of its label, depends on its own token."""
+    inputs = _inputs(subject)
+    own = 0.0
+    later = 0.0
+    for place in _places(inputs, last=True):
+        changed = _changed(subject, inputs, place)
+        own = max(own, _apart(subject, inputs, changed, place, place + 1))
+        if place + 1 < inputs[INPUT].shape[1]:
+            later = max(later, _apart(subject, inputs, changed, place + 1, place + 2))
+    return Check(
+        name="the label of a position is predicted from its token",
+        holds=own > 0 and own > 1e-3 * later,
+        found=f"another token changes what is said at its own place by {own:.2g}"
+        if own > 0
+        else "a token has no part in what is said at its own place",
+        remedy="labels[b, t] is what follows input_ids[b, t] already: no shift in the model; or "
+        "the input never reaches the output",
+    )
+
+
+def order(subject: Subject) -> Check:
+    """Two tokens that change places change what the first layer that mixes them says after them.
+
+    Of the whole model it would say little: even without positions a causal layer tells the next
+    one how many tokens came before (as in arXiv 2305.19466).
+    """
+    name = "the order of tokens matters"
+    inputs = _inputs(subject)
+    length = inputs[INPUT].shape[1]
+    moved = usual = 0.0
+    where = ""
+    for place in _places(inputs):
+        swapped = _swapped(inputs, place)
+        if swapped is None or place + 2 >= length:
+            continue
+        changed = _changed(subject, inputs, place)
+        told = _first_mixing(subject, [inputs, changed, swapped], place + 2)
+        where = told[0] or where
+        usual, moved = max(usual, told[1]), max(moved, told[2])
+    if usual == 0:
+        return not_tried(name, "no token matters after its place")
+    return Check(
+        name=name,
+        holds=moved > _ORDER * usual,
+        found=f"two tokens that change places change what {where or 'the model'} says after them "
+        f"by {moved:.2g} (another token: {usual:.2g})",
+        remedy="positions are missing: are position embeddings added, are rotary ones applied to "
+        "queries and keys, does the position number rise along the sequence",
+    )
+
+
+def _first_mixing(subject: Subject, runs: list[Inputs], begin: int) -> tuple[str, float, float]:
+    """Of the first module that lets an earlier token matter: its name, and the two differences.
+
+    Args:
+        runs: plain, with one token changed, with two in each other's place.
+        begin: the first position to look at, behind them.
+    """
+    noted = [_noted(subject, inputs) for inputs in runs]
+    for (name, plain), (_, changed), (_, swapped) in zip(*noted, strict=False):
+        if not plain.shape == changed.shape == swapped.shape:
+            continue
+        scale = float(plain.abs().max())
+        usual = float((plain - changed)[:, begin:].abs().max())
+        if usual > 1e-6 * scale:
+            return name, usual, float((plain - swapped)[:, begin:].abs().max())
+    length = runs[0][INPUT].shape[1]
+    usual, moved = (_apart(subject, runs[0], other, begin, length) for other in runs[1:])
+    return "", usual, moved
+
+
+@torch.no_grad()
+def _noted(subject: Subject, inputs: Inputs) -> list[tuple[str, Tensor]]:
+    """What each module gives [B, T, ...], in the order in which they are done."""
+    network = subject.copy().double().eval()
+    length = inputs[INPUT].shape[1]
+    found: list[tuple[str, Tensor]] = []
+
+    def hook(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, given: object, output: object) -> None:
+            first = output[0] if isinstance(output, tuple | list) and output else output
+            if isinstance(first, Tensor) and first.dim() >= 3 and first.shape[1] == length:
+                found.append((name, first.detach().double()))
+
+        return note
+
+    for name, module in network.named_modules():
+        if name:
+            module.register_forward_hook(hook(name))
+    answers(network, inputs, 0, length)
+    return found
+
+
+def documents(subject: Subject) -> Check:
+    """A changed token of one document changes nothing in the next."""
+    name = "documents do not see each other"
+    if not subject.isolates_documents:
+        return not_tried(name, "data.isolate_documents and data.pack are off")
+    takes = isinstance(subject.network, Decoder) or "segments" in accepted_by(
+        subject.network.forward
+    )
+    if not takes and not has_own_losses(subject.network):
+        return not_tried(name, "forward takes no segments")
+    inputs = _inputs(subject)
+    length = inputs[INPUT].shape[1]
+    middle = length // 2
+    segments = torch.zeros_like(inputs[INPUT], dtype=torch.int32)
+    segments[:, middle:] = 1
+    inputs[SEGMENTS] = segments
+    changed = _changed(subject, inputs, middle // 2)
+    across = _apart(subject, inputs, changed, middle, length)
+    within = _apart(subject, inputs, changed, middle // 2, middle)
+    return Check(
+        name=name,
+        holds=across <= _ROUNDING * within,
+        found=f"another token in one document changes {across:.2g} in the next ({within:.2g} in "
+        "its own)",
+        remedy="the mask must be causal and within one number of segments; a state that is carried "
+        "along must be reset where the number changes",
+    )
+
+
+def labels_count(subject: Subject) -> Check:
+    """A model's own loss takes the labels that it is given."""
+    name = "the loss takes the labels"
+    network = subject.network
+    if not has_own_losses(network):
+        return Check(name=name, holds=True, found="the runner computes it, from logits and labels")
+    inputs = _inputs(subject)
+    other = inputs[LABELS].clone()
+    counted = other != -100
+    other[counted] = (other[counted] + 1) % max(subject.vocab_size, 2)
+    length = inputs[INPUT].shape[1]
+    moved = _apart(subject, inputs, {**inputs, LABELS: other}, 0, length)
+    return Check(
+        name=name,
+        holds=moved > 0,
+        found=f"other labels change the loss by {moved:.2g}",
+        remedy='losses(batch) must use batch["labels"], which are shifted already, not input_ids',
+    )
+
+
+def _inputs(subject: Subject) -> Inputs:
+    return subject.inputs(_ROWS, _LENGTH)
+
+
+def _places(inputs: Inputs, last: bool = False) -> list[int]:
+    """Positions to change: early, in the middle, late; also the very last one."""
+    length = inputs[INPUT].shape[1]
+    found = {1, length // 3, length // 2, max(length - 4, 1)}
+    found |= {length - 1, length - 2} if last else set()
+    return sorted(place for place in found if 0 < place < length)
+
+
+def _changed(subject: Subject, inputs: Inputs, place: int) -> Inputs:
+    """With another token at the place."""
+    tokens = inputs[INPUT].clone()
+    most = int(tokens.max()) + 1 if subject.vocab_size < 2 else subject.vocab_size
+    tokens[:, place] = (tokens[:, place] + max(1, most // 2)) % most
+    return {**inputs, INPUT: tokens}
+
+
+def _swapped(inputs: Inputs, place: int) -> Inputs | None:
+    """The token and the next one in each other's place; None where they are the same."""
+    tokens = inputs[INPUT].clone()
+    tokens[:, [place, place + 1]] = tokens[:, [place + 1, place]]
+    return {**inputs, INPUT: tokens} if not torch.equal(tokens, inputs[INPUT]) else None
+
+
+@torch.no_grad()
+def _apart(
+    subject: Subject,
+    one: Inputs,
+    other: Inputs,
+    begin: int,
+    end: int,
+    *,
+    in_training: bool = False,
+) -> float:
+    """The largest difference of what is said at positions ``[begin, end)``; NaN counts as one.
+
+    ``in_training``: as in training, with the same dropout.
+    """
+    network = subject.copy().train() if in_training else subject.network.eval()
+    if begin >= end:
+        return 0.0
+    found: list[Tensor] = []
+    for inputs in (one, other):
+        torch.manual_seed(0)
+        found.append(answers(network, inputs, begin, end).double())
+    difference = (found[0] - found[1]).abs()
+    return (
+        float(torch.nan_to_num(difference, nan=float("inf")).max()) if difference.numel() else 0.0
+    )

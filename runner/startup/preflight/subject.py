@@ -1,0 +1,245 @@
+"""The model and a few batches, as plain modules and tensors on one device: what trials work on."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
+from runner.engine.protocol import Batch
+from runner.model.blueprint import Blueprint
+from runner.model.decoder import Decoder
+from runner.model.objective import (
+    INPUT,
+    LABELS,
+    SEGMENTS,
+    DecoderObjective,
+    GuestObjective,
+    accepted_by,
+    has_own_losses,
+)
+from runner.startup.model_check import Check
+
+_SEED = 1
+_FEW_TRAINED = 0.05  # of the elements
+_ADAPTERS = ("lora", "adapter", "prompt", "prefix", "ia3", "dora")
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is tried.
+
+    Args:
+        blueprint: of the network; copies of it are made and changed, itself never.
+        batches: a few micro-batches of the run's own data, on ``device``.
+        vocab_size: of the data, 0 where samples hold no tokens.
+        rate: the run's peak rate; ``clip`` its largest gradient norm, 0 for none.
+        frozen_by_settings: whether the settings name parameters not to train.
+        is_bf16: whether the run is to compute in BF16.
+    """
+
+    blueprint: Blueprint
+    batches: Sequence[Batch]
+    device: torch.device
+    seed: int
+    vocab_size: int
+    optimizer: OptimizerSettings
+    rate: float
+    clip: float
+    frozen_by_settings: bool
+    is_bf16: bool
+    isolates_documents: bool
+
+    @cached_property
+    def network(self) -> nn.Module:
+        """With the run's initial weights; not to be changed."""
+        torch.manual_seed(self.seed)
+        network = self.blueprint.made().to(self.device)
+        self.blueprint.finish(network, self.device)
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                fresh = self.blueprint.initial(
+                    self.seed, name, tuple(parameter.shape), 0, parameter.numel()
+                )
+                parameter.copy_(fresh.view(parameter.shape))
+        return network.float()
+
+    def copy(self) -> nn.Module:
+        """The network once more, with memory of its own."""
+        return copy.deepcopy(self.network)
+
+    @property
+    def has_tokens(self) -> bool:
+        inputs = self.batches[0].inputs()
+        return INPUT in inputs and LABELS in inputs and inputs[INPUT].dim() == 2
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.network.parameters())
+
+    def inputs(self, rows: int, length: int | None = None, number: int = 0) -> Inputs:
+        """The first rows of a batch, of tokens the first ``length`` columns."""
+        found = {}
+        for name, tensor in self.batches[number % len(self.batches)].inputs().items():
+            cut = tensor[:rows]
+            is_text = length is not None and self.has_tokens and tensor.dim() == 2
+            found[name] = (cut[:, :length] if is_text else cut).clone()
+        return found
+
+
+def objective(
+    network: nn.Module, *, dtype: torch.dtype | None = None, fp32: bool = True
+) -> nn.Module:
+    """The network under the run's loss, without the z-loss."""
+    if isinstance(network, Decoder):
+        return DecoderObjective(network, fp32=fp32, z_loss=0.0)
+    return GuestObjective(network, fp32=fp32, dtype=dtype)
+
+
+def mean_loss(model: nn.Module, inputs: Inputs) -> Tensor:
+    """Of what counts, a scalar to call backward on; dropout draws the same each time."""
+    torch.manual_seed(_SEED)
+    _, training, counts = model(inputs)
+    loss: Tensor = training.sum() / counts.sum().clamp(min=1)
+    return loss
+
+
+def answers(network: nn.Module, inputs: Inputs, begin: int, end: int) -> Tensor:
+    """What the model says at positions ``[begin, end)``: logits [B, n, V], or the loss there [B].
+
+    The loss is taken of a model that gives nothing else; then no other label counts.
+    """
+    if isinstance(network, Decoder):
+        logits: Tensor = network(inputs[INPUT], inputs.get(SEGMENTS))
+        return logits[:, begin:end]
+    if has_own_losses(network):
+        labels = torch.full_like(inputs[LABELS], -100)
+        labels[:, begin:end] = inputs[LABELS][:, begin:end]
+        sums, _, _ = GuestObjective(network, fp32=True, dtype=None)({**inputs, LABELS: labels})
+        own: Tensor = sums
+        return own
+    taken = accepted_by(network.forward) - {INPUT, LABELS}
+    told = network(inputs[INPUT], **{n: t for n, t in inputs.items() if n in taken})
+    given: Tensor = getattr(told, "logits", told)
+    return given[:, begin:end]
+
+
+class Trainer:
+    """A copy of the network and the run's optimizer, a step at a time.
+
+    Args:
+        network: changed by it.
+        with_dropout: compute as in training; else without dropout.
+        settings: of another optimizer than the run's.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        network: nn.Module,
+        *,
+        with_dropout: bool,
+        settings: OptimizerSettings | None = None,
+    ) -> None:
+        self._model = objective(network)
+        self._model.train(with_dropout)
+        self._clip = subject.clip
+        trained = {n: p for n, p in network.named_parameters() if p.requires_grad}
+        self._trained = list(trained.values())
+        self._never = torch.zeros((), device=subject.device)
+        self._once = torch.ones((), device=subject.device)
+        self._optimizer = ShardOptimizer(
+            trained,
+            {name: parameter.dim() for name, parameter in trained.items()},
+            settings or subject.optimizer,
+            subject.device,
+            lambda _, rows: (rows, 0),
+        )
+
+    def step(self, inputs: Inputs, rate: float) -> float:
+        """One update; gives the loss before it, NaN where it or a gradient is not finite."""
+        for parameter in self._trained:
+            parameter.grad = None
+        loss = mean_loss(self._model, inputs)
+        if not bool(torch.isfinite(loss)):
+            return float("nan")
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self._clip or float("inf"))
+        if not bool(torch.isfinite(norm)):
+            return float("nan")
+        self._optimizer.step(skip=self._never, grad_scale=self._once, learning_rate=rate)
+        return float(loss.detach())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A name, what is tried, and whether samples without tokens can be tried."""
+
+    name: str
+    try_it: Callable[[Subject], Check | Iterator[Check]]
+    needs_tokens: bool = False
+
+
+def tried(trials: Sequence[Trial], subject: Subject, seconds: float) -> Iterator[Check]:
+    """Each trial's checks; one that fails by itself, or for which no time is left, says so."""
+    until = time.monotonic() + seconds
+    for trial in trials:
+        if trial.needs_tokens and not subject.has_tokens:
+            yield not_tried(trial.name, "the samples hold no token ids with labels")
+            continue
+        if time.monotonic() > until:
+            yield not_tried(trial.name, f"the {seconds:.0f} s were over before it")
+            continue
+        try:
+            told = trial.try_it(subject)
+            found = [told] if isinstance(told, Check) else list(told)
+        except Exception as error:  # of somebody else's forward, in a place it has never been
+            words = " ".join(str(error).split())[:200]
+            found = [not_tried(trial.name, f"{type(error).__name__}: {words}")]
+        yield from found
+
+
+def not_tried(name: str, why: str) -> Check:
+    """With the reason."""
+    return Check(name=name, holds=None, found=f"not tried: {why}")
+
+
+def named(names: Sequence[str], most: int = 3) -> str:
+    """A few of them, for a sentence."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+@dataclass(slots=True, kw_only=True)
+class Fractions:
+    """Parameters of a network by whether they are trained: numbers of elements."""
+
+    trained: int = 0
+    frozen: int = 0
+    names: list[str] = field(default_factory=list)
+    trained_names: list[str] = field(default_factory=list)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether so little is trained, or under such names, that the rest is frozen on purpose."""
+        few = self.trained < _FEW_TRAINED * (self.trained + self.frozen)
+        return few or any(word in n.lower() for n in self.trained_names for word in _ADAPTERS)
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, nn.Parameter]) -> Fractions:
+        found = cls()
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                found.trained += parameter.numel()
+                found.trained_names.append(name)
+            else:
+                found.frozen += parameter.numel()
+                found.names.append(name)
+        return found
