@@ -24,7 +24,13 @@ from runner.checkpoint.digest import Summing, digest_of_sums, is_whole, state_di
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import ShardReader, verify_files
 from runner.command.arguments import Parser
-from runner.command.export_layout import PARAM, Layout, LayoutOf, plain_layout
+from runner.command.export_layout import (
+    Layout,
+    LayoutOf,
+    exported_name,
+    has_average,
+    plain_layout,
+)
 from runner.config.compose import from_yaml
 from runner.observe.bar import Bar
 from runner.policy.retention.records import State
@@ -270,6 +276,8 @@ def export(entry: Entry, folder: Path, layout_of: LayoutOf = plain_layout) -> tu
         verify_files(entry, sorted(entry.manifest.files), finite=True, moved=bar.add)
     told = {"step": str(entry.record.step), "state": entry.record.state.value}
     told["digest"] = _digest(entry)
+    if has_average(entry):
+        told["weights"] = "average (optim.ema)"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(entry, folder, layout, told)
@@ -302,7 +310,7 @@ def _write(entry: Entry, folder: Path, layout: Layout, told: Mapping[str, str]) 
     with Bar("exporting", num_bytes) as bar, ShardReader(entry) as reader:
 
         def read(name: str) -> torch.Tensor:
-            return _whole(entry, f"{PARAM}{name}", reader)
+            return _whole(entry, exported_name(entry, name), reader)
 
         for number, group in enumerate(groups, start=1):
             file = _file_name(layout.stem, number, len(groups))

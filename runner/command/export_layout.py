@@ -14,6 +14,7 @@ from runner.checkpoint.disk.directory import Entry
 # A parameter's whole value in FP32, by the name it has in the checkpoint.
 Read = Callable[[str], torch.Tensor]
 PARAM = "param/"
+AVERAGE = "ema/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,19 @@ def shapes_in(entry: Entry) -> dict[str, tuple[int, ...]]:
         for name, shape in sorted(entry.manifest.shapes.items())
         if name.startswith(PARAM)
     }
+
+
+def has_average(entry: Entry) -> bool:
+    """Whether an average of the weights was kept (``optim.ema``), and has begun."""
+    is_there = any(name.startswith(AVERAGE) for name in entry.manifest.shapes)
+    return is_there and any(entry.manifest.update_counts.values())
+
+
+def exported_name(entry: Entry, name: str) -> str:
+    """The tensor that is exported for a parameter: its average where there is one."""
+    average = f"{AVERAGE}{name}"
+    is_averaged = has_average(entry) and average in entry.manifest.shapes
+    return average if is_averaged else f"{PARAM}{name}"
 
 
 def as_it_is(name: str, shape: tuple[int, ...]) -> Output:

@@ -406,6 +406,13 @@ class OptimConfig:
     eps: float = key(1e-8, "AdamW's epsilon", trajectory=True, gt=0)
     weight_decay: float = key(0.1, "on parameters of two or more dims", trajectory=True, ge=0)
     momentum: float = key(0.95, "sgd and muon: decay of the momentum", trajectory=True, ge=0, lt=1)
+    ema: float | None = key(
+        None,
+        "keep an average of the weights with this decay, for evaluation and export; null: none",
+        trajectory=True,
+        gt=0,
+        lt=1,
+    )
     groups: Any = key(
         [],
         "[{match: REGEX, rate: 0.1, weight_decay: 0}, ...]: parameters in whose name match is "

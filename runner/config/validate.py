@@ -126,12 +126,17 @@ def _optimizer(config: RunConfig) -> list[str]:
         if not _is_parameter_rule(group)
     ]
     own = f"_target_={optim._target_}" if optim._target_ else f"kind={optim.kind.value}"
-    if is_zero(config.parallel.kind) and (own != "kind=adamw" or optim.groups):
-        own = own if own != "kind=adamw" else "groups"
-        problems.append(
-            f"optim.{own}: parallel={config.parallel.kind.value} trains with AdamW and one group; "
-            "use parallel=fsdp, which shards as zero3 does"
-        )
+    others = [
+        *([own] if own != "kind=adamw" else []),
+        *(["groups"] if optim.groups else []),
+        *([f"ema={optim.ema}"] if optim.ema is not None else []),
+    ]
+    if is_zero(config.parallel.kind):
+        problems += [
+            f"optim.{other}: parallel={config.parallel.kind.value} trains with AdamW, one group "
+            "and no average; use parallel=fsdp, which shards as zero3 does"
+            for other in others
+        ]
     return problems
 
 

@@ -199,7 +199,20 @@ class FsdpEngine:
         return None
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
-        return self._forward.evaluate(batches)
+        with self._optimizer.averaged() as other:
+            if not other:
+                return self._forward.evaluate(batches)
+            # What FSDP2 has gathered of the weights is theirs, and the averages' afterwards.
+            self._reshard()
+            try:
+                return self._forward.evaluate(batches)
+            finally:
+                self._reshard()
+
+    def _reshard(self) -> None:
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def shards(self) -> list[Shard]:
         return [self._shard(name, local) for name, local in self._tensors().items()]

@@ -8,7 +8,8 @@ step of any other this rank reads the gate.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,12 +20,13 @@ from torch.optim import Optimizer
 
 from runner.engine.adamw import AdamWSettings, set_gate
 from runner.engine.found_state import found_kinds, prime
-from runner.engine.lion import Lion
+from runner.engine.lion import Lion, opened
 from runner.engine.muon import Muon, Whole, is_hidden_matrix
 
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], Optimizer]
 _COUNT = "step"  # torch's name of the number of updates
+AVERAGE = "ema"  # the kind of the weights' average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class OptimizerSettings:
         adamw: AdamW's numbers; Lion takes betas and decay of it, SGD and Muon the decay.
         momentum: of SGD and Muon.
         rules: a parameter takes the first that fits its name.
+        ema: decay of an average of the weights; None: none is kept.
         make: for ``other``: makes it from torch's parameter groups.
         name: for ``other``: as the user named it.
     """
@@ -57,6 +60,7 @@ class OptimizerSettings:
     adamw: AdamWSettings
     momentum: float = 0.0
     rules: Sequence[ParameterRule] = ()
+    ema: float | None = None
     make: Make | None = None
     name: str = ""
 
@@ -66,6 +70,10 @@ class OptimizerSettings:
         Raises:
             ConfigError: ``other`` keeps something else, too.
         """
+        average = (AVERAGE,) if self.ema is not None else ()
+        return (*self._of_optimizer(name, num_dims), *average)
+
+    def _of_optimizer(self, name: str, num_dims: int) -> tuple[str, ...]:
         if self.make is not None:
             return found_kinds(self.make, num_dims, self.name)
         if self.kind == "sgd":
@@ -111,6 +119,7 @@ class ShardOptimizer:
         self._device = device
         # Of those that do not count by themselves.
         self._updates = torch.zeros((), device=device)
+        self._averages = {n: torch.zeros_like(s) for n, s in shards.items() if settings.ema}
         self._of: dict[str, Optimizer] = {}
         is_muon = settings.kind == "muon"
         matrices = [n for n in shards if is_muon and is_hidden_matrix(n, num_dims[n])]
@@ -141,7 +150,31 @@ class ShardOptimizer:
             elif not skip.item():
                 _divide(optimizer, grad_scale)
                 optimizer.step()
+        self._follow(skip)
         self._updates += 1.0 - skip
+
+    def _follow(self, skip: Tensor) -> None:
+        """Move the averages; the first update's weights are where they begin."""
+        if self._settings.ema is None:
+            return
+        is_first = self._updates == 0
+        for name, average in self._averages.items():
+            shard = self._shards[name]
+            moved = torch.where(is_first, shard, average.lerp(shard, 1 - self._settings.ema))
+            average.copy_(opened(moved, average, skip))
+
+    @contextmanager
+    def averaged(self) -> Iterator[bool]:
+        """The shards hold their averages meanwhile, where there are any. Waits once."""
+        there = bool(self._averages) and bool(self._updates.item())
+        kept = {name: shard.clone() for name, shard in self._shards.items()} if there else {}
+        try:
+            for name in kept:
+                self._shards[name].copy_(self._averages[name])
+            yield there
+        finally:
+            for name, values in kept.items():
+                self._shards[name].copy_(values)
 
     def tensors(self) -> dict[str, Tensor]:
         """State by "kind/name"."""
@@ -149,7 +182,8 @@ class ShardOptimizer:
             f"{kind}/{name}": self._state(name)[kind]
             for name, kinds in self._kinds.items()
             for kind in kinds
-        }
+            if kind != AVERAGE
+        } | {f"{AVERAGE}/{name}": average for name, average in self._averages.items()}
 
     def update_counts(self) -> dict[str, int]:
         """Applied updates by name. Waits once."""
@@ -211,7 +245,7 @@ class ShardOptimizer:
             return
         for name, shard in self._shards.items():
             state = self._state(name)
-            for kind in self._kinds[name]:
+            for kind in set(self._kinds[name]) - {AVERAGE}:
                 state[kind] = torch.zeros_like(shard)
             if "exp_avg_sq" in state:
                 state[_COUNT] = torch.zeros((), dtype=torch.float32, device=shard.device)

@@ -103,6 +103,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
             adamw=adamw_settings(config),
             momentum=optim.momentum,
             rules=rules,
+            ema=optim.ema,
         )
     find_target(_TARGET, target)
     arguments, offered = optim.arguments or {}, {"lr": optim.lr}
@@ -116,7 +117,12 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         return made
 
     return OptimizerSettings(
-        kind="other", adamw=adamw_settings(config), rules=rules, make=make, name=target
+        kind="other",
+        adamw=adamw_settings(config),
+        rules=rules,
+        ema=optim.ema,
+        make=make,
+        name=target,
     )
 
 

@@ -75,6 +75,7 @@ FIXED: dict[str, Any] = {
     "optim.kind": "adamw",
     "optim.momentum": 0.95,
     "optim.groups": [],
+    "optim.ema": None,
     "schedule._target_": None,
     "schedule.arguments": None,
     "schedule.kind": "cosine",

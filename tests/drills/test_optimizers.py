@@ -5,15 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
 
+from runner.command.export import export_command
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.drills.test_guests import POISON, SHORT, assert_follows
-from tests.run import Result, finish, metrics_step, skip_override, start, train
+from tests.run import EVALUATED, Result, finish, metrics_step, skip_override, start, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 FULL = pytest.mark.full
 OPTIMIZERS = {
-    "muon": ("optim=muon", "optim.groups=[{match: norm, rate: 0.5, weight_decay: 0.01}]"),
+    "muon": (
+        "optim=muon",
+        "optim.ema=0.9",
+        "optim.groups=[{match: norm, rate: 0.5, weight_decay: 0.01}]",
+    ),
     "lion": ("optim=lion",),
     "sgd": ("optim=sgd",),
     # Gated by the host, and a rate of one's own.
@@ -60,6 +67,32 @@ def test_killed_is_as_not_killed_and_ranks_may_change(tmp_path: Path, name: str)
         run = finish(elastic, *told(name), f"steps={steps}", ranks=ranks)
     assert_every_sample_once(run)
     assert_follows(run, whole)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("ddp", marks=FULL)])
+def test_an_average_is_evaluated_and_exported_and_leaves_no_trace(
+    tmp_path: Path, engine: str
+) -> None:
+    told = [*SHORT, *EVALUATED, f"parallel={engine}"]
+    plain = finish(tmp_path / "plain", *told)
+    averaged = finish(tmp_path / "averaged", *told, "optim.ema=0.9")
+    for mine, theirs in zip(averaged.metrics(), plain.metrics(), strict=True):
+        assert (mine["loss"], mine["grad_norm"]) == (theirs["loss"], theirs["grad_norm"]), mine
+    evaluated = [
+        [line["eval_loss"] for line in run.metrics() if line.get("eval_loss") is not None]
+        for run in (averaged, plain)
+    ]
+    assert len(evaluated[0]) == len(evaluated[1]) > 3
+    assert all(mine != theirs for mine, theirs in zip(*evaluated, strict=True))
+    weights = {}
+    for run in (averaged, plain):
+        assert export_command([str(run.out), str(run.out / "weights")]) == 0
+        weights[run.out.name] = load_file(run.out / "weights" / "model.safetensors")
+    (newest,) = (tmp_path / "averaged" / "weights").glob("*.safetensors")
+    with safe_open(newest, framework="pt") as file:
+        assert file.metadata()["weights"] == "average (optim.ema)"
+    for name, tensor in weights["averaged"].items():
+        assert not tensor.equal(weights["plain"][name]), name
 
 
 @pytest.mark.parametrize(

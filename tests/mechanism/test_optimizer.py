@@ -144,6 +144,29 @@ def test_muon_is_torchs_for_matrices_of_layers_and_adamw_for_the_rest() -> None:
     }
 
 
+def test_the_average_follows_applied_steps_alone_and_can_stand_in() -> None:
+    shards, optimizer = made(settings("adamw", ema=0.75))
+    with optimizer.averaged() as is_there:
+        assert not is_there, "it has not begun"
+    expected: dict[str, Tensor] = {}
+    for seed in range(20):
+        give(shards, seed)
+        step(optimizer, skip=seed % 5 == 3)
+        if seed % 5 == 3:
+            continue
+        for name, shard in shards.items():
+            before = expected.get(name, shard)
+            expected[name] = before + (shard - before) * 0.25
+    weights = {name: shard.clone() for name, shard in shards.items()}
+    with optimizer.averaged() as is_there:
+        assert is_there
+        for name, shard in shards.items():
+            torch.testing.assert_close(shard, expected[name])
+            assert torch.equal(shard, optimizer.tensors()[f"ema/{name}"])
+    for name, shard in shards.items():
+        assert torch.equal(shard, weights[name]), name
+
+
 @pytest.mark.parametrize("shape", [(8, 8), (4, 16), (16, 4)])
 def test_singular_values_come_to_lie_near_one(shape: tuple[int, int]) -> None:
     torch.manual_seed(1)
