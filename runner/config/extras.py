@@ -28,6 +28,10 @@ def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"parallel={kind}", "zero"
     if config.track.tensorboard:
         yield "track=tensorboard", "tensorboard"
+    if config.track.wandb:
+        yield "track=wandb", "wandb"
+    if config.track.mlflow:
+        yield "track=mlflow", "mlflow"
     if config.data.kind.value == "text" and config.data.tokenizer is not None:
         yield f"data.tokenizer={config.data.tokenizer}", "text"
     if is_hf(config.model):

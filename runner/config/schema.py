@@ -689,12 +689,26 @@ class PreemptConfig:
 
 @dataclass(slots=True, kw_only=True)
 class TrackConfig:
-    """Where numbers go besides metrics.jsonl."""
+    """Where numbers go besides metrics.jsonl.
 
+    With ``_target_`` every key of this group that is not in the table is an argument of that code.
+    """
+
+    _target_: str | None = key(
+        None,
+        "a tracker of your own, such as pkg.Tracker: called with the other keys (see "
+        "docs/trackers.md); null: none",
+    )
+    arguments: Any = key(None, "_target_: its arguments; the same as keys of their own")
     log: LogKind = key(
         LogKind.text, "what is said: text for a person; json: an object a line, for a log pipeline"
     )
     tensorboard: bool = key(False, "write TensorBoard scalars to out/tensorboard")
+    wandb: bool = key(False, "log to Weights & Biases; WANDB_MODE=offline writes to out/wandb")
+    mlflow: bool = key(
+        False, "log to MLflow at MLFLOW_TRACKING_URI; without one to files in out/mlruns"
+    )
+    project: str = key("holdfast", "wandb, mlflow: the project, or experiment, that the run is in")
     unwritten_seconds: float = key(
         300.0,
         "how long lines that metrics.jsonl or journal.jsonl cannot take (the disk is full) are "

@@ -19,8 +19,8 @@ _CONFIG_BYTES = 4 << 20
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _ID_BYTES = 4096
 _NOT_FOR_OTHERS = 0o022
-# Mappings of any keys: one of these may be taken away.
-_ARGUMENT = re.compile(r"([a-z]+\.arguments|model\.lora|model\.rope_scaling)\.")
+# Mappings of any keys, which decide the trajectory: one of these may be taken away.
+_ARGUMENT = re.compile(r"((?!track\.)[a-z]+\.arguments|model\.lora|model\.rope_scaling)\.")
 # Of runs from before these keys.
 _LATER = {"compute.deterministic": False, "model.kind": "decoder", "model.init": "weights"}
 # Another value makes other tensors, so that no checkpoint of the run can be loaded.
@@ -61,6 +61,10 @@ class RunDir:
     def incident(self, number: int) -> Path:
         """Where the ranks of an incarnation say what went wrong."""
         return self.incidents / f"{number:06d}"
+
+    def attempts(self, tracker: str) -> Path:
+        """Up to which number the attempted steps are counted for a tracker."""
+        return self.debug / f"attempts-{tracker}.json"
 
     def fatal(self, number: int, rank: int) -> Path:
         """Where a rank's last words go when a signal ends it; removed at an orderly end."""

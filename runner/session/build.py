@@ -67,7 +67,7 @@ from runner.train.guard import Guard
 from runner.train.loop import Loop
 from runner.train.periodic import Periodic
 from runner.train.recovery import Recovery
-from runner.train.report import Outputs, Reporter
+from runner.train.report import Outputs, Reporter, Tracker
 from runner.train.source_columns import SourceColumns
 from runner.train.state import TrainState
 from runner.train.step import Stepper, StepRules
@@ -337,9 +337,14 @@ def _reporter(
             length=resumed.metrics_bytes,
             check=check,
         ),
-        trackers=(
-            parts.trackers(config, group.run_dir, resumed, lease.fence) if group.is_first else []
-        ),
+        trackers=[
+            *(
+                parts.trackers(config, group.run_dir, resumed, lease.fence)
+                if group.is_first
+                else ()
+            ),
+            *opened.written.trackers,
+        ],
         console=group.console,
         lost=lambda: _losses(pages, opened.written.alerts) if group.is_first else (),
         journal=journal.add,
@@ -354,6 +359,14 @@ def _reporter(
         past=past,
         began=journal.began,
     )
+
+
+def _trackers(opened: Opened, resumed: Resumed) -> list[Tracker]:
+    group, lease = opened.group, opened.lease
+    if not group.is_first:
+        return []
+    files = parts.trackers(lease.config, group.run_dir, resumed, lease.fence)
+    return [*files, *opened.written.trackers]
 
 
 def _losses(*others: PageWriter | CommandAlerts | None) -> list[output.Loss]:

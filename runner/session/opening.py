@@ -6,7 +6,7 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,14 @@ from runner.health.preemption import who_asked
 from runner.model.blueprint import Blueprint
 from runner.observe.alert import CommandAlerts
 from runner.observe.journal import Journal
+from runner.observe.run_tracker import BackgroundRunTracker
 from runner.policy.decision.history import Incident
 from runner.run_dir.lease import Fence
 from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.optim import state_shapes
 from runner.session.pretrained import keep_small_files, kept_files
+from runner.session.trackers import run_trackers
 from runner.startup.micro_size import settle_micro_size
 from runner.startup.precision import settle_precision, settle_rope
 from runner.startup.restore import RemoteRun, Restored, Restorer, open_remote, with_highest
@@ -98,6 +100,7 @@ class RunJournal:
     journal: Journal
     group: RankGroup
     alerts: CommandAlerts | None = None
+    trackers: Sequence[BackgroundRunTracker] = ()
 
     def report(self, incident: Incident) -> None:
         """Write it down and say it."""
@@ -208,10 +211,14 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
     found = inventory.found
     command = lease.config.track.command
     alerts = CommandAlerts(command, group.run_dir.out) if command and group.is_first else None
-    journal = group.ranks.all_or_none(
-        "opening the journal", lambda: _journal(lease, found, group, alerts)
+    trackers = group.ranks.all_or_none(
+        "opening the trackers", lambda: run_trackers(lease, group) if group.is_first else []
     )
-    written = RunJournal(journal=journal, group=group, alerts=alerts)
+    listeners = [*([alerts.tell] if alerts else []), *(one.tell for one in trackers)]
+    journal = group.ranks.all_or_none(
+        "opening the journal", lambda: _journal(lease, found, group, listeners)
+    )
+    written = RunJournal(journal=journal, group=group, alerts=alerts, trackers=trackers)
     _report_all(found.changes, written)
     if group.is_first:
         # After they are journalled, or a crash would hide them.
@@ -329,18 +336,26 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
 
 
 def _journal(
-    lease: Lease, found: RunInventory, group: RankGroup, alerts: CommandAlerts | None
+    lease: Lease,
+    found: RunInventory,
+    group: RankGroup,
+    listeners: Sequence[Callable[[Mapping[str, Any]], None]],
 ) -> Journal:
     file = None
     if group.is_first:
         lease.fence.check()
         file = LineFile(group.run_dir.journal, length=found.journal_bytes, check=lease.fence.check)
     told = [(start, stop) for start, stop in lease.config.data.skip]
+
+    def tell(line: Mapping[str, Any]) -> None:
+        for listener in listeners:
+            listener(line)
+
     return Journal(
         found.journal,
         told_to_skip=told,
         file=file,
-        tell=alerts.tell if alerts is not None else lambda line: None,
+        tell=tell,
     )
 
 

@@ -102,7 +102,7 @@ def close(run: Run, end: End) -> int:
     digest = collect_digest(run.engine, group.ranks, is_late) if end.in_time else None
     if group.is_first:
         lease.fence.check()
-        sum_up(
+        summary = sum_up(
             end,
             digest=digest,
             state=run.state,
@@ -116,6 +116,10 @@ def close(run: Run, end: End) -> int:
             run_dir=group.run_dir,
             console=group.console,
         )
+        for tracker in run.opened.written.trackers:
+            tracker.finish(summary.to_json(), in_time=end.in_time)
+            if tracker.loss is not None:
+                group.console.say(f"warning: {tracker.loss.outlet}: {tracker.loss.reason}")
     if run.opened.written.alerts is not None:
         run.opened.written.alerts.close()
     if run.pages is not None:

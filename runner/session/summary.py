@@ -79,7 +79,7 @@ def sum_up(
     size: RunSize,
     run_dir: RunDir,
     console: Console,
-) -> None:
+) -> Summary:
     """Write the summary and show it; on rank 0 only.
 
     Args:
@@ -116,6 +116,7 @@ def sum_up(
     except OSError as error:  # the run has come to its end, and its code says how
         console.say(f"warning: no summary was written: {error}")
     console.table(f"{end.status}: {end.reason}", _rows(summary, wall, run_dir))
+    return summary
 
 
 def _rows(summary: Summary, wall_seconds: float, run_dir: RunDir) -> list[tuple[str, str]]:

@@ -13,6 +13,8 @@ DISTRIBUTION: Final = "holdfast-train"
 PACKAGES: Final = {
     "zero": "deepspeed",
     "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
     "text": "tokenizers",
     "plot": "matplotlib",
     "remote": "s3fs",

@@ -63,6 +63,21 @@ def call_target(
     Raises:
         ConfigError: the arguments do not fit, or the call fails.
     """
+    call = bound_target(key, target, arguments, offered)
+    try:
+        return call()
+    except Exception as error:
+        raise ConfigError(f"{key}={target}: fails with {type(error).__name__}: {error}") from error
+
+
+def bound_target(
+    key: str, target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any]
+) -> Callable[[], Any]:
+    """:func:`call_target`, to be called later; what it raises then is its own.
+
+    Raises:
+        ConfigError: there is no such target, or the arguments do not fit.
+    """
     function = find_target(key, target)
     parameters = _parameters(function)
     passed = {name: value for name, value in offered.items() if name in parameters}
@@ -75,10 +90,7 @@ def call_target(
             f"{key}={target}: {error}; it takes ({', '.join(parameters)}), given "
             f"{', '.join(passed) or 'nothing'}"
         ) from None
-    try:
-        return function(**passed)
-    except Exception as error:
-        raise ConfigError(f"{key}={target}: fails with {type(error).__name__}: {error}") from error
+    return lambda: function(**passed)
 
 
 def parameters_of(key: str, target: str) -> Mapping[str, inspect.Parameter]:

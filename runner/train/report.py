@@ -13,7 +13,6 @@ from runner.observe.console import Console, Progress
 from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics, MetricsLine
 from runner.observe.throughput import Pace, Throughput
-from runner.observe.tracker import BackgroundTracker
 from runner.policy.decision.history import History, Incident
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
@@ -29,6 +28,15 @@ class Records(Protocol):
     def records(self) -> Sequence[Record]: ...
 
 
+class Tracker(Protocol):
+    """Takes each step's line, and never waits; ``loss`` is what went wrong first."""
+
+    @property
+    def loss(self) -> Loss | None: ...
+    def write(self, line: MetricsLine) -> None: ...
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
     """Where numbers and sentences go.
@@ -40,7 +48,7 @@ class Outputs:
     """
 
     metrics: Metrics
-    trackers: Sequence[BackgroundTracker]
+    trackers: Sequence[Tracker]
     console: Console
     lost: Callable[[], Iterable[Loss]] = tuple
     journal: Callable[[Incident], None] = lambda _: None

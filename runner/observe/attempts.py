@@ -1,0 +1,68 @@
+"""The axis of trackers: a number for each attempted step, which never goes back.
+
+Not after a rollback, and not after a crash, where the steps since the checkpoint are done again:
+trackers drop what comes with a number that they have had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from runner.system.files import read_bounded, write_json
+from runner.system.parsing import parse_json
+
+_AHEAD = 100  # numbers that are put aside at a time: a crash leaves a gap of at most so many
+_MOST_BYTES = 4096
+
+
+class Attempts:
+    """Counts up, over all starts of a run.
+
+    Args:
+        path: keeps what is put aside.
+        check: raises when this process may not write any more.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        self._path = path
+        self._check = check
+        self.newest = self._aside = _read(path)
+
+    newest: int
+    """The number given last; 0 before the first."""
+
+    def next(self) -> int:
+        """The number of the next attempt, from 1.
+
+        Raises:
+            OSError: it cannot be put aside.
+        """
+        if self.newest >= self._aside:
+            self._keep(self.newest + _AHEAD)
+        self.newest += 1
+        return self.newest
+
+    def close(self) -> None:
+        """Leave no gap.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._keep(self.newest)
+
+    def _keep(self, number: int) -> None:
+        self._check()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._path, {"newest": number})
+        self._aside = number
+
+
+def _read(path: Path) -> int:
+    try:
+        told: Any = parse_json(read_bounded(path, _MOST_BYTES))
+        number = told["newest"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
+    return number if type(number) is int and number >= 0 else 0

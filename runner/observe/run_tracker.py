@@ -1,0 +1,133 @@
+"""Trackers of whole runs: numbers, marks, configuration and summary, sent from a thread.
+
+Weights & Biases, MLflow, or an object of the user's own. Nothing waits for one: it is made, told
+and closed in a thread of its own, and one that fails or hangs is done without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from runner.observe.attempts import Attempts
+from runner.observe.metrics import MetricsLine
+from runner.system.output import Loss, Outlet
+
+_MOST_WAITING = 10_000  # steps and incidents
+_CLOSE_SECONDS, _CLOSE_SECONDS_LATE = 10.0, 1.0
+
+
+class RunTracker(Protocol):
+    """What a tracker is told. ``attempt`` counts attempted steps, and never goes back."""
+
+    def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
+        """Of one attempted step, by name; finite."""
+        ...
+
+    def incident(self, attempt: int, line: Mapping[str, Any]) -> None:
+        """One line of ``journal.jsonl``."""
+        ...
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        """What ``summary.json`` holds."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What a tracker is told of the run when it is made.
+
+    Attributes:
+        run_id: the run's random name, the same at each start.
+        config: the settings as flat keys and plain values, without secrets.
+        digest: of the settings.
+        out: the run's directory.
+    """
+
+    run_id: str
+    config: Mapping[str, Any]
+    digest: str
+    out: Path
+
+
+def numbers_of(line: MetricsLine) -> dict[str, float]:
+    """What is drawn of one attempted step; what is not finite is left out."""
+    found = {
+        "step": float(line.step),
+        "train/loss": line.loss,
+        "train/grad_norm": line.grad_norm,
+        "train/lr": line.lr,
+        "train/tokens_per_second": line.tokens_per_second,
+        "eval/loss": line.eval_loss,
+        "guard/discarded": float(line.action != "apply"),
+        **{f"sources/{name}": value for name, value in line.columns.items()},
+    }
+    return {k: float(v) for k, v in found.items() if v is not None and math.isfinite(v)}
+
+
+_Item = tuple[str, Any]
+
+
+class BackgroundRunTracker:
+    """Tells a :class:`RunTracker` from a thread.
+
+    Args:
+        name: for a person.
+        make: makes the tracker, in the thread.
+        attempts: numbers the steps.
+    """
+
+    def __init__(self, name: str, make: Callable[[], RunTracker], attempts: Attempts) -> None:
+        self._make = make
+        self._attempts = attempts
+        self._tracker: RunTracker | None = None
+        self._has_failed = False
+        self._outlet: Outlet[_Item] = Outlet(name, self._deliver, most=_MOST_WAITING)
+
+    @property
+    def loss(self) -> Loss | None:
+        """See :attr:`runner.system.output.Outlet.loss`."""
+        return self._outlet.loss
+
+    def write(self, line: MetricsLine) -> None:
+        """Take the numbers of one attempted step."""
+        self._outlet.put(("numbers", numbers_of(line)))
+
+    def tell(self, line: Mapping[str, Any]) -> None:
+        """Take one journal line."""
+        self._outlet.put(("incident", dict(line)))
+
+    def close(self) -> None:
+        """Nothing: the summary comes after all else, see :meth:`finish`."""
+
+    def finish(self, summary: Mapping[str, Any], *, in_time: bool) -> None:
+        """Take the summary. What is not told within some seconds is lost."""
+        self._outlet.put(("summary", dict(summary)))
+        self._outlet.put(("close", None))
+        may_wait = in_time and self.loss is None
+        self._outlet.drain(_CLOSE_SECONDS if may_wait else _CLOSE_SECONDS_LATE)
+
+    def _deliver(self, item: _Item) -> None:
+        if self._has_failed:
+            return
+        kind, told = item
+        try:
+            if self._tracker is None:
+                self._tracker = self._make()
+            if kind == "numbers":
+                self._tracker.numbers(self._attempts.next(), told)
+            elif kind == "incident":
+                self._tracker.incident(self._attempts.newest, told)
+            elif kind == "summary":
+                self._tracker.summary(told)
+            else:
+                self._attempts.close()
+                self._tracker.close()
+        except Exception:
+            self._has_failed = True
+            raise

@@ -1,0 +1,66 @@
+"""The trackers of a run, as its settings name them; on the first rank only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from runner.config.compose import flat
+from runner.config.schema import TrackConfig
+from runner.observe.attempts import Attempts
+from runner.observe.run_tracker import BackgroundRunTracker, RunFacts, RunTracker
+from runner.session.group import RankGroup
+from runner.system.guest import bound_target
+from runner.system.redact import redacted
+
+if TYPE_CHECKING:
+    from runner.session.opening import Lease
+
+
+def run_trackers(lease: Lease, group: RankGroup) -> list[BackgroundRunTracker]:
+    """Each is made in a thread of its own, where it may wait for its server.
+
+    Raises:
+        ConfigError: there is no ``track._target_`` of this name, or it takes other arguments.
+    """
+    wanted = lease.config.track
+    if not (wanted.wandb or wanted.mlflow or wanted._target_):
+        return []
+    facts = RunFacts(
+        run_id=group.run_dir.identity(),
+        config=redacted(flat(lease.config)),
+        digest=lease.config_digest,
+        out=group.run_dir.out,
+    )
+    return [
+        BackgroundRunTracker(name, make, Attempts(group.run_dir.attempts(name), lease.fence.check))
+        for name, make in _makers(wanted, facts)
+    ]
+
+
+def _makers(wanted: TrackConfig, facts: RunFacts) -> Iterator[tuple[str, Callable[[], RunTracker]]]:
+    if wanted.wandb:
+
+        def make_wandb() -> RunTracker:
+            from runner.observe.wandb_tracker import WandbTracker
+
+            return WandbTracker(facts, wanted.project)
+
+        yield "wandb", make_wandb
+    if wanted.mlflow:
+
+        def make_mlflow() -> RunTracker:
+            from runner.observe.mlflow_tracker import MlflowTracker
+
+            return MlflowTracker(facts, wanted.project)
+
+        yield "mlflow", make_mlflow
+    if wanted._target_ is not None:
+        offered = {
+            "run_id": facts.run_id,
+            "config": dict(facts.config),
+            "digest": facts.digest,
+            "out": facts.out,
+        }
+        made = bound_target("track._target_", wanted._target_, wanted.arguments or {}, offered)
+        yield wanted._target_.rpartition(".")[2], made

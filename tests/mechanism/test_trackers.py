@@ -1,0 +1,211 @@
+"""Trackers: nothing after a rollback is dropped, and one that is dead is done without."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.observe.attempts import Attempts
+from runner.observe.metrics import MetricsLine
+from runner.observe.run_tracker import BackgroundRunTracker, RunFacts, RunTracker
+from tests.run import train
+from tests.tracking import Recorder
+
+SUMMARY = {"status": "done", "final_loss": 0.5, "skipped": [[3, 5]], "eval_loss": None}
+
+
+def line(step: int, loss: float = 1.0, action: str = "apply") -> MetricsLine:
+    return MetricsLine(
+        step=step, cursor=step + 1, samples=(step, step + 1), loss=loss, grad_norm=2.0, lr=0.1,
+        tokens=8, tokens_per_second=8.0, seconds=1.0, data_wait_seconds=0.0, verdict="clean",
+        action=action,
+    )  # fmt: skip
+
+
+def incident(kind: str, step: int, seq: int) -> dict[str, Any]:
+    return {"seq": seq, "kind": kind, "step": step, "reason": "loss nan", "decision": "go back"}
+
+
+def facts(out: Path) -> RunFacts:
+    return RunFacts(run_id="ab" * 16, config={"optim.lr": 0.1, "steps": 9}, digest="d1", out=out)
+
+
+def told(tracker: BackgroundRunTracker, first: int, last: int) -> None:
+    """Some steps, a discard, a rollback to the first of them, and the same steps again."""
+    for step in range(first, last):
+        tracker.write(line(step))
+    tracker.write(line(last, loss=float("nan"), action="discard"))
+    tracker.tell(incident("discard", last, 1))
+    tracker.tell(incident("rollback", last, 2))
+    for step in range(first, last + 1):
+        tracker.write(line(step))
+
+
+def background(make: Callable[[], RunTracker], out: Path) -> BackgroundRunTracker:
+    return BackgroundRunTracker("it", make, Attempts(out / "attempts.json"))
+
+
+def test_attempts_never_go_back(tmp_path: Path) -> None:
+    path = tmp_path / "debug" / "attempts.json"
+    first = Attempts(path)
+    assert [first.next() for _ in range(250)] == list(range(1, 251))
+    crashed = Attempts(path)  # nobody closed the first
+    assert 250 < crashed.next() <= 351
+    crashed.close()
+    assert Attempts(path).next() == crashed.newest + 1
+    path.write_text("{")
+    assert Attempts(path).next() == 1
+
+
+def test_numbers_marks_and_the_summary_come_in_order(tmp_path: Path) -> None:
+    made = tmp_path / "told"
+    tracker = background(lambda: Recorder(str(made), "r", "d", {"steps": 3}), tmp_path)
+    told(tracker, 1, 4)
+    tracker.finish(SUMMARY, in_time=True)
+    lines = [json.loads(text) for text in made.read_text().splitlines()]
+    numbers = [what for kind, what in lines if kind == "numbers"]
+    assert [one["attempt"] for one in numbers] == list(range(1, 9))
+    assert [one["step"] for one in numbers] == [1, 2, 3, 4, 1, 2, 3, 4]
+    assert "train/loss" not in numbers[3] and numbers[3]["guard/discarded"] == 1
+    assert [what["attempt"] for kind, what in lines if kind == "incident"] == [4, 4]
+    assert [kind for kind, _ in lines[-2:]] == ["summary", "closed"]
+    assert tracker.loss is None
+
+
+def test_one_that_hangs_delays_nothing(tmp_path: Path) -> None:
+    from tests.tracking import hanging
+
+    tracker = background(hanging, tmp_path)
+    began = time.monotonic()
+    for step in range(20_000):  # more than may wait
+        tracker.write(line(step))
+    assert tracker.loss is not None and "too much is waiting" in tracker.loss.reason
+    tracker.finish(SUMMARY, in_time=True)
+    assert time.monotonic() - began < 60  # of a thread that never comes back
+
+
+def test_one_that_fails_is_done_without(tmp_path: Path) -> None:
+    def make() -> RunTracker:
+        raise ConnectionError("no server")
+
+    tracker = background(make, tmp_path)
+    told(tracker, 1, 4)
+    tracker.finish(SUMMARY, in_time=True)
+    assert tracker.loss is not None and tracker.loss.reason == "ConnectionError: no server"
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    from runner.observe.wandb_tracker import WandbTracker
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for first in (1, 3):  # the second is a restart
+        tracker = background(lambda: WandbTracker(facts(tmp_path), "p"), tmp_path)
+        told(tracker, first, 5)
+        tracker.finish(SUMMARY, in_time=True)
+        assert tracker.loss is None
+    history = list(offline_rows(tmp_path))
+    attempts = [item["attempt"] for item in history if "train/lr" in item]
+    assert attempts == list(range(1, 17))
+    steps = [item["step"] for item in history if "step" in item]
+    assert steps == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5]
+
+
+def offline_rows(out: Path) -> Iterator[dict[str, Any]]:
+    """What wandb has put down for a later sync: the items of each row of the history."""
+    from wandb.proto import wandb_internal_pb2
+
+    for path in sorted(out.glob("wandb/offline-run-*/*.wandb")):
+        for data in records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                yield {one.key or one.nested_key[0]: json.loads(one.value_json) for one in items}
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """Of a log as LevelDB has them, behind wandb's head of seven bytes: blocks of 32 KiB."""
+    at, begun = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        begun += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield begun
+            begun = b""
+
+
+def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
+    from mlflow import MlflowClient
+
+    from runner.observe.mlflow_tracker import MlflowTracker
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # put back afterwards
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for first in (1, 3):
+        tracker = background(lambda: MlflowTracker(facts(tmp_path), "p"), tmp_path)
+        told(tracker, first, 5)
+        tracker.finish(SUMMARY, in_time=True)
+        assert tracker.loss is None, tracker.loss
+    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("p")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED" and run.data.params["optim.lr"] == "0.1"
+    assert run.data.tags["digest"] == "d1" and "go back" in run.data.tags["incident.000002"]
+    assert run.data.tags["summary.skipped"] == "[[3, 5]]"
+    history = client.get_metric_history(run.info.run_id, "train/lr")
+    assert [metric.step for metric in history] == list(range(1, 17))
+    [mark, _] = client.get_metric_history(run.info.run_id, "incident/rollback")
+    assert mark.step == 5
+
+
+OPTIONS = ("steps=30", "faults=[poison@samples=64-110,kill@step=24,rank=0]")
+
+
+def test_a_run_tells_a_tracker_of_its_own_all(tmp_path: Path) -> None:
+    """Poisoned, gone back, killed and started again: attempts only rise, and nothing is missing."""
+    made, out = tmp_path / "told", tmp_path / "run"
+    target = ("track._target_=tests.tracking.Recorder", f"track.path={made}")
+    first = train(out, *OPTIONS, *target, ranks=0)
+    assert first.code != 0
+    result = train(out, *OPTIONS, *target, ranks=0)
+    assert result.code == 0, result.tail
+    lines = [json.loads(text) for text in made.read_text().splitlines()]
+    begun = [what for kind, what in lines if kind == "made"]
+    assert len(begun) == 2 and begun[0] == begun[1] and begun[0]["steps"] == 30
+    numbers = [what for kind, what in lines if kind == "numbers"]
+    attempts = [one["attempt"] for one in numbers]
+    assert attempts == sorted(set(attempts)) and len(attempts) > 30
+    assert [what["kind"] for kind, what in lines if kind == "incident"].count("rollback") == 1
+    [(_, summary)] = [one for one in lines if one[0] == "summary"]
+    assert summary == result.summary
+    assert set(range(1, 31)) <= {int(one["step"]) for one in numbers}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["Broken", "hanging"])
+def test_a_dead_tracker_is_one_line(tmp_path: Path, name: str) -> None:
+    arguments = (f"track.path={tmp_path / 'told'}",) if name == "Broken" else ()
+    target = (f"track._target_=tests.tracking.{name}", *arguments)
+    # Long enough that a hanging one is noticed.
+    result = train(tmp_path / "run", "steps=30", *target, "faults=[slow@step=10,seconds=6]")
+    assert result.code == 0, result.tail
+    [lost] = result.journal("output_lost")
+    assert lost["detail"]["output"] == name
+    assert result.digest == train(tmp_path / "bare", "steps=30").digest
+
+
+def test_a_target_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    result = train(tmp_path / "run", "track._target_=tests.tracking.Recorder", ranks=0)
+    assert result.code == 2 and "track._target_" in result.text and "path" in result.text

@@ -1,0 +1,46 @@
+"""Trackers of a user's own, for tests: one that writes all down, and ones that do not work."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Recorder:
+    """Everything it is told, a JSON line each."""
+
+    def __init__(self, path: str, run_id: str, digest: str, config: Mapping[str, Any]) -> None:
+        self._path = Path(path)
+        self._add("made", {"run_id": run_id, "digest": digest, "steps": config["steps"]})
+
+    def _add(self, kind: str, told: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps([kind, told]) + "\n")
+
+    def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
+        self._add("numbers", {"attempt": attempt, **numbers})
+
+    def incident(self, attempt: int, line: Mapping[str, Any]) -> None:
+        self._add("incident", {"attempt": attempt, **line})
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        self._add("summary", dict(summary))
+
+    def close(self) -> None:
+        self._add("closed", None)
+
+
+class Broken(Recorder):
+    """Its server is gone."""
+
+    def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
+        raise ConnectionError("no server")
+
+
+def hanging() -> Recorder:
+    """Its server does not answer."""
+    threading.Event().wait()
+    raise AssertionError
