@@ -25,6 +25,7 @@ _NOT_HERE = {
     "remote": "copy the clean checkpoints of out/ring yourself",
     "memory_mirror": "snapshots stay on their own node",
     "sync": "the numbers of a step are read before it is applied",
+    "remedy": "a step of your loop cannot be computed again from here",
     "cooldown": "the learning rate is your schedule's",
     "cooldown_steps": "the learning rate is your schedule's",
 }

@@ -23,10 +23,15 @@ class Cause(Enum):
 
 
 class Remedy(Enum):
-    """What the loop is to do: compute the step again, leave samples out of it, or its ladder."""
+    """What the loop is to do.
+
+    Compute the step again; skip samples and compute it again; end this start of the run, so that
+    the next one leaves a node out; or what its ladder says.
+    """
 
     redo = "redo"
     skip = "skip"
+    leave = "leave"
     ladder = "ladder"
 
 

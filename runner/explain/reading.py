@@ -18,6 +18,8 @@ _NATS_ABOVE = 0.5
 _NORMS_ABOVE = 4.0
 # Two results that differ by no more than this many floors are the same (issue 17, trap 1).
 _FLOORS = 20.0
+# What closed the gate was no smaller; a device may well repeat its bits three times, and not once.
+_LEAST = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,8 @@ def noise_floor(readings: Sequence[Reading]) -> float:
 def differing_ranks(one: Reading, others: Sequence[Reading], floor: float) -> set[int]:
     """Ranks whose own numbers in ``one`` differ from those in all ``others`` by more than noise.
 
+    ``floor``: see :func:`noise_floor`.
+
     The square of the reduced gradient is no rank's own.
     """
     found = set()
@@ -166,7 +170,7 @@ def differing_ranks(one: Reading, others: Sequence[Reading], floor: float) -> se
                 twin = other.rows[position]
                 pairs += [(row.loss, twin.loss), (row.norm, twin.norm)]
             is_flag = share.nonfinite is not other.shares[rank].nonfinite
-            return is_flag or any(apart(a, b) > _FLOORS * floor for a, b in pairs)
+            return is_flag or any(apart(a, b) > _tolerance(floor) for a, b in pairs)
 
         if all(differs(other) for other in others):
             found.add(rank)
@@ -175,7 +179,11 @@ def differing_ranks(one: Reading, others: Sequence[Reading], floor: float) -> se
 
 def is_beyond(one: Reading, other: Reading, floor: float) -> bool:
     """Whether two computations of the same samples differ by more than noise."""
-    return _largest(one, other) > _FLOORS * floor
+    return _largest(one, other) > _tolerance(floor)
+
+
+def _tolerance(floor: float) -> float:
+    return max(_FLOORS * floor, _LEAST)
 
 
 def apart(one: float, other: float) -> float:

@@ -93,6 +93,8 @@ class Replay:
         seen.note("first", first)
         found = self._found(case, seen)
         hosts = self._bench.hosts(self._host)
+        if found.cause is Cause.sticky and len(set(hosts)) > 1:
+            found = replace(found, remedy=Remedy.leave)
         return replace(
             found,
             hosts=tuple(dict.fromkeys(hosts[rank] for rank in found.ranks)),

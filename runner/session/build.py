@@ -634,6 +634,7 @@ def _explaining(
         evidence=Evidence(
             names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
             bundles=_bundles(opened) if group.is_first else None,
+            incarnation=opened.lease.fence.number,
         ),
     )
 

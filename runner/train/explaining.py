@@ -22,6 +22,8 @@ from runner.observe.journal import Journal
 from runner.policy.decision.history import MIX, Incident, cause_of
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
+from runner.policy.restart import HARDWARE
+from runner.system.error import RankError
 from runner.train.guard import Guard
 from runner.train.report import Reporter
 from runner.train.state import TrainState
@@ -60,10 +62,12 @@ class Evidence:
     Args:
         names: what the data set calls the samples at these positions of a plan.
         bundles: takes all numbers; on the first rank only.
+        incarnation: which start of the run this is.
     """
 
     names: Callable[[BatchPlan, Sequence[int]], tuple[str, ...]]
     bundles: Bundles | None = None
+    incarnation: int = 1
 
 
 class ExplainingGuard:
@@ -103,6 +107,9 @@ class ExplainingGuard:
         """As :meth:`runner.train.guard.Guard.handle`, which is asked where no remedy follows.
 
         Raises as that.
+
+        Raises:
+            RankError: a node is to be left out by the next start.
         """
         if not _is_to_explain(info):
             return self._guard.handle(info, state)
@@ -110,6 +117,8 @@ class ExplainingGuard:
         if finding is None:
             return self._guard.handle(info, state)
         self._keep(info, finding, state)
+        if finding.remedy is Remedy.leave:
+            raise self._leave(info, finding)
         if finding.remedy is Remedy.ladder:
             return self._guard.handle(replace(info, cause=finding.to_json()), state)
         self._redo(info, finding, state)
@@ -145,6 +154,8 @@ class ExplainingGuard:
 
     def _is_of_a_mix(self, signals: StepSignals) -> bool:
         """Whether the step just before this one was discarded for another mix."""
+        if not self._journal.history.incidents:
+            return False
         before = self._journal.history.incidents[-1]
         follows = before.samples is not None and before.samples[1] == signals.start
         return before.kind == "discard" and follows and cause_of(before) == MIX
@@ -160,6 +171,29 @@ class ExplainingGuard:
                 finding=finding,
             )
             self._evidence.bundles.write(number, told)
+
+    def _leave(self, info: StepInfo, finding: Finding) -> RankError:
+        """Say it as of a device that fails by itself: the supervisor lists the node."""
+        words = f"step {info.signals.step}: {finding.words()}"
+        incident = Incident(
+            kind="crash",
+            step=info.signals.step,
+            decision="restart from the ring, without this node",
+            reason=words,
+            ranks=finding.ranks,
+            samples=(info.signals.start, info.signals.stop),
+            detail={
+                "incarnation": self._evidence.incarnation,
+                "cause": HARDWARE,
+                "signature": f"{finding.cause.value}: rank {finding.ranks[0]}",
+                "host": finding.hosts[0],
+                "traceback": "",
+                "finding": finding.to_json(),
+            },
+        )
+        self._journal.add(incident)
+        self._reporter.incident(incident)
+        return RankError(words)
 
     def _redo(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """The attempt never happened: the loop plans the step anew, from the same cursor."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,17 @@ from runner.explain.probe import Attempt, Bench, left_out
 from runner.explain.reading import Reading, Row, Share, apart, differing_ranks, noise_floor
 from runner.explain.replay import Case, Replay
 from runner.health.heartbeat import Heartbeat
+from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Limits
 from runner.session import parts
 from runner.session.state_digest import collect_digest
-from runner.system.error import ConfigError
+from runner.system.error import ConfigError, RankError
+from runner.system.json_lines import LineFile, read_lines
+from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules
+from runner.train.state import TrainState
+from runner.train.step import StepInfo
+from tests.policy.steps import attempted, judge_rules, remedy_rules
 
 CPU = torch.device("cpu")
 SIZE = 8
@@ -123,6 +130,7 @@ class World:
     state: float = 0.0
     noise: float = 0.0
     misread: set[int] = field(default_factory=set)
+    one_host: bool = False
     num_steps: int = 0
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -160,7 +168,7 @@ class World:
         return True
 
     def hosts(self, name: str) -> list[str]:
-        return [f"node{rank}" for rank in range(self.world_size)]
+        return [f"node{0 if self.one_host else rank}" for rank in range(self.world_size)]
 
     def _read(self, batch: Mapping[int, int], shift: int) -> Reading:
         ranks, rows = self.world_size, {}
@@ -247,7 +255,10 @@ def test_a_rank_that_stays_bad(
     ranks: int, sick: int, noise: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = explained(World(world_size=ranks, sick=sick, noise=noise), monkeypatch)
-    assert (found.cause, found.ranks, found.remedy) == (Cause.sticky, (sick,), Remedy.ladder)
+    assert (found.cause, found.ranks, found.remedy) == (Cause.sticky, (sick,), Remedy.leave)
+    assert found.hosts == (f"node{sick}",)
+    alone = explained(World(world_size=ranks, sick=sick, one_host=True), monkeypatch)
+    assert (alone.cause, alone.ranks, alone.remedy) == (Cause.sticky, (sick,), Remedy.ladder)
 
 
 @pytest.mark.parametrize(("ranks", "sick"), [(2, 1), (4, 2)])
@@ -327,6 +338,41 @@ def replay_fails(out: Path, *more: str) -> str:
     with pytest.raises(ConfigError) as caught:
         replay_command([str(out), *more])
     return str(caught.value)
+
+
+def test_a_start_ends_for_a_device_that_stays_bad(tmp_path: Path) -> None:
+    """As a crash of its host, which the supervisor then leaves out."""
+    finding = Finding(
+        cause=Cause.sticky, remedy=Remedy.leave, why="it is", ranks=(1,), hosts=("node1",), steps=3
+    )
+    told: list[str] = []
+    signals = attempted(20, loss=math.nan, gated=True)
+    state = TrainState(judge_rules(), remedy_rules())
+    path = tmp_path / "journal.jsonl"
+    journal = Journal([], told_to_skip=[], file=LineFile(path, length=0, check=lambda: None))
+    parts: Any = SimpleNamespace(
+        explain=lambda case: finding,
+        stalled=lambda kind, seconds: None,
+        incident=lambda line: told.append(line.kind),
+        newest=SimpleNamespace(fetched=SimpleNamespace(micro_batches=()), seeds=(), sums=None),
+    )
+    guard = ExplainingGuard(
+        parts,
+        parts,
+        rules=ExplainRules(an_incident=10, in_all=60),
+        stepper=parts,
+        journal=journal,
+        reporter=parts,
+        batch=lambda cursor: PLAN,
+        evidence=Evidence(names=lambda plan, positions: (), incarnation=4),
+    )
+    with pytest.raises(RankError, match="hardware, sticky: it is"):
+        guard.handle(StepInfo(signals=signals, batch=PLAN), state)
+    (line,) = read_lines(path)[0]
+    assert told == ["crash"] and (line["kind"], line["ranks"]) == ("crash", [1])
+    detail = line["detail"]
+    assert (detail["cause"], detail["host"], detail["incarnation"]) == ("hardware", "node1", 4)
+    assert read_journal(path)[0] == [line]
 
 
 def test_two_that_are_both_not_finite_are_the_same() -> None:
