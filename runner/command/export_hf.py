@@ -7,7 +7,6 @@ The decoder goes out in Llama's layout; a Hugging Face model under its own names
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from runner.model.pretrained import (
     kept_buffers,
     kept_otherwise,
     read_config,
+    read_tree,
 )
 from runner.model.recorded import record
 from runner.run_dir.paths import RunDir
@@ -173,7 +173,7 @@ class _Model:
 
     def write_files(self, folder: Path, *, dtype: str) -> Sequence[str]:
         """``config.json``, the generation's and the tokenizer's files."""
-        tree = json.loads((self._files / _CONFIG).read_bytes())
+        tree = read_tree(self._files / _CONFIG)
         # Newer releases write dtype, and read both.
         tree = {name: value for name, value in tree.items() if name not in ("dtype", "auto_map")}
         classes = [type(base_network(self._network)).__name__]
@@ -240,9 +240,10 @@ def _write_tokenizer(
         write_byte_tokenizer(folder)
         return [], BYTE_END
     source = Path(str(told)).expanduser()
-    if not copy_tokenizer(source, folder):
+    end = _end_token(source, settings)
+    if not copy_tokenizer(source, folder, end=end):
         return [f"no tokenizer: data.tokenizer={told} is not there any more"], None
-    return [], _end_token(source, settings)
+    return [], end
 
 
 def _end_token(source: Path, settings: Mapping[str, Any]) -> int | None:

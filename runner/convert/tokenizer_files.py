@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from runner.system.error import ConfigError
-from runner.system.files import write_json
+from runner.system.files import read_bounded, write_json
+from runner.system.parsing import parse_json
 
 _TOKENIZER: Final = "tokenizer.json"
 _CONFIG: Final = "tokenizer_config.json"
@@ -24,6 +25,7 @@ FILES: Final = (
     "tokenizer.model",
     "spiece.model",
 )
+_TOKENIZER_BYTES: Final = 1 << 26
 _CLASS: Final = "PreTrainedTokenizerFast"
 BYTE_END_NAME: Final = "<|end|>"
 
@@ -33,12 +35,12 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (_TOKENIZER, _CONFIG, "tokenizer.model"))
 
 
-def copy_tokenizer(source: Path, folder: Path, *, end: str | None = None) -> bool:
+def copy_tokenizer(source: Path, folder: Path, *, end: int | None = None) -> bool:
     """Copy a tokenizer's files, and add what transformers needs beside a lone ``tokenizer.json``.
 
     Args:
         source: a folder, or a ``tokenizer.json``.
-        end: text of the token that ends a document, where the files do not say it.
+        end: the token that ends a document, where the files beside do not say it.
 
     Returns:
         Whether there was one.
@@ -54,10 +56,20 @@ def copy_tokenizer(source: Path, folder: Path, *, end: str | None = None) -> boo
             if (source / name).is_file() and source.resolve() != folder.resolve():
                 shutil.copyfile(source / name, folder / name)
         if (folder / _TOKENIZER).is_file() and not (folder / _CONFIG).is_file():
-            write_json(folder / _CONFIG, {"tokenizer_class": _CLASS, "eos_token": end})
+            name = None if end is None else _name_of(folder / _TOKENIZER, end)
+            write_json(folder / _CONFIG, {"tokenizer_class": _CLASS, "eos_token": name})
     except OSError as error:
         raise ConfigError(f"{source}: cannot be copied to {folder} ({error})") from None
     return has_tokenizer(folder)
+
+
+def _name_of(path: Path, token: int) -> str | None:
+    """What a ``tokenizer.json`` calls a token that was added to its vocabulary."""
+    try:
+        tree = parse_json(read_bounded(path, _TOKENIZER_BYTES, follow=True))
+        return next((one["content"] for one in tree["added_tokens"] if one["id"] == token), None)
+    except (ValueError, KeyError, TypeError, RecursionError):  # it is as it is
+        return None
 
 
 def write_byte_tokenizer(folder: Path) -> None:

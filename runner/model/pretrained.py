@@ -8,7 +8,6 @@ downloaded and no code in the folder is run. Must not know how weights are store
 from __future__ import annotations
 
 import copy
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,11 @@ from runner.model.objective import SEGMENTS, Batch, GuestObjective, Losses, acce
 from runner.model.recorded import named_tensors, put_tensor
 from runner.system.error import ConfigError, MissingPackage
 from runner.system.extras import install_command
+from runner.system.files import read_bounded
+from runner.system.parsing import parse_json
 
 CONFIG: Final = "config.json"
+_CONFIG_BYTES: Final = 4 << 20
 _SHOWN: Final = 5
 _WORDS: Final = 500
 # What PEFT puts around a layer's name, and what it calls its own.
@@ -69,8 +71,8 @@ def read_config(folder: Path) -> Any:
     transformers = _imported("transformers", "model=hf")
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"model.path={folder}: has no {CONFIG}; give the folder of a model")
+    tree = read_tree(folder / CONFIG)
     try:
-        tree = json.loads((folder / CONFIG).read_bytes())
         config = transformers.AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
@@ -89,6 +91,21 @@ def read_config(folder: Path) -> Any:
             "be trained, take the model that they were made from"
         )
     return config
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """A ``config.json`` as it stands.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        tree = parse_json(read_bounded(path, _CONFIG_BYTES, follow=True))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model.path: {path}: no readable JSON ({_words(error)})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"model.path: {path}: a JSON {type(tree).__name__}, no object with keys")
+    return tree
 
 
 def build(config: Any, lora: Lora | None, *, recompute: bool) -> nn.Module:

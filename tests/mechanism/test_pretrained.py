@@ -243,6 +243,13 @@ def test_files_that_cannot_be_trusted_are_refused(folder: Path, tmp_path: Path) 
         build(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff{", b"[" * 100_000, b" " * (5 << 20)])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config.json: (no readable|a) JSON"):
+        build(tmp_path)
+
+
 def test_code_in_a_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
     remote = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     place = changed(folder, tmp_path / "remote", model_type="own", auto_map=remote)
