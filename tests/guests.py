@@ -198,9 +198,9 @@ def lora(vocab_size: int, seq_len: int) -> nn.Module:
     """That Llama, of which only PEFT's low-rank parts are trained."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(
-        llama(vocab_size, seq_len), LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    )
+    settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    # DeepSpeed's stage 3 needs one type.
+    return get_peft_model(llama(vocab_size, seq_len), settings, autocast_adapter_dtype=False)
 
 
 def _no_marks() -> dict[str, Any]:

@@ -265,8 +265,6 @@ def _engines(folder: Path, told: Sequence[str]) -> Check:
     """Five steps on each engine, two ranks each."""
     kinds = [ParallelKind.ddp, ParallelKind.fsdp]
     kinds += [ParallelKind.zero1, ParallelKind.zero3] if is_installed("zero") else []
-    if any(word.startswith("model.lora") for word in told):  # refused, see validate
-        kinds.remove(ParallelKind.zero3)
     precision = "compute.precision=bf16" if is_installed("zero") else "compute.precision=fp32"
     words, losses, failed = [], [], False
     for kind in [ParallelKind.single, *kinds]:

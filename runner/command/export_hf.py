@@ -31,9 +31,9 @@ from runner.model.pretrained import (
     build,
     is_adapter,
     kept_buffers,
-    kept_otherwise,
     read_config,
     read_tree,
+    stored_renames,
 )
 from runner.model.recorded import record
 from runner.run_dir.paths import RunDir
@@ -145,12 +145,8 @@ class _Model:
         self._files = kept if (kept / _CONFIG).is_file() else self._path
         self._lora = lora
         told = read_config(self._files)
-        if kept_otherwise(told.model_type):
-            raise ConfigError(
-                f"--format hf: transformers keeps weights of model_type={told.model_type} under "
-                "other names on disk than in memory, which is not written here"
-            )
         self._network = record(lambda: build(told, lora, recompute=False)).network
+        stored_renames(self._network)  # raises for layouts that are not written
 
     def merged(self, layer: str, read: Read) -> torch.Tensor:
         """The weight of an adapted layer with its adapter added, FP32, as PEFT adds it."""

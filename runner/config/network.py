@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from runner.config.schema import DECODER_KEYS, ModelConfig, ParallelKind, RunConfig
+from runner.config.schema import DECODER_KEYS, ModelConfig, RunConfig
 from runner.system.error import ConfigError
 
 _HF_KEYS: Final = ("path", "init", "lora")
@@ -144,11 +144,6 @@ def network_problems(config: RunConfig) -> list[str]:
         "folder's config.json says it: leave it out"
         for name in _set_in(model, sorted(DECODER_KEYS - {"kind", *_HF_KEYS}))
     ]
-    if model.lora is not None and config.parallel.kind is ParallelKind.zero3:
-        found.append(
-            "parallel=zero3: DeepSpeed cannot partition a model with PEFT's adapters (model.lora); "
-            "use parallel=fsdp, which shards as much, or zero1 or zero2"
-        )
     return found
 
 

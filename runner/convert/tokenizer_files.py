@@ -56,8 +56,8 @@ def copy_tokenizer(source: Path, folder: Path, *, end: int | None = None) -> boo
             if (source / name).is_file() and source.resolve() != folder.resolve():
                 shutil.copyfile(source / name, folder / name)
         if (folder / _TOKENIZER).is_file() and not (folder / _CONFIG).is_file():
-            name = None if end is None else _name_of(folder / _TOKENIZER, end)
-            write_json(folder / _CONFIG, {"tokenizer_class": _CLASS, "eos_token": name})
+            called = None if end is None else _name_of(folder / _TOKENIZER, end)
+            write_json(folder / _CONFIG, {"tokenizer_class": _CLASS, "eos_token": called})
     except OSError as error:
         raise ConfigError(f"{source}: cannot be copied to {folder} ({error})") from None
     return has_tokenizer(folder)

@@ -168,7 +168,30 @@ def build_module(make: Callable[[], nn.Module], plan: ZeroPlan, device: torch.de
         with torch.device(device):
             return make()
     with deepspeed.zero.Init(config_dict_or_path=deepspeed_settings(plan)):
-        return make()
+        made = make()
+    _check_types(made)
+    return made
+
+
+def _check_types(module: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: DeepSpeed would lay parameters of two types into one buffer, and fails.
+    """
+    trained = {
+        # What stage 3 has cut off says it; a change of the whole's type leaves it as it was.
+        name: getattr(parameter, "ds_tensor", parameter).dtype
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    first = next(iter(trained))
+    for name, dtype in trained.items():
+        if dtype is not trained[first]:
+            raise ConfigError(
+                f"parallel=zero3: {first} is {trained[first]} and {name} {dtype}; what is trained "
+                "must be of one type there (PEFT: autocast_adapter_dtype=False), or use "
+                "parallel=fsdp, which shards as much"
+            )
 
 
 def _check_settings(deepspeed: Any, plan: ZeroPlan) -> None:

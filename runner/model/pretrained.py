@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,7 +143,8 @@ def _adapted(network: nn.Module, lora: Lora) -> nn.Module:
         with warnings.catch_warnings():
             # It asks transformers for deprecated names, and tells of layers it turns around itself.
             warnings.simplefilter("ignore")
-            made: nn.Module = peft.get_peft_model(network, settings)
+            # All in one type, whatever it is: DeepSpeed's stage 3 needs that.
+            made: nn.Module = peft.get_peft_model(network, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         linear = {n.rpartition(".")[2] for n, m in network.named_modules() if _is_layer(m)}
         raise ConfigError(
@@ -189,13 +190,28 @@ def is_adapter(name: str) -> bool:
     return _ADAPTER in name
 
 
-def kept_otherwise(model_type: str) -> bool:
-    """Whether transformers has weights on disk under other names or cuts than in memory."""
+def stored_renames(network: nn.Module) -> list[tuple[str, str]]:
+    """Patterns of names that files have for the parameters of a model, and what these become.
+
+    Raises:
+        ConfigError: transformers cuts or merges the tensors of such a model when it loads them.
+    """
     try:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    except ImportError:  # a release without such models
-        return False
-    return bool(get_checkpoint_conversion_mapping(model_type))
+        from transformers import conversion_mapping
+    except ImportError:  # a release that has none
+        return []
+    base: Any = base_network(network)
+    found = []
+    for transform in conversion_mapping.get_model_conversion_mapping(base):
+        if type(transform).__name__ != "WeightRenaming":
+            raise ConfigError(
+                f"model.path: transformers keeps weights of model_type={base.config.model_type} "
+                "in another layout on disk than in memory, which is neither read nor written here; "
+                "model.init=random and an export without --format work"
+            )
+        sources, targets = transform.source_patterns, transform.target_patterns
+        found += [(source, targets[0]) for source in sources]
+    return found
 
 
 class PretrainedObjective(GuestObjective):
@@ -316,7 +332,7 @@ def match(
     prefix = f"{getattr(base, 'base_model_prefix', '')}."
     places = _places(network)
     known = {base_name(name) for name in network.state_dict() if not is_adapter(name)}
-    names = _prefixed(known, stored.keys(), prefix)
+    names = _named(known, stored.keys(), prefix, stored_renames(network))
     found, missing, misshapen = {}, [], []
     for own, (aliases, shape) in places.items():
         name = next((names[alias] for alias in aliases if alias in names), None)
@@ -359,11 +375,16 @@ def _places(network: nn.Module) -> dict[str, tuple[list[str], tuple[int, ...]]]:
     return found
 
 
-def _prefixed(known: set[str], stored: Any, prefix: str) -> dict[str, str]:
+def _named(
+    known: set[str], stored: Iterable[str], prefix: str, renames: Sequence[tuple[str, str]]
+) -> dict[str, str]:
     """From the network's names to those of the files, as far as there are any."""
     names = {}
     for name in stored:
-        for candidate in (name, f"{prefix}{name}", name.removeprefix(prefix)):
+        renamed = name
+        for pattern, replacement in renames:
+            renamed = re.sub(pattern, replacement, renamed)
+        for candidate in (name, f"{prefix}{name}", name.removeprefix(prefix), renamed):
             if candidate in known:
                 names[candidate] = name
                 break

@@ -22,7 +22,6 @@ from runner.model.pretrained import (
     Lora,
     PretrainedBlueprint,
     build,
-    kept_otherwise,
     read_config,
 )
 from runner.run_dir.paths import RunDir
@@ -64,11 +63,6 @@ def pretrained_blueprint(
             f"positions (max_position_embeddings); use at most that"
         )
     has_weights = model.init == "weights"
-    if has_weights and kept_otherwise(told.model_type):
-        raise ConfigError(
-            f"model.path={path}: transformers keeps weights of model_type={told.model_type} under "
-            "other names on disk than in memory, which is not read here; model.init=random works"
-        )
     return PretrainedBlueprint(
         name=f"hf:{told.model_type}",
         path=str(path),

@@ -199,7 +199,7 @@ def test_an_export_in_bf16_and_parts(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+@pytest.mark.parametrize("engine", ["fsdp", "zero1", "zero3"])
 @pytest.mark.parametrize("more", ["", LORA], ids=["whole", "lora"])
 def test_poisoned_as_told_and_killed_as_not(
     tmp_path: Path, folder: Path, engine: str, more: str

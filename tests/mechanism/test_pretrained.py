@@ -266,7 +266,6 @@ def test_code_in_a_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
         (("model.lora={r: 0, targets: all-linear}",), "r must be a whole number from 1"),
         (("model.lora={rank: 2}",), "rank is not known; these are: r, targets"),
         (("model.lora={r: 2, targets: [wq]}",), "layers that can be adapted end with down_proj, "),
-        ((LORA, "parallel=zero3", "compute.precision=bf16"), "parallel=zero3: DeepSpeed cannot"),
         (("model.dim=64",), "model.dim=64: is the decoder's"),
         (("model.init=zeros",), "must be weights or random"),
         (("model.path=null",), "needs model.path"),
@@ -277,6 +276,42 @@ def test_settings_that_cannot_be_meant(folder: Path, more: tuple[str, ...], word
     with pytest.raises(ConfigError) as error:
         build(folder, *more)
     assert words in str(error.value), str(error.value)
+
+
+def test_two_types_of_what_is_trained_are_refused_for_zero3() -> None:
+    from runner.engine.zero import _check_types
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    _check_types(module)
+    module[1].bfloat16()
+    with pytest.raises(ConfigError, match=r"1.weight torch.bfloat16; what is trained must be of"):
+        _check_types(module)
+
+
+def test_files_may_have_names_of_an_older_release(tmp_path: Path) -> None:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    assert "embed_out.weight" in load_file(tmp_path / "model.safetensors")
+    expected = hf_folder.loaded(tmp_path)(hf_folder.ids()).logits
+    torch.testing.assert_close(logits(tmp_path, hf_folder.ids()), expected)
+
+
+def test_tensors_that_are_merged_when_they_are_loaded_are_refused(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        num_local_experts=2, bos_token_id=None, eos_token_id=0, sliding_window=None,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model_type=mixtral in another layout on disk than in"):
+        build(tmp_path)
 
 
 def test_the_folders_tokenizer_is_taken(folder: Path, tmp_path: Path) -> None:
