@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
-from runner.policy.decision.history import MIX
+from runner.policy.decision.history import GO_BACK, MIX
 
 
 class Cause(Enum):
@@ -26,12 +26,13 @@ class Remedy(Enum):
     """What the loop is to do.
 
     Compute the step again; skip samples and compute it again; end this start of the run, so that
-    the next one leaves a node out; or what its ladder says.
+    the next one leaves a node out; go back and skip nothing; or what its ladder says.
     """
 
     redo = "redo"
     skip = "skip"
     leave = "leave"
+    go_back = GO_BACK
     ladder = "ladder"
 
 

@@ -229,9 +229,10 @@ class Replay:
             if rank is not None:
                 return _sticky(rank)
         seen.not_tried += [_NO_PRECISION, _NO_BACKWARD_REPLAY]
-        return _nothing(
-            Cause.unclear,
-            "samples that are known to be good are bad with these weights too: the state is "
+        return Finding(
+            cause=Cause.unclear,
+            remedy=Remedy.go_back,
+            why="samples that are known to be good are bad with these weights too: the state is "
             "corrupted, the rate too high, or numbers overflow; it is not these samples",
         )
 

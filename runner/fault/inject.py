@@ -166,6 +166,12 @@ class FaultInjector:
             for fault in self._faults
         )
 
+    def spoils_state(self) -> bool:
+        """Whether a weight that this rank holds is to be wrong from this step on."""
+        is_due = "spoil_state" in self._step_faults
+        self._step_faults.discard("spoil_state")
+        return is_due
+
     def never_breaks(self, step: int) -> bool:
         """Whether this rank's collectives are to wait for ever where they would break."""
         return self._lasts("no_break", step)

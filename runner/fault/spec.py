@@ -4,6 +4,7 @@
     nan_loss@step=20,rank=1          NaN in the loss of one rank
     flip_grad@step=20,rank=1         a high exponent bit of one number of a gradient
     misread@step=20,rank=1           the rank's samples of this step come as others, once
+    spoil_state@step=20,rank=1       a high exponent bit of one weight, before the step
     sticky@step=20,rank=1            from this step on whatever the rank computes is NaN
     poison@samples=400-431           these stream positions always give NaN activations
     spike@samples=400-431,scale=50   these weigh 50 times: a finite, wild loss and gradient
@@ -44,6 +45,7 @@ _REQUIRED = {
     "nan_loss": {"step"},
     "flip_grad": {"step"},
     "misread": {"step"},
+    "spoil_state": {"step"},
     "sticky": {"step"},
     "poison": {"samples"},
     "spike": {"samples"},

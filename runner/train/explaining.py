@@ -119,10 +119,10 @@ class ExplainingGuard:
         self._keep(info, finding, state)
         if finding.remedy is Remedy.leave:
             raise self._leave(info, finding)
-        if finding.remedy is Remedy.ladder:
-            return self._guard.handle(replace(info, cause=finding.to_json()), state)
-        self._redo(info, finding, state)
-        return None
+        if finding.remedy in (Remedy.redo, Remedy.skip):
+            self._redo(info, finding, state)
+            return None
+        return self._guard.handle(replace(info, cause=finding.to_json()), state)
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
         """What is the matter; None where it was asked often enough."""

@@ -9,7 +9,7 @@ from runner.health.heartbeat import Heartbeat
 from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision.decide import StepDecision, rule, rule_again
-from runner.policy.decision.history import MIX
+from runner.policy.decision.history import GO_BACK, MIX
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules
 from runner.system.error import Halted
@@ -114,6 +114,8 @@ class Guard:
             ring=self._ring.records,
             rules=self._rules,
             is_mix=info.found == MIX,
+            # Not of a step that is known: what was decided on it then stands in the journal.
+            blames_weights=info.cause is not None and info.cause["remedy"] == GO_BACK,
         )
         if not ruling.lacks_target:
             return ruling

@@ -141,6 +141,17 @@ def test_a_device_that_stays_bad_is_named(tmp_path: Path) -> None:
         assert cause["is_tried"] and cause["hosts"] and cause["steps"] <= 10
 
 
+def test_weights_that_were_spoilt_cost_no_sample(tmp_path: Path, clean: Result) -> None:
+    """It goes back at once and reads all again: the run is the one without the fault."""
+    hit = finish(tmp_path / "hit", VERDICT, "faults=[spoil_state@step=27,rank=1]")
+    (back,) = hit.journal("rollback")
+    assert back["step"] == 27 and back["detail"]["read_again"], hit.tail
+    cause = back["detail"]["cause"]
+    assert (cause["cause"], cause["remedy"], cause["ranks"]) == ("unclear", "go back", [])
+    assert hit.summary["skipped"] == [] and hit.summary["discarded_steps"] == 0
+    assert hit.digest == clean.digest and hit.counted() == clean.counted(), hit.tail
+
+
 @pytest.mark.full
 def test_another_mix_is_accepted_without_going_back(tmp_path: Path) -> None:
     level = (

@@ -295,6 +295,7 @@ def test_weights_that_are_bad_on_known_samples_name_no_sample(
 ) -> None:
     found = explained(World(state=state), monkeypatch)
     assert found.cause is Cause.unclear and not found.positions and not found.ranks
+    assert found.remedy is Remedy.go_back
 
 
 def test_nothing_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ KINDS = (
     "nan_loss",
     "flip_grad",
     "misread",
+    "spoil_state",
     "sticky",
     "poison",
     "spike",

@@ -60,11 +60,12 @@ def rule(
     ring: Sequence[Record],
     rules: RemedyRules,
     is_mix: bool = False,
+    blames_weights: bool = False,
 ) -> StepDecision:
     """Judge one attempted step and decide on it; only ``trouble`` takes note of it.
 
-    ``ring`` are the checkpoints there are, ``history`` the journal so far; ``is_mix`` is
-    :attr:`DecisionInput.is_mix`.
+    ``ring`` are the checkpoints there are, ``history`` the journal so far; ``is_mix`` and
+    ``blames_weights``: see :class:`DecisionInput`.
     """
     verdict = baseline.judge(signals)
     if signals.withheld is not None:  # nothing was applied, whatever the judge makes of it
@@ -85,6 +86,7 @@ def rule(
         untrained_loss=max(baseline.first_loss, rules.untrained_loss) * _UNTRAINED_MARGIN,
         recent=baseline.recent(rules.level_steps),
         is_mix=is_mix,
+        blames_weights=blames_weights,
     )
     return _decided(case, baseline, finding)
 

@@ -204,6 +204,7 @@ class History:
         return any(back.seq > seq and back.cursor <= position for back in self.rollbacks)
 
 
+GO_BACK = "go back"  # the remedy where the weights are to blame, and no sample is
 MIX = "data mix"  # the cause after which a level may settle without a rollback
 
 

@@ -233,7 +233,8 @@ class DecisionInput:
 
     ``untrained_loss`` (nats per token) bounds what may become a new baseline: a level worse
     than knowing nothing is no data mix. ``recent`` are (loss, grad norm) of the newest clean
-    steps, in order. ``is_mix``: replays have shown that the data is another from here on.
+    steps, in order. ``is_mix``: replays have shown that the data is another from here on;
+    ``blames_weights``: that known good samples are bad with these weights as well.
     """
 
     verdict: Verdict
@@ -245,6 +246,7 @@ class DecisionInput:
     untrained_loss: float
     recent: Sequence[tuple[float, float]] = ()
     is_mix: bool = False
+    blames_weights: bool = False
 
     @property
     def repeat(self) -> int:
@@ -272,6 +274,10 @@ def decide(case: DecisionInput) -> Action:
     if verdict.kind is not Kind.drift:
         if trouble.in_a_row > rules.max_discards:
             return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
+        if case.blames_weights and not case.repeat:
+            back = _go_back(case)
+            if isinstance(back, Rollback):
+                return back
         if trouble.num_recent() < rules.persist:
             return Discard(reason=verdict.reason)
         may_settle = case.repeat or case.is_mix
@@ -353,7 +359,7 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
         reason=_explain(case, cool),
         targets=tuple(older_targets(targets, repeat)),
         skip=skip,
-        read_again=not rules.skip,
+        read_again=not rules.skip or (case.blames_weights and not repeat),
         onset_step=onset_step,
         repeat=repeat,
         cut_factor=rules.cooldown if cool else 1.0,
@@ -403,6 +409,8 @@ def _explain(case: DecisionInput, cool: int) -> str:
         words.append(
             f"{case.trouble.num_recent()} bad steps among the last {rules.persist_window} attempted"
         )
+    if case.blames_weights and not repeat:
+        words.append("samples known to be good are bad with these weights too: nothing is skipped")
     if repeat:
         words.append(f"repeat {repeat}: an older checkpoint and a wider range")
     if cool:
