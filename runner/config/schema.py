@@ -726,6 +726,11 @@ class TrackConfig:
         "null: never",
         ge=0,
     )
+    read: bool = key(
+        True,
+        "read the run's own curve at evaluations, and tell each signature of trouble once in the "
+        "journal; nothing follows from it",
+    )
     every: int = key(10, "steps between console lines where the output is no terminal", ge=1)
     peak_tflops: float | None = key(
         None, "peak of one device, for MFU; null: from the device's name", gt=0

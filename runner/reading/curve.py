@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
-Column = Sequence[float | None]
+Column = Sequence[float | None] | Floats
 
 # Of further columns, by the names that Curve.of takes.
 LEARNING_RATE = "lr"

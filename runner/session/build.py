@@ -60,6 +60,7 @@ from runner.system.json_lines import iter_lines
 from runner.system.process import host_name
 from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
 from runner.train.corpus_check import CorpusCheck, ResumedOn, known_digest
+from runner.train.curve_reader import CurveReader
 from runner.train.evaluate import Evaluator, FixedSet
 from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules
 from runner.train.final_proof import LastProof
@@ -350,6 +351,16 @@ def _reporter(
         journal=journal.add,
         columns=columns.of,
     )
+    reader = _curve_reader(opened, resumed)
+    if reader is not None:
+        outputs = replace(
+            outputs,
+            columns=lambda info, is_evaluated: {
+                **columns.of(info, is_evaluated),
+                **reader.columns(is_evaluated),
+            },
+            applied=reader.applied,
+        )
     return Reporter(
         outputs,
         throughput=parts.throughput(config, opened.corpus.network, group.place, group.device),
@@ -367,6 +378,23 @@ def _trackers(opened: Opened, resumed: Resumed) -> list[Tracker]:
         return []
     files = parts.trackers(lease.config, group.run_dir, resumed, lease.fence)
     return [*files, *opened.written.trackers]
+
+
+def _curve_reader(opened: Opened, resumed: Resumed) -> CurveReader | None:
+    """What reads the run's own curve, where it is evaluated."""
+    group, config, written = opened.group, opened.lease.config, opened.written
+    if not (config.track.read and config.eval.every):
+        return None
+    past = iter_lines(group.run_dir.metrics, stop=resumed.metrics_bytes)
+    return CurveReader(
+        ranks=group.ranks,
+        past=past if group.is_first else (),
+        known=written.journal.history.incidents,
+        total=config.steps,
+        warmup=config.schedule.warmup,
+        dataset=opened.corpus.dataset,
+        tell=written.report,
+    )
 
 
 def _losses(*others: PageWriter | CommandAlerts | None) -> list[output.Loss]:

@@ -45,6 +45,7 @@ class Outputs:
         lost: what went wrong with this process's own output so far.
         journal: takes a line about each output that is lost, the first time.
         columns: further numbers of a step, by name; told whether it was evaluated.
+        applied: takes the line of each applied step, behind it.
     """
 
     metrics: Metrics
@@ -53,6 +54,7 @@ class Outputs:
     lost: Callable[[], Iterable[Loss]] = tuple
     journal: Callable[[Incident], None] = lambda _: None
     columns: Callable[[StepInfo, bool], Mapping[str, float]] = lambda *_: {}
+    applied: Callable[[MetricsLine], None] = lambda _: None
 
 
 class Reporter:
@@ -92,6 +94,7 @@ class Reporter:
         self._lost = outputs.lost
         self._journal = outputs.journal
         self._columns = outputs.columns
+        self._applied = outputs.applied
         self._told_lost: set[str] = set()
         self._step = 0
 
@@ -136,6 +139,7 @@ class Reporter:
             tracker.write(line)
         self._tell_losses(signals.step)
         if state is not None and action == "apply":
+            self._applied(line)
             self._tell_progress(line, signals, state)
 
     @contextmanager

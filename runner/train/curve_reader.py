@@ -1,0 +1,173 @@
+"""Reads the run's own curve at each evaluation, and tells a signature the first time it is seen.
+
+The first rank reads; all add the same lines to their journals, since other lines are numbered by
+them. Nothing follows from it: what is told is no decision.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from runner.data.dataset import NOT_COUNTED, Dataset, Sample
+from runner.distributed.agreement import Ranks
+from runner.observe.metrics import MetricsLine
+from runner.policy.decision.history import Incident
+from runner.reading.curve import CORPUS_ENTROPY, HELD_OUT, LEARNING_RATE, Curve
+from runner.reading.finding import Finding
+from runner.reading.read import read
+
+_log = logging.getLogger(__name__)
+
+KIND = "reading"
+_LEAST_ROWS, _LEAST_SHARE = 100, 0.1  # of the run, before anything is said
+_GROWN = 1.1  # since the last reading, so that all readings cost as much as eleven of the last
+_MOST_ROWS = 200_000
+_IN_WARMUP = frozenset({"plateau", "rate_too_low"})  # which such a stretch looks like
+_SAMPLES = 32
+_FIELDS = ("step", "loss", "grad_norm", "lr", "eval_loss")
+
+
+class CurveReader:
+    """The rows of the run, and what was told of them.
+
+    Args:
+        ranks: what the first one finds, all tell.
+        past: lines of the metrics so far; of the first rank.
+        known: incidents of the journal: what they told is not told again.
+        total, warmup: of the run, in updates.
+        dataset: for what knowing the frequencies of its tokens alone would cost.
+        tell: takes an incident for each new signature.
+    """
+
+    def __init__(
+        self,
+        *,
+        ranks: Ranks,
+        past: Iterable[Mapping[str, Any]],
+        known: Iterable[Incident],
+        total: int,
+        warmup: int,
+        dataset: Dataset,
+        tell: Callable[[Incident], None],
+    ) -> None:
+        self._ranks = ranks
+        self._told = {str(i.detail.get("signature")) for i in known if i.kind == KIND}
+        self._total = total
+        self._warmup = warmup
+        self._dataset = dataset
+        self._tell = tell
+        self._columns = {name: array("d") for name in _FIELDS}
+        self._thinning = 1
+        self._seen = 0
+        self._next = _LEAST_ROWS
+        self._entropy: float | None = None
+        for line in past:
+            if line.get("action") == "apply":
+                self._add([line.get(name) for name in _FIELDS])
+
+    def columns(self, is_evaluated: bool) -> dict[str, float]:
+        """For the metrics, so that ``holdfast read`` has it too: at each evaluation."""
+        if not is_evaluated or self._ranks.rank:
+            return {}
+        if self._entropy is None:
+            self._entropy = unigram_entropy(self._dataset)
+        return {CORPUS_ENTROPY: round(self._entropy, 6)} if self._entropy > 0 else {}
+
+    def applied(self, line: MetricsLine) -> None:
+        """One applied step; reads the curve where it was evaluated and has grown enough.
+
+        Collective there.
+        """
+        if not self._ranks.rank:
+            self._add([line.step, line.loss, line.grad_norm, line.lr, line.eval_loss])
+        if line.eval_loss is None or line.step < max(self._next, _LEAST_SHARE * self._total):
+            return
+        self._next = math.ceil(_GROWN * line.step)
+        found = None if self._ranks.rank else [asdict(one) for one in self._findings()]
+        for finding in self._ranks.from_first(found):
+            self._tell_once(Finding(**finding), line.step)
+
+    def _findings(self) -> list[Finding]:
+        try:
+            return read(self._curve())
+        except Exception as error:  # no run ends for what it only looks at
+            _log.warning("the curve cannot be read: %s: %s", type(error).__name__, error)
+            return []
+
+    def _add(self, values: list[Any]) -> None:
+        self._seen += 1
+        if self._seen % self._thinning and values[-1] is None:
+            return
+        for name, value in zip(_FIELDS, values, strict=True):
+            is_number = isinstance(value, int | float)
+            self._columns[name].append(float(value) if is_number else math.nan)
+        if len(self._columns["step"]) >= _MOST_ROWS:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Every other row stays, and those with a held-out loss."""
+        stays = np.isfinite(np.array(self._columns["eval_loss"]))
+        stays[::2] = True
+        self._columns = {
+            name: array("d", np.array(values)[stays]) for name, values in self._columns.items()
+        }
+        self._thinning *= 2
+
+    def _curve(self) -> Curve:
+        held = {name: np.array(values) for name, values in self._columns.items()}
+        further = {LEARNING_RATE: held["lr"], HELD_OUT: held["eval_loss"]}
+        if self._entropy:
+            further[CORPUS_ENTROPY] = np.full(len(held["loss"]), self._entropy)
+        return Curve.of(held["step"], held["loss"], held["grad_norm"], further)
+
+    def _tell_once(self, finding: Finding, step: int) -> None:
+        signature = finding.signature
+        is_early = signature in _IN_WARMUP and step < 2 * self._warmup
+        if signature in self._told or finding.confidence == "low" or is_early:
+            return
+        self._told.add(signature)
+        self._tell(
+            Incident(
+                kind=KIND,
+                step=step,
+                decision="only told",
+                reason=f"{signature}: {finding.evidence}",
+                detail={
+                    "signature": signature,
+                    "try": finding.remedy,
+                    "confidence": finding.confidence,
+                },
+            )
+        )
+
+
+def unigram_entropy(dataset: Dataset) -> float:
+    """Of the counted tokens of a few samples, in nats; 0 where they hold none.
+
+    With the correction for few samples of Miller (1955): half a nat for each kind and sample.
+    """
+    counts = np.zeros(0, dtype=np.int64)
+    some = np.random.default_rng(0).integers(0, len(dataset), _SAMPLES)
+    for index in some.tolist():
+        try:
+            sample = dataset[index]
+        except Exception:  # a run leaves such samples out, and says so elsewhere
+            continue
+        if not isinstance(sample, Sample):
+            return 0.0
+        labels = sample.tokens if sample.labels is None else sample.labels
+        found = np.bincount(labels[labels != NOT_COUNTED])
+        counts = np.pad(counts, (0, max(0, len(found) - len(counts))))
+        counts[: len(found)] += found
+    counts = counts[counts > 0]
+    if not len(counts):
+        return 0.0
+    share = counts / counts.sum()
+    return float(-(share * np.log(share)).sum() + (len(counts) - 1) / (2 * counts.sum()))
