@@ -46,8 +46,13 @@ def shown(rows: Sequence[Row]) -> list[Curve]:
     return [
         curve
         for curve in CURVES
-        if any(row.is_applied and math.isfinite(getattr(row, curve.key)) for row in rows)
+        if any(row.is_applied and _is_drawn(curve, getattr(row, curve.key)) for row in rows)
     ]
+
+
+def _is_drawn(curve: Curve, value: float) -> bool:
+    """A logarithmic scale has no place for 0."""
+    return math.isfinite(value) and (value > 0 or not curve.is_log)
 
 
 def columns(rows: Sequence[Row]) -> dict[str, Any]:

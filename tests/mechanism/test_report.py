@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runner.__main__ import main
@@ -157,6 +157,7 @@ JOURNAL = ("kind", "step", "time", "reason", "samples", "ranks", "detail", "samp
     st.lists(st.dictionaries(st.sampled_from(JOURNAL), JSON), max_size=4),
     st.binary(max_size=30),
 )
+@example([{"grad_norm": 0}], [], b"")
 def test_no_line_ends_it(metrics: list[Any], journal: list[Any], torn: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
