@@ -22,21 +22,21 @@ _NOT_FOR_OTHERS = 0o022
 # Mappings of any keys, which decide the trajectory: one of these may be taken away.
 _ARGUMENT = re.compile(r"((?!track\.)[a-z]+\.arguments|model\.lora|model\.rope_scaling)\.")
 # Of runs from before these keys.
-_LATER = {"compute.deterministic": False, "model.kind": "decoder", "model.init": "weights"}
+_LATER = {
+    "compute.deterministic": False,
+    "model.kind": "decoder",
+    "model.init": "weights",
+    "optim.kind": "adamw",
+    "optim.momentum": 0.95,
+    "optim.groups": [],
+}
 # Another value makes other tensors, so that no checkpoint of the run can be loaded.
 _RESHAPING = frozenset(
-    f"model.{name}"
-    for name in (
-        "dim",
-        "layers",
-        "kv_heads",
-        "ffn_dim",
-        "vocab_size",
-        "tied_head",
-        "qk_norm",
-        "frozen",
-        "kind",
-    )
+    [
+        *(f"model.{name}" for name in ("dim", "layers", "kv_heads", "ffn_dim", "vocab_size")),
+        *(f"model.{name}" for name in ("tied_head", "qk_norm", "frozen", "kind")),
+        *(f"optim.{name}" for name in ("_target_", "kind", "ema")),
+    ]
 )
 
 
