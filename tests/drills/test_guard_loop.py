@@ -25,7 +25,10 @@ def run(out: Path, layout: str, *todo: str, ranks: int = 2, restarts: int = 0, *
     told = [*(sys.executable, *(launcher if ranks else [])), str(SCRIPT), str(out), layout, *todo]
     memory = out / "memory"
     memory.mkdir(parents=True, exist_ok=True)
-    made = os.environ | {"OMP_NUM_THREADS": "1", "HOLDFAST_MEMORY_DIR": str(memory)} | env
+    # By default torchrun's restarts share a store, and gloo may connect to the address that a rank
+    # of the attempt before left in it (torch 2.13).
+    own = {"HOLDFAST_MEMORY_DIR": str(memory), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    made = os.environ | {"OMP_NUM_THREADS": "1"} | own | env
     begin = warm.WarmPopen if warm.suits(told, made) else subprocess.Popen
     process = begin(
         told,
