@@ -32,6 +32,7 @@ COMMANDS = {
     "preflight": "runner.command.preflight:preflight_command",
     "launch": "runner.command.launch:launch_command",
     "supervise": "runner.command.supervise:supervise_command",
+    "run": "runner.command.run:run_command",
     "slurm": "runner.command.slurm:slurm_command",
     "slurm-job": "runner.command.slurm_job:slurm_job_command",
     "k8s": "runner.command.k8s:k8s_command",
@@ -42,7 +43,7 @@ COMMANDS = {
     "live": "runner.command.live:live_command",
 }
 # Those that watch over a run: nobody who reads, or does not, may stop them.
-_LASTING = ("launch", "supervise", "slurm-job")
+_LASTING = ("launch", "supervise", "run", "slurm-job")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,30 +7,19 @@ thread, and given up.
 
 from __future__ import annotations
 
-import io
-import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runner.health.flight_recorder import NCCL
-from runner.health.rank_report import own_line
+from runner.health.trace_dump import entries_of
 
-MOST_ENTRIES = 400  # of each recorder
-_BEFORE = 50  # of these, so many from before the first unfinished one
 _SECONDS = 3.0
 
 _Dump = Callable[[], bytes]
-
-
-class _PlainValues(pickle.Unpickler):
-    """torch hands its own dump over as a pickle, in memory; it holds plain values only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} in a flight recorder dump")
 
 
 def has_nccl() -> bool:
@@ -86,42 +75,6 @@ def _nccl_dump() -> _Dump | None:
 def _entries(dump: _Dump) -> list[dict[str, Any]]:
     """A private interface: a report without it is better than none."""
     try:
-        dumped = _PlainValues(io.BytesIO(dump())).load()
-        entries = [plain_entry(e) for e in dumped.get("entries", []) if not e["is_p2p"]]
+        return entries_of(dump())
     except Exception:
         return []
-    return _that_matter(entries)
-
-
-def _that_matter(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest ones, but not later than from the first unfinished one on.
-
-    The host launches NCCL's collectives far ahead of a device that hangs in one of them.
-    """
-    newest = max(0, len(entries) - MOST_ENTRIES)
-    unfinished = (n for n, entry in enumerate(entries) if not entry["finished"])
-    first = min(newest, max(0, next(unfinished, newest) - _BEFORE))
-    return list(entries[first : first + MOST_ENTRIES])
-
-
-def plain_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """One entry of a dump in the form of :func:`collectives`."""
-    frames = [
-        {"file": f["filename"], "line": f["line"], "function": f["name"]}
-        for f in reversed(entry.get("frames", []))
-    ]
-    name = str(entry["profiling_name"])  # nccl:all_reduce
-    backend, _, op = name.rpartition(":")
-    group = str(entry["process_group"][0])
-    is_over = bool(entry["retired"]) or entry["state"] == "completed"
-    return {
-        # A group with a backend for each device counts in each of them from one.
-        "group": f"{group}/{backend}" if backend else group,
-        "seq": int(entry["collective_seq_id"]),
-        "op": op,
-        "sizes": [list(size) for size in entry["input_sizes"]],
-        "dtypes": list(entry["input_dtypes"]),
-        "state": "completed" if is_over else str(entry["state"]),
-        "finished": is_over,
-        "line": own_line(frames),
-    }

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import re
 
-import torch
-import torch.distributed as dist
-
 OWN, LOST_CONTACT, UNCLEAR = "exception", "lost_contact", "unclear"  # kinds of a report
 
 # Texts of a rank's own failure, whatever else they say: a GPU that fails in the middle of a
@@ -46,6 +43,7 @@ _PEER = re.compile(
     r"|connectFullMesh failed|missing ranks|failed to pass monitoredBarrier"
     r"|[Cc]losed the connection|Socket (?:unexpectedly )?closed"
 )
+_DIST_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _FROM_GLOO = re.compile(
     r"/gloo/|^Application timeout caused pair closure|Gloo connectFullMesh|monitoredBarrier"
 )
@@ -58,6 +56,8 @@ _LAST_ERROR = re.compile(r"Last error:\s*(\S.*)")
 
 def whose_fault(error: BaseException) -> str:
     """``exception`` (this rank's own), ``lost_contact`` (another's) or ``unclear``."""
+    import torch  # here: by_text serves those who do without
+
     if not isinstance(error, RuntimeError):
         return OWN
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
@@ -68,8 +68,20 @@ def whose_fault(error: BaseException) -> str:
     return LOST_CONTACT if _PEER.search(text) else UNCLEAR
 
 
+def by_text(kind: str, text: str) -> str:
+    """:func:`whose_fault` of an exception that was printed: its class's name, and its words."""
+    text = _EXPLAINED.sub("", _CPP_STACK.sub("", text))
+    is_runtime = kind.rpartition(".")[2] in ("RuntimeError", *_DIST_ERRORS)
+    of_collectives = "Dist" in kind or "NCCL" in text or bool(_FROM_GLOO.search(text))
+    if not is_runtime or _OWN.search(text) or not of_collectives:
+        return OWN
+    return LOST_CONTACT if _PEER.search(text) else UNCLEAR
+
+
 def _is_of_collectives(error: RuntimeError, text: str) -> bool:
     """Whether torch.distributed, gloo or NCCL raised it. gloo has no class of its own."""
+    import torch.distributed as dist
+
     return isinstance(error, dist.DistError) or "NCCL" in text or bool(_FROM_GLOO.search(text))
 
 

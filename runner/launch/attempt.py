@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -57,6 +57,8 @@ class Job:
         part_of: that of the larger job which this is a node of.
         shielded: the command ignores SIGTERM and SIGUSR1; its ranks are told themselves.
         begin_seconds: how long its ranks may be there before they have begun; None: for ever.
+        output: descriptor that takes what it says; None: this process's own.
+        late: given the mark of its processes, says why it is to be ended; empty: it is not.
     """
 
     command: Sequence[str]
@@ -67,6 +69,8 @@ class Job:
     part_of: Path | None = None
     shielded: bool = False
     begin_seconds: float | None = None
+    output: int | None = None
+    late: Callable[[str], str] = lambda mark: ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +143,8 @@ def run_once(job: Job, stop: Stop) -> Ended:
                 prepared.command(job.command),
                 env=dict(job.environment) | {EXIT_DIR: str(exits), process_tree.MARK: mark},
                 start_new_session=True,
+                stdout=job.output,
+                stderr=job.output,
             )
         missing = frozenset[str]()
         begun = BegunRanks(exits, mark, job.begin_seconds)
@@ -195,7 +201,7 @@ class _Watch:
     def wait(self) -> bool:
         """Until the command has ended or has to be ended; False when some are taken for dead."""
         while self._child.poll() is None:
-            self.words = self._begun.late()
+            self.words = self._begun.late() or self._job.late(self._mark)
             if self.words:
                 return True
             self._look_for_deaths(is_over=False)

@@ -12,7 +12,7 @@ import signal
 import time
 from pathlib import Path
 
-from runner.system.process import is_in_kernel
+from runner.system.process import exit_status, is_in_kernel
 from runner.system.process import parent as parent_of
 
 MARK = "HOLDFAST_MARK"
@@ -28,6 +28,17 @@ def ranks(mark: str) -> list[int]:
     """The marked processes that are ranks, without the processes that they started."""
     found = [pid for pid in marked(mark) if _has_rank(pid)]
     return [pid for pid in found if parent_of(pid) not in found]
+
+
+def rank_of(pid: int) -> int:
+    """The rank that a process is, or belongs to; 0 without a launcher."""
+    told = [e[5:] for e in _environment(pid) if e.startswith("RANK=")]
+    return int(told[0]) if told and told[0].isdecimal() else 0
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process has not ended; one that nobody has reaped has."""
+    return parent_of(pid) is not None and exit_status(pid) is None
 
 
 def catches(pid: int, number: int) -> bool:

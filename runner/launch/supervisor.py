@@ -73,7 +73,7 @@ class Supervisor:
             next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
             if isinstance(next_, End):
                 return next_
-            self._say(_restart_words(next_, len(attempts) + 1))
+            self._say(restart_words(next_, len(attempts) + 1))
             if not self.stop.sleep(next_.pause_seconds):
                 return End(reason="asked to stop", code=attempts[-1].code)
             diagnose = next_.diagnose
@@ -118,7 +118,8 @@ class Supervisor:
         self._say(f"{host}: {reason[:_REASON]} (listed in {self._out / 'bad_nodes'})")
 
 
-def _restart_words(again: Again, number: int) -> str:
+def restart_words(again: Again, number: int) -> str:
+    """That attempt ``number`` follows, and why."""
     pause = f" in {again.pause_seconds:g} s" if again.pause_seconds else ""
     how = ", with collectives checked (debug.diagnose_on_crash)" if again.diagnose else ""
     return f"{again.reason}; attempt {number}{pause}{how}"

@@ -53,6 +53,7 @@ class RestartRules:
         same_failures: how often the same failure at the same step makes it deterministic.
         restart_preempted: False leaves the restart of a preempted job to the scheduler.
         diagnose: check collectives once after a crash that nobody explained.
+        measure: what ``clean_before`` and ``clean_after`` are steps of.
     """
 
     restarts: int = 5
@@ -61,6 +62,7 @@ class RestartRules:
     same_failures: int = 3
     restart_preempted: bool = True
     diagnose: bool = False
+    measure: str = "clean checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,7 @@ def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | 
     failed = without_progress(attempts)
     if failed > rules.restarts:
         return End(
-            reason=f"{failed} attempts without a new clean checkpoint, the budget is "
+            reason=f"{failed} attempts without a new {rules.measure}, the budget is "
             f"{rules.restarts} restarts; last: {what_failed(last)} at step {last.step}",
             code=last.code if last.code == _PREEMPTED else _CRASH,
         )
@@ -130,7 +132,7 @@ def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | 
     unexplained = last.took_up and last.cause in _UNEXPLAINED and last.code != _PREEMPTED
     diagnosed = any(attempt.diagnosed for attempt in attempts[-max(1, failed) :])
     return Again(
-        reason=f"{what} at step {last.step}, newest clean checkpoint {_or_none(last.clean_after)}",
+        reason=f"{what} at step {last.step}, newest {rules.measure} {_or_none(last.clean_after)}",
         pause_seconds=_pause(failed, last, rules),
         diagnose=rules.diagnose and unexplained and not diagnosed,
     )

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from runner.health.collective_trace import plain_entry as evidence_entry
 from runner.health.flight_recorder import first_divergence
 from runner.health.heartbeat import HangTimeouts, Heartbeat
 from runner.health.rank_report import Report, last_words, own_line, read_reports, write_report
 from runner.health.root_cause import blame
+from runner.health.trace_dump import plain_entry as evidence_entry
 
 
 def entry(

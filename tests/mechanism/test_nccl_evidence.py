@@ -21,10 +21,11 @@ import pytest
 import torch
 
 from runner.health import collective_trace
-from runner.health.collective_trace import MOST_ENTRIES, collectives, plain_entry
+from runner.health.collective_trace import collectives
 from runner.health.flight_recorder import waits_in
 from runner.health.rank_report import Report, read_reports, write_report
 from runner.health.root_cause import RootCause, blame
+from runner.health.trace_dump import MOST_ENTRIES, plain_entry
 
 STUCK = 100
 LAUNCHED = 30  # how far a host runs on before its launch queue is full

@@ -1,0 +1,87 @@
+"""``python -m runner run -- COMMAND``: any training script, restarted while that helps.
+
+Nothing in the script is changed. How far it is, is read from what it says; when it says nothing for
+``--quiet`` seconds its ranks are asked where they are, and it is started again. What it died of is
+told from tracebacks, torchrun's summary, signals and NCCL's flight recorder.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from runner.command.arguments import Parser
+from runner.command.supervise import add_restart_options, rules_of
+from runner.launch.said import PROGRESS
+from runner.launch.script import ScriptSupervisor, Watched
+from runner.launch.supervisor import new_launch_id
+from runner.system.environment import variables
+from runner.system.error import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Parse and run; returns the exit code of the script.
+
+    Raises:
+        ConfigError: there is no command, or an option cannot be.
+    """
+    words = list(arguments)
+    place = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_args(words[:place])
+    command = words[place + 1 :]
+    if not command:
+        raise ConfigError("run: no command; write: run [options] -- torchrun train.py ...")
+    try:
+        re.compile(options.progress)
+    except re.error as error:
+        raise ConfigError(f"--progress {options.progress!r}: is no pattern ({error})") from None
+    if re.compile(options.progress).groups < 1:
+        raise ConfigError(f"--progress {options.progress!r}: needs a group, such as step (\\d+)")
+    if not options.quiet >= 0:
+        raise ConfigError(f"--quiet {options.quiet}: at least 0 seconds; 0 never")
+    rules = replace(rules_of(options, diagnose=False), measure="step")
+    environment = variables()
+    supervisor = ScriptSupervisor(
+        command,
+        dict(environment),
+        watched=Watched(quiet_seconds=options.quiet, progress=options.progress, folder=options.out),
+        rules=rules,
+        launch_id=new_launch_id(environment),
+        say=lambda text: _log.info("run: %s", text),
+    )
+    end = supervisor.run()
+    if end.code:
+        _log.info("run: %s", end.reason)
+    return end.code
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="python -m runner run", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("holdfast-run"),
+        metavar="DIR",
+        help="takes the evidence and the list of attempts; default holdfast-run",
+    )
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="without a word before it is taken for hung; 0: never; default 600",
+    )
+    parser.add_argument(
+        "--progress",
+        default=PROGRESS,
+        metavar="PATTERN",
+        help="what tells the step in a line of output, as its first group; default: step 12, "
+        "iter: 12, 12/500 [",
+    )
+    add_restart_options(parser, restarts=5)
+    return parser

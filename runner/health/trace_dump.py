@@ -1,0 +1,80 @@
+"""Reads the dumps of torch's flight recorders: pickles, of which plain values only are taken."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.health.rank_report import own_line
+from runner.system.files import read_bounded
+
+MOST_ENTRIES = 400  # of each recorder
+_BEFORE = 50  # of these, so many from before the first unfinished one
+_DUMP_BYTES = 1 << 28
+
+
+class _PlainValues(pickle.Unpickler):
+    """torch hands its own dump over as a pickle, in memory; it holds plain values only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name} in a flight recorder dump")
+
+
+def entries_of(dumped: bytes) -> list[dict[str, Any]]:
+    """The entries that matter, oldest first; see :mod:`runner.health.collective_trace`.
+
+    Raises:
+        Exception: of any kind: it is damaged, or holds something else.
+    """
+    told = _PlainValues(io.BytesIO(dumped)).load()
+    return _that_matter([plain_entry(e) for e in told.get("entries", []) if not e["is_p2p"]])
+
+
+def read_dumps(folder: Path, prefix: str) -> dict[int, list[dict[str, Any]]]:
+    """Rank to entries, of the files ``prefix`` + rank that can be read."""
+    found = {}
+    for path in sorted(folder.glob(f"{prefix}*")):
+        rank = path.name.removeprefix(prefix)
+        if rank.isdecimal():
+            try:
+                found[int(rank)] = entries_of(read_bounded(path, _DUMP_BYTES))
+            except Exception:  # half written by a process that died: the others tell without it
+                continue
+    return found
+
+
+def _that_matter(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The newest ones, but not later than from the first unfinished one on.
+
+    The host launches NCCL's collectives far ahead of a device that hangs in one of them.
+    """
+    newest = max(0, len(entries) - MOST_ENTRIES)
+    unfinished = (n for n, entry in enumerate(entries) if not entry["finished"])
+    first = min(newest, max(0, next(unfinished, newest) - _BEFORE))
+    return list(entries[first : first + MOST_ENTRIES])
+
+
+def plain_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """One entry of a dump in the form of :func:`collectives`."""
+    frames = [
+        {"file": f["filename"], "line": f["line"], "function": f["name"]}
+        for f in reversed(entry.get("frames", []))
+    ]
+    name = str(entry["profiling_name"])  # nccl:all_reduce
+    backend, _, op = name.rpartition(":")
+    group = str(entry["process_group"][0])
+    is_over = bool(entry["retired"]) or entry["state"] == "completed"
+    return {
+        # A group with a backend for each device counts in each of them from one.
+        "group": f"{group}/{backend}" if backend else group,
+        "seq": int(entry["collective_seq_id"]),
+        "op": op,
+        "sizes": [list(size) for size in entry["input_sizes"]],
+        "dtypes": list(entry["input_dtypes"]),
+        "state": "completed" if is_over else str(entry["state"]),
+        "finished": is_over,
+        "line": own_line(frames),
+    }

@@ -1,0 +1,303 @@
+"""Any script under a supervisor: restarts counted in what it says, evidence from outside."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.health.lost_peer import by_text
+from runner.health.rank_report import Report, own_line
+from runner.health.root_cause import RootCause, blame
+from runner.health.trace_dump import read_dumps
+from runner.launch import process_tree
+from runner.launch.attempt import Ended, Job, Stop, run_once
+from runner.launch.said import Printed, Said, failures, tracebacks
+from runner.launch.supervisor import AttemptLog, restart_words
+from runner.policy.restart import Attempt, End, RestartRules, after
+from runner.system.process import parent
+
+_DUMPS = "flight-recorder-rank"
+_ABORT_SECONDS, _SPY_SECONDS = 2.0, 10.0
+_TAIL = 400  # lines that are kept as evidence
+_STACK = re.compile(r'^\s+File "([^"]+)", line (\d+) in (\S+)')
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*most recent call first")
+_WAITS = ("torch/distributed/", "torch/autograd/")  # places in which a rank waits for others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """
+    Args:
+        quiet_seconds: without a word from the script before it is taken for hung; 0: for ever.
+        progress: pattern whose first group that matches is the step.
+        folder: takes the evidence and the list of attempts.
+    """
+
+    quiet_seconds: float
+    progress: str
+    folder: Path
+
+
+class ScriptSupervisor:
+    """Runs a command until it is done or a restart would not help.
+
+    Args:
+        launch_id: names this launch in the list of attempts.
+        say: one line for a person.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        watched: Watched,
+        rules: RestartRules,
+        launch_id: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self._command = command
+        self._environment = environment
+        self._watched = watched
+        self._rules = rules
+        self._say = say
+        self._log = AttemptLog(watched.folder, launch_id)
+        self.stop = Stop()
+
+    def run(self) -> End:
+        """To the end; the signals of this process are its own from here on."""
+        self.stop.listen()
+        attempts: list[Attempt] = self._log.read()
+        while True:
+            best = max((one.clean_after for one in attempts), default=-1)
+            attempts.append(self._attempt(len(attempts) + 1, best))
+            next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
+            if isinstance(next_, End):
+                return next_
+            self._say(restart_words(next_, len(attempts) + 1))
+            if not self.stop.sleep(next_.pause_seconds):
+                return End(reason="asked to stop", code=attempts[-1].code)
+
+    def _attempt(self, number: int, best: int) -> Attempt:
+        began = time.time()
+        folder = self._watched.folder / f"attempt-{number:04d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        reading, writing = os.pipe()
+        said = Said(reading, self._watched.progress)
+        watchdog = _Watchdog(said, self._watched.quiet_seconds, folder)
+        try:
+            job = Job(
+                command=self._command,
+                environment=dict(self._environment) | settings(folder),
+                output=writing,
+                late=watchdog.late,
+            )
+            ended = run_once(job, self.stop)
+        finally:
+            os.close(writing)
+            said.finish()
+        cause = None if ended.code == 0 else _cause(said, watchdog, folder, ended)
+        if cause is not None:
+            (folder / "output.txt").write_text("\n".join(said.since(said.num_lines - _TAIL)))
+            self._say(f"attempt {number} {cause.reason} (evidence: {folder})")
+        attempt = Attempt(
+            code=ended.code,
+            clean_before=best,
+            clean_after=max(best, said.step),
+            took_up=said.step >= 0,
+            step=max(0, said.step),
+            cause=cause.kind if cause else None,
+            signature=cause.signature if cause else None,
+        )
+        self._log.add(attempt, began=began)
+        return attempt
+
+
+def settings(folder: Path) -> dict[str, str]:
+    """What makes torch leave evidence, for a script that sets nothing; newer names and older ones.
+
+    NCCL's handling of errors stays as the launcher has it: a collective that times out ends its
+    process, after the dump.
+    """
+    dumps = str(folder.absolute() / _DUMPS)
+    return {
+        "PYTHONUNBUFFERED": "1",  # else a pipe hears nothing for long
+        "PYTHONFAULTHANDLER": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": dumps,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dumps,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+class _Watchdog:
+    """Ends a script that has said nothing for long, and asks its ranks where they are first."""
+
+    def __init__(self, said: Said, quiet_seconds: float, folder: Path) -> None:
+        self._said = said
+        self._quiet = quiet_seconds
+        self._folder = folder
+        self.stacks: dict[int, list[dict[str, object]]] = {}
+
+    def late(self, mark: str) -> str:
+        """In words, that it is to be ended; empty while it is not."""
+        if not self._quiet or time.monotonic() - self._said.heard < self._quiet:
+            return ""
+        marked = process_tree.marked(mark)
+        pids = process_tree.ranks(mark) or [pid for pid in marked if parent(pid) not in marked]
+        # A launcher would end the others once the first is gone.
+        for launcher in {parent(pid) for pid in pids} & set(marked):
+            if launcher is not None:
+                process_tree.send(launcher, signal.SIGSTOP)
+        for pid in pids:
+            rank = process_tree.rank_of(pid)  # of one that has ended nobody knows
+            self.stacks[rank] = self._ask(pid)
+        return f"nothing was said for {self._quiet:g} s"
+
+    def _ask(self, pid: int) -> list[dict[str, object]]:
+        """The frames of one process, outermost first; empty where it does not tell."""
+        if spy := shutil.which("py-spy"):
+            self._spy(spy, pid)
+        if not process_tree.catches(pid, signal.SIGABRT):
+            return []
+        before = self._said.num_lines
+        process_tree.send(pid, signal.SIGABRT)
+        limit = time.monotonic() + _ABORT_SECONDS
+        while process_tree.is_there(pid) and time.monotonic() < limit:
+            time.sleep(0.02)
+        time.sleep(0.1)  # its last words are in the pipe
+        return _frames(self._said.since(before))
+
+    def _spy(self, spy: str, pid: int) -> None:
+        path = self._folder / f"py-spy-{process_tree.rank_of(pid)}.txt"
+        try:
+            with path.open("wb") as file:
+                subprocess.run(
+                    [spy, "dump", "--pid", str(pid)],
+                    stdout=file,
+                    stderr=file,
+                    timeout=_SPY_SECONDS,
+                    check=False,
+                )
+        except (OSError, subprocess.SubprocessError):
+            return  # without the right to look, and the like
+
+
+def _frames(lines: Sequence[str]) -> list[dict[str, object]]:
+    """Of the thread that faulthandler names last, which is the one that began the program."""
+    found: list[dict[str, object]] = []
+    for line in lines:
+        if _THREAD.match(line):
+            found = []
+        elif frame := _STACK.match(line):
+            found.insert(0, {"file": frame[1], "line": int(frame[2]), "function": frame[3]})
+    return found
+
+
+def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootCause | None:
+    """Who died first and why; None where nothing can be said."""
+    step = max(0, said.step)
+    if ended.words:
+        return _hang(watchdog.stacks, ended.words, step)
+    lines = list(said.lines)
+    dumps = read_dumps(folder, _DUMPS)
+    told = failures(lines)
+    world_size = max([*dumps, *(rank for rank, _ in told)], default=0) + 1
+    reports = _reports(lines, told, step, world_size)
+    known = {report.rank for report in reports}
+    for rank, entries in dumps.items():
+        if rank not in known:
+            reports.append(
+                Report(
+                    rank=rank,
+                    world_size=world_size,
+                    kind="called",
+                    step=step,
+                    phase="training",
+                    collectives=entries,
+                )
+            )
+    if not reports:
+        words = f"ended with {ended.code}"
+        return RootCause(kind="exit", ranks=(), step=step, reason=words, signature=words)
+    return blame(reports, world_size)
+
+
+def _reports(
+    lines: Sequence[str], told: Sequence[tuple[int, int]], step: int, world_size: int
+) -> list[Report]:
+    """An account of each rank: what it printed, else how it ended. In the order of their deaths."""
+    reports: dict[int, Report] = {}
+    order = [rank for rank, _ in told]
+    for printed in tracebacks(lines):
+        if printed.is_launchers:
+            continue
+        rank = printed.rank
+        if rank is None:  # before the group was made, nobody says whose it is
+            rank = next((r for r, code in told if code > 0 and r not in reports), 0)
+        if rank not in reports:
+            frames = [{"file": f, "line": n, "function": name} for f, n, name in printed.frames]
+            reports[rank] = Report(
+                rank=rank,
+                world_size=world_size,
+                kind=by_text(printed.kind, printed.message),
+                step=step,
+                phase="training",
+                message=_words(printed),
+                time=float(order.index(rank) if rank in order else len(order)),
+                stacks=[{"thread": "MainThread", "frames": frames}],
+            )
+    for place, (rank, code) in enumerate(told):
+        # With SIGTERM the launcher ends those who live on.
+        if rank not in reports and code != -signal.SIGTERM:
+            reports[rank] = Report(
+                rank=rank,
+                world_size=world_size,
+                kind="signal" if code < 0 else "exit",
+                step=step,
+                phase="training",
+                message=f"killed by {_signal(-code)}" if code < 0 else f"ended with {code}",
+                time=float(place),
+            )
+    return list(reports.values())
+
+
+def _words(printed: Printed) -> str:
+    return f"{printed.kind}: {printed.message}" if printed.message else printed.kind
+
+
+def _signal(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def _hang(stacks: Mapping[int, list[dict[str, object]]], words: str, step: int) -> RootCause:
+    """Ranks that wait for others are not the ones that hang, while there is anybody else."""
+    waiting = {r: f for r, f in stacks.items() if any(_is_waiting(frame) for frame in f)}
+    busy = {r: f for r, f in stacks.items() if r not in waiting and f}
+    chosen = busy or waiting
+    places = {rank: own_line(frames) for rank, frames in chosen.items()}
+    at = "; ".join(f"rank {rank} is at {place}" for rank, place in sorted(places.items())[:8])
+    rest = f"; rank {', '.join(map(str, sorted(waiting)))} waits for others" if busy else ""
+    rest = rest if waiting else ""
+    first = min(places.items(), default=(0, "an unknown place"))[1]
+    return RootCause(
+        kind="hang",
+        ranks=tuple(sorted(chosen)),
+        step=step,
+        reason=f"hung at step {step}: {words}; {at or 'no rank tells where it is'}{rest}",
+        signature=f"hang {re.sub(r'[0-9]+', 'N', first)}",
+    )
+
+
+def _is_waiting(frame: Mapping[str, object]) -> bool:
+    return any(place in str(frame["file"]) for place in _WAITS)
