@@ -70,13 +70,21 @@ def _ends_what_it_began() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _leaves_our_logger_as_it_was() -> Iterator[None]:
-    """A program's ``log.begin`` would make the tests after it print what they do not expect."""
-    logger = logging.getLogger("runner")
-    before = (list(logger.handlers), logger.level, logger.propagate)
+def _our_logger_is_as_at_first() -> Iterator[None]:
+    """A program's ``log.begin`` would make the tests after it print what they do not expect.
+
+    Before a test as well: what began it may have been a fixture of more than one.
+    """
+    _reset_our_logger()
     yield
-    logger.handlers[:], logger.propagate = before[0], before[2]
-    logger.setLevel(before[1])
+    _reset_our_logger()
+
+
+def _reset_our_logger() -> None:
+    logger = logging.getLogger("runner")
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

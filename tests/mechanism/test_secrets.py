@@ -206,28 +206,30 @@ def test_a_stored_config_makes_nothing(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["+_target_=os.system", "++optim._target_=os.system", "guard._target_=os.system",
-     "guard={_target_:os.system}", "schedule._target_=os.system"],
+    ["+_target_=os.system", "++checkpoint._target_=os.system", "guard._target_=os.system",
+     "guard={_target_:os.system}", "parallel._target_=os.system"],
 )  # fmt: skip
 def test_an_override_cannot_name_code(override: str) -> None:
     with pytest.raises(ConfigError):
         compose([override])
 
 
+@pytest.mark.parametrize("group", ["data", "model", "optim", "schedule"])
 def test_where_code_may_be_named_nothing_is_called_by_composing_or_comparing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str
 ) -> None:
-    """The command may name a data set's code; a stored config may not, whatever it says."""
+    """The command may name code; a stored config may not, whatever it says."""
     (tmp_path / "trap_of_data.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    named = compose(["data._target_=trap_of_data.create", "data.root=/x"])
-    assert (named.data._target_, named.data.arguments) == ("trap_of_data.create", {"root": "/x"})
+    named = compose([f"{group}._target_=trap_of_data.create", f"{group}.root=/x"])
+    own = getattr(named, group)
+    assert (own._target_, own.arguments) == ("trap_of_data.create", {"root": "/x"})
     run_dir = RunDir(tmp_path / "run")
     run_dir.create()
     run_dir.store_config(named)
     changed = run_dir.settings_changed(compose([]))
-    assert changed["data._target_"] == ("trap_of_data.create", None)
-    assert changed["data.arguments.root"] == ("/x", None)
+    assert changed[f"{group}._target_"] == ("trap_of_data.create", None)
+    assert changed[f"{group}.arguments.root"] == ("/x", None)
     assert run_dir.settings_changed(named) == {}
     assert "trap_of_data" not in sys.modules
 
