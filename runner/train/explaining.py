@@ -154,11 +154,10 @@ class ExplainingGuard:
 
     def _is_of_a_mix(self, signals: StepSignals) -> bool:
         """Whether the step just before this one was discarded for another mix."""
-        if not self._journal.history.incidents:
+        before = self._journal.history.newest_discard()
+        if before is None or before.samples is None:
             return False
-        before = self._journal.history.incidents[-1]
-        follows = before.samples is not None and before.samples[1] == signals.start
-        return before.kind == "discard" and follows and cause_of(before) == MIX
+        return before.samples[1] == signals.start and cause_of(before) == MIX
 
     def _keep(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """Write the evidence down, before the journal refers to it."""

@@ -137,6 +137,15 @@ def test_serials_left_behind_are_never_used_again() -> None:
     assert folded(START).abandoned_serials() == set()
 
 
+def test_the_newest_discard_is_the_same_on_all_ranks() -> None:
+    lost = Incident(kind="output_lost", step=9, decision="go on without it", reason="full")
+    first = folded(discard(0, 8), discard(8, 16), lost)
+    other = folded(discard(0, 8), discard(8, 16))
+    assert first.newest_discard() == other.newest_discard() == discard(8, 16)
+    assert folded(discard(0, 8), rollback(5, 4, (0, 8)), lost).newest_discard() is None
+    assert folded(lost).newest_discard() is None
+
+
 def test_the_last_rollback_to_a_checkpoint() -> None:
     history = folded(
         rollback(3, 6, (240, 280), metrics_bytes=1),

@@ -181,6 +181,15 @@ class History:
             num += incident.kind == "redo" and incident.step == step
         return num
 
+    def newest_discard(self) -> Incident | None:
+        """Since the last rollback. Lines that one rank alone has (``output_lost``) do not count."""
+        for incident in reversed(self.incidents):
+            if incident.kind == "rollback":
+                return None
+            if incident.kind == "discard":
+                return incident
+        return None
+
     def num_transient_on(self, rank: int) -> int:
         """How many steps were redone for a fault on this rank."""
         return sum(i.kind == "redo" and i.ranks == (rank,) for i in self.incidents)
