@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-import runner.session.build
+import runner.session.actors
 import runner.train.state
 from runner.__main__ import main as runner_main
 from runner.data.cursor import SampleStream
@@ -80,7 +80,7 @@ class RateCutGuard(Guard):
 def train_with_rate_cut_only(overrides: Sequence[str]) -> int:
     """A run in this process with the two parts above in place of the runner's."""
     runner.train.state.Baseline = OpenBaseline  # type: ignore[misc]
-    runner.session.build.Guard = RateCutGuard  # type: ignore[misc]
+    runner.session.actors.Guard = RateCutGuard  # type: ignore[misc]
     # Every step is looked at before the next: this baseline's limits are no forecast.
     return runner_main([*overrides, "guard.sync=true"])
 

@@ -37,14 +37,8 @@ from runner.run_dir.build_info import ranks_on, versions
 from runner.run_dir.paths import RunDir, keep_for_owner
 from runner.session import parts
 from runner.session.group import RankGroup
-from runner.session.opening import (
-    Inventory,
-    Lease,
-    RunJournal,
-    acquire_lease,
-    open_journal,
-    open_slots,
-)
+from runner.session.opening import acquire_lease, open_journal, open_slots
+from runner.session.phases import Inventory, Lease, RunJournal
 from runner.startup.resume import Resumed, find, resume_from
 from runner.system.environment import variables
 from runner.system.error import ConfigError

@@ -7,110 +7,36 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.memory.tier import MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.config.compose import digest, flat
 from runner.config.schema import RunConfig
-from runner.data.cursor import SampleStream
-from runner.data.dataset import Dataset
-from runner.data.mixture import MixtureOrder
 from runner.data.whole import Tell
 from runner.distributed.env import JobEnv
 from runner.distributed.slow_agreement import all_or_none_slowly
 from runner.health.crash_log import crash_incident, forget_last_words
 from runner.health.preemption import who_asked
-from runner.model.blueprint import Blueprint
 from runner.observe.alert import CommandAlerts
 from runner.observe.journal import Journal
-from runner.observe.run_tracker import BackgroundRunTracker
 from runner.policy.decision.history import Incident
-from runner.run_dir.lease import Fence
 from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.optim import state_shapes
+from runner.session.phases import Corpus, Inventory, Lease, RunJournal
 from runner.session.pretrained import keep_small_files, kept_files
 from runner.session.trackers import run_trackers
 from runner.startup.micro_size import settle_micro_size
 from runner.startup.precision import settle_precision, settle_rope
-from runner.startup.restore import RemoteRun, Restored, Restorer, open_remote, with_highest
+from runner.startup.restore import Restorer, open_remote, with_highest
 from runner.startup.resume import RunInventory, find, take_lease
 from runner.startup.shared_memory import StateOnDevice, node_folder, open_memory
 from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import LineFile
 from runner.system.process import parent_name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """The right to write to ``out``, and the settings by which all that follows goes.
-
-    Args:
-        config: with what this start decides settled.
-        config_digest: of them.
-        fence: proves the right; its number is this incarnation's.
-        remote: the object store, as it was when the run was claimed; None without one.
-    """
-
-    config: RunConfig
-    config_digest: str
-    fence: Fence
-    remote: RemoteRun | None
-
-    def directory(self, group: RankGroup) -> CheckpointDirectory:
-        """The checkpoints on disk, to be written to while the lease holds."""
-        return CheckpointDirectory(
-            group.run_dir.ring, owner=self.fence.number, check=self.fence.check
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Corpus:
-    """What is trained on, its order, and the network whose sizes follow from it."""
-
-    dataset: Dataset
-    stream: SampleStream
-    validation: Dataset | None
-    network: Blueprint
-
-    @property
-    def mixture(self) -> MixtureOrder | None:
-        """The order of its sources, where there are several."""
-        order = self.stream.order
-        return order if isinstance(order, MixtureOrder) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inventory:
-    """What earlier incarnations left: in ``out``, or taken from the object store (``restored``)."""
-
-    found: RunInventory
-    restorer: Restorer | None
-    restored: Restored | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunJournal:
-    """The journal, and how an incident is reported: written down, then said."""
-
-    journal: Journal
-    group: RankGroup
-    alerts: CommandAlerts | None = None
-    trackers: Sequence[BackgroundRunTracker] = ()
-
-    def report(self, incident: Incident) -> None:
-        """Write it down and say it."""
-        self.journal.add(incident)
-        self.group.console.incident(incident)
-
-    def report_once(self, incident: Incident) -> None:
-        """For what a restart comes to again."""
-        if self.journal.add_once(incident):
-            self.group.console.incident(incident)
 
 
 def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:

@@ -13,7 +13,8 @@ from runner.policy.decision.history import Incident
 from runner.policy.retention.records import on_disk
 from runner.report.writer import PageWriter
 from runner.run_dir.paths import keep_for_owner
-from runner.session.build import Opened, Run, begin, build, resume
+from runner.session.begin import begin
+from runner.session.build import build, resume
 from runner.session.group import RankGroup, join
 from runner.session.opening import (
     acquire_lease,
@@ -22,6 +23,7 @@ from runner.session.opening import (
     settle_memory,
     take_inventory,
 )
+from runner.session.phases import Opened, Run
 from runner.session.state_digest import at_a_stop, collect_digest
 from runner.session.summary import End, RunSize, sum_up
 from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, Preempted, RunnerError

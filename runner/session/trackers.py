@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from runner.config.compose import flat
 from runner.config.schema import TrackConfig
 from runner.observe.attempts import Attempts
 from runner.observe.run_tracker import BackgroundRunTracker, RunFacts, RunTracker
 from runner.session.group import RankGroup
+from runner.session.phases import Lease
 from runner.system.guest import bound_target
 from runner.system.redact import redacted
-
-if TYPE_CHECKING:
-    from runner.session.opening import Lease
 
 
 def run_trackers(lease: Lease, group: RankGroup) -> list[BackgroundRunTracker]:

@@ -19,8 +19,8 @@ from runner.distributed.env import RankEnv
 from runner.engine.precision import has_native_bf16
 from runner.policy.decision.ledger import Ledger
 from runner.session import parts
-from runner.session.build import Run
 from runner.session.group import group_at_hand
+from runner.session.phases import Run
 from runner.session.session import open_run
 from scripts.bench.fair import refuse_uneven
 from scripts.bench.task import Task

@@ -29,7 +29,7 @@ from runner.distributed.env import place_from
 from runner.distributed.process_group import choose_device, end_group, start_group
 from runner.health.leave import leave
 from runner.model.decoder import num_parameters
-from runner.session.build import Run
+from runner.session.phases import Run
 from scripts.bench.opponent.bare import BareLoop, Saved
 from scripts.bench.ours import make_task, opened, settings
 from scripts.bench.task import Task, read_task, write_task

@@ -1,0 +1,341 @@
+"""What acts on a run from its first step on: loader, stepper, guard, loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from runner.config.schema import Precision
+from runner.data.cursor import Indices, SampleStream
+from runner.data.dataset import Dataset
+from runner.data.feed import Feed, named_samples
+from runner.explain.bundle import Bundles
+from runner.explain.probe import Bench
+from runner.explain.replay import Replay
+from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
+from runner.health.checks import PaceInspector, ReplicaInspector
+from runner.observe.metrics import held_out_before
+from runner.policy.straggler import Stragglers
+from runner.run_dir.build_info import code_digest, versions
+from runner.session import parts
+from runner.session.optim import schedule
+from runner.session.phases import Actors, Machinery, Opened
+from runner.startup.resume import Resumed
+from runner.startup.shared_memory import memory_every
+from runner.system.process import host_name
+from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
+from runner.train.corpus_check import CorpusCheck
+from runner.train.evaluate import Evaluator, FixedSet
+from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules
+from runner.train.final_proof import LastProof
+from runner.train.guard import Guard
+from runner.train.loop import Loop
+from runner.train.periodic import Periodic
+from runner.train.recovery import Recovery
+from runner.train.report import Reporter
+from runner.train.source_columns import SourceColumns
+from runner.train.step import Stepper, StepRules
+from runner.train.step_runner import StepPlanner, StepRunner
+
+# Of watchdog.straggler_factor. What slows a GPU in a fixed computation is its own throttling.
+_STRAGGLER_FACTOR, _DEVICE_FACTORS = 2.0, {"cuda": 1.2}
+
+
+def make_actors(
+    opened: Opened,
+    machinery: Machinery,
+    resumed: Resumed,
+    feed: Feed,
+    reporter: Reporter,
+    columns: SourceColumns,
+) -> Actors:
+    group, config, written = opened.group, opened.lease.config, opened.written
+    ring, backlog = machinery.ring, machinery.backlog
+    stepper = _stepper(opened, machinery, feed)
+    evaluator = _evaluator(opened, machinery, feed)
+
+    def evaluate() -> float | None:
+        loss = evaluator.loss()
+        columns.evaluated(evaluator.by_group())
+        return loss
+
+    periodic = Periodic(
+        evaluate=evaluate,
+        evaluate_every=config.eval.every,
+        inspect=_inspector(opened, machinery, resumed, stepper),
+        inspect_every=(config.watchdog.straggler_every, config.debug.replica_check_every),
+        reporter=reporter,
+        heart=group.heart,
+    )
+    saves = SaveSchedule(
+        disk=parts.cadence(
+            config,
+            group.place,
+            resumed.step,
+            written.journal.history,
+            group.ranks,
+            reporter.spent,
+            written.report,
+        ),
+        memory_every=memory_every(config.checkpoint) if machinery.tier.memory else 0,
+    )
+    planner = StepPlanner(
+        stream=opened.corpus.stream,
+        journal=written.journal,
+        schedule=schedule(config),
+        progress=ring.progress,
+        keeps_lines=backlog.look,
+        stop=lambda: group.stop.is_set,
+    )
+    steps = StepRunner(
+        stepper,
+        planner,
+        known_discards=resumed.known_discards,
+        late=parts.reads_late(config, group.device),
+        is_boundary=lambda updates: (
+            updates >= config.steps or periodic.is_due(updates) or saves.is_due(updates)
+        ),
+    )
+    return Actors(
+        feed=feed,
+        reporter=reporter,
+        stepper=stepper,
+        steps=steps,
+        periodic=periodic,
+        saves=saves,
+    )
+
+
+def make_loop(
+    opened: Opened, machinery: Machinery, actors: Actors, corpus_check: CorpusCheck
+) -> Loop:
+    group, config, journal = opened.group, opened.lease.config, opened.written.journal
+    ring, backlog, reporter = machinery.ring, machinery.backlog, actors.reporter
+    untrained_loss = opened.corpus.network.untrained_loss
+    rules = parts.remedy_rules(config, untrained_loss=untrained_loss)
+    recovery = Recovery(
+        stepper=actors.stepper,
+        ring=ring,
+        journal=journal,
+        reporter=reporter,
+        rules=rules,
+        max_unreadable=config.data.max_unreadable,
+        before_restore=lambda step: machinery.faults.at("rollback", step),
+    )
+    guard = Guard(
+        rules=rules,
+        recovery=recovery,
+        steps=actors.steps,
+        ring=ring,
+        journal=journal,
+        reporter=reporter,
+        heart=group.heart,
+        backlog=backlog,
+    )
+    explaining = parts.explain_rules(config)
+    checkpoints = Checkpoints(
+        ring,
+        schedule=actors.saves,
+        proofs=Proofs(last=_proof(opened, machinery, actors.feed), corpus=corpus_check),
+        rules=rules,
+        journal=journal,
+        reporter=reporter,
+        heart=group.heart,
+        backlog=backlog,
+    )
+    return Loop(
+        machinery.state,
+        until=config.steps,
+        steps=actors.steps,
+        guard=_explaining(opened, machinery, actors, guard, explaining) if explaining else guard,
+        checkpoints=checkpoints,
+        periodic=actors.periodic,
+        reporter=reporter,
+        preemption=Preemption(stop=group.stop, reasons=group.asked_to_stop),
+    )
+
+
+def _explaining(
+    opened: Opened, machinery: Machinery, actors: Actors, guard: Guard, rules: ExplainRules
+) -> ExplainingGuard:
+    """The guard, with replays to find the cause first."""
+    group, corpus, feed = opened.group, opened.corpus, actors.feed
+    config, journal = opened.lease.config, opened.written.journal
+    bench = Bench(engine=machinery.engine, feed=feed, ranks=group.ranks, heart=group.heart)
+    replay = Replay(
+        bench,
+        known=lambda: _known_samples(corpus.stream, config.batch.global_size),
+        host=host_name(),
+        bf16=config.model.precision is Precision.bf16,
+        reread=feed.put,
+    )
+    return ExplainingGuard(
+        guard,
+        replay,
+        rules=rules,
+        stepper=actors.stepper,
+        journal=journal,
+        reporter=actors.reporter,
+        batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
+        evidence=Evidence(
+            names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
+            bundles=_bundles(opened) if group.is_first else None,
+            incarnation=opened.lease.fence.number,
+        ),
+    )
+
+
+def _bundles(opened: Opened) -> Bundles:
+    group = opened.group
+    return Bundles(
+        group.run_dir.incidents,
+        opened.corpus.dataset,
+        facts={"host": host_name(), **versions(), **group.device_versions},
+        check=opened.lease.fence.check,
+        say=group.console.say,
+    )
+
+
+def _known_samples(stream: SampleStream, size: int) -> Indices:
+    """Held-out samples, as many as a step has: over again where there are fewer."""
+    found = stream.held_out_indices(size)
+    return np.resize(found, size) if len(found) else found
+
+
+def _stepper(opened: Opened, machinery: Machinery, feed: Feed) -> Stepper:
+    group, lease = opened.group, opened.lease
+    return Stepper(
+        engine=machinery.engine,
+        feed=wrap_feed(feed, machinery.faults),
+        dataset=opened.corpus.dataset,
+        ranks=wrap_group(group.ranks, machinery.faults),
+        rules=StepRules(
+            seed=lease.config.seed,
+            clip=lease.config.optim.clip,
+            guarded=lease.config.guard.enabled,
+            config_digest=lease.config_digest,
+            code=code_digest(),
+        ),
+        heart=wrap_heart(group.heart, machinery.faults),
+        before_update=machinery.ring.before_update,
+        distrust=machinery.ring.distrust_after,
+    )
+
+
+def _evaluator(opened: Opened, machinery: Machinery, feed: Feed) -> Evaluator:
+    """On the held-out samples, of a mixture by source."""
+    config, corpus = opened.lease.config, opened.corpus
+    count = config.eval.samples if config.eval.every else 0
+    if corpus.validation is not None:
+        return _validator(opened, machinery, corpus.validation, count)
+    held_out = corpus.stream.held_out_indices(count)
+    if config.eval.every and not len(held_out):
+        opened.group.console.say("no sample is held out (data.held_out): nothing to evaluate on")
+    return Evaluator(
+        engine=machinery.engine,
+        feed=feed,
+        dataset=corpus.dataset,
+        ranks=opened.group.ranks,
+        samples=FixedSet(
+            indices=held_out,
+            names=corpus.mixture.names if corpus.mixture else (),
+            groups=corpus.mixture.sources(held_out) if corpus.mixture else None,
+        ),
+        report=opened.written.report_once,
+        step=lambda: machinery.state.updates,
+    )
+
+
+def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: int) -> Evaluator:
+    """On samples of ``data.val_path``, as far apart as there are."""
+    group, lease = opened.group, opened.lease
+    size = min(count, len(dataset))
+    indices = np.arange(size, dtype=np.int64) * len(dataset) // max(size, 1)
+    loader = parts.feed(lease.config, dataset, opened.corpus.stream, group.place, group.device)
+    return Evaluator(
+        engine=machinery.engine,
+        feed=loader,
+        dataset=dataset,
+        ranks=group.ranks,
+        samples=FixedSet(indices=indices, what="samples of data.val_path"),
+        report=opened.written.report_once,
+        step=lambda: machinery.state.updates,
+    )
+
+
+def _inspector(
+    opened: Opened, machinery: Machinery, resumed: Resumed, stepper: Stepper
+) -> Callable[[int], None]:
+    """What is looked at after an update."""
+    group, config, ring = opened.group, opened.lease.config, machinery.ring
+    watchdog, every = config.watchdog, config.debug.replica_check_every
+    pace = PaceInspector(
+        ranks=group.ranks,
+        device=group.device,
+        stragglers=Stragglers(
+            factor=watchdog.straggler_factor or _STRAGGLER_FACTOR,
+            device_factor=watchdog.straggler_factor or _DEVICE_FACTORS.get(group.device.type),
+            checks=watchdog.straggler_checks,
+        ),
+        take_seconds=stepper.take_seconds,
+        report=opened.written.report,
+    )
+    replicas = ReplicaInspector(
+        ranks=group.ranks,
+        engine=machinery.engine,
+        report=opened.written.report,
+        distrust=ring.distrust_after,
+        next_serial=lambda: ring.next_serial,
+        good_step=resumed.step,
+    )
+
+    def look(updates: int) -> None:
+        if watchdog.straggler_every and updates % watchdog.straggler_every == 0:
+            pace.look(updates)
+        if every and updates % every == 0:
+            replicas.look(updates)
+
+    return look
+
+
+def _proof(opened: Opened, machinery: Machinery, feed: Feed) -> LastProof:
+    """Of the last checkpoint, at the end of the run."""
+    group, corpus, written = opened.group, opened.corpus, opened.written
+    ranks, state = group.ranks, machinery.state
+
+    def last_batch() -> float | None:
+        plan = corpus.stream.plan_before(state.cursor, written.journal.history.ledger)
+        evaluator = ranks.all_or_none(
+            "reading the last batch",
+            lambda: Evaluator(
+                engine=machinery.engine,
+                feed=feed,
+                dataset=corpus.dataset,
+                ranks=ranks,
+                samples=FixedSet(indices=plan.indices, what="samples of the last batch"),
+                report=written.report_once,
+                step=lambda: state.updates,
+            ),
+        )
+        return evaluator.loss()
+
+    def earlier() -> float | None:
+        told = ranks.all_or_none(
+            "reading the metrics",
+            lambda: (
+                held_out_before(group.run_dir.metrics, state.updates) if group.is_first else None
+            ),
+        )
+        found: float | None = ranks.from_first(told)
+        return found
+
+    return LastProof(
+        ring=machinery.ring,
+        sharded=machinery.engine,
+        ranks=ranks,
+        state=state,
+        last_batch=last_batch,
+        earlier=earlier,
+        report=written.report,
+    )

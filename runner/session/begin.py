@@ -1,0 +1,305 @@
+"""The first line of a start is written, and what acts is made and let go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from runner.checkpoint.remote.upload import Uploads
+from runner.config.schema import DebugKind
+from runner.config.validate import is_zero
+from runner.data.feed import Feed
+from runner.engine.determinism import repeats_bits
+from runner.engine.protocol import MicroStep
+from runner.fault.inject import FaultInjector
+from runner.health.device_check import check_devices
+from runner.observe.alert import CommandAlerts
+from runner.observe.goodput import Past, past
+from runner.observe.metrics import Metrics
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import Tier
+from runner.report.writer import PageWriter
+from runner.run_dir.build_info import ranks_on, versions
+from runner.session import parts
+from runner.session.actors import make_actors, make_loop
+from runner.session.phases import Machinery, Opened, Run
+from runner.startup.mixture import settle_mixture
+from runner.startup.resume import Resumed
+from runner.system import output
+from runner.system.error import RankError
+from runner.system.json_lines import iter_lines
+from runner.system.process import host_name
+from runner.train.corpus_check import CorpusCheck, ResumedOn, known_digest
+from runner.train.curve_reader import CurveReader
+from runner.train.report import Outputs, Reporter, Tracker
+from runner.train.source_columns import SourceColumns
+
+_YES_NO = {True: "yes", False: "no"}
+
+
+def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
+    """Write the line of this start, and make what acts. Collective."""
+    group, lease, corpus = opened.group, opened.lease, opened.corpus
+    hosts = group.ranks.gather(host_name())
+    past = _past(opened, resumed)
+    feed = parts.feed(lease.config, corpus.dataset, corpus.stream, group.place, group.device)
+    repeats = _repeats_bits(opened, machinery, feed) if resumed.step < lease.config.steps else None
+    _greet(opened, machinery, resumed, repeats)
+    columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
+    reporter = group.ranks.all_or_none(
+        "opening the metrics", lambda: _reporter(opened, machinery, resumed, past, columns, pages)
+    )
+    machinery.backlog.add(reporter.metrics_file)
+    # After the reporter has cut the metrics: what is journalled as lost is lost once.
+    lost = group.ranks.from_first(past.lost)
+    start = _start_incident(opened, resumed, hosts, lost)
+    opened.written.journal.add(replace(start, detail={**start.detail, "repeats_bits": repeats}))
+    if lease.config.debug.check_devices:
+        _check_devices(opened, machinery.faults, resumed.step)
+    _settle_mixture(opened, machinery)
+    uploads = _uploads(opened, machinery, resumed)
+    # Until now an earlier incarnation's snapshots were the ones to come back to.
+    machinery.ring.begin(uploads)
+    corpus_check = _corpus_check(opened, machinery, resumed)
+    corpus_check.begin()
+    actors = make_actors(opened, machinery, resumed, feed, reporter, columns)
+    loop = make_loop(opened, machinery, actors, corpus_check)
+    if pages is not None:
+        pages.begin()
+    return Run(
+        opened=opened, machinery=machinery, feed=feed, reporter=reporter, loop=loop, pages=pages
+    )
+
+
+def _past(opened: Opened, resumed: Resumed) -> Past:
+    """Where the time went before this start; the first rank's is the one that counts."""
+    if not opened.group.is_first:
+        return past([], [], [])
+    path, length = opened.group.run_dir.metrics, resumed.metrics_bytes
+    found = opened.inventory.found
+    return past(iter_lines(path, stop=length), iter_lines(path, start=length), found.journal)
+
+
+def _settle_mixture(opened: Opened, machinery: Machinery) -> None:
+    written = opened.written
+    incident = settle_mixture(opened.corpus.stream, written.journal, machinery.state)
+    if incident is not None:
+        written.report(incident)
+
+
+def _page_writer(opened: Opened) -> PageWriter | None:
+    """What keeps out/report.html; on rank 0 only."""
+    group, minutes = opened.group, opened.lease.config.track.report_minutes
+    if not group.is_first or minutes is None:
+        return None
+    return PageWriter(group.run_dir, every_seconds=60 * minutes, check=opened.lease.fence.check)
+
+
+def _reporter(
+    opened: Opened,
+    machinery: Machinery,
+    resumed: Resumed,
+    past: Past,
+    columns: SourceColumns,
+    pages: PageWriter | None,
+) -> Reporter:
+    """Metrics, trackers and the live line; files on rank 0 only."""
+    group, lease, journal = opened.group, opened.lease, opened.written.journal
+    config, check = lease.config, lease.fence.check
+    outputs = Outputs(
+        metrics=Metrics(
+            group.run_dir.metrics if group.is_first else None,
+            length=resumed.metrics_bytes,
+            check=check,
+        ),
+        trackers=[
+            *(
+                parts.trackers(config, group.run_dir, resumed, lease.fence)
+                if group.is_first
+                else ()
+            ),
+            *opened.written.trackers,
+        ],
+        console=group.console,
+        lost=lambda: _losses(pages, opened.written.alerts) if group.is_first else (),
+        journal=journal.add,
+        columns=columns.of,
+    )
+    reader = _curve_reader(opened, resumed)
+    if reader is not None:
+        outputs = replace(
+            outputs,
+            columns=lambda info, is_evaluated: {
+                **columns.of(info, is_evaluated),
+                **reader.columns(is_evaluated),
+            },
+            applied=reader.applied,
+        )
+    return Reporter(
+        outputs,
+        throughput=parts.throughput(config, opened.corpus.network, group.place, group.device),
+        history=journal.history,
+        ring=machinery.ring,
+        total_steps=config.steps,
+        past=past,
+        began=journal.began,
+    )
+
+
+def _trackers(opened: Opened, resumed: Resumed) -> list[Tracker]:
+    group, lease = opened.group, opened.lease
+    if not group.is_first:
+        return []
+    files = parts.trackers(lease.config, group.run_dir, resumed, lease.fence)
+    return [*files, *opened.written.trackers]
+
+
+def _curve_reader(opened: Opened, resumed: Resumed) -> CurveReader | None:
+    """What reads the run's own curve, where it is evaluated."""
+    group, config, written = opened.group, opened.lease.config, opened.written
+    if not (config.track.read and config.eval.every):
+        return None
+    past = iter_lines(group.run_dir.metrics, stop=resumed.metrics_bytes)
+    return CurveReader(
+        ranks=group.ranks,
+        past=past if group.is_first else (),
+        known=written.journal.history.incidents,
+        total=config.steps,
+        warmup=config.schedule.warmup,
+        dataset=opened.corpus.dataset,
+        tell=written.report,
+    )
+
+
+def _losses(*others: PageWriter | CommandAlerts | None) -> list[output.Loss]:
+    """What went wrong with what this process says."""
+    lost = [one.loss for one in others if one is not None]
+    return [*output.losses(), *(loss for loss in lost if loss is not None)]
+
+
+def _start_incident(
+    opened: Opened, resumed: Resumed, hosts: list[str], lost: dict[str, float]
+) -> Incident:
+    group, lease = opened.group, opened.lease
+    return Incident(
+        kind="start",
+        step=resumed.step,
+        decision=f"go on from step {resumed.step}" if resumed.step else "begin",
+        reason="command",
+        detail={
+            "incarnation": lease.fence.number,
+            "world_size": group.place.world_size,
+            "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
+            "parallel": lease.config.parallel.kind.value,
+            "device": group.device.type,
+            **versions(),
+            **{name: told for name, told in group.device_versions.items() if name != "device"},
+            "settings": lease.config_digest,
+            "data": opened.corpus.dataset.fingerprint(),
+            "debug": dict(group.debug),
+            "lost": lost,
+            "tier": resumed.tier.value if resumed.step else None,
+        },
+    )
+
+
+def _check_devices(opened: Opened, faults: FaultInjector, step: int) -> None:
+    """Try the device of each rank. Collective.
+
+    Raises:
+        RankError: one must not be trained on; it is journalled as a crash of the hardware.
+    """
+    group = opened.group
+    fault = check_devices(
+        group.device, group.ranks, group.console.say, is_spoilt=faults.spoils_product(step)
+    )
+    if fault is not None:
+        incarnation = opened.lease.fence.number
+        opened.written.report(fault.incident(step=step, incarnation=incarnation))
+        raise RankError(fault.reason)
+
+
+def _repeats_bits(opened: Opened, machinery: Machinery, feed: Feed) -> bool:
+    """Whether all ranks get the same bits from one micro-batch twice. Collective.
+
+    The loaded weights are left as they are.
+    """
+    group, batch = opened.group, opened.lease.config.batch
+    count = min(batch.global_size, batch.micro_size * group.place.world_size)
+    (first, *_) = feed.fixed(np.arange(count) % len(opened.corpus.dataset))
+    work = MicroStep(batch=first.to(group.device), seed=opened.lease.config.seed)
+    # DeepSpeed reduces when it has seen as many as a step has.
+    times = feed.num_micro_batches if is_zero(opened.lease.config.parallel.kind) else 1
+    own = repeats_bits(machinery.engine, [work] * times)
+    return group.ranks.sum([float(not own)])[0] == 0
+
+
+def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool | None) -> None:
+    group, config = opened.group, opened.lease.config
+    say = group.console.say
+    say(
+        f"holdfast: {opened.corpus.network.num_parameters():,} parameters, "
+        f"{len(opened.corpus.dataset):,} samples of "
+        f"{config.data.seq_len} tokens, {config.parallel.kind.value} on "
+        f"{group.place.world_size} x {group.device.type}, {config.model.precision.value}, "
+        + ("" if repeats is None else f"this machine repeats bits: {_YES_NO[repeats]}, ")
+        + f"out={group.run_dir.out}"
+    )
+    if repeats is False and not config.compute.deterministic:
+        say(
+            "a run that is resumed or rolled back follows the same samples, but not bit for bit; "
+            "compute.deterministic=true may mend it"
+        )
+    if machinery.engine.waits_for_host:
+        say(
+            f"optim._target_={config.optim._target_} does not look at found_inf: each step waits "
+            "until the host has read its gate"
+        )
+    if config.debug.kind is not DebugKind.off:
+        effective = " ".join(f"{name}={value}" for name, value in group.debug.items())
+        say(f"debug={config.debug.kind.value}: {effective}")
+    if resumed.step >= config.steps:
+        say(f"all {config.steps} steps are applied already")
+    elif resumed.step:
+        source = " from memory" if resumed.tier is Tier.memory else ""
+        say(f"resuming at step {resumed.step} of {config.steps}{source}")
+    for words in resumed.unused:
+        say(f"snapshots in memory of no use: {words}")
+
+
+def _corpus_check(opened: Opened, machinery: Machinery, resumed: Resumed) -> CorpusCheck:
+    dataset, written = opened.corpus.dataset, opened.written
+    journal = opened.inventory.found.journal
+    return CorpusCheck(
+        dataset=dataset,
+        ranks=opened.group.ranks,
+        ring=machinery.ring,
+        resumed=ResumedOn(
+            step=resumed.step,
+            known=known_digest(journal, dataset.fingerprint()) if resumed.step else None,
+            is_change_allowed=opened.lease.config.resume.allow_change,
+        ),
+        notes=parts.digest_notes(opened.lease.config),
+        report=written.report,
+        journal=written.journal.add,
+        moved=lambda: opened.group.heart.enter("save"),
+    )
+
+
+def _uploads(opened: Opened, machinery: Machinery, resumed: Resumed) -> Uploads | None:
+    """The journal has its first line by now."""
+    lease, written, ring = opened.lease, opened.written, machinery.ring
+    if lease.remote is None:
+        return None
+    for incident in lease.remote.incidents(resumed.step):
+        written.report(incident)
+    return lease.remote.uploads(
+        lease.config,
+        lease.directory(opened.group),
+        queue=ring.upload_queue,
+        ranks=opened.group.ranks,
+        fence=lease.fence,
+        tainted=written.journal.history.abandoned_serials(),
+        report=written.report,
+    )

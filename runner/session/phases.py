@@ -1,0 +1,165 @@
+"""What each phase of a start gives to the next one: values alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.checkpoint.memory.tier import MemoryParts
+from runner.checkpoint.ring import Ring
+from runner.config.schema import RunConfig
+from runner.data.cursor import SampleStream
+from runner.data.dataset import Dataset
+from runner.data.feed import Feed
+from runner.data.mixture import MixtureOrder
+from runner.engine.protocol import Engine
+from runner.fault.inject import FaultInjector
+from runner.model.blueprint import Blueprint
+from runner.observe.alert import CommandAlerts
+from runner.observe.backlog import Backlog
+from runner.observe.journal import Journal
+from runner.observe.run_tracker import BackgroundRunTracker
+from runner.policy.decision.history import Incident
+from runner.report.writer import PageWriter
+from runner.run_dir.lease import Fence
+from runner.session.group import RankGroup
+from runner.startup.restore import RemoteRun, Restored, Restorer
+from runner.startup.resume import RunInventory
+from runner.train.checkpoints import SaveSchedule
+from runner.train.loop import Loop
+from runner.train.periodic import Periodic
+from runner.train.report import Reporter
+from runner.train.state import TrainState
+from runner.train.step import Stepper
+from runner.train.step_runner import StepRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to write to ``out``, and the settings by which all that follows goes.
+
+    Args:
+        config: with what this start decides settled.
+        config_digest: of them.
+        fence: proves the right; its number is this incarnation's.
+        remote: the object store, as it was when the run was claimed; None without one.
+    """
+
+    config: RunConfig
+    config_digest: str
+    fence: Fence
+    remote: RemoteRun | None
+
+    def directory(self, group: RankGroup) -> CheckpointDirectory:
+        """The checkpoints on disk, to be written to while the lease holds."""
+        return CheckpointDirectory(
+            group.run_dir.ring, owner=self.fence.number, check=self.fence.check
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """What is trained on, its order, and the network whose sizes follow from it."""
+
+    dataset: Dataset
+    stream: SampleStream
+    validation: Dataset | None
+    network: Blueprint
+
+    @property
+    def mixture(self) -> MixtureOrder | None:
+        """The order of its sources, where there are several."""
+        order = self.stream.order
+        return order if isinstance(order, MixtureOrder) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inventory:
+    """What earlier incarnations left: in ``out``, or taken from the object store (``restored``)."""
+
+    found: RunInventory
+    restorer: Restorer | None
+    restored: Restored | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunJournal:
+    """The journal, and how an incident is reported: written down, then said."""
+
+    journal: Journal
+    group: RankGroup
+    alerts: CommandAlerts | None = None
+    trackers: Sequence[BackgroundRunTracker] = ()
+
+    def report(self, incident: Incident) -> None:
+        """Write it down and say it."""
+        self.journal.add(incident)
+        self.group.console.incident(incident)
+
+    def report_once(self, incident: Incident) -> None:
+        """For what a restart comes to again."""
+        if self.journal.add_once(incident):
+            self.group.console.incident(incident)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """All that a command has in its hands before anything is built."""
+
+    group: RankGroup
+    lease: Lease
+    corpus: Corpus
+    inventory: Inventory
+    written: RunJournal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machinery:
+    """What holds the state of a run: weights, checkpoints, counters, lines not yet written."""
+
+    engine: Engine
+    faults: FaultInjector
+    tier: MemoryParts
+    backlog: Backlog
+    ring: Ring
+    state: TrainState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actors:
+    """What acts on it from the first step on, but for the loop."""
+
+    feed: Feed
+    reporter: Reporter
+    stepper: Stepper
+    steps: StepRunner
+    periodic: Periodic
+    saves: SaveSchedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """An open run: its loop, and what must be closed and summed up after it."""
+
+    opened: Opened
+    machinery: Machinery
+    feed: Feed
+    reporter: Reporter
+    loop: Loop
+    pages: PageWriter | None
+
+    @property
+    def ring(self) -> Ring:
+        """Its checkpoints."""
+        return self.machinery.ring
+
+    @property
+    def engine(self) -> Engine:
+        """Its weights and optimizer state."""
+        return self.machinery.engine
+
+    @property
+    def state(self) -> TrainState:
+        """Its counters and the guard's memory."""
+        return self.machinery.state
