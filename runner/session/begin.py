@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from runner.checkpoint.remote.upload import Uploads
+from runner.config.odd import odd_settings
 from runner.config.schema import DebugKind
 from runner.config.validate import is_zero
 from runner.data.feed import Feed
@@ -256,6 +257,8 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
             f"optim._target_={config.optim._target_} does not look at found_inf: each step waits "
             "until the host has read its gate"
         )
+    for sentence in odd_settings(config) if not resumed.step else []:
+        say(f"warning: {sentence}")
     if config.debug.kind is not DebugKind.off:
         effective = " ".join(f"{name}={value}" for name, value in group.debug.items())
         say(f"debug={config.debug.kind.value}: {effective}")
