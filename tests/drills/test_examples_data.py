@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.run import finish
+from tests.run import finish, metrics_step
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 
 
 def test_the_mixture_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +41,32 @@ def test_the_sft_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     # Five or so chats of some thirteen tokens in a window; of each the answer and its end count.
     tokens = [line["tokens"] / 32 for line in run.metrics()]
     assert all(6 < count < 24 for count in tokens), tokens
+
+
+def test_the_example_of_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}:{ROOT}")
+    told = ("model=tiny", "data=synthetic", "steps=40", "schedule.total=40", "optim.lr=3e-3")
+    run = finish(tmp_path / "run", *told, ranks=2, program=EXAMPLES / "own_model.py")
+    losses = [line["loss"] for line in run.metrics()]
+    assert losses[0] > 0.9 and losses[-1] < 0.6, losses
+
+
+def test_the_example_of_an_own_loop(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "own_loop.py"), str(tmp_path / "run")]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "skipped batches [(100, 101)], 299 updates" in done.stdout
+    assert float(done.stdout.rpartition("loss ")[2]) < 0.5
+    killed = tmp_path / "killed"
+    process = subprocess.Popen([*command[:2], str(killed)], env=env, stdout=subprocess.DEVNULL)
+    while metrics_step(killed) < 150:
+        assert process.poll() is None, "it ended before it could be killed"
+    process.kill()
+    process.wait()
+    subprocess.run([*command[:2], str(killed)], env=env, check=True, stdout=subprocess.DEVNULL)
+    digests = {
+        json.loads((out / "summary.json").read_text())["state_digest"]
+        for out in (tmp_path / "run", killed)
+    }
+    assert len(digests) == 1
