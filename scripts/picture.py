@@ -100,8 +100,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
     bad = [row for row in healed if row[2] != "apply"]
     losses = [row[1] for row in told]
     top, bottom = max(losses), min(losses)
-    axes.plot(*_applied(told), color=PALE, lw=7, label="told to skip the range from the start")
-    axes.plot(*_applied(healed), color=BLUE, lw=1.6, label="met the range, went back, skipped it")
+    axes.plot(*_applied(told), color=PALE, lw=7, label="told never to read the range")
+    axes.plot(*_applied(healed), color=BLUE, lw=1.6, label="met the range, left its samples out")
     axes.plot(
         *_applied(unguarded), color=RED, lw=1.6, ls=(0, (4, 2)), label="the same without guard"
     )
@@ -119,7 +119,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     heights = [mark - height * at[:place].count(step) for place, step in enumerate(at)]
     axes.scatter(
         at, heights, marker="x", color=ORANGE, s=40, zorder=4,
-        label=f"a step that was not applied ({len(bad)})",
+        label=f"an attempt that was not applied ({len(bad)})",
     )  # fmt: skip
     lowest = min(heights)
     for rollback in record["healed"]["rollbacks"]:
