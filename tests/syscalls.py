@@ -114,10 +114,15 @@ def run(
     """
     told = Told()
     ready, go = os.pipe()
+    waits, is_waiting = os.pipe()
     child = os.fork()
     if child == 0:
-        _work(work, told, ready, go, before)
+        _work(work, told, (ready, go, is_waiting), before)
     os.close(ready)
+    os.close(is_waiting)
+    # Not attached before: the child's own calls until then would be counted, and made to fail.
+    os.read(waits, 1)
+    os.close(waits)
     words = ["strace", "-y", "-s", "0", "-o", str(log), "-p", str(child), "-e", f"trace={names}"]
     words += ["-e", f"inject={inject}"] if inject else []
     tracer = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
@@ -141,13 +146,14 @@ def run(
 def _work(
     work: Callable[[Callable[[str, Any], None]], None],
     told: Told,
-    ready: int,
-    go: int,
+    pipes: tuple[int, int, int],
     before: Callable[[], None],
 ) -> None:
+    ready, go, is_waiting = pipes
     try:
         os.close(go)
         before()
+        os.write(is_waiting, b"x")  # stays open: its end would be a call that is counted
         os.read(ready, 1)
         work(told.note)
     except BaseException as error:
