@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -33,19 +34,19 @@ def fused_adamw(
     matrices = [p for name, p in parameters.items() if num_dims[name] >= 2]
     others = [p for name, p in parameters.items() if num_dims[name] < 2]
     groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": settings.weight_decay, "lr": rate},
+        {"params": others, "weight_decay": 0.0, "lr": rate},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=rate,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        fused=True,
-    )
+    return adamw_over([group for group in groups if group["params"]], settings)
 
 
-def make_state(optimizer: torch.optim.AdamW, tensors: Iterable[torch.Tensor]) -> None:
+def adamw_over(groups: list[dict[str, Any]], settings: AdamWSettings) -> torch.optim.AdamW:
+    """Fused AdamW over torch's parameter groups, which have their own rate and decay."""
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=settings.eps, fused=True)
+
+
+def make_state(optimizer: torch.optim.Optimizer, tensors: Iterable[torch.Tensor]) -> None:
     """Make the moments now, not in the first step: a checkpoint of step 0 and a load need them."""
     for tensor in tensors:
         optimizer.state[tensor] = {

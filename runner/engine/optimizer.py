@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.engine.adamw import AdamWSettings, set_gate
+from runner.engine.adamw import AdamWSettings, adamw_over, make_state, set_gate
 from runner.engine.found_state import found_kinds, prime
 from runner.engine.lion import Lion, opened
 from runner.engine.muon import Muon, Whole, is_hidden_matrix
@@ -201,7 +201,7 @@ class ShardOptimizer:
                 state[_COUNT].fill_(float(counts[name]))
             elif _COUNT in state:
                 state[_COUNT] = counts[name]
-            self._updates.fill_(float(counts[name]))
+        self._updates.fill_(float(max((counts[name] for name in self._shards), default=0)))
 
     def _state(self, name: str) -> dict[str, Any]:
         state: dict[str, Any] = self._of[name].state[self._shards[name]]
@@ -230,12 +230,11 @@ class ShardOptimizer:
         settings, adamw = self._settings, self._settings.adamw
         if settings.make is not None:
             return settings.make(groups)
-        betas = (adamw.beta1, adamw.beta2)
         if settings.kind == "sgd":
             return torch.optim.SGD(groups, momentum=settings.momentum, fused=True)
         if settings.kind == "lion":
-            return Lion(groups, betas=betas)
-        return torch.optim.AdamW(groups, betas=betas, eps=adamw.eps, fused=True)
+            return Lion(groups, betas=(adamw.beta1, adamw.beta2))
+        return adamw_over(groups, adamw)
 
     def _make_state(self) -> None:
         """Now, not in the first step: a checkpoint of step 0 and a load need it."""
@@ -244,11 +243,12 @@ class ShardOptimizer:
                 prime(optimizer)
             return
         for name, shard in self._shards.items():
-            state = self._state(name)
+            optimizer = self._of[name]
+            if isinstance(optimizer, torch.optim.AdamW):
+                make_state(optimizer, [shard])
+                continue
             for kind in set(self._kinds[name]) - {AVERAGE}:
-                state[kind] = torch.zeros_like(shard)
-            if "exp_avg_sq" in state:
-                state[_COUNT] = torch.zeros((), dtype=torch.float32, device=shard.device)
+                optimizer.state[shard][kind] = torch.zeros_like(shard)
 
 
 def _is_gated(optimizer: Optimizer) -> bool:
