@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _wants_json(given: Sequence[str]) -> bool:
     """Before the settings are composed, for what is wrong with them."""
-    told = [word for word in given if word.startswith("track.log=")]
-    return told[-1:] == ["track.log=json"]
+    formats = [word for word in given if word.startswith("track.log=")]
+    return formats[-1:] == ["track.log=json"]
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:

@@ -62,18 +62,18 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", metric.lower()).strip("_")
 
 
-def find(option: str, names: Sequence[str], told: str | None, source: str) -> str | None:
+def find(option: str, names: Sequence[str], asked: str | None, source: str) -> str | None:
     """The name among ``names`` for this option; None where no common one is there.
 
     Raises:
         ConfigError: the told one is not there, or several fit equally well.
     """
     names = [name for name in names if not name.endswith(("__MIN", "__MAX"))]
-    if told is not None:
-        fitting = [name for name in names if name == told]
-        fitting = fitting or [name for name in names if plain(name) == plain(told)]
+    if asked is not None:
+        fitting = [name for name in names if name == asked]
+        fitting = fitting or [name for name in names if plain(name) == plain(asked)]
         if not fitting:
-            raise ConfigError(f"{option} {told}: not in {source}, which has {_listed(names)}")
+            raise ConfigError(f"{option} {asked}: not in {source}, which has {_listed(names)}")
         return _only(fitting, option, source)
     for common in _COMMON[option]:
         fitting = [name for name in names if plain(name) == common]

@@ -48,11 +48,13 @@ def _with_lone_rows(
 ) -> list[Row]:
     """Those of steps without a loss, after the last row of an earlier step."""
     lone = sorted(step for step in early if step not in place)
-    told = sorted(place)
+    known_steps = sorted(place)
     after: dict[int, list[Row]] = {}
     for step in lone:
-        near = bisect_right(told, step)
-        after.setdefault(place[told[near - 1]] if near else -1, []).append(tuple(early[step]))
+        near = bisect_right(known_steps, step)
+        after.setdefault(place[known_steps[near - 1]] if near else -1, []).append(
+            tuple(early[step])
+        )
     rows = after.get(-1, [])
     for at, row in enumerate(table):
         rows += [row, *after.get(at, ())]

@@ -146,25 +146,27 @@ def _once(rows: list[Row], notes: list[str]) -> list[Row]:
     return once
 
 
-def _steps(told: list[float | None]) -> list[int]:
+def _steps(numbers: list[float | None]) -> list[int]:
     """Whole steps; a row without one follows the row before."""
     steps: list[int] = []
-    for step in told:
+    for step in numbers:
         usable = step is not None and math.isfinite(step)
         steps.append(int(step) if usable and step is not None else (steps[-1] + 1 if steps else 0))
     return steps
 
 
-def _norms(told: list[float | None], notes: list[str]) -> list[float]:
+def _norms(norms_read: list[float | None], notes: list[str]) -> list[float]:
     """A norm that is not there is no news: the last known one, or one for all, never trouble."""
-    num_missing = sum(norm is None for norm in told)
-    if num_missing == len(told):
+    num_missing = sum(norm is None for norm in norms_read)
+    if num_missing == len(norms_read):
         notes.append("no grad norm: judged on the loss alone")
     elif num_missing:
-        notes.append(f"no grad norm in {num_missing} of {len(told)} rows: the last one stands in")
-    known = next((norm for norm in told if norm is not None and math.isfinite(norm)), 1.0)
+        notes.append(
+            f"no grad norm in {num_missing} of {len(norms_read)} rows: the last one stands in"
+        )
+    known = next((norm for norm in norms_read if norm is not None and math.isfinite(norm)), 1.0)
     norms = []
-    for norm in told:
+    for norm in norms_read:
         if norm is not None and math.isfinite(norm):
             known = norm
         norms.append(known if norm is None else norm)

@@ -58,7 +58,7 @@ def chosen(fields: list[str], names: Names, source: str) -> list[str | None]:
         raise column.missing(column.LOSS, fields, source)
     step = column.find(column.STEP, fields, names.step, source)
     norm = column.find(column.GRAD_NORM, fields, names.grad_norm, source)
-    further = [column.find(option, fields, told, source) for option, told in names.further.items()]
+    further = [column.find(option, fields, name, source) for option, name in names.further.items()]
     return [step, loss, norm, *further]
 
 
@@ -144,13 +144,13 @@ def read_json(path: Path, names: Names) -> Table:
 def _row(values: dict[str, Any] | None, columns: Sequence[str | None], is_ours: bool) -> Row:
     if values is None:
         raise ValueError("no object")
-    told: list[float | None] = []
+    numbers: list[float | None] = []
     for place, name in enumerate(columns):
         value = None if name is None else values.get(name)
         if value is None and is_ours and place in (1, 2) and name is not None:
             value = math.nan
-        told.append(None if value is None else float(value))
-    return tuple(told)
+        numbers.append(None if value is None else float(value))
+    return tuple(numbers)
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any] | None]:

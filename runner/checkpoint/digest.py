@@ -58,8 +58,8 @@ def digest_of_sums(
     """The second: of the shape and the sums of each tensor by name, and the counts."""
     digest = hashlib.sha256()
     for name, (shape, sums) in sorted(tensors.items()):
-        told = " ".join(f"{lane:016x}" for lane in sums)
-        digest.update(f"{name} {list(shape)} {told}\n".encode())
+        lanes = " ".join(f"{lane:016x}" for lane in sums)
+        digest.update(f"{name} {list(shape)} {lanes}\n".encode())
     return "v2:" + _finished(digest, update_counts)
 
 

@@ -103,10 +103,10 @@ def _refuse_other_keys(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{text}: a backtest knows guard.* and checkpoint.* only")
 
 
-def _plot(recording: Recording, replay: Replay, told: str, number: int | None) -> None:
+def _plot(recording: Recording, replay: Replay, name: str, number: int | None) -> None:
     from runner.backtest.plot import plot
 
-    path = Path(told)
+    path = Path(name)
     if number is not None:
         path = path.with_stem(f"{path.stem}-{number}")
     plot(recording, replay, path)
@@ -186,5 +186,5 @@ def _episode_line(group: Sequence[Decision], recording: Recording, replay: Repla
         f"{f' up to step {steps[last.row]:,}' if last.row > first.row else ''}\n"
         f"      {last.reason}"
     )
-    told = replay.findings.get(onset)
-    return text if told is None else f"{text}\n      {told[1].words(steps[onset])}"
+    finding = replay.findings.get(onset)
+    return text if finding is None else f"{text}\n      {finding[1].words(steps[onset])}"

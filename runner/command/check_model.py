@@ -77,10 +77,10 @@ def check_model_command(arguments: Sequence[str]) -> int:
     finally:
         end_group()
     if not options.quick:
-        told = list(options.overrides)
-        told += [f"--config-dir={options.config_dir}"] if options.config_dir else []
+        overrides = list(options.overrides)
+        overrides += [f"--config-dir={options.config_dir}"] if options.config_dir else []
         with tempfile.TemporaryDirectory(prefix="holdfast-check-") as folder:
-            found += [_engines(Path(folder), told), *_faults(Path(folder), told)]
+            found += [_engines(Path(folder), overrides), *_faults(Path(folder), overrides)]
     return print_checks("check-model", "what exactness asks", found, time.monotonic() - began)
 
 
@@ -105,12 +105,12 @@ def _in_process(config: RunConfig) -> Iterator[Check]:
 
 
 def _other_sources(engine: Engine, works: Sequence[MicroStep]) -> Check:
-    told = []
+    losses = []
     for seed in (1, 2):
         np.random.seed(seed)
         random.seed(seed)
-        told.append(_losses(engine, works))
-    is_same = bool(torch.equal(*told))
+        losses.append(_losses(engine, works))
+    is_same = bool(torch.equal(*losses))
     return Check(
         name="no other random source",
         holds=is_same,
@@ -261,7 +261,7 @@ def _padded(batch: MicroBatch) -> MicroBatch:
 # -- short real runs -----------------------------------------------------------------------
 
 
-def _engines(folder: Path, told: Sequence[str]) -> Check:
+def _engines(folder: Path, overrides: Sequence[str]) -> Check:
     """Five steps on each engine, two ranks each."""
     kinds = [ParallelKind.ddp, ParallelKind.fsdp]
     kinds += [ParallelKind.zero1, ParallelKind.zero3] if is_installed("zero") else []
@@ -270,7 +270,7 @@ def _engines(folder: Path, told: Sequence[str]) -> Check:
     for kind in [ParallelKind.single, *kinds]:
         ranks = 1 if kind is ParallelKind.single else 2
         out = folder / kind.value
-        code = _run(out, told, f"parallel={kind.value}", precision, "steps=5", ranks=ranks)
+        code = _run(out, overrides, f"parallel={kind.value}", precision, "steps=5", ranks=ranks)
         summary = _summary(out) if code == EXIT_DONE else None
         if summary is None:
             failed = True
@@ -288,19 +288,19 @@ def _engines(folder: Path, told: Sequence[str]) -> Check:
     )
 
 
-def _faults(folder: Path, told: Sequence[str]) -> Iterator[Check]:
+def _faults(folder: Path, overrides: Sequence[str]) -> Iterator[Check]:
     single = ("parallel=single", "steps=30", "schedule.total=30")
-    code = _run(folder / "poisoned", told, *single, _POISON)
+    code = _run(folder / "poisoned", overrides, *single, _POISON)
     poisoned = _summary(folder / "poisoned") if code == EXIT_DONE else None
     never = None
     if poisoned is not None:
         skip = skip_override(poisoned["skipped"])
-        _run(folder / "never", told, *single, skip)
+        _run(folder / "never", overrides, *single, skip)
         never = _summary(folder / "never")
     yield _compared("poison against told", poisoned, never, f"the poisoned run ended with {code}")
-    _run(folder / "whole", told, *single)
-    _run(folder / "killed", told, *single, _KILL)
-    code = _run(folder / "killed", told, *single, _KILL)
+    _run(folder / "whole", overrides, *single)
+    _run(folder / "killed", overrides, *single, _KILL)
+    code = _run(folder / "killed", overrides, *single, _KILL)
     killed, whole = _summary(folder / "killed"), _summary(folder / "whole")
     yield _compared("killed against not killed", killed, whole, f"the runs ended with {code}")
 
@@ -316,11 +316,11 @@ def _compared(
     return Check(name=name, holds=is_same, found=f"end states {digests}", remedy=remedy)
 
 
-def _run(out: Path, told: Sequence[str], *settings: str, ranks: int = 1) -> int:
+def _run(out: Path, overrides: Sequence[str], *settings: str, ranks: int = 1) -> int:
     command = [sys.executable, "-m"]
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    command += ["runner", *told, *_SHORT, f"out={out}", *settings]
+    command += ["runner", *overrides, *_SHORT, f"out={out}", *settings]
     environment = {"OMP_NUM_THREADS": "1", **variables()}
     done = subprocess.run(command, env=environment, check=False, capture_output=True)
     return done.returncode

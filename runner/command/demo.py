@@ -64,12 +64,12 @@ def demo_command(arguments: Sequence[str]) -> int:
         if healed is None:
             return EXIT_CRASH
         _say("2. A run that is told to skip these samples, and meets no fault")
-        told = _run(folder / "told", skip_override(healed.skipped))
-        if told is None:
+        skipping = _run(folder / "told", skip_override(healed.skipped))
+        if skipping is None:
             return EXIT_CRASH
-    problem = verdict(healed, told)
+    problem = verdict(healed, skipping)
     _say(f"state of the healed run:        {healed.digest}")
-    sys.stdout.write(f"state of the run that skipped:  {told.digest}\n")
+    sys.stdout.write(f"state of the run that skipped:  {skipping.digest}\n")
     seconds = time.monotonic() - began
     if problem:
         sys.stdout.write(f"FAILED: {problem} ({seconds:.0f} s)\n")
@@ -81,15 +81,15 @@ def demo_command(arguments: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def verdict(healed: Ended, told: Ended) -> str | None:
+def verdict(healed: Ended, skipping: Ended) -> str | None:
     """What the demo failed to show; None where it showed everything."""
     if "rollback" not in healed.kinds or not healed.skipped:
         return "the first run did not go back and skip the poisoned range"
     if "crash" not in healed.kinds or not healed.restarts:
         return "the first run did not lose a rank and resume"
-    if told.kinds & {"discard", "rollback", "crash"}:
+    if skipping.kinds & {"discard", "rollback", "crash"}:
         return "the second run met trouble of its own"
-    if healed.digest != told.digest:
+    if healed.digest != skipping.digest:
         return "the two states differ"
     return None
 

@@ -229,8 +229,8 @@ def _asked_for(entries: Sequence[Entry], *, step: int | None, serial: int | None
 
 
 def _listed(entries: Sequence[Entry]) -> str:
-    told = [f"{e.record.serial} (step {e.record.step}, {e.record.state.value})" for e in entries]
-    return ", ".join(told) or "none"
+    lines = [f"{e.record.serial} (step {e.record.step}, {e.record.state.value})" for e in entries]
+    return ", ".join(lines) or "none"
 
 
 def _unproven(out: RunDir) -> dict[int, str]:
@@ -274,13 +274,13 @@ def export(entry: Entry, folder: Path, layout_of: LayoutOf = plain_layout) -> tu
     layout = layout_of(entry)
     with Bar("verifying", entry.num_bytes) as bar:
         verify_files(entry, sorted(entry.manifest.files), finite=True, moved=bar.add)
-    told = {"step": str(entry.record.step), "state": entry.record.state.value}
-    told["digest"] = _digest(entry)
+    metadata = {"step": str(entry.record.step), "state": entry.record.state.value}
+    metadata["digest"] = _digest(entry)
     if has_average(entry):
-        told["weights"] = "average (optim.ema)"
+        metadata["weights"] = "average (optim.ema)"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(entry, folder, layout, told)
+        _write(entry, folder, layout, metadata)
         return tuple(layout.finish(folder))
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written ({error})") from None
@@ -303,7 +303,7 @@ def _counted(entry: Entry, name: str, reader: ShardReader, bar: Bar) -> tuple[st
     return name, _whole(entry, name, reader)
 
 
-def _write(entry: Entry, folder: Path, layout: Layout, told: Mapping[str, str]) -> None:
+def _write(entry: Entry, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
     where: dict[str, str] = {}
     groups = _groups(layout)
     num_bytes = sum(_num_bytes(layout, name) for name in layout.tensors)
@@ -320,11 +320,11 @@ def _write(entry: Entry, folder: Path, layout: Layout, told: Mapping[str, str]) 
                 bar.add(_num_bytes(layout, name))
             # Under its own name only when it is whole.
             unfinished = folder / f".{file}.writing"
-            save_file(tensors, unfinished, metadata={"format": "pt", **told})
+            save_file(tensors, unfinished, metadata={"format": "pt", **metadata})
             os.replace(unfinished, folder / file)
             where |= dict.fromkeys(tensors, file)
     if len(groups) > 1:
-        index = {"metadata": {"total_size": num_bytes, **told}, "weight_map": where}
+        index = {"metadata": {"total_size": num_bytes, **metadata}, "weight_map": where}
         text = json.dumps(index, indent=1).encode()
         write_durably(folder / f"{layout.stem}.safetensors.index.json", text)
 

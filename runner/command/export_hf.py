@@ -127,8 +127,10 @@ class HfExport:
 
 def _lora(settings: Mapping[str, Any]) -> Lora | None:
     mark = "model.lora."
-    told = {name.removeprefix(mark): one for name, one in settings.items() if name.startswith(mark)}
-    found = lora_of(told) if told else None
+    options = {
+        name.removeprefix(mark): one for name, one in settings.items() if name.startswith(mark)
+    }
+    found = lora_of(options) if options else None
     return None if found is None else Lora(**dataclasses.asdict(found))
 
 
@@ -144,8 +146,8 @@ class _Model:
         kept = run.pretrained
         self._files = kept if (kept / _CONFIG).is_file() else self._path
         self._lora = lora
-        told = read_config(self._files)
-        self._network = record(lambda: build(told, lora, recompute=False)).network
+        config = read_config(self._files)
+        self._network = record(lambda: build(config, lora, recompute=False)).network
         stored_renames(self._network)  # raises for layouts that are not written
 
     def merged(self, layer: str, read: Read) -> torch.Tensor:
@@ -227,18 +229,18 @@ def _write_tokenizer(
     folder: Path, settings: Mapping[str, Any], vocab_size: int
 ) -> tuple[list[str], int | None]:
     """What is said of it, and the token that ends a document."""
-    kind, told = settings.get("data.kind"), settings.get("data.tokenizer")
+    kind, named = settings.get("data.kind"), settings.get("data.tokenizer")
     if settings.get("data._target_") is not None or kind not in ("text", "hf"):
         return [f"no tokenizer: the data (data={kind}) had none"], None
-    if told is None:
+    if named is None:
         if kind != "text" or vocab_size < BYTE_VOCAB_SIZE:
             return ["no tokenizer: data.tokenizer was not set"], None
         write_byte_tokenizer(folder)
         return [], BYTE_END
-    source = Path(str(told)).expanduser()
+    source = Path(str(named)).expanduser()
     end = _end_token(source, settings)
     if not copy_tokenizer(source, folder, end=end):
-        return [f"no tokenizer: data.tokenizer={told} is not there any more"], None
+        return [f"no tokenizer: data.tokenizer={named} is not there any more"], None
     return [], end
 
 

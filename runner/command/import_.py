@@ -90,9 +90,9 @@ def import_command(arguments: Sequence[str]) -> int:
 
 def _foreign_model(options: argparse.Namespace, place: Path) -> ForeignModel | None:
     """What the weights' own ``config.json`` says; None where there is none."""
-    told = options.model_config
-    path = config_beside(place) if told is None else Path(told)
-    if told == "none" or path is None:
+    given = options.model_config
+    path = config_beside(place) if given is None else Path(given)
+    if given == "none" or path is None:
         if options.ignore:
             raise ConfigError(f"--ignore {options.ignore[0]}: no {CONFIG_NAME} is read")
         return None

@@ -48,10 +48,10 @@ def read_command(given: Sequence[str]) -> int:
         sys.stdout.write(_USAGE + _signatures())
         return 0
     entropy = _number(options.corpus_entropy)
-    told = {option: getattr(options, _attribute(option)) for option in column.FURTHER}
+    chosen = {option: getattr(options, _attribute(option)) for option in column.FURTHER}
     if entropy is not None:
-        told[column.CORPUS_ENTROPY] = None
-    names = Names(step=options.step, loss=options.loss, grad_norm=options.grad_norm, further=told)
+        chosen[column.CORPUS_ENTROPY] = None
+    names = Names(step=options.step, loss=options.loss, grad_norm=options.grad_norm, further=chosen)
     with Bar("reading", len(options.files), unit="files") as bar:
         for file in options.files:
             columns = read_columns(file, names)

@@ -34,15 +34,15 @@ def replay_command(arguments: Sequence[str]) -> int:
     if number not in numbers:
         known = ", ".join(map(str, numbers[-20:]))
         raise ConfigError(f"--incident {number}: there is none; known are {known}")
-    told = _read(run_dir, number)
+    evidence = _read(run_dir, number)
     if options.json:
-        sys.stdout.write(json_text({"incident": number, **told}) + "\n")
+        sys.stdout.write(json_text({"incident": number, **evidence}) + "\n")
         return 0
     if options.incident is None:
         for one in numbers:
             sys.stdout.write(_line(one, _read(run_dir, one)) + "\n")
         sys.stdout.write("\n")
-    sys.stdout.write("\n".join(_story(number, told, run_dir)) + "\n")
+    sys.stdout.write("\n".join(_story(number, evidence, run_dir)) + "\n")
     return 0
 
 
@@ -53,20 +53,20 @@ def _read(run_dir: RunDir, number: int) -> dict[str, Any]:
         raise ConfigError(f"incident {number} cannot be read: {error}") from None
 
 
-def _line(number: int, told: Mapping[str, Any]) -> str:
-    finding = told["finding"]
-    return f"{number:6d}  step {told['step']}: {_text(finding, 'cause')}"
+def _line(number: int, evidence: Mapping[str, Any]) -> str:
+    finding = evidence["finding"]
+    return f"{number:6d}  step {evidence['step']}: {_text(finding, 'cause')}"
 
 
-def _story(number: int, told: Mapping[str, Any], run_dir: RunDir) -> list[str]:
+def _story(number: int, evidence: Mapping[str, Any], run_dir: RunDir) -> list[str]:
     """Verdict, why, what was tried, and the probes."""
-    finding = told["finding"]
+    finding = evidence["finding"]
     ranks = ", ".join(map(str, _list(finding, "ranks")))
     hosts = ", ".join(map(str, _list(finding, "hosts")))
     positions = _list(finding, "positions")
     tried = "was tried, and did not" if finding.get("is_tried") is True else "was not tried"
     lines = [
-        f"incident {number}, step {told['step']}: {_text(finding, 'cause')}",
+        f"incident {number}, step {evidence['step']}: {_text(finding, 'cause')}",
         f"  why          {_text(finding, 'why')}",
         f"  remedy       {_text(finding, 'remedy')}",
         *([_shown(f"  rank         {ranks} on {hosts}")] if ranks else []),
@@ -81,7 +81,7 @@ def _story(number: int, told: Mapping[str, Any], run_dir: RunDir) -> list[str]:
         "",
         "  probe                          loss    grad norm  NaN or Inf on",
     ]
-    for name, probe in told["probes"].items():
+    for name, probe in evidence["probes"].items():
         if isinstance(probe, dict):
             bad = ", ".join(map(str, _list(probe, "nonfinite_ranks")))
             loss, norm = _number(probe.get("loss")), _number(probe.get("grad_norm"))

@@ -27,7 +27,7 @@ def report_command(arguments: Sequence[str]) -> int:
     if options.beside is not None:
         os.nice(10)
         die_with_parent(options.beside)
-    outs = [Path(told) for told in options.out]
+    outs = [Path(name) for name in options.out]
     target = Path(options.output) if options.output else outs[0] / NAME
     try:
         with Bar("reading", 0) as bar:

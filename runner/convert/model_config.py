@@ -285,9 +285,9 @@ def _rope(found: _Found) -> tuple[float | None, dict[str, float] | None]:
             given[name] = found.number(name, inner.pop("rope_theta"))
         if scaling := _rope_scaling(found, key, inner):
             stretched[key] = scaling
-    for told in (given, stretched):
-        if len({str(value) for value in told.values()}) > 1:
-            words = " and ".join(f"{name}={value}" for name, value in told.items())
+    for values in (given, stretched):
+        if len({str(value) for value in values.values()}) > 1:
+            words = " and ".join(f"{name}={value}" for name, value in values.items())
             found.problems.append(f"{words} contradict each other")
     theta = next(iter(given.values()), None if found.is_ignored("rope_theta") else 10_000.0)
     return theta, next(iter(stretched.values()), None)

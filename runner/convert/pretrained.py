@@ -36,7 +36,7 @@ class PretrainedWeights:
         self.folder = folder
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        told = hashlib.sha256()
+        signature = hashlib.sha256()
         for path in _files(folder):
             try:
                 with safe_open(path, framework="pt") as file:
@@ -55,10 +55,12 @@ class PretrainedWeights:
                         f"{', '.join(_DTYPES)}: quantised ones cannot be trained, take the "
                         "model that they were made from"
                     )
-                told.update(f"{path.name} {size} {name} {shapes[name]} {dtypes[name]}\n".encode())
+                signature.update(
+                    f"{path.name} {size} {name} {shapes[name]} {dtypes[name]}\n".encode()
+                )
             self._files |= dict.fromkeys(shapes, path)
             self._shapes |= shapes
-        self._signature = told.hexdigest()
+        self._signature = signature.hexdigest()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

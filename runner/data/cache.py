@@ -163,16 +163,16 @@ def load(place: Path, *, tell: Tell | None) -> Index | None:
 def _wait_for_owner(place: Path, claim: CacheClaim, tell: Tell) -> None:
     """Until the owner has ended, well or not."""
     while True:
-        told = claim.look()
-        if told is None:
+        owner = claim.look()
+        if owner is None:
             return
-        if claim.is_dead(told):
-            token = claim.clear(told)
+        if claim.is_dead(owner):
+            token = claim.clear(owner)
             if token is not None:
                 shutil.rmtree(_draft(place, token), ignore_errors=True)
             return
-        host = f" on {told.process['host']}" if told.process else ""
-        tell(f"waiting for the process that tokenises{host}", told.done, told.total)
+        host = f" on {owner.process['host']}" if owner.process else ""
+        tell(f"waiting for the process that tokenises{host}", owner.done, owner.total)
         time.sleep(_LOOK_SECONDS)
 
 

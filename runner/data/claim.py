@@ -94,16 +94,16 @@ class CacheClaim:
             return
         self._beaten = now
         self._beat += 1
-        told = self.look()
-        if told is None or told.token != self.token:
+        state = self.look()
+        if state is None or state.token != self.token:
             raise Overtaken
         with contextlib.suppress(OSError):  # a full disk ends the work itself, in words
             os.replace(self._write(done, total), self.path)
 
     def release(self) -> None:
         """The work is over, for good or ill."""
-        told = self.look()
-        if told is not None and told.token == self.token:
+        state = self.look()
+        if state is not None and state.token == self.token:
             self.path.unlink(missing_ok=True)
 
     def look(self) -> ClaimState | None:
@@ -120,20 +120,20 @@ class CacheClaim:
             token=token, process=process, beat=numbers[0], done=numbers[1], total=numbers[2]
         )
 
-    def is_dead(self, told: ClaimState) -> bool:
+    def is_dead(self, state: ClaimState) -> bool:
         """Whether the owner has ended, or has not moved for too long. To be asked repeatedly."""
         now = time.monotonic()
-        if (told.token, told.beat) != self._seen:
-            self._seen, self._moved = (told.token, told.beat), now
+        if (state.token, state.beat) != self._seen:
+            self._seen, self._moved = (state.token, state.beat), now
         owners = self._owners
-        if told.process and owners is not None and owners.is_alive(told.process) is False:
+        if state.process and owners is not None and owners.is_alive(state.process) is False:
             return True
         return now > self._moved + self._stale_seconds
 
-    def clear(self, told: ClaimState) -> str | None:
+    def clear(self, state: ClaimState) -> str | None:
         """Take a dead owner's file away; his token, where it may name drafts to be removed."""
         self.path.unlink(missing_ok=True)
-        return told.token if _TOKEN.fullmatch(told.token) else None
+        return state.token if _TOKEN.fullmatch(state.token) else None
 
     def _write(self, done: int, total: int) -> Path:
         claim: dict[str, Any] = {

@@ -177,9 +177,9 @@ class _Marks:
         """(id, where it is from): as asked, as the files beside say, or a name that all know."""
         if wanted is not None:
             return self._asked("end_token", wanted, most=self.size), f"{wanted} (data.end_token)"
-        told = self._told("eos_token")
-        if told is not None:
-            text, source = told
+        token = self._configured("eos_token")
+        if token is not None:
+            text, source = token
             return self._id_of(text, source, "end_token"), f"{text} ({source.name})"
         known = [name for name in END_NAMES if name in self._ids]
         if known:
@@ -199,17 +199,17 @@ class _Marks:
         if wanted is not None:
             found = self._asked("begin_token", wanted, most=self.size - 1)
             return found, f"begin with {wanted} (data.begin_token)"
-        told = self._told("bos_token")
-        if told is None or not self._puts_in_front(told[0]):
+        token = self._configured("bos_token")
+        if token is None or not self._puts_in_front(token[0]):
             return None, "nothing begins them"
-        text, source = told
+        text, source = token
         return self._id_of(text, source, "begin_token"), f"begin with {text} ({source.name})"
 
     def _puts_in_front(self, text: str) -> bool:
         """Whether the tokenizer itself begins a text with it, by its settings or in fact."""
-        told = self._settings(self._path.with_name(_BESIDE[0])).get("add_bos_token")
-        if told is not None:
-            return told is True
+        setting = self._settings(self._path.with_name(_BESIDE[0])).get("add_bos_token")
+        if setting is not None:
+            return setting is True
         try:
             ids = self._tokenizer.encode("a").ids
         except Exception:  # bare, as from all of the library: what it cannot encode is told later
@@ -241,7 +241,7 @@ class _Marks:
             )
         return self._ids[text]
 
-    def _told(self, key: str) -> tuple[str, Path] | None:
+    def _configured(self, key: str) -> tuple[str, Path] | None:
         """A special token's text, and the file beside the tokenizer that names it."""
         for name in _BESIDE:
             source = self._path.with_name(name)

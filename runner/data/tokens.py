@@ -204,11 +204,11 @@ def _width(parts: Sequence[_Part]) -> int | None:
     """
     widths = {part.width: part.tokens.path for part in parts}
     if len(widths) > 1:
-        told = ", ".join(
+        differing = ", ".join(
             f"{path} has " + (f"rows of {width} tokens" if width else "one dimension")
             for width, path in widths.items()
         )
-        raise DataError(f"data.path: {told}; all files must be alike")
+        raise DataError(f"data.path: {differing}; all files must be alike")
     return next(iter(widths))
 
 

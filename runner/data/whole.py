@@ -75,13 +75,13 @@ def whole_digest(files: Sequence[tuple[str, Path]], *, notes: Path | None, tell:
     digests: list[tuple[str, str]] = []
     done = 0
     for name, path in files:
-        told = partial(_told, tell, done, total)
+        report = partial(_told, tell, done, total)
         if len(files) > 1 and file_size(path) >= _LARGE_BYTES:
             # With a note of its own: a start that is cut short has not read it in vain.
-            one = whole_digest([(name, path)], notes=notes, tell=told)
+            one = whole_digest([(name, path)], notes=notes, tell=report)
             hashed, size = one.files[0][1], one.num_bytes
         else:
-            hashed, size = _hash_file(path, told)
+            hashed, size = _hash_file(path, report)
         digests.append((name, hashed))
         done += size
     whole = Whole(sha256=digest(digests), num_bytes=done, files=tuple(digests))
@@ -129,11 +129,11 @@ def _read_note(note: Path) -> Whole | None:
         stored = json.loads(read_bounded(note, _NOTE_BYTES))
         if digest(stored["whole"]) != stored["digest"]:
             return None
-        told = stored["whole"]
+        whole = stored["whole"]
         return Whole(
-            sha256=str(told["sha256"]),
-            num_bytes=int(told["num_bytes"]),
-            files=tuple((str(name), str(value)) for name, value in told["files"]),
+            sha256=str(whole["sha256"]),
+            num_bytes=int(whole["num_bytes"]),
+            files=tuple((str(name), str(value)) for name, value in whole["files"]),
         )
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -80,9 +80,9 @@ class Ranks:
         padded[: len(data)] = data.to(self._device)
         parts = torch.empty(self.world_size * longest, dtype=torch.uint8, device=self._device)
         _gather_flat(parts, padded)
-        told = parts.cpu().numpy().data
+        packed = parts.cpu().numpy().data
         return [
-            json.loads(bytes(told[at * longest : at * longest + length]))
+            json.loads(bytes(packed[at * longest : at * longest + length]))
             for at, length in enumerate(lengths)
         ]
 

@@ -37,8 +37,8 @@ def debug_settings(kind: str, *, subsystems: str, folder: Path) -> dict[str, str
 
 def is_torchruns_own(environment: Mapping[str, str]) -> bool:
     """Whether NCCL's errors are handled as torchrun has it, and not as a person or we asked."""
-    told = environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    return told == _TORCHRUNS and "TORCHELASTIC_RUN_ID" in environment
+    setting = environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    return setting == _TORCHRUNS and "TORCHELASTIC_RUN_ID" in environment
 
 
 def set_debug(environment: MutableMapping[str, str], settings: dict[str, str]) -> dict[str, str]:

@@ -221,14 +221,14 @@ def _whole(text: str | None) -> int:
     return int(text) if text and _is_number(text) else 0
 
 
-def tell_begun(environment: Mapping[str, str], rank: int, told: Mapping[str, Any]) -> None:
+def tell_begun(environment: Mapping[str, str], rank: int, facts: Mapping[str, Any]) -> None:
     """Tell the supervisor, if there is one, that this rank has begun, and which process it is."""
     if EXIT_DIR not in environment:
         return
     path = Path(environment[EXIT_DIR]) / f"{_BEGUN}{rank}"
     temporary = path.with_name(f".writing{path.name}")
     with contextlib.suppress(OSError):
-        temporary.write_text(json_text(told))
+        temporary.write_text(json_text(facts))
         temporary.rename(path)
 
 
@@ -241,7 +241,7 @@ def read_begun(folder: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def told_exit(environment: Mapping[str, str], name: str) -> int | None:
+def recorded_exit(environment: Mapping[str, str], name: str) -> int | None:
     """What :func:`tell_exit` wrote for a process of this node; None: nothing, or nobody asked."""
     try:
         return int((Path(environment[EXIT_DIR]) / name).read_text())

@@ -64,10 +64,12 @@ def start_group(
     # torch read TORCH_DISTRIBUTED_DEBUG when it was imported; debug=collectives came later.
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
     store = meet(place, seconds=start_seconds)
-    room, told = wait_for_ranks(store, place, facts or {"versions": {}}, seconds=start_seconds)
+    room, facts_by_rank = wait_for_ranks(
+        store, place, facts or {"versions": {}}, seconds=start_seconds
+    )
     if problem:
         raise ConfigError(problem)
-    _require_own_gpus(told)
+    _require_own_gpus(facts_by_rank)
     have_met()
     spare_connections(place.world_size)
     dist.init_process_group(
@@ -82,13 +84,13 @@ def start_group(
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
-    return told
+    return facts_by_rank
 
 
-def _require_own_gpus(told: Sequence[Facts]) -> None:
+def _require_own_gpus(facts_by_rank: Sequence[Facts]) -> None:
     """NCCL would refuse two ranks on one GPU as well, in words that name neither."""
     by_gpu: dict[str, list[int]] = {}
-    for facts in told:
+    for facts in facts_by_rank:
         if facts.get("gpu"):
             by_gpu.setdefault(str(facts["gpu"]), []).append(int(facts["rank"]))
     shared = {gpu: ranks for gpu, ranks in by_gpu.items() if len(ranks) > 1}

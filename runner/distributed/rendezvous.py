@@ -179,21 +179,21 @@ def wait_for_ranks(
     Raises:
         StartError: ranks are absent after ``seconds``, named; or versions differ.
     """
-    told: list[tuple[Store, list[Facts]] | BaseException] = []
+    outcome: list[tuple[Store, list[Facts]] | BaseException] = []
 
     def call() -> None:
         try:
-            told.append(call_roll(store, place, facts, seconds=seconds))
+            outcome.append(call_roll(store, place, facts, seconds=seconds))
         except BaseException as error:  # raised by the thread that waits
-            told.append(error)
+            outcome.append(error)
 
     # In a thread: torch waits where Python can answer no signal.
     caller = threading.Thread(target=call, name="roll call", daemon=True)
     caller.start()
     caller.join()
-    if isinstance(told[0], BaseException):
-        raise told[0]
-    return told[0]
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def call_roll(
@@ -207,13 +207,13 @@ def call_roll(
     woken by the next rank 0 and goes on to the next round. Nobody asks again and again: N ranks
     that do so every 50 ms are more than a store can answer from about 2,000 on.
     """
-    told = json.dumps({"name": secrets.token_hex(8), "facts": facts})
+    introduction = json.dumps({"name": secrets.token_hex(8), "facts": facts})
     if place.is_first:
-        room, verdict = _lead(store, place, told, seconds)
+        room, verdict = _lead(store, place, introduction, seconds)
     else:
         # Rank 0 needs a moment to tell who is missing.
         limit = seconds + _GRACE_SECONDS + 8.0 + _SECONDS_A_RANK * place.world_size
-        room, verdict = _follow(store, place, told, limit)
+        room, verdict = _follow(store, place, introduction, limit)
     if verdict:
         raise StartError(verdict)
     first = place.rank - place.local_rank
@@ -229,17 +229,17 @@ def _here(rank: int) -> str:
     return f"here/{rank}"
 
 
-def _answer(told: Mapping[str, Any]) -> str:
-    return f"answer/{told['name']}"
+def _answer(introduction: Mapping[str, Any]) -> str:
+    return f"answer/{introduction['name']}"
 
 
-def _lead(store: Store, place: RankEnv, told: str, seconds: float) -> tuple[Store, str]:
+def _lead(store: Store, place: RankEnv, introduction: str, seconds: float) -> tuple[Store, str]:
     """Rank 0's: open a round, wait for all, compare, answer each."""
     number = store.add(_ROUND, 1)
     for before in range(1, number):  # their ranks 0 are dead
         _set_all(_room(store, before), [_OPEN, _OVER], "")
     room = _room(store, number)
-    room.set(_here(0), told)
+    room.set(_here(0), introduction)
     room.set(_OPEN, "")
     there, missing = _there(room, place.world_size, seconds)
     verdict = _verdict(there, missing, place.world_size, seconds)
@@ -268,10 +268,12 @@ def _there(
     except DistStoreError:  # the time is over
         missing = _absent(room, ranks)
     came = sorted(set(ranks) - set(missing))
-    told: list[bytes] = []
+    introductions: list[bytes] = []
     for at in range(0, len(came), _AT_ONCE):
-        told += room.multi_get([_here(rank) for rank in came[at : at + _AT_ONCE]])
-    return {rank: json.loads(bytes(one)) for rank, one in zip(came, told, strict=True)}, missing
+        introductions += room.multi_get([_here(rank) for rank in came[at : at + _AT_ONCE]])
+    return {
+        rank: json.loads(bytes(one)) for rank, one in zip(came, introductions, strict=True)
+    }, missing
 
 
 def _absent(room: Store, ranks: Sequence[int]) -> list[int]:
@@ -298,24 +300,24 @@ def _verdict(
             f"{len(missing)} of {world_size} ranks are absent after "
             f"parallel.start_seconds={seconds:g}: rank {named}{more}"
         )
-    differing = difference([told["facts"]["versions"] for told in there.values()])
+    differing = difference([introduction["facts"]["versions"] for introduction in there.values()])
     return f"ranks have different versions: {differing}" if differing else ""
 
 
-def _follow(store: Store, place: RankEnv, told: str, seconds: float) -> tuple[Store, str]:
+def _follow(store: Store, place: RankEnv, introduction: str, seconds: float) -> tuple[Store, str]:
     """The others': the room of the rank 0 that answered, and its verdict."""
     limit = time.monotonic() + seconds
 
     def left() -> timedelta:
         return timedelta(seconds=max(0.001, limit - time.monotonic()))
 
-    own = _answer(json.loads(told))
+    own = _answer(json.loads(introduction))
     try:
         number = max(1, store.add(_ROUND, 0))
         while True:
             room = _room(store, number)
             room.wait([_OPEN], left())
-            room.set(_here(place.rank), told)
+            room.set(_here(place.rank), introduction)
             room.wait([_OVER], left())
             if room.check([own]):
                 answer = bytes(room.get(own)).decode()
@@ -327,11 +329,11 @@ def _follow(store: Store, place: RankEnv, told: str, seconds: float) -> tuple[St
         return store, f"rank {place.rank}: lost the meeting point ({first_line(error)})"
 
 
-def difference(told: Sequence[Mapping[str, Any]]) -> str:
+def difference(versions: Sequence[Mapping[str, Any]]) -> str:
     """Which field differs on which ranks, in words; empty when all are alike."""
     parts = []
-    for field in told[0]:
-        values = [str(facts.get(field)) for facts in told]
+    for field in versions[0]:
+        values = [str(facts.get(field)) for facts in versions]
         usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
         others = [rank for rank, value in enumerate(values) if value != usual]
         if others:

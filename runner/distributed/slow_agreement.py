@@ -102,8 +102,8 @@ def all_or_none_slowly(
     while True:
         thread.join(_LOOK_SECONDS)
         is_done = not thread.is_alive()
-        told = [float(is_done), float(thread.error is not None), float(is_asked_to_stop())]
-        done, failed, stop, count = ranks.sum([*told, float(pulse.count)])
+        own = [float(is_done), float(thread.error is not None), float(is_asked_to_stop())]
+        done, failed, stop, count = ranks.sum([*own, float(pulse.count)])
         if count != last:
             last = count
             moved()

@@ -52,11 +52,11 @@ class DataPlace:
             "state": pack(source.state() if source else self.state, "loader.state_dict()"),
         }
 
-    def load_json(self, told: Mapping[str, Any]) -> None:
+    def load_json(self, stored: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`, but for the source, which is to be brought there."""
-        self.epoch, self.start, self.drawn = told["epoch"], told["start"], told["drawn"]
-        self.is_over = bool(told.get("over", False))
-        self.begun, self.state = unpack(told["begun"]), unpack(told["state"])
+        self.epoch, self.start, self.drawn = stored["epoch"], stored["start"], stored["drawn"]
+        self.is_over = bool(stored.get("over", False))
+        self.begun, self.state = unpack(stored["begun"]), unpack(stored["state"])
 
 
 class LoopCarried:
@@ -118,8 +118,8 @@ class LoopCarried:
             return
         self._state.apply_options(self._last)
         try:
-            for scheduler, told in zip(self._schedulers, self._last["schedulers"], strict=True):
-                scheduler.load_state_dict(unpack(told))
+            for scheduler, state in zip(self._schedulers, self._last["schedulers"], strict=True):
+                scheduler.load_state_dict(unpack(state))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the scheduler's state cannot be used ({type(error).__name__}: {error})"

@@ -84,20 +84,20 @@ def unpack(value: Any, tensor: UnpackTensor | None = None) -> Any:
         return value
     if _TAG not in value:
         return {key: unpack(item, tensor) for key, item in value.items()}
-    kind, told = value[_TAG], value["v"]
+    kind, packed = value[_TAG], value["v"]
     if kind == "tensor":
-        return (tensor or outline)(told)
+        return (tensor or outline)(packed)
     if kind in ("dict", "counter"):
-        pairs = {unpack(key): unpack(item, tensor) for key, item in told}
+        pairs = {unpack(key): unpack(item, tensor) for key, item in packed}
         return Counter(pairs) if kind == "counter" else pairs
     made: dict[str, Callable[[], Any]] = {
-        "float": lambda: float(told),
-        "bytes": lambda: base64.b64decode(told),
-        "array": lambda: _array(told),
-        "scalar": lambda: _array(told)[()],
-        "tuple": lambda: tuple(unpack(item, tensor) for item in told),
-        "set": lambda: {unpack(item, tensor) for item in told},
-        "deque": lambda: deque(unpack(item, tensor) for item in told),
+        "float": lambda: float(packed),
+        "bytes": lambda: base64.b64decode(packed),
+        "array": lambda: _array(packed),
+        "scalar": lambda: _array(packed)[()],
+        "tuple": lambda: tuple(unpack(item, tensor) for item in packed),
+        "set": lambda: {unpack(item, tensor) for item in packed},
+        "deque": lambda: deque(unpack(item, tensor) for item in packed),
     }
     return made[kind]()
 
@@ -110,8 +110,8 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _array(told: Any) -> np.ndarray[Any, Any]:
-    dtype, shape, text = told
+def _array(packed: Any) -> np.ndarray[Any, Any]:
+    dtype, shape, text = packed
     return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype)).reshape(shape).copy()
 
 
@@ -121,9 +121,9 @@ def inline(value: torch.Tensor, where: str) -> Any:
     return [str(value.dtype), list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]
 
 
-def outline(told: Any) -> torch.Tensor:
+def outline(packed: Any) -> torch.Tensor:
     """Inverse of :func:`inline`, on the CPU."""
-    dtype, shape, text = told
+    dtype, shape, text = packed
     data = torch.frombuffer(bytearray(base64.b64decode(text) or b"\0"), dtype=torch.uint8)
     size = math.prod(shape) * dtype_of(dtype).itemsize
     return data[:size].view(dtype_of(dtype)).reshape(shape).clone()

@@ -30,7 +30,7 @@ class GuardPreempted(Preempted, SystemExit):
 
 
 @contextmanager
-def told(opened: Opened) -> Iterator[None]:
+def errors_journalled(opened: Opened) -> Iterator[None]:
     """An error of ours inside is journalled, and ends the script with its exit code."""
     try:
         yield

@@ -17,7 +17,7 @@ from torch import nn
 
 from runner.checkpoint.digest import state_digest
 from runner.embed.carried import DataPlace, LoopCarried, Scheduler
-from runner.embed.exits import closed_at_exit, told
+from runner.embed.exits import closed_at_exit, errors_journalled
 from runner.embed.loaders import Exhausted, Source, source_of
 from runner.embed.measure import Measurer
 from runner.embed.opening import join, listen, open_run, ranks_at_hand
@@ -167,7 +167,7 @@ class Guard:
             Halted: the guard's budget is spent.
             RankError: a rank stands elsewhere than the others.
         """
-        with told(self._opened):
+        with errors_journalled(self._opened):
             return self._story.judge(loss, tokens)
 
     def settle(self) -> None:
@@ -175,7 +175,7 @@ class Guard:
 
         :meth:`over` calls it; a loop without :meth:`over` calls it after the optimizer's step.
         """
-        with told(self._opened):
+        with errors_journalled(self._opened):
             self._story.settle()
 
     def take(self, number: int) -> bool:
@@ -321,7 +321,7 @@ class Guard:
 
     def _end_pass(self, number: int) -> None:
         """Save what the pass has come to."""
-        with told(self._opened):
+        with errors_journalled(self._opened):
             self._story.commit()
         size = sum(parameter.numel() for parameter in self._sharded.parameters.values())
         self._sum_up(

@@ -60,7 +60,7 @@ class Measurer:
         batches: tuple[int, int],
         limits: Limits,
         identity: Mapping[str, Any],
-        told: tuple[bool, bool, int],
+        flags: tuple[bool, bool, int],
         progress: JobProgress,
         began: float,
     ) -> StepInfo:
@@ -77,7 +77,7 @@ class Measurer:
         square = self._square().to(device)
         is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
         own = torch.stack([value, square, is_bad.double()])
-        stop, keeps_lines, tokens = told
+        stop, keeps_lines, tokens = flags
         rest = [float(stop), float(keeps_lines), float(tokens), *ranks.fingerprint(identity)]
         rest += progress.counts
         packed = torch.cat([own, torch.tensor(rest, dtype=torch.float64, device=device)])
@@ -177,8 +177,12 @@ class Measurer:
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
         """The ranks that were not finite in the last step, or else the loudest. Collective."""
         is_finite, loss = self._own
-        told = self._ranks.gather([is_finite, min(loss, sys.float_info.max) if is_finite else 0.0])
-        rows = [(rank, bool(is_finite), float(loss)) for rank, (is_finite, loss) in enumerate(told)]
+        by_rank = self._ranks.gather(
+            [is_finite, min(loss, sys.float_info.max) if is_finite else 0.0]
+        )
+        rows = [
+            (rank, bool(is_finite), float(loss)) for rank, (is_finite, loss) in enumerate(by_rank)
+        ]
         bad = [row for row in rows if not row[1]]
         chosen = bad or sorted(rows, key=lambda row: -row[2])[:_NUM_LOUDEST]
         return [

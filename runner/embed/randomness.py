@@ -33,19 +33,19 @@ class Randomness:
     def to_json(self) -> dict[str, Any]:
         """JSON values, exact."""
         version, words, gauss = self._python
-        told = {
+        states = {
             "python": (version, np.asarray(words, dtype=np.uint32), gauss),
             "numpy": tuple(self._numpy),
             "torch": self._torch,
             "cuda": self._cuda,
         }
-        made: dict[str, Any] = pack(told, "the state of a random generator")
+        made: dict[str, Any] = pack(states, "the state of a random generator")
         return made
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Randomness:
+    def from_json(cls, stored: dict[str, Any]) -> Randomness:
         """Inverse of :meth:`to_json`."""
-        made, state = cls.__new__(cls), unpack(told)
+        made, state = cls.__new__(cls), unpack(stored)
         version, words, gauss = state["python"]
         made._python = (version, tuple(int(word) for word in words), gauss)
         made._numpy = state["numpy"]

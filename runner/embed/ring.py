@@ -11,7 +11,7 @@ from typing import Any
 from runner.checkpoint.digest import state_digest
 from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.checkpoint.protocol import CheckpointMetadata
-from runner.embed.exits import closed_at_exit, told
+from runner.embed.exits import closed_at_exit, errors_journalled
 from runner.embed.opening import join, memory_for, open_run, ranks_at_hand
 from runner.embed.settings import ring_config
 from runner.embed.tree import Stateful, TreeState
@@ -111,7 +111,7 @@ class Ring:
         if isinstance(step, bool) or not isinstance(step, int) or step < self._step:
             raise ConfigError(f"Ring.save({step!r}): must be a whole number from {self._step} on")
         opened, ring = self._opened, self._opened.ring
-        with told(opened):
+        with errors_journalled(opened):
             opened.state.updates = opened.state.cursor = step
             train_state = opened.state.to_json()
             self._make_memory(train_state["loop"]["tensors"])
@@ -134,7 +134,7 @@ class Ring:
         """Commit what is written by now; whether anything is still under way. Waits for nothing."""
         ring, ranks = self._opened.ring, self._opened.group.ranks
         progress = ring.progress()
-        with told(self._opened):
+        with errors_journalled(self._opened):
             ring.apply_progress(ranks.sum([*progress.counts]), progress.jobs)
         return ring.is_saving
 
@@ -151,7 +151,7 @@ class Ring:
         ring.drain()
         if ring.newest() is None:
             raise ConfigError("Ring.prove(): nothing was saved to disk yet")
-        with told(self._opened):
+        with errors_journalled(self._opened):
             return ring.prove_last()
 
     def restore(self) -> int:
@@ -164,7 +164,7 @@ class Ring:
             CheckpointError: none is clean.
         """
         opened, ring = self._opened, self._opened.ring
-        with told(opened):
+        with errors_journalled(opened):
             ring.drain()
             clean = [r for r in resume_order(ring.records) if r.state is State.clean]
             if not clean:
@@ -192,7 +192,7 @@ class Ring:
         """Finish what is being written, and let go of the directory."""
         if not self._finalizer.alive:
             return
-        with told(self._opened):
+        with errors_journalled(self._opened):
             self._opened.ring.drain()
         self._finalizer()
         atexit.unregister(self._finalizer)

@@ -94,9 +94,9 @@ def ring_config(out: str | Path, *, memory: bool, given: dict[str, Any]) -> RunC
         if key not in _OF_RING:
             words = suggestion(key, set(_OF_RING))
             raise ConfigError(f"{key}={value!r}: no such setting{words}; {', '.join(_OF_RING)}")
-    told = {"memory_slots": FEWEST_SLOTS} if memory else {"memory_every": 0}
-    told |= {"clean_after": 1, **given}
-    return run_config(out, every=_RARELY, accumulate=1, skip=[], given=told)
+    settings = {"memory_slots": FEWEST_SLOTS} if memory else {"memory_every": 0}
+    settings |= {"clean_after": 1, **given}
+    return run_config(out, every=_RARELY, accumulate=1, skip=[], given=settings)
 
 
 def _set(config: RunConfig, key: str, value: Any) -> None:

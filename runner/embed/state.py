@@ -103,18 +103,18 @@ class LoopState(StagedState):
             place = self._buffer_place(name, self._ranks.rank, self._ranks.world_size)
             places[place.name] = place
             tensors[place.name] = [str(place.dtype), list(place.geometry.shape), None, "buffer"]
-        told: dict[str, Any] = {
+        captured: dict[str, Any] = {
             "optimizers": [self._pack_optimizer(n, add) for n in range(len(self.optimizers))],
             "tensors": dict(sorted(tensors.items())),
             "world_size": self._ranks.world_size,
         }
         self._hold(places)
-        return told
+        return captured
 
     def _changing_buffers(self) -> list[str]:
         """The same on all ranks."""
-        told = self._ranks.gather(self.buffers.changing())
-        names = sorted({name for names in told for name in names})
+        by_rank = self._ranks.gather(self.buffers.changing())
+        names = sorted({name for names in by_rank for name in names})
         for name in names:
             self.buffers.mark(name)
         return names
@@ -190,7 +190,7 @@ class LoopState(StagedState):
             )
         return self.geometry_of(parameter, like)
 
-    def apply(self, told: Mapping[str, Any]) -> None:
+    def apply(self, stored: Mapping[str, Any]) -> None:
         """Put what was loaded in place, with ``told``: what :meth:`capture` gave.
 
         Raises:
@@ -202,24 +202,24 @@ class LoopState(StagedState):
                     self._fill(parameter, f"param/{name}")
                     parameter.grad = None
                 self._apply_buffers()
-                self.apply_options(told)
+                self.apply_options(stored)
                 for number, optimizer in enumerate(self.optimizers):
-                    self._apply_states(optimizer, told["optimizers"][number]["states"])
+                    self._apply_states(optimizer, stored["optimizers"][number]["states"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             words = f"{type(error).__name__}: {error}"[:300]
             raise CheckpointError(f"the optimizer's state cannot be used ({words})") from None
         finally:
             self._loading = {}
 
-    def apply_options(self, told: Mapping[str, Any]) -> None:
+    def apply_options(self, stored: Mapping[str, Any]) -> None:
         """The optimizers' options alone, such as the learning rate."""
         for number, optimizer in enumerate(self.optimizers):
-            groups = told["optimizers"][number]["groups"]
+            groups = stored["optimizers"][number]["groups"]
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in options.items():
                     group[key] = self._option(group.get(key), value)
 
-    def _option(self, live: Any, told: Any) -> Any:
+    def _option(self, live: Any, stored: Any) -> Any:
         def tensor(name: str) -> Any:
             if not isinstance(live, torch.Tensor):
                 return self._loaded(name, None)
@@ -227,7 +227,7 @@ class LoopState(StagedState):
                 self._fill(live, name)
             return live
 
-        return unpack(told, tensor)
+        return unpack(stored, tensor)
 
     def _apply_buffers(self) -> None:
         for name in self._loading:
@@ -237,17 +237,17 @@ class LoopState(StagedState):
                 self._fill(self.buffers.live(key), name)
         self.buffers.remember()
 
-    def _apply_states(self, optimizer: torch.optim.Optimizer, told: Mapping[str, Any]) -> None:
+    def _apply_states(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
                 live = optimizer.state.pop(parameter, {})
-                if name in told:
+                if name in stored:
                     reuse = {id(t): t for t in live.values() if isinstance(t, torch.Tensor)}
-                    optimizer.state[parameter] = self._state(told[name], parameter, live, reuse)
+                    optimizer.state[parameter] = self._state(stored[name], parameter, live, reuse)
 
     def _state(
-        self, told: Any, parameter: torch.Tensor, live: Any, reuse: Mapping[int, torch.Tensor]
+        self, stored: Any, parameter: torch.Tensor, live: Any, reuse: Mapping[int, torch.Tensor]
     ) -> dict[str, Any]:
         by_key: dict[str, torch.Tensor] = {
             key: value for key, value in live.items() if id(value) in reuse
@@ -262,7 +262,7 @@ class LoopState(StagedState):
             is_like = self._lines[name][2] is not None
             return self._loaded(name, parameter if is_like else None)
 
-        made: dict[str, Any] = unpack(told, tensor)
+        made: dict[str, Any] = unpack(stored, tensor)
         return made
 
     # -- digest ---------------------------------------------------------------------------

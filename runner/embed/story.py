@@ -148,7 +148,7 @@ class Story:
                 "code": self._code,
                 "decisions": [self._history.num_discarded, len(self._history.rollbacks), last],
             },
-            told=(opened.group.stop.is_set, opened.backlog.look(), tokens),
+            flags=(opened.group.stop.is_set, opened.backlog.look(), tokens),
             progress=opened.ring.progress(),
             began=self._began,
         )
@@ -206,11 +206,13 @@ class Story:
         opened = self._opened
         if self._has_memory or not memory_every(opened.config.checkpoint):
             return
-        told = self._sharded.capture()  # which may find that other tensors are there than before
+        captured = (
+            self._sharded.capture()
+        )  # which may find that other tensors are there than before
         self._has_memory = True
         found = memory_for(opened.lease, opened.group, self._sharded)
         if found.memory is not None:
-            opened.loads.in_memory = told["tensors"]
+            opened.loads.in_memory = captured["tensors"]
             opened.ring.replace_memory(found)
 
     def layout_changes(self) -> None:

@@ -55,7 +55,7 @@ class TreeState(StagedState):
         Raises:
             ConfigError: something in it cannot be saved, or is not there on all ranks.
         """
-        told = self._ranks.all_or_none("reading state_dict()", self._read)
+        own = self._ranks.all_or_none("reading state_dict()", self._read)
         self._agree()
         places: dict[str, Place] = {}
         lines: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class TreeState(StagedState):
             home = _OWN if name in self._differing else home_of(tensor)
             lines[name] = [str(tensor.dtype), list(places[name].geometry.shape), like, home]
         self._hold(places)
-        by_rank = self._ranks.gather(told)
+        by_rank = self._ranks.gather(own)
         if all(one == by_rank[0] for one in by_rank):
             by_rank = by_rank[:1]
         return {"tensors": dict(sorted(lines.items())), "parts": by_rank}
@@ -126,8 +126,8 @@ class TreeState(StagedState):
         digests = dict(self._digests())
         self._compared |= set(digests)
         if len(set(ranks.gather(_digest_of(digests)))) > 1:
-            told = ranks.gather(digests)
-            self._differing |= {name for name in digests if len({one[name] for one in told}) > 1}
+            by_rank = ranks.gather(digests)
+            self._differing |= {name for name in digests if len({one[name] for one in by_rank}) > 1}
         self._differing &= set(self._live)
 
     def _digests(self) -> Iterator[tuple[str, str]]:
@@ -159,13 +159,13 @@ class TreeState(StagedState):
                 return live if isinstance(live, DTensor) else None
         return None
 
-    def load_json(self, told: Mapping[str, Any]) -> None:
+    def load_json(self, stored: Mapping[str, Any]) -> None:
         """Give every part what was loaded. Collective.
 
         Raises:
             CheckpointError: the checkpoint holds other parts, or one does not take its own.
         """
-        by_rank = told.get("parts")
+        by_rank = stored.get("parts")
         if not isinstance(by_rank, list) or not by_rank:
             raise CheckpointError("the checkpoint is not one of runner.Ring; choose another out")
         own = by_rank[self._ranks.rank % len(by_rank)]
@@ -176,10 +176,10 @@ class TreeState(StagedState):
         self._ranks.all_or_none("loading the state", lambda: self._give(own))
         self._loading = {}
 
-    def _give(self, told: Mapping[str, Any]) -> None:
+    def _give(self, stored: Mapping[str, Any]) -> None:
         for name, part in self._parts.items():
             try:
-                part.load_state_dict(unpack(told[name], self._tensor))
+                part.load_state_dict(unpack(stored[name], self._tensor))
             except Exception as error:  # theirs: of any kind
                 words = f"{type(error).__name__}: {error}"[:500]
                 raise CheckpointError(
@@ -223,9 +223,9 @@ def _words(by_rank: Sequence[Mapping[str, Any]]) -> str:
     """Which tensor is not the same on all ranks."""
     names = sorted({name for one in by_rank for name in one})
     for name in names:
-        told = [one.get(name) for one in by_rank]
-        if any(one != told[0] for one in told):
-            seen = ["none" if one is None else f"{one[0]} {one[1]}" for one in told]
+        values = [one.get(name) for one in by_rank]
+        if any(one != values[0] for one in values):
+            seen = ["none" if one is None else f"{one[0]} {one[1]}" for one in values]
             return (
                 f"Ring: tensor {name!r} differs between ranks: {seen}; all ranks must hold the "
                 "same names, shapes and types"

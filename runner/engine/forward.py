@@ -64,7 +64,7 @@ class Forward:
         self._counts.append(counts)
         return training.sum()
 
-    def told(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def totals(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the step on this rank: summed cross-entropy, and 1.0 when anything was not finite.
 
         Anything: its own losses or what its backward passes brought; else 0.0. FP64 scalars.

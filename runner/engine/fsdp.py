@@ -154,7 +154,7 @@ class FsdpEngine:
             self._forward.training_loss(work).backward()  # type: ignore[no-untyped-call]
         self._check_held()
         square = squared_norm(self._own_gradients(), self.device) / self._layout.replicas
-        loss, nonfinite = self._forward.told()
+        loss, nonfinite = self._forward.totals()
         return LocalSums(
             loss=loss,
             grad_square=square,

@@ -190,8 +190,8 @@ class ShardOptimizer:
         own = [self._state(name).get(_COUNT, self._updates) for name in self._shards]
         counts = [torch.as_tensor(count).to(self._device, torch.float32) for count in own]
         # In one copy: one by one each would wait for the device.
-        told = torch.stack(counts).tolist() if counts else []
-        return {name: int(count) for name, count in zip(self._shards, told, strict=True)}
+        values = torch.stack(counts).tolist() if counts else []
+        return {name: int(count) for name, count in zip(self._shards, values, strict=True)}
 
     def set_update_counts(self, counts: Mapping[str, int]) -> None:
         """After a load."""

@@ -59,7 +59,7 @@ class Sequences:
     losses: tuple[torch.Tensor, ...]
     gradient_norms: tuple[torch.Tensor, ...]
 
-    def told(self) -> Suspects:
+    def to_host(self) -> Suspects:
         """Waits for the device."""
         return Suspects(
             losses=[value for losses in self.losses for value in losses.tolist()],

@@ -311,7 +311,7 @@ class ZeroEngine:
             if number < len(works):
                 self._engine.step()  # counts the micro-batch; nothing is updated
         square = squared_norm(self._stage.gradients(), self.device)
-        loss, nonfinite = self._forward.told()
+        loss, nonfinite = self._forward.totals()
         return LocalSums(
             loss=loss,
             grad_square=square,

@@ -159,7 +159,7 @@ def _share(
     sums: LocalSums, batches: Sequence[MicroBatch], names: Sequence[Names]
 ) -> tuple[list[float], list[list[Any]]]:
     """What one rank tells: its sums, and of each sample name, loss, norm and tokens."""
-    told = sums.sequences.told()
+    told = sums.sequences.to_host()
     norms = told.gradient_norms or [0.0] * len(told.losses)
     counts = [count for batch in batches for count in batch.counts()]
     called = [name for of_one in names for name in of_one]

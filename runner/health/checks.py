@@ -62,9 +62,9 @@ class PaceInspector:
         world = self._ranks.world_size
         slots = [0.0] * (3 * world)
         slots[3 * self._ranks.rank : 3 * self._ranks.rank + 3] = own
-        told = self._ranks.sum(slots)
+        sums = self._ranks.sum(slots)
         paces = [
-            Pace(host=told[3 * r], device=told[3 * r + 1], step=told[3 * r + 2])
+            Pace(host=sums[3 * r], device=sums[3 * r + 1], step=sums[3 * r + 2])
             for r in range(world)
         ]
         for found in self._stragglers.note(paces):
@@ -126,8 +126,8 @@ class ReplicaInspector:
             RankError: copies differ; the ranks are named. All ranks raise it.
         """
         copy, tensors = self._engine.replicated()
-        told = self._ranks.gather([copy, checksum(tensors)])
-        odd = odd_ones([(int(group), str(value)) for group, value in told])
+        sums = self._ranks.gather([copy, checksum(tensors)])
+        odd = odd_ones([(int(group), str(value)) for group, value in sums])
         if not odd:
             self._good_step = step
             return
@@ -186,11 +186,11 @@ def _mixed(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return mixed.bitwise_xor_(mixed >> 29)
 
 
-def odd_ones(told: Sequence[tuple[int, str]]) -> list[int]:
+def odd_ones(sums: Sequence[tuple[int, str]]) -> list[int]:
     """Ranks whose copy differs from the majority of the same copy; all, where there is none."""
     odd: list[int] = []
-    for group in {copy for copy, _ in told}:
-        members = {rank: value for rank, (copy, value) in enumerate(told) if copy == group}
+    for group in {copy for copy, _ in sums}:
+        members = {rank: value for rank, (copy, value) in enumerate(sums) if copy == group}
         counts = Counter(members.values()).most_common()
         if len(counts) > 1:
             most, count = counts[0]

@@ -43,14 +43,14 @@ def collectives(*, seconds: float = _SECONDS) -> tuple[list[dict[str, Any]], str
     dump = _nccl_dump()
     if dump is None:
         return found, ""
-    told: list[list[dict[str, Any]]] = []
-    asked = threading.Thread(target=lambda: told.append(_entries(dump)), daemon=True)
+    answers: list[list[dict[str, Any]]] = []
+    asked = threading.Thread(target=lambda: answers.append(_entries(dump)), daemon=True)
     asked.start()
     asked.join(seconds)
-    if not told:
+    if not answers:
         return found, f"NCCL's flight recorder did not answer within {seconds:g} s"
     known = {(entry["group"], entry["seq"], entry["op"]) for entry in found}
-    more = [e for e in told[0] if (e["group"], e["seq"], e["op"]) not in known]
+    more = [e for e in answers[0] if (e["group"], e["seq"], e["op"]) not in known]
     return found + more, ""
 
 

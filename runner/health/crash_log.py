@@ -36,12 +36,12 @@ def crash_incident(cause: RootCause, number: int) -> Incident:
 
 def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> list[Incident]:
     """A line for each incarnation before ``number`` that ended badly and has none."""
-    told = {line["detail"].get("incarnation") for line in lines if line["kind"] == "crash"}
+    journalled = {line["detail"].get("incarnation") for line in lines if line["kind"] == "crash"}
     starts = {line["detail"].get("incarnation"): line for line in lines if line["kind"] == "start"}
     found = []
     # Before the oldest claim the run had another directory, which was lost.
     for earlier in range(oldest_number(run_dir.incarnation), number):
-        if earlier in told or has_ended(run_dir.incarnation, earlier):
+        if earlier in journalled or has_ended(run_dir.incarnation, earlier):
             continue
         world_size = _world_size(starts.get(earlier))
         reports = read_all_reports(run_dir.incident(earlier))

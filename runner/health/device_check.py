@@ -87,7 +87,7 @@ def check_devices(
         is_spoilt: for drills: this rank's products are wrong.
     """
     own = _report_on(device, ranks, is_spoilt)
-    reports = [DeviceReport(**told) for told in ranks.gather(asdict(own))]
+    reports = [DeviceReport(**fields) for fields in ranks.gather(asdict(own))]
     for rank, report in enumerate(reports):
         for warning in report.warnings:
             say(f"warning: rank {rank} on {report.host}: {warning}")

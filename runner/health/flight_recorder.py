@@ -189,31 +189,31 @@ def _on_devices(group: str, seq: int, here: Mapping[int, Entry]) -> Divergence:
     waiting = _each(seq, _waiting(here))
     done = f"; on rank {named(over)} it is done" if over else ""
 
-    def told(kind: str, ranks: Iterable[int], words: str) -> Divergence:
+    def divergence(kind: str, ranks: Iterable[int], words: str) -> Divergence:
         return Divergence(kind=kind, ranks=tuple(ranks), group=group, seq=seq, words=words)
 
     if not not_begun:
-        return told(
+        return divergence(
             "network",
             (),
             f"the devices are in one collective and none gets on: the network between them, or a "
             f"peer's device: {waiting}{done}",
         )
     if begun and len(not_begun) <= len(begun) + len(over):
-        return told(
+        return divergence(
             "device",
             not_begun,
             f"the device of rank {named(not_begun)} has not come to what the others' wait in: it "
             f"hangs in a kernel before it, or is slow: {waiting}",
         )
     if begun:
-        return told(
+        return divergence(
             "network",
             (),
             f"the device of rank {named(begun)} waits in what most have not come to; whose "
             f"device holds them up cannot be told: {waiting}{done}",
         )
-    return told(
+    return divergence(
         "network",
         (),
         "every host has launched it, the devices do not get through: a device that hangs before "

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner.health.rank_report import Report, read_reports, told_entries
+from runner.health.rank_report import Report, read_reports, stored_entries
 from runner.system.files import read_bounded, write_durably
 from runner.system.parsing import json_text
 from runner.system.redact import redacted
@@ -36,7 +36,7 @@ def node_file(folder: Path, first_rank: int) -> Path:
     return folder / f"node-{first_rank:05d}.json"
 
 
-def told_nodes(folder: Path) -> list[int]:
+def reported_nodes(folder: Path) -> list[int]:
     """First ranks of the nodes whose file is there. Reads names only."""
     stems = [path.stem.removeprefix("node-") for path in folder.glob("node-*.json")]
     return sorted(int(stem) for stem in stems if stem.isdigit())
@@ -50,13 +50,13 @@ def merge_node(folder: Path, first_rank: int) -> None:
 def write_node(folder: Path, first_rank: int, reports: Sequence[Report]) -> None:
     """Write the file of a node: these reports, shortened."""
     stacks, lists = _Table(), _Table()
-    told = []
+    listed = []
     for report in reports:
         frames = [stack for stack in report.stacks if stack["thread"] == "MainThread"]
         tree = redacted(replace(report, stacks=[], collectives=[]).to_json())
         about = (stacks.place(redacted({"of": frames})["of"]), lists.place(_shortened(report)))
-        told.append({"report": tree, "stacks": about[0], "collectives": about[1]})
-    made = {"reports": told, "stacks": stacks.values, "collectives": lists.values}
+        listed.append({"report": tree, "stacks": about[0], "collectives": about[1]})
+    made = {"reports": listed, "stacks": stacks.values, "collectives": lists.values}
     data = json_text(made, is_compact=True).encode() + b"\n"
     write_durably(node_file(folder, first_rank), data)
 
@@ -64,7 +64,7 @@ def write_node(folder: Path, first_rank: int, reports: Sequence[Report]) -> None
 def read_all_reports(folder: Path) -> list[Report]:
     """The readable reports of an incident, one a rank, however many ranks there were."""
     found = {report.rank: report for report in read_reports(folder)}
-    merged = set(told_nodes(folder))
+    merged = set(reported_nodes(folder))
     for path in sorted(folder.glob("node-*.json")):
         for report in _read_node(path):
             found.setdefault(report.rank, report)
@@ -110,7 +110,7 @@ def _shortened(report: Report) -> list[dict[str, Any]]:
 def _read_node(path: Path) -> Sequence[Report]:
     try:
         tree = json.loads(read_bounded(path, _FILE_BYTES))
-        lists = [told_entries(entries) for entries in tree["collectives"]]
+        lists = [stored_entries(entries) for entries in tree["collectives"]]
         return [
             replace(
                 Report.from_json({**one["report"], "stacks": tree["stacks"][one["stacks"]]}),

@@ -12,7 +12,7 @@ import select
 import threading
 from collections.abc import Mapping
 
-from runner.distributed.env import rank_name, told_exit
+from runner.distributed.env import rank_name, recorded_exit
 from runner.system.environment import variables
 from runner.system.error import (
     EXIT_CONFIG,
@@ -80,4 +80,6 @@ class PeerProcesses:
     def _note(self, rank: int) -> None:
         status = exit_status(int(self._processes[rank]["pid"]))
         # Its parent may have been faster than this thread; a supervisor is told by itself.
-        self.deaths[rank] = told_exit(variables(), rank_name(rank)) if status is None else status
+        self.deaths[rank] = (
+            recorded_exit(variables(), rank_name(rank)) if status is None else status
+        )

@@ -33,7 +33,7 @@ from runner.health.node_reports import (
     merge_node,
     node_folder,
     read_all_reports,
-    told_nodes,
+    reported_nodes,
 )
 from runner.health.peer_processes import PeerProcesses
 from runner.health.preemption import StopRequest
@@ -160,13 +160,13 @@ class RankMonitor:
         self._expected = None
         self._watchdog.resort_to(None)
         self._watchdog.add(looks, last_resort=last_resort)
-        told = {
+        facts = {
             "process": own_process(),
             "world_size": self._place.world_size,
             "local_world_size": self._place.local_world_size,
             "incident": str(self._folder().absolute()),
         }
-        tell_begun(variables(), self._place.rank, told)
+        tell_begun(variables(), self._place.rank, facts)
 
     def write_causes_to(self, journal: Callable[[RootCause, int], None]) -> None:
         """From now on this rank writes down what ended the run; ``journal`` takes the cause."""
@@ -395,9 +395,9 @@ class RankMonitor:
         if self._is_by_node:
             self._tell_cause_of_many()
             return
-        told = self._wait_for_reports(self._place.world_size, self._settle_seconds)
+        by_rank = self._wait_for_reports(self._place.world_size, self._settle_seconds)
         own = self._place.rank
-        is_teller = own == min((rank for rank, is_own in told.items() if is_own), default=own)
+        is_teller = own == min((rank for rank, is_own in by_rank.items() if is_own), default=own)
         # A rank with an exception of its own has told it already.
         is_teller = is_teller and not (self._folder() / _CAUSE).exists()
         if is_teller or self._place.is_first:
@@ -419,11 +419,11 @@ class RankMonitor:
             num_nodes = -(-self._place.world_size // self._place.local_world_size)
             while time.monotonic() < limit:
                 is_over = (folder / _CAUSE).exists() and not self._place.is_first
-                if is_over or (first == 0 and len(told_nodes(folder)) >= num_nodes):
+                if is_over or (first == 0 and len(reported_nodes(folder)) >= num_nodes):
                     break
                 time.sleep(0.1 + 1e-4 * num_nodes)
             is_told = (folder / _CAUSE).exists()
-            is_teller = not is_told and first == min(told_nodes(folder), default=first)
+            is_teller = not is_told and first == min(reported_nodes(folder), default=first)
             if is_teller or self._place.is_first:
                 cause = blame(read_all_reports(folder), self._place.world_size)
                 if is_teller:
@@ -447,17 +447,17 @@ class RankMonitor:
         limit = time.monotonic() + seconds
         while True:
             self._write_for_the_dead()
-            told = reported(self._own_folder())
-            if len(told) == num_ranks or time.monotonic() > limit:
-                return told
+            by_rank = reported(self._own_folder())
+            if len(by_rank) == num_ranks or time.monotonic() > limit:
+                return by_rank
             time.sleep(0.02 + 1e-4 * num_ranks)
 
     def _write_for_the_dead(self) -> None:
         """A dead neighbour cannot write itself."""
         assert self._neighbours is not None and self._fence is not None
-        told = reported(self._own_folder())
+        by_rank = reported(self._own_folder())
         for rank, status in list(self._neighbours.deaths.items()):
-            if rank in told:
+            if rank in by_rank:
                 continue
             report = Report(
                 rank=rank,
@@ -500,10 +500,10 @@ class RankMonitor:
 
     def _end_silent_peers(self) -> None:
         """A stopped neighbour would hold the launcher up for its own half minute."""
-        told = reported(self._own_folder())
+        by_rank = reported(self._own_folder())
         for peer in self._peers:
             rank, process = int(peer["rank"]), peer["process"]
-            if rank != self._place.rank and rank not in told and is_alive(process):
+            if rank != self._place.rank and rank not in by_rank and is_alive(process):
                 with contextlib.suppress(OSError):
                     os.kill(int(process["pid"]), signal.SIGKILL)
 

@@ -87,7 +87,7 @@ class Report:
                 {"thread": str(stack["thread"]), "frames": [_frame(f) for f in stack["frames"]]}
                 for stack in value["stacks"]
             ],
-            collectives=told_entries(value["collectives"]),
+            collectives=stored_entries(value["collectives"]),
             untold=str(value.get("untold", "")),
         )
 
@@ -120,7 +120,7 @@ def _told_entry(entry: Any) -> dict[str, Any]:
     }
 
 
-def told_entries(entries: Any) -> list[dict[str, Any]]:
+def stored_entries(entries: Any) -> list[dict[str, Any]]:
     """A report's collectives, as a file has them.
 
     Raises:

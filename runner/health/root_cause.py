@@ -67,8 +67,8 @@ def blame(reports: Sequence[Report], world_size: int) -> RootCause:
     if unclear and not silent:
         return _own_fault("unclear", unclear, reports)
     # Of a recorder that did not answer nothing follows, least of all that a rank was absent.
-    told = {report.rank: report.collectives for report in reports if not report.untold}
-    divergence = first_divergence(told)
+    collectives = {report.rank: report.collectives for report in reports if not report.untold}
+    divergence = first_divergence(collectives)
     if divergence is not None and not silent:
         return RootCause(
             kind=divergence.kind,
@@ -200,12 +200,12 @@ def changed_shape(reports: Sequence[Report]) -> str:
 
 def _doing(reports: Sequence[Report], ranks: tuple[int, ...]) -> str:
     """What the odd ones were busy with, and whether they were moving."""
-    told = [r for r in reports if r.rank in ranks and r.where]
+    located = [r for r in reports if r.rank in ranks and r.where]
     longest = max((r.seconds for r in reports), default=0.0)
     return "".join(
         f"; rank {r.rank} is in {r.phase} at {r.where}"
         + (", and still moves: it is slow" if 2 * r.seconds < longest and r.seconds else "")
-        for r in told[:_MOST_NAMED]
+        for r in located[:_MOST_NAMED]
     )
 
 

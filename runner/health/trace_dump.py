@@ -29,8 +29,8 @@ def entries_of(dumped: bytes) -> list[dict[str, Any]]:
     Raises:
         Exception: of any kind: it is damaged, or holds something else.
     """
-    told = _PlainValues(io.BytesIO(dumped)).load()
-    return _that_matter([plain_entry(e) for e in told.get("entries", []) if not e["is_p2p"]])
+    dump = _PlainValues(io.BytesIO(dumped)).load()
+    return _that_matter([plain_entry(e) for e in dump.get("entries", []) if not e["is_p2p"]])
 
 
 def read_dumps(folder: Path, prefix: str) -> dict[int, list[dict[str, Any]]]:

@@ -69,23 +69,23 @@ class BegunRanks:
         begun = read_begun(self._exits)
         ended = read_exits(self._exits) if begun else {}
         clock = time.monotonic()
-        for rank, told in begun.items():
-            name = (rank, str(told.get("incident")))
-            if rank_name(rank) in ended or not self._others_elsewhere(told):
+        for rank, facts in begun.items():
+            name = (rank, str(facts.get("incident")))
+            if rank_name(rank) in ended or not self._others_elsewhere(facts):
                 continue
             if name not in self._dead_since:
-                if is_alive(told["process"]) is not False:
+                if is_alive(facts["process"]) is not False:
                     continue
                 self._dead_since[name] = clock
-                self._status[name] = exit_status(int(told["process"]["pid"]))
+                self._status[name] = exit_status(int(facts["process"]["pid"]))
             if is_over or clock - self._dead_since[name] > _NEIGHBOURS_SECONDS:
-                self._tell(rank, told, self._status[name])
+                self._tell(rank, facts, self._status[name])
 
-    def _others_elsewhere(self, told: dict[str, Any]) -> bool:
-        return int(told["world_size"]) > int(told["local_world_size"])
+    def _others_elsewhere(self, facts: dict[str, Any]) -> bool:
+        return int(facts["world_size"]) > int(facts["local_world_size"])
 
-    def _tell(self, rank: int, told: dict[str, Any], status: int | None) -> None:
-        folder = Path(told["incident"])
+    def _tell(self, rank: int, facts: dict[str, Any], status: int | None) -> None:
+        folder = Path(facts["incident"])
         if has_reports(folder):
             return
         words = "gone without a word: SIGKILL, out of memory, or ended by its launcher"
@@ -93,7 +93,7 @@ class BegunRanks:
             words = f"killed by signal {-status}" if status < 0 else f"ended with {status}"
         report = Report(
             rank=rank,
-            world_size=int(told["world_size"]),
+            world_size=int(facts["world_size"]),
             kind="exit" if status is None or status >= 0 else "signal",
             step=0,
             phase="some phase",

@@ -76,5 +76,5 @@ def evidence(out: Path, *, since: int) -> Evidence:
 
 def _detail(crash: dict[str, Any], name: str) -> str | None:
     detail = crash.get("detail")
-    told = detail.get(name) if isinstance(detail, dict) else None
-    return str(told) if told else None
+    value = detail.get(name) if isinstance(detail, dict) else None
+    return str(value) if value else None

@@ -46,14 +46,14 @@ def outcome(exits: Mapping[str, int], returncode: int, *, was_killed: bool = Fal
         returncode: that of the started command, negative for a signal.
         was_killed: the signal was not ours; that its ranks then ended too is what followed.
     """
-    told = set(exits.values())
+    codes = set(exits.values())
     final = final_code(exits)
     if returncode == EXIT_DONE and final is None:
         return EXIT_DONE  # ranks that crashed before torchrun started them again count no more
     if final is not None:
         return final
-    if told == {EXIT_PREEMPTED}:
+    if codes == {EXIT_PREEMPTED}:
         return EXIT_PREEMPTED
-    if told and not was_killed:
+    if codes and not was_killed:
         return EXIT_CRASH
     return 128 - returncode if returncode < 0 else returncode

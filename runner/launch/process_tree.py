@@ -32,8 +32,8 @@ def ranks(mark: str) -> list[int]:
 
 def rank_of(pid: int) -> int:
     """The rank that a process is, or belongs to; 0 without a launcher."""
-    told = [e[5:] for e in _environment(pid) if e.startswith("RANK=")]
-    return int(told[0]) if told and told[0].isdecimal() else 0
+    values = [e[5:] for e in _environment(pid) if e.startswith("RANK=")]
+    return int(values[0]) if values and values[0].isdecimal() else 0
 
 
 def is_there(pid: int) -> bool:

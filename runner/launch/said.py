@@ -81,9 +81,9 @@ class Said:
             self.lines.append(line)
             self.num_lines += 1
             for found in self._progress.finditer(line):
-                told = next((group for group in found.groups() if group), "")
-                if told.isdecimal() and len(told) < 16:
-                    self.step = max(self.step, int(told))
+                number = next((group for group in found.groups() if group), "")
+                if number.isdecimal() and len(number) < 16:
+                    self.step = max(self.step, int(number))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

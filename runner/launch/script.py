@@ -208,9 +208,9 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
         return _hang(watchdog.stacks, ended.words, step)
     lines = list(said.lines)
     dumps = read_dumps(folder, _DUMPS)
-    told = failures(lines)
-    world_size = max([*dumps, *(rank for rank, _ in told)], default=0) + 1
-    reports = _reports(lines, told, step, world_size)
+    failed = failures(lines)
+    world_size = max([*dumps, *(rank for rank, _ in failed)], default=0) + 1
+    reports = _reports(lines, failed, step, world_size)
     known = {report.rank for report in reports}
     for rank, entries in dumps.items():
         if rank not in known:
@@ -231,17 +231,17 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
 
 
 def _reports(
-    lines: Sequence[str], told: Sequence[tuple[int, int]], step: int, world_size: int
+    lines: Sequence[str], failed: Sequence[tuple[int, int]], step: int, world_size: int
 ) -> list[Report]:
     """An account of each rank: what it printed, else how it ended. In the order of their deaths."""
     reports: dict[int, Report] = {}
-    order = [rank for rank, _ in told]
+    order = [rank for rank, _ in failed]
     for printed in tracebacks(lines):
         if printed.is_launchers:
             continue
         rank = printed.rank
         if rank is None:  # before the group was made, nobody says whose it is
-            rank = next((r for r, code in told if code > 0 and r not in reports), 0)
+            rank = next((r for r, code in failed if code > 0 and r not in reports), 0)
         if rank not in reports:
             frames = [{"file": f, "line": n, "function": name} for f, n, name in printed.frames]
             reports[rank] = Report(
@@ -254,7 +254,7 @@ def _reports(
                 time=float(order.index(rank) if rank in order else len(order)),
                 stacks=[{"thread": "MainThread", "frames": frames}],
             )
-    for place, (rank, code) in enumerate(told):
+    for place, (rank, code) in enumerate(failed):
         # With SIGTERM the launcher ends those who live on.
         if rank not in reports and code != -signal.SIGTERM:
             reports[rank] = Report(

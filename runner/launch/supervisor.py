@@ -82,8 +82,8 @@ class Supervisor:
         began = time.time()
         lines, clean_before = journal_lines(self._out), newest_clean(self._out)
         job = self._make_job(number, diagnose)
-        told = self._told | ({ATTEMPT: str(number)} if self._tells_number else {})
-        ended = run_once(replace(job, environment=dict(job.environment) | told), self.stop)
+        variables = self._told | ({ATTEMPT: str(number)} if self._tells_number else {})
+        ended = run_once(replace(job, environment=dict(job.environment) | variables), self.stop)
         self._list_bad_nodes(ended)
         if ended.words:
             self._say(f"attempt {number} was ended: {ended.words}")

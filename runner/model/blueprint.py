@@ -183,7 +183,7 @@ class GuestBlueprint:
     fp32: bool
 
     @property
-    def told(self) -> str:
+    def setting(self) -> str:
         """The setting that names it, for words."""
         return f"model._target_={self.name}"
 
@@ -226,23 +226,23 @@ class GuestBlueprint:
         network = self.make()
         if not isinstance(network, nn.Module):
             raise ConfigError(
-                f"{self.told}: gives {type(network).__name__}; it must give a torch.nn.Module"
+                f"{self.setting}: gives {type(network).__name__}; it must give a torch.nn.Module"
             )
         return network
 
     def _settle(self, network: nn.Module) -> None:
         parameters = dict(network.named_parameters())
         if not parameters:
-            raise ConfigError(f"{self.told}: has no parameters to train")
+            raise ConfigError(f"{self.setting}: has no parameters to train")
         for name, parameter in parameters.items():
             if not parameter.is_floating_point():
                 raise ConfigError(
-                    f"{self.told}: the parameter {name} is {parameter.dtype}; only "
+                    f"{self.setting}: the parameter {name} is {parameter.dtype}; only "
                     "floating-point ones are trained: make it a buffer"
                 )
         freeze(network, self.frozen)
         if not any(parameter.requires_grad for parameter in parameters.values()):
-            raise ConfigError(f"{self.told}: no parameter requires a gradient")
+            raise ConfigError(f"{self.setting}: no parameter requires a gradient")
 
     @property
     def untrained_loss(self) -> float:
@@ -280,19 +280,19 @@ class GuestBlueprint:
         return GuestObjective(network, fp32=self.fp32, dtype=torch.bfloat16 if bf16 else None)
 
     def units(self, network: nn.Module) -> Sequence[nn.Module]:
-        told = getattr(network, "blocks", None)
-        if callable(told) and not isinstance(told, nn.Module):
-            units = list(told())
-            _check_units(self.told, network, units)
+        method = getattr(network, "blocks", None)
+        if callable(method) and not isinstance(method, nn.Module):
+            units = list(method())
+            _check_units(self.setting, network, units)
         else:
             lists = [list(m) for m in network.modules() if isinstance(m, nn.ModuleList)]
             units = max(lists, key=_size, default=[])
         return [] if _shares(network, units) else units
 
     def probe(self, network: nn.Module) -> nn.Module:
-        told = getattr(network, "probe", None)
-        if callable(told) and not isinstance(told, nn.Module):
-            return _module(self.told, "probe()", told())
+        method = getattr(network, "probe", None)
+        if callable(method) and not isinstance(method, nn.Module):
+            return _module(self.setting, "probe()", method())
         found = _input_embeddings(network)
         leaves = [m for m in network.modules() if any(True for _ in m.parameters(recurse=False))]
         embeddings = [module for module in leaves if isinstance(module, nn.Embedding)]
@@ -367,26 +367,26 @@ def _shares(network: nn.Module, units: Sequence[nn.Module]) -> bool:
     return any(len(found) > 1 for found in owners.values())
 
 
-def _check_units(told: str, network: nn.Module, units: Sequence[Any]) -> None:
+def _check_units(name: str, network: nn.Module, units: Sequence[Any]) -> None:
     known = set(network.modules())
     for unit in units:
         if not isinstance(unit, nn.Module) or unit not in known or unit is network:
             raise ConfigError(
-                f"{told}: blocks() must give modules of the model, without itself; "
+                f"{name}: blocks() must give modules of the model, without itself; "
                 f"it gives {type(unit).__name__}"
             )
 
 
 def _input_embeddings(network: nn.Module) -> nn.Module | None:
-    told = getattr(network, "get_input_embeddings", None)
+    method = getattr(network, "get_input_embeddings", None)
     try:
-        found = told() if callable(told) else None
+        found = method() if callable(method) else None
     except (NotImplementedError, AttributeError):  # transformers: a model without any
         return None
     return found if isinstance(found, nn.Module) else None
 
 
-def _module(told: str, what: str, found: Any) -> nn.Module:
+def _module(name: str, what: str, found: Any) -> nn.Module:
     if not isinstance(found, nn.Module):
-        raise ConfigError(f"{told}: {what} gives {type(found).__name__}; it must give a module")
+        raise ConfigError(f"{name}: {what} gives {type(found).__name__}; it must give a module")
     return found

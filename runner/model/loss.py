@@ -68,8 +68,8 @@ class HeadLosses:
         losses, log_sums = _HeadLoss.apply(  # type: ignore[no-untyped-call]
             hidden.flatten(0, 1), weight, targets.flatten(), self.fp32, self.most_bytes
         )
-        told = _summed(losses, log_sums if self.z_loss else None, targets, self.z_loss)
-        return torch.stack(told)
+        sums = _summed(losses, log_sums if self.z_loss else None, targets, self.z_loss)
+        return torch.stack(sums)
 
 
 class _HeadLoss(torch.autograd.Function):

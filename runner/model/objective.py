@@ -92,8 +92,8 @@ class GuestObjective(nn.Module):
                 "input_ids and labels: give the model a method losses(batch)"
             )
         more = {n: t for n, t in batch.items() if n in self._more and n not in (INPUT, LABELS)}
-        told = self.network(batch[INPUT], **more)
-        logits = getattr(told, "logits", told)
+        output = self.network(batch[INPUT], **more)
+        logits = getattr(output, "logits", output)
         labels = batch[LABELS]
         if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
             raise ConfigError(
@@ -110,12 +110,12 @@ class GuestObjective(nn.Module):
 
 def _own_losses(network: nn.Module, batch: dict[str, Tensor], rows: int) -> tuple[Tensor, Tensor]:
     found: Any = network.losses(batch)  # type: ignore[operator]
-    told = tuple(found) if isinstance(found, tuple | list) else (found,)
-    if len(told) == 2 and all(isinstance(t, Tensor) and t.shape == (rows,) for t in told):
-        return told[0].float(), told[1].detach()
+    pair = tuple(found) if isinstance(found, tuple | list) else (found,)
+    if len(pair) == 2 and all(isinstance(t, Tensor) and t.shape == (rows,) for t in pair):
+        return pair[0].float(), pair[1].detach()
     raise ConfigError(
         "model._target_: losses(batch) must give two tensors, the loss and the count of each "
-        f"sample, [{rows}] both; it gives {', '.join(map(_shape, told))}"
+        f"sample, [{rows}] both; it gives {', '.join(map(_shape, pair))}"
     )
 
 

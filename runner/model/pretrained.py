@@ -173,8 +173,8 @@ def _words(error: Exception) -> str:
 
 def base_network(network: nn.Module) -> nn.Module:
     """transformers' own model, below PEFT's wrapper where there is one."""
-    told = getattr(network, "get_base_model", None)
-    found: nn.Module = told() if callable(told) else network
+    method = getattr(network, "get_base_model", None)
+    found: nn.Module = method() if callable(method) else network
     return found
 
 
@@ -256,7 +256,7 @@ class PretrainedBlueprint(GuestBlueprint):
     open_weights: Callable[[], Weights] | None
 
     @property
-    def told(self) -> str:
+    def setting(self) -> str:
         return f"model.path={self.path}"
 
     @cached_property
@@ -267,7 +267,7 @@ class PretrainedBlueprint(GuestBlueprint):
     def _stored_names(self) -> Mapping[str, str]:
         """From a parameter's name to that of the tensor it begins with."""
         weights = self._weights
-        return {} if weights is None else match(self.twin.network, weights.shapes, self.told)
+        return {} if weights is None else match(self.twin.network, weights.shapes, self.setting)
 
     def signature(self) -> str:
         """Of what decides the weights; raises what :func:`match` does."""
@@ -318,7 +318,7 @@ def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
 
 
 def match(
-    network: nn.Module, stored: Mapping[str, tuple[int, ...]], told: str
+    network: nn.Module, stored: Mapping[str, tuple[int, ...]], model_name: str
 ) -> Mapping[str, str]:
     """Which stored tensor each parameter of the network begins with; adapters with none.
 
@@ -356,7 +356,7 @@ def match(
     lines = [f"  {kind}: {_few(names)}" for kind, names in kinds if names]
     if lines:
         raise ConfigError(
-            f"{told}: the weights do not fit the model of its {CONFIG}:\n"
+            f"{model_name}: the weights do not fit the model of its {CONFIG}:\n"
             + "\n".join(lines)
             + "\nBoth must be of one model; model.init=random begins from fresh weights"
         )

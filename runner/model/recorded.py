@@ -111,12 +111,12 @@ class Recording:
         origins = [origin for origin in self._origins.values() if _is_fake(origin)]
         # Not what a library does at its first call only, and the network has nothing of.
         for operation in self._behind({_Window.of(origin).owner for origin in origins}):
-            told = pytree.tree_map(_told, (operation.args, operation.kwargs))
+            arguments = pytree.tree_map(_outline, (operation.args, operation.kwargs))
             # Not the repr of a Python function: it has an address, another in each process.
             name = getattr(operation.function, "__qualname__", str(operation.function))
-            digest.update(f"{name} {told}\n".encode())
+            digest.update(f"{name} {arguments}\n".encode())
         for name, tensor in named_tensors(self.network):
-            digest.update(f"{name} {_told(self._origins[id(tensor)])}\n".encode())
+            digest.update(f"{name} {_outline(self._origins[id(tensor)])}\n".encode())
         return digest.hexdigest()
 
     def _needed(self, wanted: _Window) -> list[_Operation]:
@@ -345,13 +345,13 @@ def _real(window: _Window, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     return empty.set_(storages[window.owner], window.offset, window.size, window.stride)
 
 
-def _told(value: Any) -> Any:
+def _outline(value: Any) -> Any:
     if isinstance(value, _Window):
         return f"{value.size} {value.dtype}"
     if not isinstance(value, Tensor):
         return value
-    told = f"{tuple(value.shape)} {value.dtype}"
+    outline = f"{tuple(value.shape)} {value.dtype}"
     if _is_fake(value):
-        return told
+        return outline
     data = value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
-    return f"{told} {hashlib.sha256(data).hexdigest()}"
+    return f"{outline} {hashlib.sha256(data).hexdigest()}"

@@ -57,13 +57,13 @@ class CommandAlerts:
         if kind in CALM or is_own:
             return
         text = f"{self._out}: step {line['step']} {kind}: {line['reason']} -> {line['decision']}"
-        told = {
+        context = {
             "out": self._out,
             "host": host_name(),
             "level": logging.getLevelName(level_of(kind)).lower(),
             "text": text,
         }
-        if self._outlet.put(json_text(told | dict(line)).encode() + b"\n"):
+        if self._outlet.put(json_text(context | dict(line)).encode() + b"\n"):
             self._num_told += 1
         if kind in _LAST:
             self._wait_until_begun()

@@ -61,8 +61,8 @@ class Attempts:
 
 def _read(path: Path) -> int:
     try:
-        told: Any = parse_json(read_bounded(path, _MOST_BYTES))
-        number = told["newest"]
+        stored: Any = parse_json(read_bounded(path, _MOST_BYTES))
+        number = stored["newest"]
     except (OSError, ValueError, LookupError, TypeError):
         return 0
     return number if type(number) is int and number >= 0 else 0

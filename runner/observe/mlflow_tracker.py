@@ -48,18 +48,18 @@ class MlflowTracker:
     def _log_config(self, config: Mapping[str, Any]) -> None:
         """What was logged already cannot change: the new value is a tag."""
         known = self._run.data.params
-        told = {key: str(value)[:_MOST_TEXT] for key, value in config.items()}
-        for key, value in told.items():
+        params = {key: str(value)[:_MOST_TEXT] for key, value in config.items()}
+        for key, value in params.items():
             if key in known and known[key] != value:
                 self._client.set_tag(self._id, f"changed.{key}", value)
-        new = [self._param(key, value) for key, value in told.items() if key not in known]
+        new = [self._param(key, value) for key, value in params.items() if key not in known]
         for some in _parts(new, _MOST_PARAMS):
             self._client.log_batch(self._id, params=some)
 
     def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        told = [self._metric(name, value, now, attempt) for name, value in numbers.items()]
-        self._client.log_batch(self._id, metrics=told)
+        metrics = [self._metric(name, value, now, attempt) for name, value in numbers.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def incident(self, attempt: int, line: Mapping[str, Any]) -> None:
         kind, number = str(line["kind"]), int(line.get("seq", 0))

@@ -115,16 +115,16 @@ class BackgroundRunTracker:
     def _deliver(self, item: _Item) -> None:
         if self._has_failed:
             return
-        kind, told = item
+        kind, value = item
         try:
             if self._tracker is None:
                 self._tracker = self._make()
             if kind == "numbers":
-                self._tracker.numbers(self._attempts.next(), told)
+                self._tracker.numbers(self._attempts.next(), value)
             elif kind == "incident":
-                self._tracker.incident(self._attempts.newest, told)
+                self._tracker.incident(self._attempts.newest, value)
             elif kind == "summary":
-                self._tracker.summary(told)
+                self._tracker.summary(value)
             else:
                 self._attempts.close()
                 self._tracker.close()

@@ -72,8 +72,8 @@ class Curve:
         losses = _floats(loss)
         others = {name: _floats(column) for name, column in (further or {}).items()}
         has_loss = np.fromiter((value is not None for value in loss), bool, len(losses))
-        told = _whole_steps(_floats(steps))
-        is_last = _is_last_of_its_step(told)
+        whole_steps = _whole_steps(_floats(steps))
+        is_last = _is_last_of_its_step(whole_steps)
         rows = np.flatnonzero(has_loss & is_last)
         held_out = others.pop(HELD_OUT, np.full(len(losses), np.nan))
         at = np.flatnonzero(np.isfinite(held_out) & is_last)
@@ -83,7 +83,7 @@ class Curve:
             if np.isfinite(values).any()
         }
         return cls(
-            steps=told[rows],
+            steps=whole_steps[rows],
             loss=losses[rows],
             grad_norm=_floats(grad_norm)[rows],
             columns=columns,
@@ -123,11 +123,11 @@ def _filled(values: Floats) -> Floats:
     return filled
 
 
-def _whole_steps(told: Floats) -> Ints:
+def _whole_steps(steps: Floats) -> Ints:
     """Whole steps; where none was told, rows are counted."""
-    if not np.isfinite(told).any():
-        return np.arange(len(told))
-    bounded = np.clip(_filled(told), -(2.0**62), 2.0**62)
+    if not np.isfinite(steps).any():
+        return np.arange(len(steps))
+    bounded = np.clip(_filled(steps), -(2.0**62), 2.0**62)
     return bounded.astype(np.int64)
 
 

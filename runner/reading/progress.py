@@ -290,13 +290,13 @@ def _is_hardly_moving(curve: Curve, fall: Fall) -> bool:
 
 def _too_low(curve: Curve, fall: Fall) -> Finding:
     rate = curve.learning_rate
-    told = f" at a rate of {np.max(rate):.3g}" if rate is not None else ""
+    at_rate = f" at a rate of {np.max(rate):.3g}" if rate is not None else ""
     return Finding(
         signature="rate_too_low",
         first=0,
         last=len(curve) - 1,
-        evidence=f"the loss fell from {fall.start:.4g} to {fall.end:.4g}{told}, in the last third "
-        f"by {fall.last_third:.3g}: slowly, and no faster or slower than before",
+        evidence=f"the loss fell from {fall.start:.4g} to {fall.end:.4g}{at_rate}, in the last "
+        f"third by {fall.last_third:.3g}: slowly, and no faster or slower than before",
         remedy="a rate 3 to 10 times higher; holdfast preflight has a rate range test",
         confidence="medium",
     )

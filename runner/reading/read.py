@@ -44,8 +44,8 @@ def read(curve: Curve) -> list[Finding]:
     names = {one.signature for one in found}
     hidden = {second for first, second in _SAYS_IT_ALL if first in names}
     order = list(SIGNATURES)
-    told = [one for one in found if one.signature not in hidden]
-    return sorted(told, key=lambda one: order.index(one.signature))
+    shown = [one for one in found if one.signature not in hidden]
+    return sorted(shown, key=lambda one: order.index(one.signature))
 
 
 def _rules(curve: Curve) -> Iterator[Finding]:

@@ -321,13 +321,13 @@ def _proof(opened: Opened, machinery: Machinery, feed: Feed) -> LastProof:
         return evaluator.loss()
 
     def earlier() -> float | None:
-        told = ranks.all_or_none(
+        measured = ranks.all_or_none(
             "reading the metrics",
             lambda: (
                 held_out_before(group.run_dir.metrics, state.updates) if group.is_first else None
             ),
         )
-        found: float | None = ranks.from_first(told)
+        found: float | None = ranks.from_first(measured)
         return found
 
     return LastProof(

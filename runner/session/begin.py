@@ -195,7 +195,9 @@ def _start_incident(
             "parallel": lease.config.parallel.kind.value,
             "device": group.device.type,
             **versions(),
-            **{name: told for name, told in group.device_versions.items() if name != "device"},
+            **{
+                name: version for name, version in group.device_versions.items() if name != "device"
+            },
             "settings": lease.config_digest,
             "data": opened.corpus.dataset.fingerprint(),
             "debug": dict(group.debug),

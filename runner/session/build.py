@@ -127,7 +127,7 @@ def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:
     signatures = group.ranks.gather(network.signature() if is_fresh else "")
     if len(set(signatures)) > 1:
         raise ConfigError(
-            f"{network.told}: ranks build another model or other weights each "
+            f"{network.setting}: ranks build another model or other weights each "
             f"({signatures} by rank); it must not depend on the rank, the machine or the clock"
         )
-    refuse_or_say(checks, network.told, group.console.say)
+    refuse_or_say(checks, network.setting, group.console.say)

@@ -255,10 +255,10 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
             f"asked to stop ({who_asked(group.asked_to_stop())}) while the data was prepared; "
             "nothing was trained yet, and what was not finished begins anew"
         )
-    told = ranks.gather(made)[place.rank - place.local_rank]
-    for words in dict.fromkeys(words for _, words in told if words):
+    by_rank = ranks.gather(made)[place.rank - place.local_rank]
+    for words in dict.fromkeys(words for _, words in by_rank if words):
         group.console.say(f"data.tokenizer={config.data.tokenizer}: {words}")
-    return [folder for folder, _ in told]
+    return [folder for folder, _ in by_rank]
 
 
 def _journal(
@@ -271,7 +271,7 @@ def _journal(
     if group.is_first:
         lease.fence.check()
         file = LineFile(group.run_dir.journal, length=found.journal_bytes, check=lease.fence.check)
-    told = [(start, stop) for start, stop in lease.config.data.skip]
+    ranges = [(start, stop) for start, stop in lease.config.data.skip]
 
     def tell(line: Mapping[str, Any]) -> None:
         for listener in listeners:
@@ -279,7 +279,7 @@ def _journal(
 
     return Journal(
         found.journal,
-        told_to_skip=told,
+        told_to_skip=ranges,
         file=file,
         tell=tell,
     )

@@ -229,7 +229,8 @@ def _with_segments(config: RunConfig, made: GuestBlueprint) -> GuestBlueprint:
         key = "data.pack" if config.data.pack else "data.isolate_documents"
         remedy = "" if is_hf(config.model) else "give it a parameter segments (int32 [B, T]), or "
         raise ConfigError(
-            f"{key}=true: forward of {made.told} takes no segments; {remedy}leave the setting out"
+            f"{key}=true: forward of {made.setting} takes no segments; "
+            f"{remedy}leave the setting out"
         )
     return made
 

@@ -44,13 +44,13 @@ def pretrained_blueprint(
     model, path = config.model, Path(config.model.path).expanduser()
     settings = lora_of(model.lora)
     lora = None if settings is None else Lora(**asdict(settings))
-    told = read_config(kept or path)
+    model_config = read_config(kept or path)
     if isinstance(dataset, RecordDataset):
         raise ConfigError(
             f"data._target_={config.data._target_}: gives samples without token ids, and "
             f"model.path={path} needs input_ids"
         )
-    inner = told.get_text_config()
+    inner = model_config.get_text_config()
     if dataset.vocab_size > inner.vocab_size:
         raise ConfigError(
             f"model.path={path}: its embedding has {inner.vocab_size} rows, and the data "
@@ -64,9 +64,9 @@ def pretrained_blueprint(
         )
     has_weights = model.init == "weights"
     return PretrainedBlueprint(
-        name=f"hf:{told.model_type}",
+        name=f"hf:{model_config.model_type}",
         path=str(path),
-        make=partial(build, told, lora, recompute=model.activation_checkpointing),
+        make=partial(build, model_config, lora, recompute=model.activation_checkpointing),
         open_weights=partial(PretrainedWeights, path) if has_weights else None,
         seed=config.seed,
         seq_len=config.data.seq_len,

@@ -91,8 +91,8 @@ def _of_sums(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> str |
             late = late or is_late()
             if not late:
                 values = part.values[first : first + _BETWEEN_LOOKS]
-                told = summing.of(part.name, part.start + first, values)
-                held[part.name] = added(held[part.name], told)
+                sums = summing.of(part.name, part.start + first, values)
+                held[part.name] = added(held[part.name], sums)
     names = sorted(held)
     # In halves: FP64 adds whole numbers exactly up to 2^53, those of 2 million ranks.
     mask = (1 << _HALF) - 1

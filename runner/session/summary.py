@@ -88,8 +88,8 @@ def sum_up(
     wall = sum(where_time_went.values())
     eval_loss = None
     for line in iter_lines(run_dir.metrics):
-        told = number_in(line, "eval_loss")
-        eval_loss = eval_loss if told is None else told
+        value = number_in(line, "eval_loss")
+        eval_loss = eval_loss if value is None else value
     history = journal.history
     summary = Summary(
         status=end.status,

@@ -132,8 +132,8 @@ def refuse_or_say(checks: Sequence[Check], model: str, say: Callable[[str], None
     failed = [check for check in checks if check.holds is not True]
     fatal = [check for check in failed if check.is_fatal]
     if fatal:
-        told = "\n".join(f"  {check.found}: {check.remedy}" for check in fatal)
-        raise ConfigError(f"{model}: cannot be trained exactly:\n{told}")
+        problems = "\n".join(f"  {check.found}: {check.remedy}" for check in fatal)
+        raise ConfigError(f"{model}: cannot be trained exactly:\n{problems}")
     for check in failed:
         say(f"{model}: {check.found}. Remedy: {check.remedy}")
 

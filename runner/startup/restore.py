@@ -146,19 +146,19 @@ def open_remote(config: RunConfig, run_dir: RunDir, ranks: Ranks) -> RemoteRun |
     if url is None:
         return None
     ring = ranks.all_or_none("opening checkpoint.remote", lambda: RemoteRing(url))
-    told = ranks.all_or_none(
+    listing = ranks.all_or_none(
         "looking at checkpoint.remote",
         lambda: _look(ring, run_dir, seconds) if ranks.rank == 0 else None,
     )
-    told = ranks.from_first(told)
+    listing = ranks.from_first(listing)
     stored = [
         Record(serial=serial, step=step, cursor=0, state=State.clean)
-        for serial, step in told["stored"]
+        for serial, step in listing["stored"]
     ]
     seen = RemoteListing(
-        stored=stored, highest=told["highest"], claim=told["claim"], run=told["run"]
+        stored=stored, highest=listing["highest"], claim=listing["claim"], run=listing["run"]
     )
-    return RemoteRun(ring, seen, told["silence"], run_dir)
+    return RemoteRun(ring, seen, listing["silence"], run_dir)
 
 
 def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
@@ -306,10 +306,10 @@ class Restorer:
 
     def _take_back(self, folder: str) -> Record:
         ranks = self._ranks
-        told: tuple[Manifest, bytes] = ranks.all_or_none(
+        fetched: tuple[Manifest, bytes] = ranks.all_or_none(
             "reading the remote", lambda: _answered(lambda: self._remote.ring.manifest(folder))
         )
-        manifest, data = told
+        manifest, data = fetched
         ranks.all_or_none(
             "preparing the download", lambda: ranks.rank != 0 or self._prepare(folder, manifest)
         )

@@ -118,16 +118,16 @@ def find(
         ConfigError: the run there has other settings, another model or other data, or a file is
             not ours.
     """
-    told = ranks.all_or_none(
+    inventory = ranks.all_or_none(
         "opening out",
         lambda: _read(run_dir, config, fingerprint, fence, tensors) if ranks.rank == 0 else None,
     )
-    told = ranks.from_first(told)
-    told["records"] = [
+    inventory = ranks.from_first(inventory)
+    inventory["records"] = [
         Record(serial=serial, step=step, cursor=cursor, state=State(state))
-        for serial, step, cursor, state in told["records"]
+        for serial, step, cursor, state in inventory["records"]
     ]
-    return RunInventory(**told)
+    return RunInventory(**inventory)
 
 
 def _read(

@@ -92,23 +92,23 @@ def open_memory(
             node.remove(node.folder)  # it would never be looked at again
         return MemoryParts()
     layout = SlotLayout(engine.shards())
-    told = ranks.gather(_look(node, place, layout))
-    for line in (line for look in told for line in look["swept"]):
+    by_rank = ranks.gather(_look(node, place, layout))
+    for line in (line for look in by_rank for line in look["swept"]):
         say(f"removed snapshots in memory: {line}")
-    errors = list(dict.fromkeys(look["error"] for look in told if look["error"]))
+    errors = list(dict.fromkeys(look["error"] for look in by_rank if look["error"]))
     if errors:
         _do_without(wanted, "; ".join(errors), say)
         return MemoryParts()
-    nodes = ranks_by_node(told)
+    nodes = ranks_by_node(by_rank)
     has_replica = wanted.memory_mirror and len(nodes) > 1
     if wanted.memory_mirror and not has_replica:
         say("checkpoint.memory_mirror=true: all ranks are on one node, nothing is mirrored")
-    needs = node_needs(told, wanted.memory_limit_gib, spare_slots=KEPT if has_replica else 0)
+    needs = node_needs(by_rank, wanted.memory_limit_gib, spare_slots=KEPT if has_replica else 0)
     plan = plan_slots(needs, wanted=_wanted(wanted))
     if plan.slots == 0:
         _do_without(wanted, _too_little(plan.tightest, wanted), say)
         return MemoryParts()
-    say(_announced(plan, layout, node, len(told), wanted))
+    say(_announced(plan, layout, node, len(by_rank), wanted))
     mark = empty_header(
         layout,
         incarnation=incarnation,
@@ -132,7 +132,7 @@ def open_memory(
         node,
         memory,
         nodes=nodes,
-        sizes=[int(look["bytes"]) for look in told],
+        sizes=[int(look["bytes"]) for look in by_rank],
         mark=mark,
         group=dist.new_group(backend="gloo", timeout=seconds),
     )

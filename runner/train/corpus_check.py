@@ -135,10 +135,10 @@ class CorpusCheck:
             # A sample that cannot be read is the step's to judge; the next start looks again.
             self._report(self._incident("data_unchecked", "go on", "; ".join(failures), {}))
             return
-        told = self._ranks.gather(self._found.sha256 if self._found else None)
+        digests = self._ranks.gather(self._found.sha256 if self._found else None)
         whole = self._ranks.from_first(_plain(self._found) if self._found else None)
-        if any(sha256 not in (None, whole["sha256"]) for sha256 in told):
-            self._end(f"ranks see different data; whole digests by rank: {told}", whole)
+        if any(sha256 not in (None, whole["sha256"]) for sha256 in digests):
+            self._end(f"ranks see different data; whole digests by rank: {digests}", whole)
         elif self._known is None or self._known.get("sha256") == whole["sha256"]:
             if self._known is None:
                 self._note("read whole for the first time", whole)

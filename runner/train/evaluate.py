@@ -97,8 +97,8 @@ class Evaluator:
         if not all_equal(
             sums[_LANES:_SQUARES], sums[_SQUARES : _SQUARES + NUM_LANES], self._ranks.world_size
         ):
-            told = self._ranks.gather(self._identity())
-            raise RankError(f"ranks drifted apart in an evaluation: {told} by rank")
+            identities = self._ranks.gather(self._identity())
+            raise RankError(f"ranks drifted apart in an evaluation: {identities} by rank")
         loss = sums[_LOSS] / sums[_TOKENS] if sums[_TOKENS] else None
         groups = zip(self._samples.names, sums[_GROUPS::2], sums[_GROUPS + 1 :: 2], strict=True)
         self._by_group = {name: total / count for name, total, count in groups if count}
@@ -171,11 +171,11 @@ class Evaluator:
             [len(unreadable), [asdict(one) for one in unreadable[:_MOST_TOLD]]],
             [len(nonfinite), [asdict(one) for one in nonfinite[:_MOST_TOLD]]],
         ]
-        told = self._ranks.gather(own)
+        by_rank = self._ranks.gather(own)
         numbers, who = [0, 0], []
         for at in (0, 1):
-            numbers[at] = sum(of_rank[at][0] for of_rank in told)
-            rows = [Unreadable(**row) for of_rank in told for row in of_rank[at][1]]
+            numbers[at] = sum(of_rank[at][0] for of_rank in by_rank)
+            rows = [Unreadable(**row) for of_rank in by_rank for row in of_rank[at][1]]
             who.append(sorted(rows, key=lambda one: one.position)[:_MOST_TOLD])
         of = f"of {len(self._indices)} {self._samples.what}"
         words = [

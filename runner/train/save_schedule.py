@@ -86,9 +86,9 @@ class AutoInterval:
         yield
         self._last = updates
         self._costs.saved(time.monotonic() - began)
-        told = self._from_first(self._measured())
-        if told is not None:
-            self._estimate(updates, Measured(**told))
+        measured = self._from_first(self._measured())
+        if measured is not None:
+            self._estimate(updates, Measured(**measured))
 
     def _measured(self) -> dict[str, Any] | None:
         if not self._costs.is_known:

@@ -233,14 +233,14 @@ class Stepper:
         works = self._works(plan.batch, fetched)
         sums = self._engine.accumulate(works)
         identity = self._identity(plan, fetched)
-        told = [
+        own = [
             float(plan.stop),
             float(fetched.failure is not None or bool(fetched.unreadable)),
             float(plan.keeps_lines),
             *self._ranks.fingerprint(identity),
             *plan.progress.counts,
         ]
-        numbers, withheld = self._agree_and_apply(sums, told, plan, after)
+        numbers, withheld = self._agree_and_apply(sums, own, plan, after)
         return InFlightStep(
             plan=plan,
             fetched=fetched,
@@ -334,14 +334,14 @@ class Stepper:
         }
 
     def _agree_and_apply(
-        self, sums: LocalSums, told: list[float], plan: StepPlan, after: InFlightStep | None
+        self, sums: LocalSums, own: list[float], plan: StepPlan, after: InFlightStep | None
     ) -> tuple[torch.Tensor, str | None]:
         """See :class:`InFlightStep`. Nothing here waits for the device."""
         self._heart.enter("agree")
         # The gate of the step before, as this rank's device computed it: all ranks' or none's.
         gate = torch.zeros_like(sums.loss) if self._gate_before is None else self._gate_before
         computed = [sums.loss, sums.grad_square, sums.nonfinite, sums.count, gate]
-        packed = torch.cat([torch.stack(computed), self._on_device(told)])
+        packed = torch.cat([torch.stack(computed), self._on_device(own)])
         self._ranks.all_reduce(packed)
         tokens = packed[_TOKENS]
         loss = packed[_LOSS] / tokens
@@ -359,12 +359,12 @@ class Stepper:
         # Loss and norm too, so that the judge sees the gate's own bits.
         return torch.cat([packed, torch.stack([loss, norm, self._gate_before])]), withheld
 
-    def _on_device(self, told: list[float]) -> torch.Tensor:
+    def _on_device(self, numbers: list[float]) -> torch.Tensor:
         device = self._engine.device
         if device.type != "cuda":
-            return torch.tensor(told, dtype=torch.float64, device=device)
+            return torch.tensor(numbers, dtype=torch.float64, device=device)
         # Only from page-locked memory does a copy not wait.
-        pinned = torch.tensor(told, dtype=torch.float64, pin_memory=True)
+        pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=True)
         return pinned.to(device, non_blocking=True)
 
     def _gate(
@@ -398,13 +398,13 @@ class Stepper:
             return (), ()
         fetched = step.fetched
         own = [asdict(one) for one in fetched.unreadable]
-        told = self._ranks.gather([fetched.failure, fetched.num_samples, own])
-        failures = [f"rank {rank}: {words}" for rank, (words, _, _) in enumerate(told) if words]
+        by_rank = self._ranks.gather([fetched.failure, fetched.num_samples, own])
+        failures = [f"rank {rank}: {words}" for rank, (words, _, _) in enumerate(by_rank) if words]
         if failures:
             raise RankError(f"loading samples failed: {'; '.join(failures)}")
         return (
-            tuple(Unreadable(**row) for _, _, rows in told for row in rows),
-            tuple(int(share) for _, share, _ in told),
+            tuple(Unreadable(**row) for _, _, rows in by_rank for row in rows),
+            tuple(int(share) for _, share, _ in by_rank),
         )
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
@@ -413,9 +413,11 @@ class Stepper:
         Sequences that were not finite, or else the loudest.
         """
         own = self._own_suspects(plan)
-        told = [[rank, *row] for rank, rows in enumerate(self._ranks.gather(own)) for row in rows]
-        bad = [row for row in told if not row[2]]
-        chosen = bad or sorted(told, key=lambda row: -row[3])[:_NUM_LOUDEST]
+        by_loss = [
+            [rank, *row] for rank, rows in enumerate(self._ranks.gather(own)) for row in rows
+        ]
+        bad = [row for row in by_loss if not row[2]]
+        chosen = bad or sorted(by_loss, key=lambda row: -row[3])[:_NUM_LOUDEST]
         where = {int(p): int(i) for p, i in zip(plan.positions, plan.indices, strict=True)}
         return [
             Suspect(
@@ -429,11 +431,11 @@ class Stepper:
 
     def _own_suspects(self, plan: BatchPlan) -> list[list[Any]]:
         """[position, is finite, loudness] of this rank's sequences that matter."""
-        told = self.newest.sums.sequences.told()
-        norms = told.gradient_norms or [0.0] * len(told.losses)
+        measured = self.newest.sums.sequences.to_host()
+        norms = measured.gradient_norms or [0.0] * len(measured.losses)
         rows = []
         for position, loss, norm in zip(
-            self._feed.own_positions(plan), told.losses, norms, strict=True
+            self._feed.own_positions(plan), measured.losses, norms, strict=True
         ):
             if position is not None:
                 finite = bool(torch.isfinite(torch.tensor([loss, norm])).all())

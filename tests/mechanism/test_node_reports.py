@@ -18,7 +18,7 @@ from runner.health.node_reports import (
     node_file,
     node_folder,
     read_all_reports,
-    told_nodes,
+    reported_nodes,
 )
 from runner.health.preemption import StopRequest
 from runner.health.rank_monitor import RankMonitor, WatchRules
@@ -122,7 +122,7 @@ def test_one_tells_for_all(tmp_path: Path) -> None:
         thread.join()
     folder = RunDir(tmp_path).incident(1)
     assert WORLD >= FROM_RANKS
-    assert told_nodes(folder) == list(range(0, WORLD, A_NODE))
+    assert reported_nodes(folder) == list(range(0, WORLD, A_NODE))
     assert len(list(folder.iterdir())) == 2 * WORLD // A_NODE + 1
     cause = json.loads((folder / "cause.json").read_text())
     assert cause["kind"] == "absent" and cause["ranks"] == [24]

@@ -155,10 +155,10 @@ def collect_pieces(
     for rank in range(world_size):
         path, name = folder / f"rank-{rank:05d}.json", data_name(rank)
         try:
-            files[name], told = _note(read_rank_facts(path), name)
+            files[name], pieces_of_rank = _note(read_rank_facts(path), name)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpoint(f"{path}: {type(error).__name__}: {error}") from None
-        for tensor, piece in told:
+        for tensor, piece in pieces_of_rank:
             pieces.setdefault(tensor, []).append(piece)
     for rank in range(world_size):
         (folder / f"rank-{rank:05d}.json").unlink()

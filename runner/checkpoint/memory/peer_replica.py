@@ -55,18 +55,18 @@ def peers(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
     return found
 
 
-def on_every_rank(told: Sequence[Mapping[str, Any]]) -> list[ReplicaInventory]:
+def on_every_rank(by_rank: Sequence[Mapping[str, Any]]) -> list[ReplicaInventory]:
     """What every rank has, or can get back.
 
     Args:
         told: by rank: ``layout`` of its slots, ``own`` [serial, step, cursor] rows, and the
             ``copies`` [owner, layout, serial, step, cursor] on its node.
     """
-    own = [{tuple(row) for row in said["own"]} for said in told]
-    holders: list[dict[tuple[int, ...], int]] = [{} for _ in told]
-    for holder, said in enumerate(told):
+    own = [{tuple(row) for row in said["own"]} for said in by_rank]
+    holders: list[dict[tuple[int, ...], int]] = [{} for _ in by_rank]
+    for holder, said in enumerate(by_rank):
         for owner, layout, *row in said["copies"]:
-            if 0 <= owner < len(told) and layout == told[owner]["layout"]:
+            if 0 <= owner < len(by_rank) and layout == by_rank[owner]["layout"]:
                 holders[owner].setdefault(tuple(row), holder)
     anywhere = set().union(*own, *holders)
     return [
@@ -74,10 +74,10 @@ def on_every_rank(told: Sequence[Mapping[str, Any]]) -> list[ReplicaInventory]:
             serial=row[0],
             step=row[1],
             cursor=row[2],
-            holders={r: holders[r][row] for r in range(len(told)) if row not in own[r]},
+            holders={r: holders[r][row] for r in range(len(by_rank)) if row not in own[r]},
         )
         for row in sorted(anywhere)
-        if all(row in own[r] or row in holders[r] for r in range(len(told)))
+        if all(row in own[r] or row in holders[r] for r in range(len(by_rank)))
     ]
 
 
@@ -170,8 +170,8 @@ class PeerReplica:
         for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
             with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
                 header, data = read_header(path)
-                told = (header.incarnation, header.rank, header.world_size)
-                if (*told, header.config_digest, header.data_fingerprint) == same:
+                writer = (header.incarnation, header.rank, header.world_size)
+                if (*writer, header.config_digest, header.data_fingerprint) == same:
                     yield header, data, path.with_suffix(".bin")
 
     def open_copies(self, found: ReplicaInventory, incarnation: int) -> Return:
@@ -217,10 +217,10 @@ class PeerReplica:
             {rank: torch.tensor([len(header)]) for rank, (header, _) in out.items()}, sizes, 0
         )
         headers = {rank: torch.zeros(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
-        told = {
+        header_data = {
             r: torch.frombuffer(bytearray(n), dtype=torch.uint8) for r, (n, _) in out.items() if n
         }
-        self._swap(told, headers, 1)
+        self._swap(header_data, headers, 1)
         sent = {
             rank: torch.split(values, _CHUNK) for rank, (header, values) in out.items() if header
         }

@@ -41,17 +41,17 @@ class SlotLayout:
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self.places: list[RankEnv] = []
-        told = []
+        rows = []
         offset = 0
         for shard in shards:
             count = len(shard.local)
             self.places.append(
                 RankEnv(name=shard.name, start=shard.start, count=count, offset=offset)
             )
-            told.append([shard.name, list(shard.shape), shard.start, count])
+            rows.append([shard.name, list(shard.shape), shard.start, count])
             offset += count
         self.num_bytes = offset * ITEM_BYTES
-        self.digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        self.digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def views(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The slot's part of each shard, in order."""

@@ -233,7 +233,7 @@ class MemoryTier:
         headers, refused = self._memory.left_by(incarnation)
         lengths = metrics_bytes, journal_lines
         copies = self._replica.left_by(incarnation, *lengths) if self._replica else []
-        told = self._ranks.gather(
+        by_rank = self._ranks.gather(
             {
                 "layout": self._memory.layout.digest,
                 "own": [
@@ -245,7 +245,7 @@ class MemoryTier:
         )
         self._earlier_incarnation = incarnation
         records = []
-        for found in on_every_rank(told):
+        for found in on_every_rank(by_rank):
             record = Record(
                 serial=found.serial,
                 step=found.step,
@@ -256,12 +256,12 @@ class MemoryTier:
             if is_wanted(record):
                 self._earlier[found.serial] = found
                 records.append(record)
-        serials = [row[0] for said in told for row in said["own"]]
-        serials += [row[2] for said in told for row in said["copies"]]
+        serials = [row[0] for said in by_rank for row in said["own"]]
+        serials += [row[2] for said in by_rank for row in said["copies"]]
         return Inherited(
             records=records,
             highest=max(serials, default=0),
-            refused=list(dict.fromkeys(words for said in told for words in said["refused"])),
+            refused=list(dict.fromkeys(words for said in by_rank for words in said["refused"])),
         )
 
     def load(self, serial: int) -> Restored:
@@ -310,7 +310,7 @@ class MemoryTier:
             self._bring_back(replica, found)
         header = memory.header_of(0)
         # The lengths are those of the first rank's files.
-        told = self._ranks.from_first(
+        fields = self._ranks.from_first(
             {
                 "step": header.step,
                 "cursor": header.cursor,
@@ -322,7 +322,7 @@ class MemoryTier:
         self._slots.add(0)
         self._slots.entries[found.serial] = SlotEntry(
             slot=0,
-            metadata=CheckpointMetadata(**told),
+            metadata=CheckpointMetadata(**fields),
             counts=header.update_counts,
             pins={PinReason.kept},
         )

@@ -229,8 +229,10 @@ class RemoteRing:
             copy = scratch / name
             facts[name] = _copy_whole_lines(out / name, copy)
             self.files.put(copy, f"ring/{folder}/run/{name}", facts[name])
-        told = {n: {"bytes": f.num_bytes, "sha256": f.sha256} for n, f in facts.items()}
-        self.files.put_bytes(f"ring/{folder}/{_FACTS}", json_text(told, indent=1).encode() + b"\n")
+        files_by_name = {n: {"bytes": f.num_bytes, "sha256": f.sha256} for n, f in facts.items()}
+        self.files.put_bytes(
+            f"ring/{folder}/{_FACTS}", json_text(files_by_name, indent=1).encode() + b"\n"
+        )
 
     def remove(self, folder: str) -> None:
         """Delete a checkpoint, its marker first."""
@@ -277,14 +279,14 @@ class RemoteRing:
     def _take_name(
         self, newest: _Standing | None, claim: WriterClaim, run: str, *, is_exclusive: bool
     ) -> None:
-        told = {
+        content = {
             "run": run,
             "incarnation": claim.number,
             "token": claim.token,
             "host": os.uname().nodename,
             "time": time.time(),
         }
-        data = json_text(told).encode() + b"\n"
+        data = json_text(content).encode() + b"\n"
         for _ in range(_MOST_TRIES):
             place = max(claim.number, newest.place + 1 if newest else 0)
             if not is_exclusive:
@@ -324,16 +326,16 @@ class RemoteRing:
     def _read_claim(self, name: re.Match[str]) -> _Standing:
         place, token = int(name[1]), name[2] or ""
         try:
-            told = json.loads(self.files.read(f"incarnation/{name[0]}", _SMALL_BYTES))
-            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(told["time"])))
+            claim = json.loads(self.files.read(f"incarnation/{name[0]}", _SMALL_BYTES))
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(claim["time"])))
             return _Standing(
                 name=name[0],
                 place=place,
                 # Version 0.1 had both in the name alone.
-                number=whole(told.get("incarnation", place), "incarnation"),
-                token=str(told.get("token", token)),
-                run=str(told["run"]),
-                whose=f"host {str(told['host'])[:64]}, since {when}",
+                number=whole(claim.get("incarnation", place), "incarnation"),
+                token=str(claim.get("token", token)),
+                run=str(claim["run"]),
+                whose=f"host {str(claim['host'])[:64]}, since {when}",
             )
         except (LookupError, TypeError, ValueError, RecursionError, OverflowError):
             pass

@@ -209,8 +209,8 @@ class BadStepTracker:
         self._num_recent = sum(self._recent)
         self.bad = [BadStep(**step) for step in state["bad"]]
         self.in_a_row = state["in_a_row"]
-        told = state["episode"]
-        self.episode = Episode.from_json(told) if told else None
+        episode = state["episode"]
+        self.episode = Episode.from_json(episode) if episode else None
 
 
 _NO_NUMBERS = {"loss": 0.0, "grad_norm": 0.0}

@@ -86,5 +86,5 @@ def decide(
 def _some(found: Sequence[Unreadable]) -> str:
     ordered = sorted(found, key=lambda one: one.position)
     rest = len(ordered) - _SHOWN
-    told = "; ".join(map(str, ordered[:_SHOWN]))
-    return told + (f"; and {rest} more" if rest > 0 else "")
+    names = "; ".join(map(str, ordered[:_SHOWN]))
+    return names + (f"; and {rest} more" if rest > 0 else "")

@@ -132,15 +132,15 @@ def _counted(dataset: Dataset, read: Sequence[_Read]) -> Check:
 
 def _follows(read: Sequence[_Read]) -> Check:
     """The label of a token is the token itself; the run shifts them by one."""
-    told = np.zeros(3)
+    hits = np.zeros(3)
     total = 0
     for one in read[:1000]:
         for shift in range(3):
             labels = one.labels[: len(one.labels) - shift] if shift else one.labels
             counted = labels != NOT_COUNTED
-            told[shift] += ((labels == one.tokens[shift:]) & counted).sum()
+            hits[shift] += ((labels == one.tokens[shift:]) & counted).sum()
             total += int(counted.sum()) if shift == 0 else 0
-    share = told / max(total, 1)
+    share = hits / max(total, 1)
     words = {1: "labels are shifted already, and the run shifts them again",
              2: "labels are two tokens ahead"}  # fmt: skip
     best = int(np.argmax(share))
@@ -233,13 +233,13 @@ def _contamination(corpus: Corpus) -> Check:
         read, _ = _samples(corpus.dataset, np.array([index]), until)
         num_read += 1
         for one in read:
-            told = _numbers(one.tokens, chunk)
-            found.append(told[np.isin(told, known)])
+            numbers = _numbers(one.tokens, chunk)
+            found.append(numbers[np.isin(numbers, known)])
         if time.monotonic() > until:
             break
     seen = np.unique(np.concatenate(found)) if found else known[:0]
     places = [
-        one.index for one, told in zip(held, pieces, strict=True) if np.isin(told, seen).any()
+        one.index for one, numbers in zip(held, pieces, strict=True) if np.isin(numbers, seen).any()
     ]
     share = len(seen) / len(known)
     words = f"{100 * share:.2g} % of {len(known)} pieces of {chunk} tokens stand in {num_read} of "

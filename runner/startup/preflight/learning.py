@@ -186,16 +186,16 @@ def rate_range(subject: Subject) -> Check:
         if time.monotonic() - began > _RANGE_SECONDS:
             return not_tried(name, f"{number + 1} steps took {_RANGE_SECONDS:.0f} s")
     turn = _turn(rates, losses)
-    told = "with a rising rate the loss turns at {:.2g}; a tenth of that is a good start"
+    template = "with a rising rate the loss turns at {:.2g}; a tenth of that is a good start"
     if turn is None:
         turn = 2 * rates[-1]
-        told = "the loss did not turn at rates up to {:.2g}"
+        template = "the loss did not turn at rates up to {:.2g}"
     is_high, is_low = subject.rate > turn / 2, subject.rate < turn / _LOW
     words = f"optim.lr={subject.rate:g} is " + ("too high" if is_high else "very low")
     return Check(
         name=name,
         holds=not (is_high or is_low),
-        found=told.format(min(turn, rates[-1])) + (f"; {words}" if is_high or is_low else ""),
+        found=template.format(min(turn, rates[-1])) + (f"; {words}" if is_high or is_low else ""),
         remedy=f"try optim.lr={turn / 10:.1g}",
         is_warning=turn / (10 * _LOW) < subject.rate < 2 * turn,
     )

@@ -109,9 +109,9 @@ def order(subject: Subject) -> Check:
         if swapped is None or place + 2 >= length:
             continue
         changed = _changed(subject, inputs, place)
-        told = _first_mixing(subject, [inputs, changed, swapped], place + 2)
-        where = told[0] or where
-        usual, moved = max(usual, told[1]), max(moved, told[2])
+        mixing = _first_mixing(subject, [inputs, changed, swapped], place + 2)
+        where = mixing[0] or where
+        usual, moved = max(usual, mixing[1]), max(moved, mixing[2])
     if usual == 0:
         return not_tried(name, "no token matters after its place")
     return Check(

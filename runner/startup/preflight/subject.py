@@ -126,8 +126,8 @@ def answers(network: nn.Module, inputs: Inputs, begin: int, end: int) -> Tensor:
         own: Tensor = sums
         return own
     taken = accepted_by(network.forward) - {INPUT, LABELS}
-    told = network(inputs[INPUT], **{n: t for n, t in inputs.items() if n in taken})
-    given: Tensor = getattr(told, "logits", told)
+    output = network(inputs[INPUT], **{n: t for n, t in inputs.items() if n in taken})
+    given: Tensor = getattr(output, "logits", output)
     return given[:, begin:end]
 
 
@@ -198,8 +198,8 @@ def tried(trials: Sequence[Trial], subject: Subject, seconds: float) -> Iterator
             yield not_tried(trial.name, f"the {seconds:.0f} s were over before it")
             continue
         try:
-            told = trial.try_it(subject)
-            found = [told] if isinstance(told, Check) else list(told)
+            answer = trial.try_it(subject)
+            found = [answer] if isinstance(answer, Check) else list(answer)
         except Exception as error:  # of somebody else's forward, in a place it has never been
             words = " ".join(str(error).split())[:200]
             found = [not_tried(trial.name, f"{type(error).__name__}: {words}")]
