@@ -49,19 +49,8 @@ class FaultInjector:
         self._faults = faults
         self._rank = rank
         self._markers = markers
-        self._newest_checkpoint: Callable[[], Path | None] = lambda: None
-        self._snapshots: Callable[[], Sequence[Path]] = tuple
         self._step_faults: set[str] = set()
         self._step = 0
-
-    def aim_at(
-        self,
-        *,
-        newest_checkpoint: Callable[[], Path | None],
-        snapshots: Callable[[], Sequence[Path]] = tuple,
-    ) -> None:
-        """Say which files the faults that damage files are to damage."""
-        self._newest_checkpoint, self._snapshots = newest_checkpoint, snapshots
 
     @property
     def has_any(self) -> bool:
@@ -76,7 +65,7 @@ class FaultInjector:
         )
 
     def before_step(self, step: int) -> None:
-        """Sleep, hang, die or damage a file, when one of the faults says so."""
+        """Note what falls due in this step; a slow rank sleeps."""
         self._step_faults = set()
         self._step = step
         for fault in self._faults:
@@ -87,8 +76,7 @@ class FaultInjector:
             elif fault.kind in LASTING:
                 continue
             elif self._fires_first_time(fault):
-                self._note(fault)
-        self.at("fetch", step)
+                self._step_faults.add(fault.kind)
 
     def at(self, point: str, step: int) -> None:
         """End or freeze this rank, when a fault says so at this point of this step."""
@@ -96,15 +84,6 @@ class FaultInjector:
             here = fault.kind in ENDINGS and fault.at == point
             if here and fault.is_due(step, self._rank) and self._fires_first_time(fault):
                 _end(fault)
-
-    def _note(self, fault: Fault) -> None:
-        if fault.kind == "corrupt_snapshots":
-            for file in self._snapshots():
-                _flip_byte(file)
-        elif fault.kind != "corrupt_checkpoint":
-            self._step_faults.add(fault.kind)
-        elif self._rank == 0:
-            _damage(self._newest_checkpoint())
 
     def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:
         """What happens to the micro-batch of these stream positions (None: padding)."""
@@ -156,6 +135,14 @@ class FaultInjector:
         is_due = "flip_bit" in self._step_faults
         self._step_faults.discard("flip_bit")  # once, however often the step is computed
         return is_due
+
+    def damages_checkpoint(self) -> bool:
+        """Whether this rank is to damage the newest checkpoint on disk before this step."""
+        return self._rank == 0 and "corrupt_checkpoint" in self._step_faults
+
+    def damages_snapshots(self) -> bool:
+        """Whether this rank is to damage its snapshots in memory before this step."""
+        return "corrupt_snapshots" in self._step_faults
 
     def spoils_product(self, step: int) -> bool:
         """Whether the device check of a start at this step is to find a wrong product here."""
@@ -237,21 +224,3 @@ def _end(fault: Fault) -> None:
             time.sleep(60)
     number = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "stop": signal.SIGSTOP}[fault.kind]
     os.kill(os.getpid(), number)
-
-
-def _damage(checkpoint: Path | None) -> None:
-    """In its first shard file."""
-    shards = sorted(checkpoint.glob("*.bin")) if checkpoint else []
-    if shards:
-        _flip_byte(shards[0])
-
-
-def _flip_byte(path: Path) -> None:
-    """In the middle of the file."""
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 0x10]))
-        file.flush()
-        os.fsync(file.fileno())

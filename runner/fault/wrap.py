@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from runner.fault.damage import CheckpointFiles, damage_checkpoint, flip_bit
 from runner.fault.inject import Disturbance, FaultInjector
 
 Part = TypeVar("Part")
@@ -28,9 +29,13 @@ Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _POINTS = ("agree", "apply")
 
 
-def wrap_heart(heart: Part, faults: FaultInjector) -> Part:
-    """A heartbeat under which faults strike as the step enters its phases."""
-    return cast(Part, FaultyHeart(heart, faults)) if faults.has_any else heart
+def wrap_heart(heart: Part, faults: FaultInjector, files: CheckpointFiles) -> Part:
+    """A heartbeat under which faults strike as the step enters its phases.
+
+    Args:
+        files: what the faults damage that damage files.
+    """
+    return cast(Part, FaultyHeart(heart, faults, files)) if faults.has_any else heart
 
 
 def wrap_group(group: Part, faults: FaultInjector) -> Part:
@@ -68,12 +73,22 @@ class FaultyHeart(_Wrapped):
 
     _step = 0
 
+    def __init__(self, part: Any, faults: FaultInjector, files: CheckpointFiles) -> None:
+        super().__init__(part, faults)
+        self._files = files
+
     def begin_step(self, step: int) -> None:
         self._part.begin_step(step)
         self._step = step
         if self._faults.never_breaks(step):
             never_break()
         self._faults.before_step(step)
+        if self._faults.damages_checkpoint():
+            damage_checkpoint(self._files.newest())
+        if self._faults.damages_snapshots():
+            for file in self._files.snapshot_files():
+                flip_bit(file)
+        self._faults.at("fetch", step)
 
     def enter(self, phase: str, **more: Any) -> None:
         self._part.enter(phase, **more)

@@ -217,7 +217,7 @@ def _stepper(opened: Opened, machinery: Machinery, feed: Feed) -> Stepper:
             config_digest=lease.config_digest,
             code=code_digest(),
         ),
-        heart=wrap_heart(group.heart, machinery.faults),
+        heart=wrap_heart(group.heart, machinery.faults, machinery.ring),
         before_update=machinery.ring.before_update,
         distrust=machinery.ring.distrust_after,
     )

@@ -54,7 +54,6 @@ def build(opened: Opened) -> Machinery:
         before_write=before_write,
         memory=tier,
     )
-    faults.aim_at(newest_checkpoint=ring.newest, snapshots=ring.snapshot_files)
     return Machinery(
         engine=engine,
         faults=faults,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from runner.fault.inject import Disturbance, DrillError, FaultInjector
 from runner.fault.spec import Fault, parse_faults
-from runner.fault.wrap import MicroBatchFaults, wrap_engine, wrap_group, wrap_heart
+from runner.fault.wrap import FaultyHeart, MicroBatchFaults, wrap_engine, wrap_group, wrap_heart
 from runner.system.error import ConfigError
 
 KINDS = (
@@ -154,12 +155,30 @@ def test_when_and_where_it_is_due(text: str, due: list[tuple[int, int]]) -> None
 # Made to happen
 
 
-def injector(
-    folder: Path, *texts: str, rank: int = 0, checkpoint: Path | None = None
-) -> FaultInjector:
-    made = FaultInjector(parse_faults(texts), rank=rank, markers=folder / "faults")
-    made.aim_at(newest_checkpoint=lambda: checkpoint)
-    return made
+def injector(folder: Path, *texts: str, rank: int = 0) -> FaultInjector:
+    return FaultInjector(parse_faults(texts), rank=rank, markers=folder / "faults")
+
+
+@dataclass
+class Files:
+    """As a ring tells them."""
+
+    checkpoint: Path | None = None
+    snapshots: tuple[Path, ...] = ()
+
+    def newest(self) -> Path | None:
+        return self.checkpoint
+
+    def snapshot_files(self) -> list[Path]:
+        return list(self.snapshots)
+
+
+def heart_of(
+    folder: Path, text: str, files: Files, *, rank: int = 0, heart: Any = None
+) -> FaultyHeart:
+    found = wrap_heart(heart or Heart(), injector(folder, text, rank=rank), files)
+    assert isinstance(found, FaultyHeart)
+    return found
 
 
 def steps_that_fire(one: FaultInjector, positions: Sequence[int | None] = (0, 1)) -> list[int]:
@@ -263,7 +282,7 @@ from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 one = FaultInjector(parse_faults(["kill@step=2"]), rank=0, markers=Path(sys.argv[1]))
 for step in (1, 2, 3):
-    one.before_step(step)
+    one.at("fetch", step)
     print(step, flush=True)
 """
 
@@ -302,22 +321,40 @@ class TestCorruptCheckpoint:
     def test_exactly_one_byte_is_flipped_once(self, tmp_path: Path, checkpoint: Path) -> None:
         before = self.contents(checkpoint)
         for _ in range(2):
-            one = injector(tmp_path, "corrupt_checkpoint@step=3", checkpoint=checkpoint)
+            one = heart_of(tmp_path, "corrupt_checkpoint@step=3", Files(checkpoint))
             for step in (2, 3, 3):
-                one.before_step(step)
+                one.begin_step(step)
         after = self.contents(checkpoint)
         differing = [a ^ b for a, b in zip(before, after, strict=True) if a != b]
         assert differing == [0x10]
 
     def test_other_ranks_leave_it_alone(self, tmp_path: Path, checkpoint: Path) -> None:
         before = self.contents(checkpoint)
-        one = injector(tmp_path, "corrupt_checkpoint@step=3", rank=1, checkpoint=checkpoint)
-        one.before_step(3)
+        heart_of(tmp_path, "corrupt_checkpoint@step=3", Files(checkpoint), rank=1).begin_step(3)
         assert self.contents(checkpoint) == before
 
     def test_with_no_checkpoint_nothing_happens(self, tmp_path: Path) -> None:
-        injector(tmp_path, "corrupt_checkpoint@step=3").before_step(3)
-        injector(tmp_path, "corrupt_checkpoint@step=4", checkpoint=tmp_path).before_step(4)
+        heart_of(tmp_path, "corrupt_checkpoint@step=3", Files()).begin_step(3)
+        heart_of(tmp_path, "corrupt_checkpoint@step=4", Files(tmp_path)).begin_step(4)
+
+    def test_a_checkpoint_is_damaged_before_its_rank_ends_in_the_same_step(
+        self, tmp_path: Path, checkpoint: Path
+    ) -> None:
+        before = self.contents(checkpoint)
+        texts = ("raise@step=3,at=fetch", "corrupt_checkpoint@step=3")
+        one = wrap_heart(Heart(), injector(tmp_path, *texts), Files(checkpoint))
+        with pytest.raises(DrillError):
+            one.begin_step(3)
+        assert self.contents(checkpoint) != before
+
+    def test_every_snapshot_of_a_rank_is_damaged_once(self, tmp_path: Path) -> None:
+        paths = [tmp_path / f"slot{number}" for number in range(2)]
+        for path in paths:
+            path.write_bytes(bytes(9))
+        one = heart_of(tmp_path, "corrupt_snapshots@step=3", Files(snapshots=tuple(paths)), rank=1)
+        for step in (2, 3, 3, 4):
+            one.begin_step(step)
+        assert [sum(path.read_bytes()) for path in paths] == [0x10, 0x10]
 
 
 # Around the parts of a run
@@ -360,7 +397,7 @@ class Group:
 
 def test_without_faults_nothing_is_wrapped(tmp_path: Path) -> None:
     none, heart, group = injector(tmp_path), Heart(), Group()
-    assert wrap_heart(heart, none) is heart
+    assert wrap_heart(heart, none, Files()) is heart
     assert wrap_group(group, none) is group
     assert wrap_engine(heart, none, MicroBatchFaults()) is heart
 
@@ -368,7 +405,7 @@ def test_without_faults_nothing_is_wrapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", ["fetch", "agree", "apply"])
 def test_the_heart_shows_the_phase_in_which_a_rank_is_struck(tmp_path: Path, point: str) -> None:
     heart = Heart()
-    struck = wrap_heart(heart, injector(tmp_path, f"raise@step=3,at={point}"))
+    struck = heart_of(tmp_path, f"raise@step=3,at={point}", Files(), heart=heart)
 
     def step(number: int) -> None:
         struck.begin_step(number)

@@ -351,7 +351,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         dataset=parts["dataset"],
         ranks=wrap_group(ranks, faults),
         rules=StepRules(seed=0, clip=1.0, guarded=story.guarded, config_digest="", code=""),
-        heart=wrap_heart(Heartbeat(), faults),
+        heart=wrap_heart(Heartbeat(), faults, parts["ring"]),
     )
     rules = remedy_rules(**remedy, batch=BATCH)
     recovery = Recovery(
