@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from runner.embed.guard import Guard as Guard
     from runner.embed.ring import Ring as Ring
     from runner.embed.sampler import Sampler as Sampler
-
-__version__ = "0.1.0"
+    from runner.system.version import __version__ as __version__
 
 _PUBLIC = {
     "Guard": "runner.embed.guard",
     "Ring": "runner.embed.ring",
     "Sampler": "runner.embed.sampler",
+    "__version__": "runner.system.version",
 }
 __all__ = ["Guard", "Ring", "Sampler", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, when they are asked for: the command line is not to wait for torch."""
+    """Import a public name when it is first used: the command line does not wait for torch."""
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

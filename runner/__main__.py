@@ -16,7 +16,8 @@ from runner.distributed.env import own_local_rank, own_rank, place_from
 from runner.health.leave import leave
 from runner.system import log, output
 from runner.system.environment import variables
-from runner.system.error import EXIT_CRASH, MissingPackage, RunnerError, StartError
+from runner.system.error import MissingPackage, RunnerError, StartError
+from runner.system.exit_codes import EXIT_CRASH
 
 _log = logging.getLogger("runner.__main__")  # __name__ is "__main__" under python -m runner
 

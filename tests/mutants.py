@@ -43,6 +43,7 @@ class Mutant:
 REFERENCE = "tests/mechanism/test_reference.py"
 REAL_RUN = "tests/drills/test_reference.py"
 STEP, FSDP, ZERO = "runner/train/step.py", "runner/engine/fsdp.py", "runner/engine/zero.py"
+GATE = "runner/train/gate.py"
 FORWARD, ADAMW = "runner/engine/forward.py", "runner/engine/adamw.py"
 POLICY = "tests/policy"
 
@@ -248,8 +249,8 @@ MUTANTS = (
     ),
     Mutant(
         "the gate does not look at the ranks' own NaN",
-        STEP,
-        "~(bounded & (packed[_NONFINITE] == 0)) | closed",
+        GATE,
+        "~(bounded & (packed[NONFINITE] == 0)) | closed",
         "~bounded | closed",
         "tests/mechanism/test_step.py",
     ),
@@ -269,9 +270,9 @@ MUTANTS = (
     ),
     Mutant(
         "a step behind one that was not applied is applied",
-        STEP,
-        "closed | (after.numbers[_CLOSED] > 0) | (after.numbers[_STOP] > 0)",
-        "closed | (after.numbers[_STOP] > 0)",
+        GATE,
+        "closed | (before[CLOSED] > 0) | (before[STOP] > 0)",
+        "closed | (before[STOP] > 0)",
         "tests/mechanism/test_late.py",
     ),
     # The data cursor.

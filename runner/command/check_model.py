@@ -35,7 +35,7 @@ from runner.model.blueprint import Blueprint, GuestBlueprint
 from runner.session import parts
 from runner.startup.model_check import Check, quick_checks, repeated_step, works_of
 from runner.system.environment import variables
-from runner.system.error import EXIT_DONE
+from runner.system.exit_codes import EXIT_DONE
 from runner.system.extras import is_installed
 
 _CPU = torch.device("cpu")

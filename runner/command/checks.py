@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runner.startup.model_check import Check
-from runner.system.error import EXIT_CONFIG, EXIT_DONE
+from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE
 from runner.system.parsing import json_text
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from runner.command.arguments import Parser
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
-from runner.system.error import EXIT_CRASH, EXIT_DONE
+from runner.system.exit_codes import EXIT_CRASH, EXIT_DONE
 from runner.system.json_lines import read_lines
 
 # A tiny decoder and a language that is computed from the seed. FP32 is fast on every processor.

@@ -6,7 +6,7 @@ from enum import Enum
 
 from runner.config.compose import fields, packaged_configs, type_name
 from runner.config.schema import RunConfig
-from runner.system.error import (
+from runner.system.exit_codes import (
     EXIT_CONFIG,
     EXIT_DONE,
     EXIT_HALTED,

@@ -20,6 +20,7 @@ from runner.distributed.env import EXIT_DIR, tell_exit
 from runner.launch import command_line
 from runner.launch.attempt import Forward, Job, Stop, run_once
 from runner.launch.nodes import BadNodes
+from runner.launch.outcome import EXIT_CODES
 from runner.launch.supervisor import Supervisor, new_launch_id
 from runner.policy.restart import RestartRules
 from runner.system.environment import variables
@@ -77,6 +78,7 @@ def rules_of(options: Namespace, *, diagnose: bool, restart_preempted: bool = Tr
         if not getattr(options, name) >= 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 0")
     return RestartRules(
+        codes=EXIT_CODES,
         restarts=options.restarts,
         pause_seconds=options.pause,
         max_pause_seconds=options.max_pause,

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NoReturn
 
 from runner.health.leave import leave
-from runner.system.error import EXIT_PREEMPTED
+from runner.system.exit_codes import EXIT_PREEMPTED
 from runner.system.process import answer_hangup
 
 _log = logging.getLogger(__name__)

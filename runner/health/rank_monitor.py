@@ -25,7 +25,8 @@ from typing import IO, NoReturn
 from runner.distributed.env import JobEnv, RankEnv, tell_begun
 from runner.distributed.rendezvous import Facts
 from runner.health.collective_trace import collectives, has_nccl
-from runner.health.heartbeat import HangTimeouts, Heartbeat
+from runner.health.hang import HangTimeouts, hang_message, is_moving
+from runner.health.heartbeat import Heartbeat
 from runner.health.leave import end_within, leave
 from runner.health.lost_peer import OWN, in_words, whose_fault
 from runner.health.node_reports import (
@@ -53,7 +54,8 @@ from runner.health.watchdog import Watchdog
 from runner.run_dir.lease import BEAT_SECONDS, Fence
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
-from runner.system.error import EXIT_CRASH, Superseded
+from runner.system.error import Superseded
+from runner.system.exit_codes import EXIT_CRASH
 from runner.system.files import write_json
 from runner.system.process import (
     first_parent,
@@ -231,10 +233,9 @@ class RankMonitor:
     # -- looks of the watchdog ------------------------------------------------------------
 
     def _look_at_heart(self) -> None:
-        heart, limit = self.heart, self.heart.limit(self._rules.patience)
-        if heart.seconds > limit and self._telling.acquire(blocking=False):
-            words = f"no progress for {heart.seconds:.1f} s (limit {limit:.1f} s)"
-            self._conclude("hang", words)
+        message = hang_message(self.heart, self._rules.patience)
+        if message is not None and self._telling.acquire(blocking=False):
+            self._conclude("hang", message)
 
     def _look_at_peers(self) -> None:
         """A rank of this node has died. Over NCCL no collective breaks: nobody else says so."""
@@ -303,7 +304,7 @@ class RankMonitor:
 
         By the watchdog's limits also where nobody ends a rank for exceeding them.
         """
-        return self.heart.seconds <= self.heart.limit(self._rules.patience)
+        return is_moving(self.heart, self._rules.patience)
 
     def _is_due(self, what: str, seconds: float) -> bool:
         """At most once in so many seconds: the file system is shared by all ranks."""

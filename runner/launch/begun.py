@@ -14,7 +14,7 @@ from typing import Any
 from runner.distributed.env import rank_name, read_begun
 from runner.health.rank_report import Report, has_reports, now, write_report
 from runner.launch import process_tree
-from runner.launch.exits import read_exits
+from runner.launch.outcome import read_exits
 from runner.system.process import exit_status, host_name, is_alive
 
 # Neighbours notice a death at once and know more of it.

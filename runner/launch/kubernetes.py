@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner.launch.torchrun import DEFAULT_PORT
-from runner.system.error import EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT, EXIT_PREEMPTED
+from runner.system.exit_codes import EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT, EXIT_PREEMPTED
 
 # Kubeflow asks for this name of the replicated job and of its container.
 _NODE = "node"

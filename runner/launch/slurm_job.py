@@ -15,13 +15,14 @@ from pathlib import Path
 from runner.distributed.env import END_TIME
 from runner.launch import command_line, slurm
 from runner.launch.attempt import Ended, Forward, Job, Stop
-from runner.launch.exits import FINAL
 from runner.launch.node_rendezvous import MOST_BYTES, announce
 from runner.launch.nodes import BadNodes, choose
+from runner.launch.outcome import FINAL
 from runner.launch.supervisor import Supervisor
 from runner.policy.restart import RestartRules, without_progress
 from runner.system.environment import variables
-from runner.system.error import EXIT_DONE, EXIT_PREEMPTED, RunnerError
+from runner.system.error import RunnerError
+from runner.system.exit_codes import EXIT_DONE, EXIT_PREEMPTED
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
 _NODES_FILE, _ADDRESSES_FILE = ".nodes", ".addresses"

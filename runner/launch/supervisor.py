@@ -15,7 +15,7 @@ from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.crash_evidence import evidence, journal_lines, newest_clean
 from runner.launch.nodes import BadNodes
 from runner.policy.restart import HARDWARE, Again, Attempt, End, RestartRules, after
-from runner.system.error import EXIT_CRASH, EXIT_DONE
+from runner.system.exit_codes import EXIT_CRASH, EXIT_DONE
 from runner.system.parsing import json_text
 
 _REASON = 300  # characters of a reason in out/bad_nodes

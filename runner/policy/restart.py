@@ -6,18 +6,29 @@ each day is worth starting again for ever; one that comes back to the same crash
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# As runner.system.error has them (held by tests/mechanism/test_one_place.py): policy imports
-# nothing of ours.
-_DONE, _CRASH, _HALTED, _PREEMPTED = 0, 1, 3, 75
 # What was seen, and not why: a rank that is gone or died in C++, a network where nothing moves.
 # gloo aborts a rank that receives another size than it expects.
 _UNEXPLAINED = (None, "silence", "exit", "fatal", "network")
 HARDWARE = "hardware"
 MEMORY = "memory"
-_FINAL = {2: "settings or data", 3: "halted by the guard", 4: "no loadable checkpoint"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitCodes:
+    """The exit codes that the policy distinguishes. The caller gives them.
+
+    Args:
+        final: those after which a restart would not help, and why.
+    """
+
+    done: int
+    crash: int
+    halted: int
+    preempted: int
+    final: Mapping[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +67,7 @@ class RestartRules:
         measure: what ``clean_before`` and ``clean_after`` are steps of.
     """
 
+    codes: ExitCodes
     restarts: int = 5
     pause_seconds: float = 1.0
     max_pause_seconds: float = 300.0
@@ -84,25 +96,26 @@ class End:
 
 def after(attempts: Sequence[Attempt], rules: RestartRules, *, asked_to_stop: bool) -> Again | End:
     """What follows the last of ``attempts`` (at least one), all of one launch, in order."""
-    last = attempts[-1]
-    if last.code == _DONE:
-        return End(reason="done", code=_DONE)
+    last, codes = attempts[-1], rules.codes
+    if last.code == codes.done:
+        return End(reason="done", code=codes.done)
     if asked_to_stop:
         return End(reason="asked to stop", code=last.code)
-    if last.code in _FINAL:
-        return End(reason=f"{_FINAL[last.code]}: a restart would not help", code=last.code)
-    if last.code == _PREEMPTED and not rules.restart_preempted:
-        return End(reason="preempted: the scheduler starts it again", code=_PREEMPTED)
-    repeated = _repeated(attempts, rules.same_failures)
+    if last.code in codes.final:
+        return End(reason=f"{codes.final[last.code]}: a restart would not help", code=last.code)
+    if last.code == codes.preempted and not rules.restart_preempted:
+        return End(reason="preempted: the scheduler starts it again", code=codes.preempted)
+    repeated = _repeated(attempts, rules)
     if repeated is not None:
-        return End(reason=repeated, code=_HALTED)
+        return End(reason=repeated, code=codes.halted)
     return _within_budget(attempts, rules)
 
 
-def _repeated(attempts: Sequence[Attempt], times: int) -> str | None:
-    """In words, what failed ``times`` in a row at one step; None if nothing did."""
+def _repeated(attempts: Sequence[Attempt], rules: RestartRules) -> str | None:
+    """The reason to stop if ``same_failures`` attempts in a row failed alike; else None."""
+    times, preempted = rules.same_failures, rules.codes.preempted
     tail = attempts[-times:]
-    if len(tail) < times or any(not a.took_up or a.code == _PREEMPTED for a in tail):
+    if len(tail) < times or any(not a.took_up or a.code == preempted for a in tail):
         return None
     if any(attempt.cause in (HARDWARE, MEMORY) for attempt in tail):
         return None  # another node may do it, or smaller micro-batches
@@ -120,16 +133,17 @@ def what_failed(attempt: Attempt) -> str:
 
 
 def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | End:
-    last = attempts[-1]
+    last, codes = attempts[-1], rules.codes
+    was_preempted = last.code == codes.preempted
     failed = without_progress(attempts)
     if failed > rules.restarts:
         return End(
             reason=f"{failed} attempts without a new {rules.measure}, the budget is "
             f"{rules.restarts} restarts; last: {what_failed(last)} at step {last.step}",
-            code=last.code if last.code == _PREEMPTED else _CRASH,
+            code=last.code if was_preempted else codes.crash,
         )
-    what = "preempted" if last.code == _PREEMPTED else what_failed(last)
-    unexplained = last.took_up and last.cause in _UNEXPLAINED and last.code != _PREEMPTED
+    what = "preempted" if was_preempted else what_failed(last)
+    unexplained = last.took_up and last.cause in _UNEXPLAINED and not was_preempted
     diagnosed = any(attempt.diagnosed for attempt in attempts[-max(1, failed) :])
     return Again(
         reason=f"{what} at step {last.step}, newest {rules.measure} {_or_none(last.clean_after)}",
@@ -149,7 +163,7 @@ def without_progress(attempts: Sequence[Attempt]) -> int:
 
 
 def _pause(failed: int, last: Attempt, rules: RestartRules) -> float:
-    if last.code == _PREEMPTED and failed <= 1:
+    if last.code == rules.codes.preempted and failed <= 1:
         return 0.0
     doubled = rules.pause_seconds * 2.0 ** max(0, failed - 1)
     return min(doubled, rules.max_pause_seconds)

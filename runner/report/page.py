@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runner import __version__
 from runner.report import section
 from runner.report.compare import comparison, comparison_data
 from runner.report.curve import data_of, script_json
@@ -22,6 +21,7 @@ from runner.report.markup import Html, join, tag, void
 from runner.report.run import RunReader
 from runner.report.state import standing
 from runner.system.error import ConfigError
+from runner.system.version import __version__
 
 # uPlot 1.6.32 as it came: https://github.com/leeoniya/uPlot, MIT.
 VENDORED = {

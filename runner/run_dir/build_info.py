@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-import runner
+from runner.system.version import __version__
 
 
 def versions() -> dict[str, str]:
     """What must be equal on all ranks for them to compute the same."""
     return {
-        "holdfast": runner.__version__,
+        "holdfast": __version__,
         "code": code_digest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -27,7 +27,7 @@ def versions() -> dict[str, str]:
 def code_digest() -> str:
     """SHA-256 (first 16 hex digits) over this package's source files."""
     digest = hashlib.sha256()
-    root = Path(runner.__file__).parent
+    root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())

@@ -33,7 +33,7 @@ from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.protocol import Engine
 from runner.fault.inject import FaultInjector
 from runner.fault.wrap import MicroBatchFaults, wrap_engine
-from runner.health.heartbeat import HangTimeouts
+from runner.health.hang import HangTimeouts
 from runner.health.preemption import StopRequest
 from runner.health.rank_monitor import RankMonitor, WatchRules
 from runner.model.blueprint import (

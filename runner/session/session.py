@@ -26,7 +26,8 @@ from runner.session.opening import (
 from runner.session.phases import Opened, Run
 from runner.session.state_digest import at_a_stop, collect_digest
 from runner.session.summary import End, RunSize, sum_up
-from runner.system.error import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED, Preempted, RunnerError
+from runner.system.error import Preempted, RunnerError
+from runner.system.exit_codes import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
 from runner.train.collection import collected_at_boundaries
 
 # How long an end waits for the page of the run; less when it was asked to stop.

@@ -20,12 +20,13 @@ Any other exception is a crash: exit code 1, start the job again.
 
 from __future__ import annotations
 
-EXIT_DONE = 0
-EXIT_CRASH = 1
-EXIT_CONFIG = 2
-EXIT_HALTED = 3
-EXIT_NO_CHECKPOINT = 4
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL; Slurm's RequeueExit can name it
+from runner.system.exit_codes import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_HALTED,
+    EXIT_NO_CHECKPOINT,
+    EXIT_PREEMPTED,
+)
 
 
 class RunnerError(Exception):

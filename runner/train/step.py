@@ -10,7 +10,6 @@ state is as if the later one had never been begun, and it is launched again if i
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,24 +22,33 @@ from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed, RankBatch, describe
-from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
+from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine, LocalSums, MicroStep
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.history import Incident, cause_of
 from runner.policy.decision.ledger import Ledger
-from runner.policy.decision.signals import Bounds, Limits, StepSignals
+from runner.policy.decision.signals import Bounds, StepSignals
 from runner.policy.decision.unreadable import Unreadable
 from runner.system.error import RankError
+from runner.train.gate import is_closed
+from runner.train.packed import (
+    CLOSED,
+    FINGERPRINT,
+    GATES,
+    GRAD_NORM,
+    GRAD_SQUARE,
+    JOBS,
+    KEPT,
+    LOSS,
+    LOSS_PER_TOKEN,
+    NONFINITE,
+    STOP,
+    TOKENS,
+    UNREADABLE,
+)
 
-# Places in the packed FP64 vector that is summed over ranks once a step.
-_LOSS, _GRAD_SQUARE, _NONFINITE, _TOKENS, _GATES, _STOP, _UNREADABLE, _KEPT = range(8)
-_FINGERPRINT = 8
-_JOBS = _FINGERPRINT + FINGERPRINT_SIZE  # done and failed of each queue of background work
-# Appended to it on the device.
-_LOSS_PER_TOKEN, _GRAD_NORM, _CLOSED = range(-3, 0)
-_LARGEST = sys.float_info.max
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
-_MAX_SUSPECTS = 8  # told by one rank
+_MAX_SUSPECTS = 8  # of one rank
 _NUM_LOUDEST = 3
 _REMEMBERED = 256  # steps whose seconds are kept
 
@@ -59,7 +67,7 @@ class StepInfo:
             :meth:`runner.explain.finding.Finding.to_json`; None where nothing was looked for.
         unreadable: samples that could not be read. The step was not applied then, and its other
             numbers mean nothing.
-        shares: how many samples each rank was to read, told with ``unreadable``.
+        shares: how many samples each rank was to read; given with ``unreadable``.
     """
 
     signals: StepSignals
@@ -223,7 +231,7 @@ class Stepper:
 
         Args:
             after: the step before, where its numbers were not read: the gate stays closed when
-                that one was not applied, or told that a rank is asked to stop.
+                that one was not applied, or says that a rank is asked to stop.
         """
         began = time.monotonic()
         self._heart.begin_step(plan.step)
@@ -253,7 +261,7 @@ class Stepper:
         )
 
     def read(self, step: InFlightStep) -> StepInfo:
-        """What a launched step told. Read in the order of launching.
+        """Read the numbers of a launched step, in the order of launching.
 
         Raises:
             RankError: a rank's loader failed, or a rank stands elsewhere than the others.
@@ -264,16 +272,16 @@ class Stepper:
         seconds = step.seconds + time.monotonic() - began
         self._step_seconds.append(seconds)
         self._newest = step
-        self._ranks.require_alike(numbers[_FINGERPRINT:_JOBS], step.identity)
-        self._require_one_gate(numbers[_GATES], step.plan.step)
-        unreadable, shares = self._told_unreadable(numbers, step)
+        self._ranks.require_alike(numbers[FINGERPRINT:JOBS], step.identity)
+        self._require_one_gate(numbers[GATES], step.plan.step)
+        unreadable, shares = self._gather_unreadable(numbers, step)
         return StepInfo(
             signals=_signals(numbers, step),
             batch=step.plan.batch,
             jobs=step.plan.progress.jobs,
-            stop_requested=numbers[_STOP] > 0,
-            keeps_lines=numbers[_KEPT] > 0,
-            job_counts=tuple(numbers[_JOBS:_LOSS_PER_TOKEN]),
+            stop_requested=numbers[STOP] > 0,
+            keeps_lines=numbers[KEPT] > 0,
+            job_counts=tuple(numbers[JOBS:LOSS_PER_TOKEN]),
             seconds=seconds,
             wait_seconds=step.fetched.wait_seconds,
             unreadable=unreadable,
@@ -343,10 +351,12 @@ class Stepper:
         computed = [sums.loss, sums.grad_square, sums.nonfinite, sums.count, gate]
         packed = torch.cat([torch.stack(computed), self._on_device(own)])
         self._ranks.all_reduce(packed)
-        tokens = packed[_TOKENS]
-        loss = packed[_LOSS] / tokens
-        norm = packed[_GRAD_SQUARE].sqrt() / tokens
-        closed = self._gate(packed, loss, norm, plan.bounds, after)
+        tokens = packed[TOKENS]
+        loss = packed[LOSS] / tokens
+        norm = packed[GRAD_SQUARE].sqrt() / tokens
+        before = None if after is None else after.numbers
+        guarded = self._rules.guarded
+        closed = is_closed(packed, loss, norm, plan.bounds, is_guarded=guarded, before=before)
         scale = tokens
         if self._rules.clip > 0:
             scale = tokens * ((norm + _CLIP_EPS) / self._rules.clip).clamp(min=1.0)
@@ -367,34 +377,11 @@ class Stepper:
         pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=True)
         return pinned.to(device, non_blocking=True)
 
-    def _gate(
-        self,
-        packed: torch.Tensor,
-        loss: torch.Tensor,
-        norm: torch.Tensor,
-        bounds: Bounds,
-        after: InFlightStep | None,
-    ) -> torch.Tensor:
-        """1 where the update must not be applied; computed on the device, nothing waits.
-
-        The limits are arguments of the comparisons' kernels: nothing is copied for them.
-        """
-        closed = packed[_UNREADABLE] > 0
-        if after is not None:
-            closed = closed | (after.numbers[_CLOSED] > 0) | (after.numbers[_STOP] > 0)
-        if not self._rules.guarded:
-            return closed
-        bounded = is_within(bounds.usual, loss, norm)
-        if after is not None:
-            was_low = after.numbers[_LOSS_PER_TOKEN] <= bounds.high
-            bounded = torch.where(was_low, bounded, is_within(bounds.again, loss, norm))
-        return ~(bounded & (packed[_NONFINITE] == 0)) | closed
-
-    def _told_unreadable(
+    def _gather_unreadable(
         self, numbers: Sequence[float], step: InFlightStep
     ) -> tuple[tuple[Unreadable, ...], tuple[int, ...]]:
         """What the ranks could not read, and how many samples each was to read; by rank."""
-        if not numbers[_UNREADABLE]:
+        if not numbers[UNREADABLE]:
             return (), ()
         fetched = step.fetched
         own = [asdict(one) for one in fetched.unreadable]
@@ -444,22 +431,16 @@ class Stepper:
         return rows[:_MAX_SUSPECTS]
 
 
-def is_within(limits: Limits, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Finite, and at or below both: NaN and Inf are not below the largest number."""
-    low_enough = (loss <= min(limits.loss, _LARGEST)) & (norm <= min(limits.grad_norm, _LARGEST))
-    return low_enough & (loss >= -_LARGEST)  # a norm is not negative
-
-
 def _signals(numbers: Sequence[float], step: InFlightStep) -> StepSignals:
     plan = step.plan.batch
     return StepSignals(
         step=step.plan.step,
         start=plan.start,
         stop=plan.stop,
-        loss=numbers[_LOSS_PER_TOKEN],
-        grad_norm=numbers[_GRAD_NORM],
-        tokens=int(numbers[_TOKENS]),
-        nonfinite_ranks=int(numbers[_NONFINITE]),
-        gated=numbers[_CLOSED] > 0 or step.withheld is not None,
+        loss=numbers[LOSS_PER_TOKEN],
+        grad_norm=numbers[GRAD_NORM],
+        tokens=int(numbers[TOKENS]),
+        nonfinite_ranks=int(numbers[NONFINITE]),
+        gated=numbers[CLOSED] > 0 or step.withheld is not None,
         withheld=step.withheld,
     )

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from runner.system.error import EXIT_PREEMPTED
+from runner.system.exit_codes import EXIT_PREEMPTED
 from runner.system.process import parent
 from tests.run import (
     TINY,

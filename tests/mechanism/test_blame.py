@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from runner.health.flight_recorder import first_divergence
-from runner.health.heartbeat import HangTimeouts, Heartbeat
+from runner.health.hang import HangTimeouts, hang_limit, hang_message
+from runner.health.heartbeat import Heartbeat
 from runner.health.rank_report import Report, last_words, own_line, read_reports, write_report
 from runner.health.root_cause import blame
 from runner.health.trace_dump import plain_entry as evidence_entry
@@ -245,14 +246,17 @@ def test_the_patience_with_a_phase() -> None:
     now = [0.0]
     heart = Heartbeat(lambda: now[0])
     patience = HangTimeouts(floor_seconds=2.0, factor=10.0, slow_seconds=60.0)
-    assert heart.limit(patience) == 60.0, "starting"
+    assert hang_limit(heart, patience) == 60.0, "starting"
     for step in (1, 2, 3):
         now[0] += 0.5
         heart.begin_step(step)
-    assert heart.limit(patience) == 5.0
+    assert hang_limit(heart, patience) == 5.0
     now[0] += 3.0
     assert heart.seconds == 3.0 and (heart.step, heart.phase) == (3, "fetch")
+    assert hang_message(heart, patience) is None
+    now[0] += 3.0
+    assert hang_message(heart, patience) == "no progress for 6.0 s (limit 5.0 s)"
     heart.enter("save")
-    assert heart.seconds == 0.0 and heart.limit(patience) == 60.0
+    assert heart.seconds == 0.0 and hang_limit(heart, patience) == 60.0
     fast = HangTimeouts(floor_seconds=30.0, factor=10.0, slow_seconds=10.0)
-    assert heart.limit(fast) == 30.0
+    assert hang_limit(heart, fast) == 30.0

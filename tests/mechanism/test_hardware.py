@@ -18,6 +18,7 @@ from runner.launch import process_tree
 from runner.launch import supervisor as supervisor_module
 from runner.launch.attempt import Ended, Job
 from runner.launch.nodes import BadNodes, choose
+from runner.launch.outcome import EXIT_CODES
 from runner.launch.supervisor import Supervisor
 from runner.policy import restart
 from runner.policy.restart import Again, Attempt, End, RestartRules, after
@@ -79,7 +80,7 @@ FAILED = Attempt(
 
 def test_it_is_never_deterministic() -> None:
     """Whatever happens at the same step again: the next node may do it."""
-    rules = RestartRules(restarts=5)
+    rules = RestartRules(codes=EXIT_CODES, restarts=5)
     assert isinstance(after([FAILED] * 3, rules, asked_to_stop=False), Again)
     plain = replace(FAILED, cause="exception")
     end = after([plain] * 3, rules, asked_to_stop=False)
@@ -116,7 +117,7 @@ def supervised(out: Path, attempts: Attempts, monkeypatch: pytest.MonkeyPatch) -
     made = Supervisor(
         out=out,
         launch_id="l",
-        rules=RestartRules(pause_seconds=0.0),
+        rules=RestartRules(codes=EXIT_CODES, pause_seconds=0.0),
         make_job=lambda number, diagnose: Job(command=[], environment={}),
         say=said.append,
     )

@@ -50,13 +50,14 @@ from runner.policy.retention.records import (
 from runner.policy.schedule import Schedule
 from runner.system.error import RunnerError
 from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
+from runner.train.gate import is_within
 from runner.train.guard import Guard
 from runner.train.loop import Loop
 from runner.train.periodic import Periodic
 from runner.train.recovery import Recovery
 from runner.train.save_schedule import FixedInterval
 from runner.train.state import TrainState
-from runner.train.step import Stepper, StepRules, is_within
+from runner.train.step import Stepper, StepRules
 from runner.train.step_runner import StepPlanner, StepRunner
 from tests.policy.steps import attempted, judge_rules, remedy_rules
 

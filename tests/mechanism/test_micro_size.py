@@ -8,6 +8,7 @@ import pytest
 
 from runner.health.rank_report import Report
 from runner.health.root_cause import MEMORY, blame
+from runner.launch.outcome import EXIT_CODES
 from runner.policy.restart import MEMORY as POLICYS
 from runner.policy.restart import Again, Attempt, End, RestartRules, after
 from runner.startup.micro_size import settle_micro_size
@@ -74,6 +75,6 @@ def test_it_is_never_deterministic_but_the_budget_holds() -> None:
     one = Attempt(
         code=1, clean_before=-1, clean_after=-1, took_up=True, step=3, cause=MEMORY, signature="s"
     )
-    rules = RestartRules(restarts=5)
+    rules = RestartRules(codes=EXIT_CODES, restarts=5)
     assert isinstance(after([one] * 5, rules, asked_to_stop=False), Again)
     assert isinstance(after([one] * 6, rules, asked_to_stop=False), End)

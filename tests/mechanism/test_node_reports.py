@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.distributed.env import JobEnv, RankEnv
-from runner.health.heartbeat import HangTimeouts
+from runner.health.hang import HangTimeouts
 from runner.health.node_reports import (
     FROM_RANKS,
     merge_node,

@@ -11,12 +11,13 @@ import pytest
 
 from runner.command.help import help_text
 from runner.distributed.env import own_local_rank, own_rank
-from runner.policy import restart
-from runner.system import error
+from runner.launch.outcome import FINAL
+from runner.system import exit_codes as codes
 
 ROOT = Path(__file__).parents[2]
 # The one that touches it, and those that change it for a library or a child, with what they set.
 ENVIRONMENT = "runner/system/environment.py"
+CODES = "runner/system/exit_codes.py"
 CHANGE = {
     "runner/data/chat.py": "the same for transformers' tokenizers",
     "runner/data/tokenizer.py": "tokenizers warns in every loader process otherwise",
@@ -25,12 +26,6 @@ CHANGE = {
     "runner/session/group.py": "debug=nccl|collectives, for NCCL and torch",
 }
 TOUCHES = re.compile(r"\bos\.(environ|getenv|putenv|unsetenv)\b|from os import .*\benviron\b")
-CODES = {
-    "_DONE": error.EXIT_DONE,
-    "_CRASH": error.EXIT_CRASH,
-    "_HALTED": error.EXIT_HALTED,
-    "_PREEMPTED": error.EXIT_PREEMPTED,
-}
 
 
 def modules() -> Iterator[tuple[str, str]]:
@@ -62,11 +57,10 @@ def test_a_rank_is_known_before_anything_else(
     assert (own_rank(given), own_local_rank(given)) == ranks
 
 
-def test_the_policy_has_the_exit_codes_of_the_errors() -> None:
-    """It imports nothing of ours, and so it has them a second time."""
-    assert {name: getattr(restart, name) for name in CODES} == CODES
-    final = {error.EXIT_CONFIG, error.EXIT_HALTED, error.EXIT_NO_CHECKPOINT}
-    assert set(restart._FINAL) == final
+def test_one_module_defines_the_exit_codes() -> None:
+    defines = re.compile(r"^EXIT_\w+ *= *\d", re.M)
+    assert [name for name, text in modules() if defines.search(text)] == [CODES]
+    assert set(FINAL) == {codes.EXIT_CONFIG, codes.EXIT_HALTED, codes.EXIT_NO_CHECKPOINT}
 
 
 def test_the_help_names_them() -> None:
@@ -76,10 +70,10 @@ def test_the_help_names_them() -> None:
 
 def test_no_other_module_ends_with_a_bare_number() -> None:
     """``return 3``, ``sys.exit(4)``, ``leave(75)``: by name, where it is an exit code."""
-    known = {error.EXIT_CONFIG, error.EXIT_HALTED, error.EXIT_NO_CHECKPOINT, error.EXIT_PREEMPTED}
+    known = {codes.EXIT_CONFIG, codes.EXIT_HALTED, codes.EXIT_NO_CHECKPOINT, codes.EXIT_PREEMPTED}
     found = []
     for name, text in modules():
-        if name in ("runner/system/error.py", "runner/policy/restart.py"):
+        if name == CODES:
             continue
         for node in ast.walk(ast.parse(text)):
             is_end = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
@@ -91,7 +85,7 @@ def test_no_other_module_ends_with_a_bare_number() -> None:
             numbers = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
             if is_end and known & {n for n in numbers if type(n) is int}:
                 found.append(f"{name}:{node.lineno}")
-            if isinstance(node, ast.Constant) and node.value == error.EXIT_PREEMPTED:
+            if isinstance(node, ast.Constant) and node.value == codes.EXIT_PREEMPTED:
                 found.append(f"{name}:{node.lineno}")
         if name.startswith("runner/command/") or name == "runner/__main__.py":
             found += [f"{name}: {line}" for line in re.findall(r"return [234]$", text, re.M)]

@@ -10,7 +10,7 @@ import pytest
 from runner.__main__ import main
 from runner.command.preflight import TRIALS
 from runner.startup.preflight.corpus import _longest_repeat, _numbers
-from runner.system.error import EXIT_CONFIG, EXIT_DONE
+from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE
 
 _HERE = "tests.preflight_models"
 _DATA = (

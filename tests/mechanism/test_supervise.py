@@ -16,7 +16,7 @@ import pytest
 
 from runner.distributed.env import tell_exit
 from runner.launch.command_line import diagnosing
-from runner.launch.exits import outcome
+from runner.launch.outcome import outcome
 from tests import warm
 from tests.run import read_lines
 

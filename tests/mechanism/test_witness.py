@@ -13,7 +13,7 @@ import pytest
 from runner.distributed.env import JobEnv, RankEnv
 from runner.distributed.rendezvous import Facts
 from runner.health import rank_monitor as witness_module
-from runner.health.heartbeat import HangTimeouts
+from runner.health.hang import HangTimeouts
 from runner.health.preemption import StopRequest
 from runner.health.rank_monitor import RankMonitor, WatchRules
 from runner.health.watchdog import Watchdog

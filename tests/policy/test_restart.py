@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.policy.restart import Again, Attempt, End, RestartRules, after
+from runner.policy.restart import Again, Attempt, End, ExitCodes, RestartRules, after
 
 CRASH = Attempt(
     code=1,
@@ -18,7 +18,14 @@ CRASH = Attempt(
     signature="s",
 )
 NOBODY_SAID = replace(CRASH, cause=None, signature=None)
-RULES = RestartRules(restarts=3, pause_seconds=1.0, max_pause_seconds=3.0)
+CODES = ExitCodes(
+    done=0,
+    crash=1,
+    halted=3,
+    preempted=75,
+    final={2: "settings or data", 3: "halted by the guard", 4: "no loadable checkpoint"},
+)
+RULES = RestartRules(codes=CODES, restarts=3, pause_seconds=1.0, max_pause_seconds=3.0)
 
 
 def crash(step: int, *, clean: tuple[int, int] = (20, 20), signature: str | None = "s") -> Attempt:

@@ -10,7 +10,8 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.system.error import (
+from runner.policy.restart import ExitCodes
+from runner.system.exit_codes import (
     EXIT_CONFIG,
     EXIT_CRASH,
     EXIT_DONE,
@@ -19,8 +20,19 @@ from runner.system.error import (
     EXIT_PREEMPTED,
 )
 
-# A restart would not help; the first that any process told is the job's.
-FINAL = (EXIT_HALTED, EXIT_CONFIG, EXIT_NO_CHECKPOINT)
+# A restart would not help after these. The first of them that a process ended with is the job's.
+FINAL = {
+    EXIT_HALTED: "halted by the guard",
+    EXIT_CONFIG: "settings or data",
+    EXIT_NO_CHECKPOINT: "no loadable checkpoint",
+}
+EXIT_CODES = ExitCodes(
+    done=EXIT_DONE,
+    crash=EXIT_CRASH,
+    halted=EXIT_HALTED,
+    preempted=EXIT_PREEMPTED,
+    final=FINAL,
+)
 
 
 def read_exits(folder: Path) -> dict[str, int]:
