@@ -62,8 +62,7 @@ class DataPlace:
 class LoopCarried:
     """See :class:`runner.train.state.Carried`.
 
-    Args:
-        goes_on: whether the data goes on where a checkpoint is gone back to.
+    ``data_goes_on``: whether a rollback leaves the data where it is.
     """
 
     def __init__(

@@ -67,7 +67,8 @@ class Measurer:
         """Agree on the step's numbers: one all-reduce. Collective.
 
         Args:
-            told: a stop is asked for, lines cannot be written, tokens in this rank's batch.
+            flags: whether a stop is asked for, whether lines cannot be written, and the number of
+            tokens in this rank's batch.
 
         Raises:
             RankError: a rank stands elsewhere than the others.

@@ -65,8 +65,7 @@ def place_of(name: str, dtype: torch.dtype, where: Geometry) -> Place:
 class StagedState:
     """The shards of a state, as :class:`runner.checkpoint.ring.Ring` saves and loads them.
 
-    Args:
-        before_change: called when other tensors than before are to be saved. Collective.
+    ``before_change`` is called before other tensors than the last time are saved. Collective.
     """
 
     replica = (0, 1)  # copies are dealt with here, tensor by tensor

@@ -46,7 +46,6 @@ class Curve:
         columns: further float64 [n] by name, NaN where there is none; absent where none has any.
         held_out_rows: int64 [m], the last row of training at or before each evaluation.
         held_out: float64 [m], the finite held-out losses.
-        lowest_steps: smallest step in the file, for the words.
     """
 
     steps: Ints

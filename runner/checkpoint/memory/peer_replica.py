@@ -59,8 +59,8 @@ def on_every_rank(by_rank: Sequence[Mapping[str, Any]]) -> list[ReplicaInventory
     """What every rank has, or can get back.
 
     Args:
-        told: by rank: ``layout`` of its slots, ``own`` [serial, step, cursor] rows, and the
-            ``copies`` [owner, layout, serial, step, cursor] on its node.
+        by_rank: ``layout`` of its slots, ``own`` [serial, step, cursor] rows, and the ``copies``
+            [owner, layout, serial, step, cursor] on its node.
     """
     own = [{tuple(row) for row in said["own"]} for said in by_rank]
     holders: list[dict[tuple[int, ...], int]] = [{} for _ in by_rank]
