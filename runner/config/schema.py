@@ -731,6 +731,12 @@ class TrackConfig:
         "read the run's own curve at evaluations, and tell each signature of trouble once in the "
         "journal; nothing follows from it",
     )
+    layers_every: int = key(
+        50,
+        "updates between measurements inside of the model, which out/layers.jsonl and early "
+        "warnings are of; 0: never",
+        ge=0,
+    )
     every: int = key(10, "steps between console lines where the output is no terminal", ge=1)
     peak_tflops: float | None = key(
         None, "peak of one device, for MFU; null: from the device's name", gt=0

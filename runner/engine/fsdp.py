@@ -137,6 +137,14 @@ class FsdpEngine:
             return 0, 1
         return self._mesh.get_local_rank("replicate"), self._layout.replicas
 
+    @property
+    def network(self) -> nn.Module:
+        return self._network
+
+    @property
+    def objective(self) -> nn.Module:
+        return self._model
+
     def initialise(self, values: InitialValues) -> None:
         """Fill this rank's shards of the parameters; moments are zero already."""
         for shard in self.shards():
@@ -190,6 +198,9 @@ class FsdpEngine:
     def _forget_gradients(self) -> None:
         for parameter, held in zip(self._trained.values(), self._held.values(), strict=True):
             parameter.grad = held.grad = None
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {n: held.grad for n, held in self._held.items() if held.grad is not None}
 
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float

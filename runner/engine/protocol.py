@@ -124,6 +124,16 @@ class Engine(Protocol):
         ...
 
     @property
+    def network(self) -> torch.nn.Module:
+        """The model, its parameters in whatever form the engine keeps them."""
+        ...
+
+    @property
+    def objective(self) -> torch.nn.Module:
+        """The module that is called with a batch; it has the network."""
+        ...
+
+    @property
     def waits_for_host(self) -> bool:
         """Whether each step waits until the host has read the gate."""
         ...
@@ -149,6 +159,13 @@ class Engine(Protocol):
         Returns:
             None, or why the engine itself skipped a step that was not to be skipped; the same
             on all ranks.
+        """
+        ...
+
+    def gradients(self) -> Mapping[str, torch.Tensor]:
+        """This rank's parts of the reduced gradients by parameter, FP32, until :meth:`apply`.
+
+        Cut as the shards are; without those that the engine cannot tell apart.
         """
         ...
 

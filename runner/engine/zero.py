@@ -250,6 +250,7 @@ class ZeroEngine:
         # Where the optimizer works.
         self._home = torch.device("cpu") if plan.offload else device
         self._world_size = dist.get_world_size()
+        self._objective = module
         self._network = network = module.get_submodule("network")
         self._parameters = dict(sorted(network.named_parameters()))
         self._shapes = {name: _whole_shape(p) for name, p in self._parameters.items()}
@@ -289,6 +290,14 @@ class ZeroEngine:
     def waits_for_host(self) -> bool:
         return False
 
+    @property
+    def network(self) -> nn.Module:
+        return self._network
+
+    @property
+    def objective(self) -> nn.Module:
+        return self._objective
+
     def initialise(self, values: InitialValues) -> None:
         """Fill this rank's shards of the parameters; moments and counts become zero."""
         for shard in self.shards():
@@ -319,6 +328,10 @@ class ZeroEngine:
             count=self._forward.count(),
             sequences=self._forward.sequences(),
         )
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        found = {name: self._stage.gradient(self._parameters[name]) for name in self._trained()}
+        return {name: grad for name, grad in found.items() if grad is not None}
 
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
@@ -448,6 +461,10 @@ class _Stage(Protocol):
         """This rank's part of a trained parameter; None when it holds none of it."""
         ...
 
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of its gradient, 1-D, as :meth:`locate` has it; None likewise."""
+        ...
+
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
         """Remake the BF16 parameters from the FP32 partitions and slices. Collective."""
         ...
@@ -490,6 +507,20 @@ class _Linked:
             count=address.numel,
         )
 
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        place = self.locate(parameter)
+        if place is None:
+            return None
+        # Laid out as the weights are, flat by flat.
+        for flat, grad in self._pairs():
+            if flat is place.flat:
+                return grad.narrow(0, place.offset, place.count)
+        return None
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's FP32 partitions, each with its gradient where there is one."""
+        raise NotImplementedError
+
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
         self._wrapped.update_lp_params()
         for parameter, held in frozen:
@@ -524,6 +555,9 @@ class _StageOne(_Linked):
     def gradients(self) -> list[torch.Tensor]:
         return list(self._wrapped.fp32_groups_gradient_flat_partition)
 
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return list(zip(self.flats(), self.gradients(), strict=True))
+
 
 class _StageTwo(_Linked):
     """Stage 1 with offload, too."""
@@ -541,6 +575,14 @@ class _StageTwo(_Linked):
         # order in which they were filled.
         groups = sorted(self._wrapped.averaged_gradients.items())
         return [group.flat_partition for _, group in groups if group is not None]
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        groups = self._wrapped.averaged_gradients
+        return [
+            (flat, groups[number].flat_partition)
+            for number, flat in enumerate(self.flats())
+            if groups.get(number) is not None
+        ]
 
 
 class _StageThree:
@@ -566,6 +608,15 @@ class _StageThree:
         # The last rank's part is padded to the others' length.
         count = min(size, partitioned.ds_numel - start)
         return _Place(flat=self.flats()[group], offset=offset, start=start, count=count)
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        place = self.locate(parameter)
+        if place is None:
+            return None
+        numbered: Any = parameter
+        grads = self._wrapped._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        found: torch.Tensor = grads[numbered.ds_id]
+        return found.narrow(0, 0, place.count)
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
         # The two events drop small, persistent parameters and gather them anew. Without, those that

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from runner.model.loss import HeadLosses
+from runner.model.loss import HeadLosses, TokenTap
 from runner.system.error import ConfigError
 
 _FFN_MULTIPLE = 64
@@ -343,6 +343,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self._head_losses = head_losses
+        self.tap: TokenTap | None = None  # looks at tokens whose logits are never held
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
         self._rotary = rotary_table(shape, self.embedding.weight.device)
         self.blocks = nn.ModuleList(Block(shape, self._rotary) for _ in range(shape.layers))
@@ -383,7 +384,7 @@ class Decoder(nn.Module):
         weight = self.embedding.weight if self.head is None else self.head.weight
         losses = self._head_losses
         if targets is not None and losses is not None and losses.is_wanted(x, weight):
-            return losses(x, weight, targets)
+            return losses(x, weight, targets, self.tap)
         return F.linear(x, weight)
 
     def _prepare(self, tokens: Tensor) -> None:

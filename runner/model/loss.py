@@ -7,6 +7,7 @@ numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,13 @@ from torch import Tensor
 
 NOT_COUNTED = -100
 _FP32_BYTES = 4
+# Looks at the tokens of a micro-batch: their cross-entropy [B * T], the labels [B, T], log Z
+# [B * T] where it is known, and else the logits [B * T, V]. Changes nothing.
+TokenTap = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
 def sequence_losses(
-    logits: Tensor, targets: Tensor, *, fp32: bool, z_loss: float
+    logits: Tensor, targets: Tensor, *, fp32: bool, z_loss: float, tap: TokenTap | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sums over each sequence's counted tokens: cross-entropy, and the loss to train on.
 
@@ -28,7 +32,7 @@ def sequence_losses(
     computes in FP32 whatever the logits' dtype. Returns two FP32 ``[B]`` in nats; the second
     adds ``z_loss * log(Z)^2`` per token (PaLM, Chowdhery et al. 2022, section 5) and is the same
     tensor as the first when ``z_loss`` is 0. In place of logits the ``[2, B]`` of
-    :class:`HeadLosses` may come: it is these two already.
+    :class:`HeadLosses` may come: it is these two already, and ``tap`` has seen their tokens.
     """
     if logits.dim() == 2:
         return logits[0].clone(), logits[1].clone()  # no views leave a sharded module
@@ -37,6 +41,8 @@ def sequence_losses(
     flat = flat.float() if fp32 else flat
     token_losses = _cross_entropy(flat, targets.flatten())
     log_sums = None if z_loss == 0 else torch.logsumexp(flat, dim=-1).float()
+    if tap is not None:
+        tap(token_losses.detach(), targets, log_sums, flat.detach())
     return _summed(token_losses, log_sums, targets, z_loss)
 
 
@@ -60,7 +66,9 @@ class HeadLosses:
         num_bytes = hidden.shape[:-1].numel() * weight.shape[0] * _FP32_BYTES
         return 0 < self.most_bytes < num_bytes and hidden.dtype == weight.dtype
 
-    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, tap: TokenTap | None = None
+    ) -> Tensor:
         """What :func:`sequence_losses` gives for ``hidden @ weight.T``, as one FP32 ``[2, B]``.
 
         ``hidden`` ``[B, T, dim]`` and ``weight`` ``[V, dim]`` of one dtype.
@@ -68,6 +76,8 @@ class HeadLosses:
         losses, log_sums = _HeadLoss.apply(  # type: ignore[no-untyped-call]
             hidden.flatten(0, 1), weight, targets.flatten(), self.fp32, self.most_bytes
         )
+        if tap is not None:
+            tap(losses.detach(), targets, log_sums.detach(), None)
         sums = _summed(losses, log_sums if self.z_loss else None, targets, self.z_loss)
         return torch.stack(sums)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.model.decoder import Decoder
-from runner.model.loss import NOT_COUNTED, sequence_losses
+from runner.model.loss import NOT_COUNTED, TokenTap, sequence_losses
 from runner.system.error import ConfigError
 
 Batch = Mapping[str, Tensor]
@@ -32,13 +32,20 @@ class DecoderObjective(nn.Module):
         self.network = network
         self._fp32 = fp32
         self._z_loss = z_loss
+        self._tap: TokenTap | None = None
+
+    def listen(self, tap: TokenTap | None) -> None:
+        """Have ``tap`` look at the tokens of each batch from now on; None: nobody."""
+        self._tap = self.network.tap = tap
 
     def forward(self, batch: Batch) -> Losses:
         """``input_ids`` and ``labels`` int64 ``[B, T]``, ``segments`` int32 ``[B, T]`` or none."""
         labels = batch[LABELS]
         # The labels go along: logits that are too large the network turns into losses itself.
         logits = self.network(batch[INPUT], batch.get(SEGMENTS), labels)
-        losses = sequence_losses(logits, labels, fp32=self._fp32, z_loss=self._z_loss)
+        losses = sequence_losses(
+            logits, labels, fp32=self._fp32, z_loss=self._z_loss, tap=self._tap
+        )
         return *losses, (labels != NOT_COUNTED).sum(dim=1)
 
 
@@ -56,10 +63,15 @@ class GuestObjective(nn.Module):
         self._fp32 = fp32
         self._dtype = dtype
         self._more = accepted_by(network.forward)
+        self._tap: TokenTap | None = None
         config = getattr(network, "config", None)
         if getattr(config, "use_cache", None):
             # transformers would keep keys and values of every layer, for generation.
             config.use_cache = False  # type: ignore[union-attr]
+
+    def listen(self, tap: TokenTap | None) -> None:
+        """As of :class:`DecoderObjective`; a network's own losses tell nothing of tokens."""
+        self._tap = tap
 
     def forward(self, batch: Batch) -> Losses:
         """See the class; ``real``, bool ``[B]``, is False for rows that fill the batch up.
@@ -100,7 +112,7 @@ class GuestObjective(nn.Module):
                 f"model._target_: forward gives {_shape(logits)}; it must give logits [B, T, V], "
                 f"and labels are {list(labels.shape)}; or give the model a method losses(batch)"
             )
-        losses, _ = sequence_losses(logits, labels, fp32=self._fp32, z_loss=0.0)
+        losses, _ = sequence_losses(logits, labels, fp32=self._fp32, z_loss=0.0, tap=self._tap)
         return losses, (labels != NOT_COUNTED).sum(dim=1)
 
     def _cast(self, tensor: Tensor) -> Tensor:

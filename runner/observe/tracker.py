@@ -110,7 +110,7 @@ class TensorBoardTracker:
             "train/tokens_per_second": line.tokens_per_second,
             "eval/loss": line.eval_loss,
             "guard/discarded": float(line.action != "apply"),
-            **{f"sources/{name}": value for name, value in line.columns.items()},
+            **{_tag(name): value for name, value in line.columns.items()},
         }
         values = [
             self._summary.Value(tag=name, simple_value=value)
@@ -128,3 +128,8 @@ class TensorBoardTracker:
     def close(self) -> None:
         with naming(self._path):
             self._file.close()
+
+
+def _tag(column: str) -> str:
+    """Where a column of the line stands; those of the layers have a place of their own."""
+    return column if column.startswith("layers/") else f"sources/{column}"

@@ -48,6 +48,7 @@ class RunDir:
         self.config = out / "config.yaml"
         self.journal = out / "journal.jsonl"
         self.metrics = out / "metrics.jsonl"
+        self.layers = out / "layers.jsonl"
         self.summary = out / "summary.json"
         self.ring = out / "ring"
         self.faults = out / "faults"

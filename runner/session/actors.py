@@ -19,6 +19,7 @@ from runner.observe.metrics import held_out_before
 from runner.policy.straggler import Stragglers
 from runner.run_dir.build_info import code_digest, versions
 from runner.session import parts
+from runner.session.layers import Layers
 from runner.session.optim import schedule
 from runner.session.phases import Actors, Machinery, Opened
 from runner.startup.resume import Resumed
@@ -49,10 +50,13 @@ def make_actors(
     feed: Feed,
     reporter: Reporter,
     columns: SourceColumns,
+    layers: Layers | None,
 ) -> Actors:
     group, config, written = opened.group, opened.lease.config, opened.written
     ring, backlog = machinery.ring, machinery.backlog
     stepper = _stepper(opened, machinery, feed)
+    if layers is not None:
+        stepper.watch(layers.watch)
     evaluator = _evaluator(opened, machinery, feed)
 
     def evaluate() -> float | None:

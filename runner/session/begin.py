@@ -24,6 +24,7 @@ from runner.report.writer import PageWriter
 from runner.run_dir.build_info import ranks_on, versions
 from runner.session import parts
 from runner.session.actors import make_actors, make_loop
+from runner.session.layers import Columns, make_layers
 from runner.session.phases import Machinery, Opened, Run
 from runner.startup.mixture import settle_mixture
 from runner.startup.resume import Resumed
@@ -48,8 +49,10 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     repeats = _repeats_bits(opened, machinery, feed) if resumed.step < lease.config.steps else None
     _greet(opened, machinery, resumed, repeats)
     columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
+    layers = make_layers(opened, machinery, resumed)
     reporter = group.ranks.all_or_none(
-        "opening the metrics", lambda: _reporter(opened, machinery, resumed, past, columns, pages)
+        "opening the metrics",
+        lambda: _reporter(opened, machinery, resumed, past, Columns(columns, layers), pages),
     )
     machinery.backlog.add(reporter.metrics_file)
     # After the reporter has cut the metrics: what is journalled as lost is lost once.
@@ -64,7 +67,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     machinery.ring.begin(uploads)
     corpus_check = _corpus_check(opened, machinery, resumed)
     corpus_check.begin()
-    actors = make_actors(opened, machinery, resumed, feed, reporter, columns)
+    actors = make_actors(opened, machinery, resumed, feed, reporter, columns, layers)
     loop = make_loop(opened, machinery, actors, corpus_check)
     if pages is not None:
         pages.begin()
@@ -102,7 +105,7 @@ def _reporter(
     machinery: Machinery,
     resumed: Resumed,
     past: Past,
-    columns: SourceColumns,
+    columns: Columns,
     pages: PageWriter | None,
 ) -> Reporter:
     """Metrics, trackers and the live line; files on rank 0 only."""

@@ -99,6 +99,22 @@ def last_line(path: Path) -> dict[str, Any] | None:
         behind *= 4
 
 
+def tail(path: Path, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines among the last ``num_bytes``, and where the last of them ends in the file.
+
+    Raises:
+        ConfigError: as :func:`iter_lines`.
+    """
+    if not path.exists():
+        return [], 0
+    start = _line_after(path, path.stat().st_size - num_bytes)
+    found, end = [], start
+    for line, stop in _whole_lines(path, start):
+        found.append(line)
+        end = stop
+    return found, end
+
+
 def _line_after(path: Path, position: int) -> int:
     """Where the first line begins that does not begin before ``position``."""
     if position <= 0:

@@ -31,6 +31,7 @@ from runner.policy.decision.signals import Bounds, StepSignals
 from runner.policy.decision.unreadable import Unreadable
 from runner.system.error import RankError
 from runner.train.gate import is_closed
+from runner.train.layers import LayerWatch, Measured
 from runner.train.packed import (
     CLOSED,
     FINGERPRINT,
@@ -68,6 +69,7 @@ class StepInfo:
         unreadable: samples that could not be read. The step was not applied then, and its other
             numbers mean nothing.
         shares: how many samples each rank was to read; given with ``unreadable``.
+        measured: inside of the model, at this step or, on CUDA, at one before.
     """
 
     signals: StepSignals
@@ -82,6 +84,7 @@ class StepInfo:
     unreadable: tuple[Unreadable, ...] = ()
     shares: tuple[int, ...] = ()
     cause: Mapping[str, Any] | None = None
+    measured: Measured | None = None
 
     @property
     def found(self) -> str | None:
@@ -136,6 +139,7 @@ class InFlightStep:
         self.numbers = numbers
         self.withheld = withheld
         self.seconds = seconds  # that the host spent on launching it
+        self.layers: torch.Tensor | None = None  # this rank's part of what was measured inside
         self._arrived: torch.cuda.Event | None = None
         self._on_host = numbers
         if numbers.is_cuda:
@@ -150,6 +154,33 @@ class InFlightStep:
         if self._arrived is not None:
             self._arrived.synchronize()
         return [float(value) for value in self._on_host.tolist()]
+
+
+class _LateNumbers:
+    """What all ranks measured at a step, on its way to the host."""
+
+    def __init__(self, numbers: torch.Tensor, signals: StepSignals, length: int) -> None:
+        self._signals = signals
+        self._length = length
+        self._on_host = numbers
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._on_host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def told(self) -> Measured:
+        """Waits for the device where it has not come to it; a step later it has."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return Measured(
+            step=self._signals.step,
+            numbers=tuple(self._on_host.tolist()),
+            length=self._length,
+            tokens=self._signals.tokens,
+            grad_norm=self._signals.grad_norm,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +232,8 @@ class Stepper:
         before_update: Callable[[], None] = lambda: None,
         distrust: Callable[[int], None] = lambda step: None,
     ) -> None:
+        self._layers: LayerWatch | None = None
+        self._late_layers: _LateNumbers | None = None
         self._engine = engine
         self._feed = feed
         self._dataset = dataset
@@ -213,6 +246,10 @@ class Stepper:
         self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._newest: InFlightStep | None = None
         self._gate_before: torch.Tensor | None = None
+
+    def watch(self, layers: LayerWatch) -> None:
+        """Measure the layers where it is due, from the next step on."""
+        self._layers = layers
 
     @property
     def newest(self) -> InFlightStep:
@@ -239,7 +276,10 @@ class Stepper:
         self._host_seconds.append(time.monotonic() - began)
         self._heart.enter("compute")
         works = self._works(plan.batch, fetched)
+        watch = self._layers if self._layers and self._layers.begin(plan.step) else None
         sums = self._engine.accumulate(works)
+        if watch:
+            watch.before()
         identity = self._identity(plan, fetched)
         own = [
             float(plan.stop),
@@ -249,7 +289,8 @@ class Stepper:
             *plan.progress.counts,
         ]
         numbers, withheld = self._agree_and_apply(sums, own, plan, after)
-        return InFlightStep(
+        layers = watch.after() if watch else None
+        launched = InFlightStep(
             plan=plan,
             fetched=fetched,
             identity=identity,
@@ -259,6 +300,8 @@ class Stepper:
             withheld=withheld,
             seconds=time.monotonic() - began,
         )
+        launched.layers = layers
+        return launched
 
     def read(self, step: InFlightStep) -> StepInfo:
         """Read the numbers of a launched step, in the order of launching.
@@ -272,11 +315,18 @@ class Stepper:
         seconds = step.seconds + time.monotonic() - began
         self._step_seconds.append(seconds)
         self._newest = step
+<<<<<<< HEAD
         self._ranks.require_alike(numbers[FINGERPRINT:JOBS], step.identity)
         self._require_one_gate(numbers[GATES], step.plan.step)
         unreadable, shares = self._gather_unreadable(numbers, step)
+=======
+        self._ranks.require_alike(numbers[_FINGERPRINT:_JOBS], step.identity)
+        self._require_one_gate(numbers[_GATES], step.plan.step)
+        unreadable, shares = self._told_unreadable(numbers, step)
+        signals = _signals(numbers, step)
+>>>>>>> de28283 (train: measure the layers of a step now and then)
         return StepInfo(
-            signals=_signals(numbers, step),
+            signals=signals,
             batch=step.plan.batch,
             jobs=step.plan.progress.jobs,
             stop_requested=numbers[STOP] > 0,
@@ -286,7 +336,23 @@ class Stepper:
             wait_seconds=step.fetched.wait_seconds,
             unreadable=unreadable,
             shares=shares,
+            measured=self._measured(step, signals),
         )
+
+    def _measured(self, step: InFlightStep, signals: StepSignals) -> Measured | None:
+        """What was measured of the layers, where it is there. Collective at a step that measured.
+
+        The sums are taken not before the ranks are known to stand at the same step; on CUDA they
+        are on the host when the next step is read.
+        """
+        late, self._late_layers = self._late_layers, None
+        if step.layers is not None and not signals.gated and self._layers is not None:
+            self._ranks.all_reduce(step.layers)
+            found = _LateNumbers(step.layers, signals, self._layers.length)
+            if not step.layers.is_cuda:
+                return found.told()
+            self._late_layers = found
+        return late.told() if late is not None else None
 
     def _require_one_gate(self, gates: float, step: int) -> None:
         """

@@ -1,0 +1,237 @@
+"""Looks inside of one forward pass: the residual stream, attention logits, log Z, loss by position.
+
+Owns the hooks, which do nothing but in a micro-batch that they were asked to look at. They compute
+beside the step, without gradients, and change nothing of it. Must not know how the model is
+sharded: nothing here reads a parameter, which may be gathered in its own module's forward alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+MOST_STRETCHES = 64  # of a sequence, for the loss by position
+_MOST_QUERIES = 64  # positions of the sequence that are looked at
+_NOT_COUNTED = -100
+# What the linear layers (or the norms behind them) of queries and keys are called: ours, and in
+# most models of Hugging Face.
+_QUERIES, _KEYS = (
+    ("query_norm", "q_norm", "query", "q_proj"),
+    ("key_norm", "k_norm", "key", "k_proj"),
+)
+
+
+class Objective(Protocol):
+    """The part of :class:`runner.model.objective.DecoderObjective` that is needed."""
+
+    def listen(
+        self, tap: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None
+    ) -> None: ...
+
+
+class Activations:
+    """What one rank sees in the forward passes of one step.
+
+    Residual stream, attention logits and log Z are of the first sequence of the first
+    micro-batch, at up to 64 of its positions; the loss by position is of all micro-batches.
+
+    Args:
+        objective: from a batch to losses.
+        units: the blocks, in their order.
+        is_compiled: nothing is hooked inside of the blocks.
+    """
+
+    def __init__(
+        self, objective: nn.Module, units: Sequence[nn.Module], *, is_compiled: bool
+    ) -> None:
+        self._objective = objective
+        self._is_armed = self._is_on = self._is_outside = False
+        self._residual: dict[int, Tensor] = {}
+        self._queries: dict[int, Tensor] = {}
+        self._logits: dict[int, Tensor] = {}
+        self._log_sums: Tensor | None = None
+        self._by_position: Tensor | None = None
+        self.num_units = 0 if is_compiled else len(units)
+        self.length = 0  # of the sequences whose loss is told by position
+        objective.register_forward_pre_hook(self._at_begin)
+        objective.register_forward_hook(self._at_end)
+        for number, unit in enumerate(units[: self.num_units]):
+            unit.register_forward_hook(partial(self._at_unit, number))
+            self._hook_attention(number, unit)
+
+    def _hook_attention(self, number: int, unit: nn.Module) -> None:
+        """The first attention of a block, where it is one whose parts are known."""
+        for module in unit.modules():
+            query, key = _first(module, _QUERIES), _first(module, _KEYS)
+            width = getattr(module, "head_dim", None)
+            if query is not None and key is not None and isinstance(width, int):
+                query.register_forward_hook(partial(self._at_query, number))
+                key.register_forward_hook(partial(self._at_key, number, module, width))
+                return
+
+    def begin(self, *, is_inside: bool) -> None:
+        """Look at the step that is computed next; ``is_inside`` False: at its losses only."""
+        self._residual, self._queries, self._logits = {}, {}, {}
+        self._log_sums = self._by_position = None
+        self._is_armed = is_inside
+        self._is_outside = not is_inside
+        _listen(self._objective, self._at_tokens)
+
+    def end(self, device: torch.device) -> Tensor:
+        """What was seen, FP64; stops looking.
+
+        Mean square of each block's output, largest attention logit of each, log Z (mean,
+        largest); then sums and counts of the tokens' losses in each stretch of the sequence. NaN
+        where nothing was seen, 0 where nobody was to look: one rank of all does.
+        """
+        self._is_armed = self._is_on = False
+        _listen(self._objective, None)
+        empty = 0.0 if self._is_outside else math.nan
+        nothing = torch.full((), empty, dtype=torch.float64, device=device)
+        units = range(self.num_units)
+        seen = [self._residual.get(n, nothing).double() for n in units]
+        seen += [self._logits.get(n, nothing).double() for n in units]
+        told = torch.stack([*seen, nothing, nothing])
+        if self._log_sums is not None:
+            told = torch.cat([told[:-2], self._log_sums.double()])
+        stretches = torch.zeros(2 * MOST_STRETCHES, dtype=torch.float64, device=device)
+        if self._by_position is not None:
+            stretches = self._by_position
+        return torch.cat([told, stretches])
+
+    def _at_begin(self, module: nn.Module, inputs: object) -> None:
+        self._is_on, self._is_armed = self._is_armed, False
+
+    def _at_end(self, module: nn.Module, inputs: object, output: object) -> None:
+        self._is_on = False
+
+    def _at_unit(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
+        first = _row(output) if self._is_on else None
+        if first is not None:
+            self._residual[number] = _thinned(first, 0).float().square().mean()
+
+    def _at_query(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
+        first = _row(output) if self._is_on else None
+        if first is not None:
+            self._queries[number] = first
+
+    def _at_key(
+        self, number: int, owner: nn.Module, width: int, module: nn.Module, inputs: object,
+        output: Any,
+    ) -> None:  # fmt: skip
+        key = _row(output) if self._is_on else None
+        query = self._queries.pop(number, None)
+        if key is None or query is None or number in self._logits:
+            return
+        self._logits[number] = _largest_logit(query, key, width, getattr(owner, "rotary", None))
+
+    @torch.no_grad()
+    def _at_tokens(
+        self, losses: Tensor, targets: Tensor, log_sums: Tensor | None, logits: Tensor | None
+    ) -> None:
+        length = targets.shape[-1]
+        if self._is_on:
+            if log_sums is None and logits is not None:
+                log_sums = torch.logsumexp(_thinned(logits[:length], 0).float(), dim=-1)
+            if log_sums is not None:
+                first = log_sums[:length].float()
+                self._log_sums = torch.stack([first.mean(), first.max()])
+        if self._by_position is None:
+            self.length = length
+        if length == self.length:
+            found = _by_stretch(losses, targets)
+            before = self._by_position
+            self._by_position = found if before is None else before + found
+
+
+def stretches(length: int) -> int:
+    """How many stretches a sequence of so many tokens is cut into."""
+    return -(-length // _stretch(length)) if length else 0
+
+
+def _stretch(length: int) -> int:
+    """Tokens of a stretch."""
+    return max(1, -(-length // MOST_STRETCHES))
+
+
+def _by_stretch(losses: Tensor, targets: Tensor) -> Tensor:
+    """Summed loss and number of tokens by stretch, FP64 ``[2 * MOST_STRETCHES]``."""
+    length = targets.shape[-1]
+    counted = targets != _NOT_COUNTED
+    sums = torch.where(counted, losses.view_as(targets), 0.0).sum(dim=0, dtype=torch.float64)
+    both = torch.stack([sums, counted.sum(dim=0).double()])
+    whole = both.new_zeros(2, MOST_STRETCHES * _stretch(length))
+    whole[:, :length] = both
+    return whole.view(2, MOST_STRETCHES, -1).sum(dim=-1).flatten()
+
+
+@torch.no_grad()
+def _largest_logit(query: Tensor, key: Tensor, width: int, rotary: Any) -> Tensor:
+    """Of one sequence: over all heads, up to 64 queries and the keys before each.
+
+    Where the rotation of positions is not known: the largest that any rotation gives, the product
+    of the longest query and the longest key.
+
+    Args:
+        query, key: ``[T, heads * width]``, or ``[heads, T, width]`` or ``[T, heads, width]``
+            behind a norm.
+        rotary: the decoder's :class:`runner.model.decoder.Rotary`, or None.
+    """
+    scale = width**-0.5
+    if rotary is None:
+        q, k = (x.float().reshape(-1, width).norm(dim=-1).max() for x in (query, key))
+        bound: Tensor = q * k * scale
+        return bound
+    q, k = (_turned(x, width, rotary) for x in (query, key))
+    length = q.shape[1]
+    at = _places(length, q.device)
+    k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
+    logits = q[:, at] @ k.transpose(1, 2) * scale
+    later = torch.arange(length, device=q.device) > at.unsqueeze(1)
+    largest: Tensor = logits.masked_fill(later, -torch.inf).max()
+    return largest
+
+
+def _turned(x: Tensor, width: int, rotary: Any) -> Tensor:
+    """Heads first, FP32 ``[heads, T, width]``, rotated as the decoder does it."""
+    heads = x.float() if x.dim() == 3 else x.float().view(len(x), -1, width).transpose(0, 1)
+    left, right = heads.chunk(2, dim=-1)
+    turns = rotary.first(heads.shape[1])
+    return torch.cat(
+        (left * turns.cos - right * turns.sin, right * turns.cos + left * turns.sin), dim=-1
+    )
+
+
+def _thinned(rows: Tensor, dim: int) -> Tensor:
+    """At most 64 rows, evenly spaced."""
+    return rows.index_select(dim, _places(rows.shape[dim], rows.device))
+
+
+def _places(length: int, device: torch.device) -> Tensor:
+    """The last of each of up to 64 equal parts."""
+    num = min(length, _MOST_QUERIES)
+    return (torch.arange(1, num + 1, device=device) * length) // num - 1
+
+
+def _row(output: Any) -> Tensor | None:
+    """Of the first sequence; None where the output is no batch of them."""
+    first = output[0] if isinstance(output, tuple) else output
+    if not isinstance(first, Tensor) or first.dim() < 3 or not first.is_floating_point():
+        return None
+    return first[0].detach()
+
+
+def _first(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
+    found = (getattr(module, name, None) for name in names)
+    return next((one for one in found if isinstance(one, nn.Module)), None)
+
+
+def _listen(objective: nn.Module, tap: Any) -> None:
+    listen = getattr(objective, "listen", None)
+    if callable(listen):
+        listen(tap)

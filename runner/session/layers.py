@@ -1,0 +1,94 @@
+"""What measures the layers of the model, and what tells of it, as the settings have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.engine.activations import Activations
+from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look
+from runner.session.phases import Machinery, Opened
+from runner.startup.resume import Resumed
+from runner.system.json_lines import LineFile, step_of, tail
+from runner.train.layers import LayerLog, LayerPlaces, LayerTable, LayerWatch, UpdateRules
+from runner.train.source_columns import SourceColumns
+from runner.train.step import StepInfo
+
+_TAIL_BYTES = 4 << 20  # of the file, in which the last looks are found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """``watch`` measures in the steps, ``log`` takes what was measured."""
+
+    watch: LayerWatch
+    log: LayerLog
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Further columns of a step's line: of the sources, and of the layers."""
+
+    sources: SourceColumns
+    layers: Layers | None
+
+    def of(self, info: StepInfo, is_evaluated: bool) -> dict[str, float]:
+        """Of one attempted step, alike on all ranks."""
+        found = self.sources.of(info, is_evaluated)
+        if self.layers is None:
+            return found
+        return {**found, **self.layers.log.columns(info.measured, info.signals.grad_norm)}
+
+
+def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layers | None:
+    """None where nothing is to be measured. Collective."""
+    config, group, network = opened.lease.config, opened.group, opened.corpus.network
+    every, engine = config.track.layers_every, machinery.engine
+    if not every:
+        return None
+    blocks = network.units(engine.network)
+    shapes = {name: one.shape for name, one in network.parameters().items()}
+    places = LayerPlaces.of(engine.network, blocks, shapes)
+    activations = Activations(engine.objective, blocks, is_compiled=config.model.compile)
+    rules = UpdateRules(clip=config.optim.clip, beta2=config.optim.beta2)
+    table = LayerTable(places, rules, num_units=activations.num_units)
+    told, length = group.ranks.all_or_none(
+        "reading the layers' file", lambda: _past(opened, resumed)
+    )
+    log = LayerLog(
+        table,
+        EarlyWarnings(EarlyRules(every=every)),
+        file=group.ranks.all_or_none("opening the layers' file", lambda: _file(opened, length)),
+        past=[Look(step=step, values=values) for step, values in group.ranks.from_first(told)],
+        attempt=opened.written.journal.attempt + 1,  # this start's line comes later
+        clip=config.optim.clip,
+        tell=opened.written.report,
+    )
+    watch = LayerWatch(engine, activations, places, every=every, is_first=group.is_first)
+    return Layers(watch=watch, log=log)
+
+
+def _file(opened: Opened, length: int) -> LineFile | None:
+    """What stands there stays: of steps that are done again the later line counts."""
+    group = opened.group
+    if not group.is_first:
+        return None
+    return LineFile(group.run_dir.layers, length=length, check=opened.lease.fence.check)
+
+
+def _past(opened: Opened, resumed: Resumed) -> tuple[list[tuple[int, Mapping[str, Any]]], int]:
+    """What earlier starts measured shortly before the step that is resumed from; of the first rank.
+
+    With it where the last whole line ends.
+    """
+    if not opened.group.is_first:
+        return [], 0
+    lines, length = tail(opened.group.run_dir.layers, _TAIL_BYTES)
+    window = EarlyRules(every=1).window
+    found: dict[int, Mapping[str, Any]] = {}
+    for line in lines:
+        step, model = step_of(line), line.get("model")
+        if resumed.step - window <= step <= resumed.step and isinstance(model, dict):
+            found[step] = {n: v for n, v in model.items() if isinstance(v, int | float)}
+    return sorted(found.items()), length

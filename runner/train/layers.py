@@ -1,0 +1,360 @@
+"""Measures the layers of a step now and then, and tells what was seen: a file, columns, warnings.
+
+The sums of all ranks are taken when the step before was read, so that ranks which stand elsewhere
+are found first; on CUDA they are looked at with a later step, so that nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.engine.activations import MOST_STRETCHES, Activations, stretches
+from runner.engine.layer_sums import KINDS, Before, LayerSums
+from runner.engine.protocol import Engine
+from runner.policy.decision.early import EarlyWarnings, Look, Warned
+from runner.policy.decision.history import Incident
+from runner.system.json_lines import LineFile
+
+KIND = "warning"  # of the journal's lines
+COLUMNS = "layers/"  # prefix of the columns
+_POSITIONS_EVERY = 10  # looks between two tellings of the loss by position
+_QUARTER = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlaces:
+    """Which parameter is of which layer; the order is the model's, alike on all ranks.
+
+    Args:
+        names: of the trained parameters.
+        matrices: whether each has two dimensions or more.
+        layers: the layer of each: a block, or the module outside of all blocks.
+        blocks: names of the blocks.
+    """
+
+    names: tuple[str, ...]
+    matrices: tuple[bool, ...]
+    layers: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, network: nn.Module, blocks: Sequence[nn.Module], shapes: Mapping[str, Sequence[int]]
+    ) -> LayerPlaces:
+        """
+        Args:
+            shapes: of the whole parameters; the engine may keep them cut.
+        """
+        called = {id(module): name for name, module in network.named_modules()}
+        prefixes = tuple(called[id(block)] for block in blocks)
+        names = tuple(n for n, p in network.named_parameters() if p.requires_grad)
+        return cls(
+            names=names,
+            matrices=tuple(len(shapes[name]) >= 2 for name in names),
+            layers=tuple(_layer(name, prefixes) for name in names),
+            blocks=prefixes,
+        )
+
+
+def _layer(name: str, blocks: Sequence[str]) -> str:
+    inside = (block for block in blocks if name.startswith(f"{block}."))
+    return next(inside, name.rpartition(".")[0] or name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What all ranks measured at one step; see :class:`LayerWatch` for the order of numbers."""
+
+    step: int
+    numbers: tuple[float, ...]
+    length: int
+    tokens: int
+    grad_norm: float
+
+
+class LayerWatch:
+    """Measures every so many updates, on one rank.
+
+    The numbers: those of :class:`LayerSums`, then those of :class:`Activations`.
+
+    Args:
+        every: in updates.
+        is_first: whether this rank looks inside of the forward pass.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        activations: Activations,
+        places: LayerPlaces,
+        *,
+        every: int,
+        is_first: bool,
+    ) -> None:
+        self._device = engine.device
+        self._activations = activations
+        self._sums = LayerSums(engine, places.names)
+        self._every = every
+        self._is_first = is_first
+        self._before: Before | None = None
+
+    def begin(self, step: int) -> bool:
+        """Whether the step that makes this update is looked at; then it is begun."""
+        if step % self._every:
+            return False
+        self._activations.begin(is_inside=self._is_first)
+        return True
+
+    def before(self) -> None:
+        """The gradients are there, and not used."""
+        self._before = self._sums.before()
+
+    def after(self) -> torch.Tensor:
+        """The update is made: this rank's numbers, FP64 on the device."""
+        assert self._before is not None
+        told, self._before = self._sums.after(self._before), None
+        return torch.cat([told, self._activations.end(self._device)])
+
+    @property
+    def length(self) -> int:
+        """Of the sequences whose loss is told by position."""
+        return self._activations.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRules:
+    """What the numbers of an update depend on. ``clip`` 0: off."""
+
+    clip: float
+    beta2: float
+
+
+class LayerTable:
+    """Turns what was measured into the numbers that a person reads."""
+
+    def __init__(self, places: LayerPlaces, rules: UpdateRules, *, num_units: int) -> None:
+        self._places = places
+        self._rules = rules
+        self._num_units = num_units
+        self._names = tuple(dict.fromkeys(places.layers))
+
+    def layers(self, seen: Measured) -> dict[str, dict[str, float]]:
+        """Of each layer; without what could not be measured."""
+        found: dict[str, dict[str, float]] = {}
+        by_kind = self._by_kind(seen)
+        for name in self._names:
+            own = [at for at, layer in enumerate(self._places.layers) if layer == name]
+            sums = {kind: sum(by_kind[kind][at] for at in own) for kind in KINDS}
+            found[name] = {
+                "grad": math.sqrt(sums["grad"]) / max(seen.tokens, 1),
+                "weight": math.sqrt(sums["weight"]),
+                **_ratio("update", sums["moved"], sums["held"]),
+                **self._adam(sums, seen),
+            }
+        for at in range(self._num_units):
+            residual, logit = self._of_unit(seen, at)
+            told = {"residual_rms": residual, "attention_logit": logit}
+            layer = found.setdefault(self._places.blocks[at], {})
+            layer |= {key: value for key, value in told.items() if math.isfinite(value)}
+        return found
+
+    def model(self, seen: Measured) -> dict[str, float]:
+        """Of the model as a whole; without what could not be measured."""
+        by_kind = self._by_kind(seen)
+        norms = [math.sqrt(square) for square in by_kind["grad"] if square > 0]
+        moved = zip(by_kind["moved"], by_kind["held"], self._places.matrices, strict=True)
+        ratios = [math.sqrt(m / h) for m, h, is_matrix in moved if is_matrix and h > 0]
+        adam = [self._adam({k: by_kind[k][at] for k in KINDS}, seen) for at in range(self._size)]
+        units = [self._of_unit(seen, at) for at in range(self._num_units)]
+        log_sums = seen.numbers[self._inside(2 * self._num_units) :][:2]
+        told = {
+            "grad_ratio": max(norms) / statistics.median(norms) if norms else math.nan,
+            "grad_first_to_last": self._first_to_last(by_kind["grad"]),
+            "weight_norm": math.sqrt(sum(by_kind["weight"])),
+            "update_ratio": statistics.median(ratios) if ratios else math.nan,
+            "residual_rms": units[-1][0] if units else math.nan,
+            "attention_logit": max((logit for _, logit in units), default=math.nan),
+            "logsumexp": log_sums[0],
+            "logsumexp_max": log_sums[1],
+            "adam_rms": max((one["adam_rms"] for one in adam if one), default=math.nan),
+        }
+        return {name: value for name, value in told.items() if math.isfinite(value)}
+
+    def by_position(self, seen: Measured) -> tuple[list[float], list[float]]:
+        """Summed loss and counted tokens of each stretch of a sequence."""
+        at = self._inside(2 * self._num_units + 2)
+        told = list(seen.numbers[at:])
+        num = stretches(seen.length)
+        return told[:num], told[MOST_STRETCHES:][:num]
+
+    @property
+    def num_sums(self) -> int:
+        """Numbers that are finite at every update that was applied."""
+        return self._inside(0)
+
+    @property
+    def _size(self) -> int:
+        return len(self._places.names)
+
+    def _inside(self, at: int) -> int:
+        return len(KINDS) * self._size + at
+
+    def _by_kind(self, seen: Measured) -> dict[str, Sequence[float]]:
+        size = self._size
+        return {kind: seen.numbers[n * size : (n + 1) * size] for n, kind in enumerate(KINDS)}
+
+    def _of_unit(self, seen: Measured, at: int) -> tuple[float, float]:
+        """RMS of a block's output, and its largest attention logit."""
+        square = seen.numbers[self._inside(at)]
+        residual = math.sqrt(square) if square >= 0 else math.nan
+        return residual, seen.numbers[self._inside(self._num_units + at)]
+
+    def _first_to_last(self, squares: Sequence[float]) -> float:
+        """Gradient norm of the first quarter of the blocks over that of the last."""
+        num = len(self._places.blocks) // _QUARTER
+        if not num:
+            return math.nan
+        of_block = {block: 0.0 for block in self._places.blocks}
+        for layer, square in zip(self._places.layers, squares, strict=True):
+            if layer in of_block:
+                of_block[layer] += square
+        by_depth = list(of_block.values())
+        first, last = sum(by_depth[:num]), sum(by_depth[-num:])
+        return math.sqrt(first / last) if last > 0 else math.nan
+
+    def _adam(self, sums: Mapping[str, float], seen: Measured) -> dict[str, float]:
+        """sqrt(mean(g^2 / v)) with the clipped gradient and the bias of v corrected.
+
+        RMS_t of StableAdamW (Wortsman et al. 2023, arXiv 2304.13013), with g^2 in v already.
+        """
+        if not sums["count"]:
+            return {}
+        clip = self._rules.clip
+        scale = seen.tokens * (max(1.0, seen.grad_norm / clip) if clip > 0 else 1.0)
+        unbiased = 1 - self._rules.beta2**seen.step
+        square = sums["ratio"] / sums["count"] * unbiased / max(scale, 1) ** 2
+        return {"adam_rms": math.sqrt(square)} if square >= 0 else {}
+
+
+def _ratio(name: str, square: float, of: float) -> dict[str, float]:
+    return {name: math.sqrt(square / of)} if of > 0 else {}
+
+
+class LayerLog:
+    """Takes what was measured, alike on all ranks; the first one writes the file.
+
+    Args:
+        file: takes a line each look; None on the other ranks.
+        past: looks of earlier starts, the same on all ranks.
+        attempt: number of this start of the run.
+        clip: the bound of the gradient norm.
+        tell: takes an incident; nothing follows from it.
+    """
+
+    def __init__(
+        self,
+        table: LayerTable,
+        early: EarlyWarnings,
+        *,
+        file: LineFile | None,
+        past: Iterable[Look],
+        attempt: int,
+        clip: float,
+        tell: Callable[[Incident], None],
+    ) -> None:
+        self._table = table
+        self._early = early
+        self._file = file
+        self._attempt = attempt
+        self._clip = clip
+        self._tell = tell
+        self._clipped: deque[bool] = deque(maxlen=early.rules.every)
+        self._by_position: list[tuple[int, list[float], list[float]]] = []
+        for look in past:
+            early.note(look)
+
+    def columns(self, seen: Measured | None, norm: float) -> dict[str, float]:
+        """Take a step: its gradient norm, and what was measured, of this step or one before.
+
+        Returns:
+            Further columns of its line.
+        """
+        if math.isfinite(norm):
+            self._clipped.append(0 < self._clip < norm)
+        if seen is None:
+            return {}
+        if not all(map(math.isfinite, seen.numbers[: self._table.num_sums])):
+            return {}  # the step was not applied
+        model = self._table.model(seen)
+        if self._clip > 0 and self._clipped:
+            model["clip_share"] = sum(self._clipped) / len(self._clipped)
+        self._write(seen, model)
+        for warned in self._early.note(Look(step=seen.step, values=model)):
+            self._tell(_incident(warned, seen.step))
+        return {f"{COLUMNS}{name}": _rounded(value) for name, value in model.items()}
+
+    def close(self) -> None:
+        """No more lines come."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, seen: Measured, model: Mapping[str, float]) -> None:
+        positions = self._positions(seen)
+        if self._file is None:
+            return
+        layers = {
+            name: {key: _rounded(value) for key, value in told.items() if math.isfinite(value)}
+            for name, told in self._table.layers(seen).items()
+        }
+        line: dict[str, Any] = {
+            "step": seen.step,
+            "attempt": self._attempt,
+            "layers": layers,
+            "model": {name: _rounded(value) for name, value in model.items()},
+            **positions,
+        }
+        self._file.append(line, durably=False)
+
+    def _positions(self, seen: Measured) -> dict[str, Any]:
+        """The loss by position, where enough looks are together."""
+        sums, counts = self._table.by_position(seen)
+        self._by_position.append((seen.step, sums, counts))
+        if len(self._by_position) < _POSITIONS_EVERY or not seen.length:
+            return {}
+        taken, self._by_position = self._by_position, []
+        taken = [one for one in taken if len(one[1]) == len(sums)]
+        losses = [
+            _rounded(sum(one[1][at] for one in taken) / num) if num else None
+            for at in range(len(sums))
+            for num in [sum(one[2][at] for one in taken)]
+        ]
+        return {
+            "loss_by_position": losses,
+            "positions": seen.length,
+            "position_steps": [taken[0][0], seen.step],
+        }
+
+
+def _incident(warned: Warned, step: int) -> Incident:
+    return Incident(
+        kind=KIND,
+        step=step,
+        decision="only told",
+        reason=warned.words,
+        detail={
+            "signals": {one.signal: _rounded(one.value) for one in warned.signs},
+            "is_alarm": warned.is_alarm,
+        },
+    )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
