@@ -577,7 +577,7 @@ class _StageTwo(_Linked):
         return [group.flat_partition for _, group in groups if group is not None]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        groups = self._wrapped.averaged_gradients
+        groups = dict(self._wrapped.averaged_gradients.items())
         return [
             (flat, groups[number].flat_partition)
             for number, flat in enumerate(self.flats())
@@ -613,9 +613,9 @@ class _StageThree:
         place = self.locate(parameter)
         if place is None:
             return None
-        numbered: Any = parameter
+        partitioned: Any = parameter
         grads = self._wrapped._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        found: torch.Tensor = grads[numbered.ds_id]
+        found: torch.Tensor = grads[partitioned.ds_id]
         return found.narrow(0, 0, place.count)
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:

@@ -15,7 +15,8 @@ from runner.train.layers import LayerLog, LayerPlaces, LayerTable, LayerWatch, U
 from runner.train.source_columns import SourceColumns
 from runner.train.step import StepInfo
 
-_TAIL_BYTES = 4 << 20  # of the file, in which the last looks are found
+_TAIL_BYTES = 4 << 20  # of a file, in which the last looks are found
+_LINE_BYTES = 4 << 10  # of the metrics, more than a line has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,11 @@ class Columns:
         found = self.sources.of(info, is_evaluated)
         if self.layers is None:
             return found
-        return {**found, **self.layers.log.columns(info.measured, info.signals.grad_norm)}
+        signals = info.signals
+        return {
+            **found,
+            **self.layers.log.columns(signals.step, signals.grad_norm, info.measured),
+        }
 
 
 def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layers | None:
@@ -61,6 +66,7 @@ def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layer
         EarlyWarnings(EarlyRules(every=every)),
         file=group.ranks.all_or_none("opening the layers' file", lambda: _file(opened, length)),
         past=[Look(step=step, values=values) for step, values in group.ranks.from_first(told)],
+        norms={int(step): norm for step, norm in group.ranks.from_first(_norms(opened, resumed))},
         attempt=opened.written.journal.attempt + 1,  # this start's line comes later
         clip=config.optim.clip,
         tell=opened.written.report,
@@ -92,3 +98,18 @@ def _past(opened: Opened, resumed: Resumed) -> tuple[list[tuple[int, Mapping[str
         if resumed.step - window <= step <= resumed.step and isinstance(model, dict):
             found[step] = {n: v for n, v in model.items() if isinstance(v, int | float)}
     return sorted(found.items()), length
+
+
+def _norms(opened: Opened, resumed: Resumed) -> list[tuple[int, float]]:
+    """Gradient norms of the steps since the last look, from the metrics; of the first rank."""
+    if not opened.group.is_first:
+        return []
+    every = opened.lease.config.track.layers_every
+    lines, _ = tail(opened.group.run_dir.metrics, min(_TAIL_BYTES, every * _LINE_BYTES))
+    return [
+        (step_of(line), float(line["grad_norm"]))
+        for line in lines
+        if line.get("action") == "apply"
+        and resumed.step - every < step_of(line) <= resumed.step
+        and isinstance(line.get("grad_norm"), int | float)
+    ]

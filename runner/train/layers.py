@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -254,6 +253,7 @@ class LayerLog:
     Args:
         file: takes a line each look; None on the other ranks.
         past: looks of earlier starts, the same on all ranks.
+        norms: gradient norms of the last steps before this start, by step.
         attempt: number of this start of the run.
         clip: the bound of the gradient norm.
         tell: takes an incident; nothing follows from it.
@@ -266,6 +266,7 @@ class LayerLog:
         *,
         file: LineFile | None,
         past: Iterable[Look],
+        norms: Mapping[int, float],
         attempt: int,
         clip: float,
         tell: Callable[[Incident], None],
@@ -276,30 +277,34 @@ class LayerLog:
         self._attempt = attempt
         self._clip = clip
         self._tell = tell
-        self._clipped: deque[bool] = deque(maxlen=early.rules.every)
+        self._norms: dict[int, float] = dict(norms)
         self._by_position: list[tuple[int, list[float], list[float]]] = []
         for look in past:
             early.note(look)
 
-    def columns(self, seen: Measured | None, norm: float) -> dict[str, float]:
+    def columns(self, step: int, norm: float, seen: Measured | None) -> dict[str, float]:
         """Take a step: its gradient norm, and what was measured, of this step or one before.
 
         Returns:
             Further columns of its line.
         """
-        if math.isfinite(norm):
-            self._clipped.append(0 < self._clip < norm)
-        if seen is None:
+        self._norms[step] = norm
+        self._norms.pop(step - 2 * self._early.rules.every, None)
+        if seen is None or not all(map(math.isfinite, seen.numbers[: self._table.num_sums])):
             return {}
-        if not all(map(math.isfinite, seen.numbers[: self._table.num_sums])):
-            return {}  # the step was not applied
-        model = self._table.model(seen)
-        if self._clip > 0 and self._clipped:
-            model["clip_share"] = sum(self._clipped) / len(self._clipped)
+        model = {**self._table.model(seen), **self._clip_share(seen.step)}
         self._write(seen, model)
         for warned in self._early.note(Look(step=seen.step, values=model)):
             self._tell(_incident(warned, seen.step))
         return {f"{COLUMNS}{name}": _rounded(value) for name, value in model.items()}
+
+    def _clip_share(self, step: int) -> dict[str, float]:
+        """Of the steps since the look before, how many were clipped."""
+        since = range(max(1, step - self._early.rules.every + 1), step + 1)
+        norms = [self._norms[one] for one in since if one in self._norms]
+        if not self._clip or not norms:
+            return {}
+        return {"clip_share": sum(norm > self._clip for norm in norms) / len(norms)}
 
     def close(self) -> None:
         """No more lines come."""

@@ -75,6 +75,7 @@ USED = {
         "parameter._hp_mapping.lp_fragment_address.start",
     },
     "DeepSpeedZeroOptimizer_Stage3": {
+        "optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
         "optimizer._get_norm_groups",
         "optimizer._reassign_or_swap_out_partitioned_parameters",
         "optimizer.checkpoint_event_epilogue",
@@ -83,6 +84,7 @@ USED = {
         "optimizer.get_param_id",
         "optimizer.grad_partitions_flat_buffer",
         "optimizer.grad_position",
+        "parameter.ds_id",
         "parameter.ds_numel",
         "parameter.ds_shape",
         "parameter.ds_tensor.data",

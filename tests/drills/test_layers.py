@@ -1,0 +1,75 @@
+"""Measuring the layers changes nothing of a run, and tells what is there, on every engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run import Result, read_lines, train
+
+SMALL = ("steps=24", "model.dim=32", "model.heads=2", "batch.global_size=8", "data.seq_len=32")
+EVERY = 6
+
+
+def looks(out: Path) -> dict[int, dict[str, Any]]:
+    return {line["step"]: line for line in read_lines(out / "layers.jsonl")}
+
+
+def bare(run: Result) -> dict[int, dict[str, Any]]:
+    """Its lines without what was measured."""
+    return {
+        step: {key: value for key, value in line.items() if not key.startswith("layers/")}
+        for step, line in run.counted().items()
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["guard.sync=false"],
+        pytest.param(["parallel=ddp", "model.dropout=0.1"], marks=pytest.mark.full),
+        pytest.param(["parallel=zero1"], marks=pytest.mark.full),
+        pytest.param(["parallel=zero2", "batch.micro_size=2"], marks=pytest.mark.full),
+        pytest.param(["parallel=zero3"], marks=pytest.mark.full),
+        pytest.param(["model.loss_chunk_mib=0.01", "model.qk_norm=true"], marks=pytest.mark.full),
+    ],
+    ids=" ".join,
+)
+def test_looking_changes_nothing(tmp_path: Path, settings: list[str]) -> None:
+    without = train(tmp_path / "without", *SMALL, *settings, "track.layers_every=0")
+    seen = train(tmp_path / "with", *SMALL, *settings, f"track.layers_every={EVERY}")
+    assert without.code == seen.code == 0, seen.tail
+    assert seen.digest == without.digest, seen.tail
+    assert bare(seen) == bare(without)
+    assert not (without.out / "layers.jsonl").exists()
+    found = looks(seen.out)
+    assert list(found) == [6, 12, 18, 24]
+    for step, line in found.items():
+        assert line["attempt"] == 1
+        layers = line["layers"]
+        assert list(layers) == ["embedding", "blocks.0", "blocks.1", "norm"]
+        for told in layers.values():
+            assert told["grad"] > 0 and told["weight"] > 0 and 0 < told["update"] < 1
+            assert 0.1 < told["adam_rms"] < 10
+        for block in ("blocks.0", "blocks.1"):
+            assert layers[block]["residual_rms"] > 0 and layers[block]["attention_logit"] > 0
+        columns = {k: v for k, v in seen.counted()[step].items() if k.startswith("layers/")}
+        assert columns == {f"layers/{name}": value for name, value in line["model"].items()}
+        # All gradients together are the one that the guard sees.
+        square = sum(told["grad"] ** 2 for told in layers.values())
+        assert square**0.5 == pytest.approx(seen.counted()[step]["grad_norm"], rel=1e-3)
+        assert 3 < line["model"]["logsumexp"] < 8
+
+
+@pytest.mark.full
+def test_ranks_and_restarts_tell_the_same(tmp_path: Path) -> None:
+    """One rank or three, whole or killed in between: the same numbers but for rounding."""
+    words = [*SMALL, f"track.layers_every={EVERY}", "batch.global_size=6"]
+    one = train(tmp_path / "one", *words, ranks=1)
+    three = train(tmp_path / "three", *words, "faults=[kill@step=15,rank=1]", ranks=3, restarts=1)
+    assert one.code == three.code == 0, three.tail
+    assert [line["attempt"] for line in looks(three.out).values()] == [1, 2, 2, 2]
+    for step, line in looks(one.out).items():
+        assert line["model"] == pytest.approx(looks(three.out)[step]["model"], rel=2e-2)
