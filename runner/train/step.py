@@ -315,16 +315,10 @@ class Stepper:
         seconds = step.seconds + time.monotonic() - began
         self._step_seconds.append(seconds)
         self._newest = step
-<<<<<<< HEAD
         self._ranks.require_alike(numbers[FINGERPRINT:JOBS], step.identity)
         self._require_one_gate(numbers[GATES], step.plan.step)
         unreadable, shares = self._gather_unreadable(numbers, step)
-=======
-        self._ranks.require_alike(numbers[_FINGERPRINT:_JOBS], step.identity)
-        self._require_one_gate(numbers[_GATES], step.plan.step)
-        unreadable, shares = self._told_unreadable(numbers, step)
         signals = _signals(numbers, step)
->>>>>>> de28283 (train: measure the layers of a step now and then)
         return StepInfo(
             signals=signals,
             batch=step.plan.batch,
