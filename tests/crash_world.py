@@ -27,7 +27,7 @@ from runner.observe.journal import Journal
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, State, rollback_targets
 from runner.run_dir.paths import RunDir
-from runner.startup.resume import Resumed, RunInventory, find, resume_from, take_lease
+from runner.startup.resume import Resumed, RunInventory, claim_run_dir, resume_from, scan
 from runner.system.files import naming
 from runner.system.json_lines import LineFile
 
@@ -177,10 +177,10 @@ class World:
         """As ``Session.open`` does it; ``number`` orders the launches."""
         ranks = cast(Any, One())
         launch = JobEnv(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
-        fence = take_lease(self.dir, ANY_CONFIG, launch, ranks, len)
+        fence = claim_run_dir(self.dir, ANY_CONFIG, launch, ranks, len)
         mine = self.number = fence.number
         self._fact("incarnation", mine)
-        found = find(self.dir, ANY_CONFIG, "d", ranks, fence)
+        found = scan(self.dir, ANY_CONFIG, "d", ranks, fence)
         file = LineFile(self.dir.journal, length=found.journal_bytes, check=fence.check)
         states = [[r.serial, r.state.value] for r in found.records]
         self._fact("found", {"lines": found.journal, "records": states})

@@ -18,7 +18,7 @@ from runner.command.arguments import Parser
 from runner.config.schema import RunConfig
 from runner.distributed.env import EXIT_DIR, tell_exit
 from runner.launch import command_line
-from runner.launch.attempt import Forward, Job, Stop, run_once
+from runner.launch.attempt import Job, Stop, StopTarget, run_once
 from runner.launch.nodes import BadNodes
 from runner.launch.outcome import EXIT_CODES
 from runner.launch.supervisor import Supervisor, new_launch_id
@@ -145,7 +145,7 @@ def _run_as_a_part(job: Job, out: Path) -> int:
     """One attempt on one node of a larger job, which decides what follows."""
     part_of = Path(job.environment[EXIT_DIR])
     # Within a step Slurm signals every process by itself.
-    forward = Forward.step if "SLURM_STEP_ID" in job.environment else Forward.ranks
+    forward = StopTarget.step if "SLURM_STEP_ID" in job.environment else StopTarget.ranks
     stop = Stop()
     stop.listen()
     ended = run_once(replace(job, forward=forward, part_of=part_of), stop)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from runner.distributed.device import FoundDevice, find_device
 from runner.distributed.env import RankEnv
-from runner.distributed.rendezvous import Facts, meet, spare_connections, wait_for_ranks
+from runner.distributed.rendezvous import Facts, connect_store, spare_connections, wait_for_ranks
 from runner.system.environment import variables
 from runner.system.error import ConfigError, RunnerError, StartError
 from runner.system.process import host_name
@@ -63,7 +63,7 @@ def start_group(
     """
     # torch read TORCH_DISTRIBUTED_DEBUG when it was imported; debug=collectives came later.
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
-    store = meet(place, seconds=start_seconds)
+    store = connect_store(place, seconds=start_seconds)
     room, facts_by_rank = wait_for_ranks(
         store, place, facts or {"versions": {}}, seconds=start_seconds
     )

@@ -36,7 +36,7 @@ _OTHER_FILES = 256  # that a process has open beside its connections
 _MOST_NAMED = 16
 
 
-def meet(place: RankEnv, *, seconds: float) -> Store:
+def connect_store(place: RankEnv, *, seconds: float) -> Store:
     """The store that all ranks share.
 
     Raises:

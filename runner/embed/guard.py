@@ -25,7 +25,7 @@ from runner.embed.randomness import Randomness
 from runner.embed.settings import run_config
 from runner.embed.state import LoopState
 from runner.embed.story import Story
-from runner.session.summary import End, RunSize, sum_up
+from runner.session.summary import RunEnd, RunSize, sum_up
 from runner.system.error import ConfigError
 
 _NO_DIGEST_ABOVE = 1 << 28  # elements: a digest at the end of each pass would take minutes
@@ -335,7 +335,7 @@ class Guard:
             return
         opened.lease.fence.check()
         sum_up(
-            End(status="done", exit_code=0, reason=reason),
+            RunEnd(status="done", exit_code=0, reason=reason),
             digest=digest,
             state=opened.state,
             journal=opened.written.journal,

@@ -39,7 +39,7 @@ from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.opening import acquire_lease, open_journal, open_slots
 from runner.session.phases import Inventory, Lease, RunJournal
-from runner.startup.resume import Resumed, find, resume_from
+from runner.startup.resume import Resumed, resume_from, scan
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines
@@ -190,7 +190,7 @@ def open_run(
     keep_for_owner()
     ranks = group.ranks
     lease = acquire_lease(config, group)
-    found = find(group.run_dir, config, _FINGERPRINT, ranks, lease.fence)
+    found = scan(group.run_dir, config, _FINGERPRINT, ranks, lease.fence)
     written = open_journal(lease, Inventory(found=found, restorer=None, restored=None), group)
     backlog = Backlog(
         patience_seconds=config.track.unwritten_seconds,

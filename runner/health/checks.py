@@ -16,7 +16,7 @@ import torch
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine
 from runner.policy.decision.history import Incident
-from runner.policy.straggler import Pace, Stragglers
+from runner.policy.straggler import RankPace, Stragglers
 from runner.system.error import RankError
 
 _PROBE_REPEATS = 5
@@ -64,7 +64,7 @@ class PaceInspector:
         slots[3 * self._ranks.rank : 3 * self._ranks.rank + 3] = own
         sums = self._ranks.sum(slots)
         paces = [
-            Pace(host=sums[3 * r], device=sums[3 * r + 1], step=sums[3 * r + 2])
+            RankPace(host=sums[3 * r], device=sums[3 * r + 1], step=sums[3 * r + 2])
             for r in range(world)
         ]
         for found in self._stragglers.note(paces):

@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.health.node_reports import read_all_reports
 from runner.health.rank_report import Report, last_words
-from runner.health.root_cause import RootCause, blame
+from runner.health.root_cause import RootCause, find_root_cause
 from runner.policy.decision.history import Incident
 from runner.run_dir.lease import has_ended, oldest_number
 from runner.run_dir.paths import RunDir
@@ -49,7 +49,7 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
         next_step = _last_step(run_dir) + 1  # it died in the one after the last told of
         for report in _last_words(run_dir, earlier, world_size, next_step):
             by_rank.setdefault(report.rank, report)
-        cause = blame(list(by_rank.values()), world_size)
+        cause = find_root_cause(list(by_rank.values()), world_size)
         found.append(crash_incident(replace(cause, step=cause.step or next_step), earlier))
     return found
 

@@ -49,9 +49,9 @@ from runner.health.rank_report import (
     stacks,
     write_report,
 )
-from runner.health.root_cause import RootCause, blame
+from runner.health.root_cause import RootCause, find_root_cause
 from runner.health.watchdog import Watchdog
-from runner.run_dir.lease import BEAT_SECONDS, Fence
+from runner.run_dir.lease import BEAT_SECONDS, RunLease
 from runner.run_dir.paths import RunDir
 from runner.system.environment import variables
 from runner.system.error import Superseded
@@ -112,7 +112,7 @@ class RankMonitor:
         self._parent = first_parent()
         self._oom_kills = num_oom_kills()
         self._peers: Sequence[Facts] = ()
-        self._fence: Fence | None = None
+        self._fence: RunLease | None = None
         # What has happened to the others comes before the request to stop: torchrun makes one
         # when a rank has died, and that is no preemption.
         looks = [self._look_at_launcher, self._look_at_start]
@@ -139,7 +139,7 @@ class RankMonitor:
         if sys.__stderr__ is not None:
             self._watchdog.resort_to((sys.__stderr__, seconds + _TELL_SECONDS))
 
-    def begin(self, fence: Fence, peers: Sequence[Facts]) -> None:
+    def begin(self, fence: RunLease, peers: Sequence[Facts]) -> None:
         """Watch the rest as well. ``peers``: what this node's ranks told at the roll call."""
         here = pid_namespace()
         self._peers = [peer for peer in peers if peer["pids"] == here]
@@ -224,7 +224,7 @@ class RankMonitor:
         """This rank's own error, which the caller then raises."""
         words = f"{type(error).__name__}: {in_words(error)}"
         report = self._report("exception", words, error)
-        cause = blame([report], self._place.world_size)
+        cause = find_root_cause([report], self._place.world_size)
         self._say_cause(cause)  # first: the others say it when they see a report without
         self._write(report)
         self._write_down(cause)
@@ -402,7 +402,7 @@ class RankMonitor:
         # A rank with an exception of its own has told it already.
         is_teller = is_teller and not (self._folder() / _CAUSE).exists()
         if is_teller or self._place.is_first:
-            cause = blame(read_reports(self._folder()), self._place.world_size)
+            cause = find_root_cause(read_reports(self._folder()), self._place.world_size)
             if is_teller:
                 self._say_cause(cause)
             self._write_down(cause)
@@ -426,7 +426,7 @@ class RankMonitor:
             is_told = (folder / _CAUSE).exists()
             is_teller = not is_told and first == min(reported_nodes(folder), default=first)
             if is_teller or self._place.is_first:
-                cause = blame(read_all_reports(folder), self._place.world_size)
+                cause = find_root_cause(read_all_reports(folder), self._place.world_size)
                 if is_teller:
                     self._say_cause(cause)
                 self._write_down(cause)

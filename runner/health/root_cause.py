@@ -41,7 +41,7 @@ class RootCause:
     first: Report | None = None
 
 
-def blame(reports: Sequence[Report], world_size: int) -> RootCause:
+def find_root_cause(reports: Sequence[Report], world_size: int) -> RootCause:
     """The cause that the reports of one incarnation speak for. ``reports`` may be empty."""
     step = max((report.step for report in reports), default=0)
     broken = [r for r in reports if r.kind == "exception" and is_hardware(r.message)]

@@ -39,7 +39,7 @@ _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _STOP_FILE = ".stop"
 
 
-class Forward(Enum):
+class StopTarget(Enum):
     """Who is told when the supervisor is asked to stop."""
 
     ranks = "ranks"  # each rank, once it listens; torchrun itself would end them after 30 s
@@ -63,7 +63,7 @@ class Job:
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    forward: Forward = Forward.ranks
+    forward: StopTarget = StopTarget.ranks
     expected: frozenset[str] = frozenset()
     exits: Path | None = None
     part_of: Path | None = None
@@ -169,7 +169,7 @@ def run_once(job: Job, stop: Stop) -> Ended:
 
 def _end_step(job: Job, child: subprocess.Popen[bytes]) -> None:
     """Let srun end its step on all nodes before it is killed."""
-    if job.forward is Forward.srun and child.poll() is None:
+    if job.forward is StopTarget.srun and child.poll() is None:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_SRUN_SECONDS)
@@ -223,12 +223,12 @@ class _Watch:
 
     def _look_for_deaths(self, *, is_over: bool) -> None:
         """Of a step's ranks their own node's supervisor tells; who is asked to stop may go."""
-        if not self._stop.is_set and self._job.forward is not Forward.srun:
+        if not self._stop.is_set and self._job.forward is not StopTarget.srun:
             self._begun.look(is_over=is_over)
 
     def _is_over(self) -> bool:
         """The ranks that were told to stop have: torchrun with restarts left would go on."""
-        if self._job.forward is Forward.srun or not self._told or self._child.pid in self._told:
+        if self._job.forward is StopTarget.srun or not self._told or self._child.pid in self._told:
             return False
         if any(parent(pid) is not None for pid in self._told):
             self._alive = time.monotonic()
@@ -249,12 +249,12 @@ class _Watch:
                 process_tree.send(pid, number)
 
     def _told_already(self, number: int) -> set[int]:
-        if self._job.forward is Forward.srun and number == signal.SIGUSR1:
+        if self._job.forward is StopTarget.srun and number == signal.SIGUSR1:
             (self._exits / _STOP_FILE).touch()
-        return set(self._listening(number)) if self._job.forward is Forward.step else set()
+        return set(self._listening(number)) if self._job.forward is StopTarget.step else set()
 
     def _whom(self, number: int) -> Sequence[int]:
-        if self._job.forward is Forward.srun:
+        if self._job.forward is StopTarget.srun:
             return [self._child.pid] if number == signal.SIGUSR1 else []
         if not self._told and not self._job.shielded and not process_tree.ranks(self._mark):
             return [self._child.pid]  # it has no ranks, and may be one itself

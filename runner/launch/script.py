@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runner.health.lost_peer import by_text
 from runner.health.rank_report import Report, own_line
-from runner.health.root_cause import RootCause, blame
+from runner.health.root_cause import RootCause, find_root_cause
 from runner.health.trace_dump import read_dumps
 from runner.launch import process_tree
 from runner.launch.attempt import Ended, Job, Stop, run_once
@@ -227,7 +227,7 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
     if not reports:
         words = f"ended with {ended.code}"
         return RootCause(kind="exit", ranks=(), step=step, reason=words, signature=words)
-    return blame(reports, world_size)
+    return find_root_cause(reports, world_size)
 
 
 def _reports(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runner.distributed.env import END_TIME
 from runner.launch import command_line, slurm
-from runner.launch.attempt import Ended, Forward, Job, Stop
+from runner.launch.attempt import Ended, Job, Stop, StopTarget
 from runner.launch.node_rendezvous import MOST_BYTES, announce
 from runner.launch.nodes import BadNodes, choose
 from runner.launch.outcome import FINAL
@@ -127,7 +127,7 @@ class SlurmJob:
         return Job(
             command=self._srun(chosen, exits / _NODES_FILE, overrides),
             environment=self._step_environment(chosen, number, exits / _ADDRESSES_FILE),
-            forward=Forward.srun,
+            forward=StopTarget.srun,
             expected=frozenset(chosen),
             exits=exits,
         )

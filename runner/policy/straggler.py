@@ -11,7 +11,7 @@ _WORTH = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class RankPace:
     """One rank's seconds.
 
     ``host`` from the step's begin to its first collective (data, Python), ``device`` for one fixed
@@ -59,7 +59,7 @@ class Stragglers:
         self._checks = checks
         self._slow: dict[tuple[int, str], int] = {}
 
-    def note(self, paces: Sequence[Pace]) -> list[Straggler]:
+    def note(self, paces: Sequence[RankPace]) -> list[Straggler]:
         """Compare all ranks, by rank; returns those that have just become stragglers."""
         found = []
         step = statistics.median(pace.step for pace in paces)

@@ -36,7 +36,7 @@ _CLAIM_BYTES = 1 << 20
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
-class Fence:
+class RunLease:
     """The incarnation that this process belongs to; ``number`` counts from 1."""
 
     def __init__(self, folder: Path, number: int) -> None:
@@ -93,7 +93,7 @@ class Fence:
             _claim_path(self._folder, self.number).with_suffix(".ended").touch()
 
 
-def take(
+def acquire(
     folder: Path,
     launch: JobEnv,
     *,
@@ -101,7 +101,7 @@ def take(
     take_over: bool,
     say: Callable[[str], None],
     after: int = 0,
-) -> Fence:
+) -> RunLease:
     """Become the owner. On rank 0 only.
 
     Args:
@@ -122,7 +122,7 @@ def take(
             _wait_for_its_end(folder, newest, launch, stale_seconds, say)
         number = (newest or min(after, _LAST_NUMBER - 1)) + 1
         if _claim(folder, number, launch):
-            return Fence(folder, number)
+            return RunLease(folder, number)
 
 
 def newest_number(folder: Path) -> int:

@@ -32,7 +32,7 @@ from runner.session.trackers import run_trackers
 from runner.startup.micro_size import settle_micro_size
 from runner.startup.precision import settle_precision, settle_rope
 from runner.startup.restore import Restorer, open_remote, with_highest
-from runner.startup.resume import RunInventory, find, take_lease
+from runner.startup.resume import RunInventory, claim_run_dir, scan
 from runner.startup.shared_memory import StateOnDevice, node_folder, open_memory
 from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import LineFile
@@ -49,7 +49,7 @@ def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
     ranks, console = group.ranks, group.console
     _require_equal_settings(config, group)
     remote = open_remote(config, group.run_dir, ranks)
-    fence = take_lease(
+    fence = claim_run_dir(
         group.run_dir,
         config,
         _known_launch(group),
@@ -116,7 +116,7 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
             group.ranks,
         )
         restored = restorer.restore_if_lost()
-    found = find(
+    found = scan(
         group.run_dir,
         lease.config,
         fingerprint,

@@ -50,7 +50,7 @@ from runner.observe.tracker import BackgroundTracker, TensorBoardTracker
 from runner.policy.batch_shards import shard_batch
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.interval import IntervalRules, prior_seconds
-from runner.run_dir.lease import Fence
+from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir
 from runner.session.corpus import digest_notes as digest_notes
 from runner.session.corpus import open_dataset as open_dataset
@@ -471,7 +471,7 @@ def throughput(
 
 
 def trackers(
-    config: RunConfig, run_dir: RunDir, resumed: Resumed, fence: Fence
+    config: RunConfig, run_dir: RunDir, resumed: Resumed, fence: RunLease
 ) -> list[BackgroundTracker]:
     """What writes the metrics elsewhere, too; on the first rank only, since it makes files."""
     if not config.track.tensorboard:

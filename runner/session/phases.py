@@ -22,9 +22,9 @@ from runner.observe.journal import Journal
 from runner.observe.run_tracker import BackgroundRunTracker
 from runner.policy.decision.history import Incident
 from runner.report.writer import PageWriter
-from runner.run_dir.lease import Fence
+from runner.run_dir.lease import RunLease
 from runner.session.group import RankGroup
-from runner.startup.restore import RemoteRun, Restored, Restorer
+from runner.startup.restore import RemoteRun, RestoredRun, Restorer
 from runner.startup.resume import RunInventory
 from runner.train.checkpoints import SaveSchedule
 from runner.train.loop import Loop
@@ -48,7 +48,7 @@ class Lease:
 
     config: RunConfig
     config_digest: str
-    fence: Fence
+    fence: RunLease
     remote: RemoteRun | None
 
     def directory(self, group: RankGroup) -> CheckpointDirectory:
@@ -80,7 +80,7 @@ class Inventory:
 
     found: RunInventory
     restorer: Restorer | None
-    restored: Restored | None
+    restored: RestoredRun | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

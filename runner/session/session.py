@@ -25,7 +25,7 @@ from runner.session.opening import (
 )
 from runner.session.phases import Opened, Run
 from runner.session.state_digest import at_a_stop, collect_digest
-from runner.session.summary import End, RunSize, sum_up
+from runner.session.summary import RunEnd, RunSize, sum_up
 from runner.system.error import Preempted, RunnerError
 from runner.system.exit_codes import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
 from runner.train.collection import collected_at_boundaries
@@ -68,7 +68,7 @@ def open_run(config: RunConfig, group: RankGroup) -> Run:
     return begin(opened, machinery, resume(opened, machinery))
 
 
-def fit(run: Run) -> End:
+def fit(run: Run) -> RunEnd:
     """Train to the end, whichever it is."""
     try:
         reason = run.loop.run()
@@ -87,11 +87,11 @@ def fit(run: Run) -> End:
                 )
             )
         in_time = not isinstance(error, Preempted) or error.in_time
-        return End(status=status, exit_code=error.exit_code, reason=str(error), in_time=in_time)
-    return End(status="done", exit_code=EXIT_DONE, reason=reason)
+        return RunEnd(status=status, exit_code=error.exit_code, reason=str(error), in_time=in_time)
+    return RunEnd(status="done", exit_code=EXIT_DONE, reason=reason)
 
 
-def close(run: Run, end: End) -> int:
+def close(run: Run, end: RunEnd) -> int:
     """Finish what is under way, write the summary; returns the exit code."""
     group, lease, ring = run.opened.group, run.opened.lease, run.ring
     group.heart.enter("finish")
@@ -130,7 +130,7 @@ def close(run: Run, end: End) -> int:
     return end.exit_code
 
 
-def _write_last_page(pages: PageWriter, run: Run, end: End) -> None:
+def _write_last_page(pages: PageWriter, run: Run, end: RunEnd) -> None:
     """What goes wrong with it is one line."""
     asked = end.status == "preempted"
     may = end.in_time and not (asked and run.opened.group.stop.is_late)
@@ -141,7 +141,7 @@ def _write_last_page(pages: PageWriter, run: Run, end: End) -> None:
         )
 
 
-def _is_late(run: Run, end: End) -> Callable[[], bool]:
+def _is_late(run: Run, end: RunEnd) -> Callable[[], bool]:
     stop = run.opened.group.stop
 
     def is_late() -> bool:
@@ -150,7 +150,7 @@ def _is_late(run: Run, end: End) -> Callable[[], bool]:
     return at_a_stop(is_late) if end.status == "preempted" else is_late
 
 
-def _is_over(run: Run, end: End) -> bool:
+def _is_over(run: Run, end: RunEnd) -> bool:
     """Whether what is on disk is all that anybody will come back to."""
     saved = run.ring.saved_step == run.state.updates
     return end.in_time and (end.status in ("done", "halted") or saved)

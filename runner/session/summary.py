@@ -16,7 +16,7 @@ from runner.train.state import TrainState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class RunEnd:
     """How the loop ended; ``status`` is done, halted, preempted or failed.
 
     ``in_time`` False: the grace is over, nothing that takes long may be done any more.
@@ -70,7 +70,7 @@ class RunSize:
 
 
 def sum_up(
-    end: End,
+    end: RunEnd,
     *,
     digest: str | None,
     state: TrainState,

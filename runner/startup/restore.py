@@ -34,7 +34,7 @@ from runner.distributed.agreement import Ranks
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import Record, State, resume_order
-from runner.run_dir.lease import Fence
+from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir, is_allowed, settings_differing
 from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RankError
 from runner.system.files import sync_directory
@@ -111,7 +111,7 @@ class RemoteRun:
         *,
         ranks: Ranks,
         queue: LockstepQueue,
-        fence: Fence,
+        fence: RunLease,
         tainted: set[int],
         report: Callable[[Incident], None],
     ) -> Uploads:
@@ -203,7 +203,7 @@ def run_name(run_dir: RunDir) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoredRun:
     """What was taken back, and what has to be said of it."""
 
     record: Record
@@ -250,7 +250,7 @@ class Restorer:
         """Why the remote could not be looked at; empty when it could."""
         return self._remote.silence
 
-    def restore_if_lost(self) -> Restored | None:
+    def restore_if_lost(self) -> RestoredRun | None:
         """:meth:`restore` where ``out`` has nothing to load. Collective.
 
         Raises:
@@ -271,7 +271,7 @@ class Restorer:
             )
         return self.restore()
 
-    def restore(self) -> Restored | None:
+    def restore(self) -> RestoredRun | None:
         """The newest one whose every byte is as it was sent; None without any. Collective.
 
         Raises:
@@ -290,7 +290,7 @@ class Restorer:
             except CorruptCheckpoint as error:
                 faults.append(_damaged(str(error)))
                 continue
-            return Restored(record=record, incidents=[*faults, self._incident(record)])
+            return RestoredRun(record=record, incidents=[*faults, self._incident(record)])
         if faults:
             words = "; ".join(incident.reason for incident in faults)
             raise CheckpointError(

@@ -20,7 +20,7 @@ from runner.health.crash_log import unexplained
 from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, State, Tier, resume_order
-from runner.run_dir.lease import Fence, take
+from runner.run_dir.lease import RunLease, acquire
 from runner.run_dir.paths import RunDir, is_allowed
 from runner.system.error import CheckpointError, ConfigError
 from runner.system.json_lines import last_line, step_of
@@ -66,7 +66,7 @@ class Resumed:
     is_fresh: bool = False
 
 
-def take_lease(
+def claim_run_dir(
     run_dir: RunDir,
     config: RunConfig,
     launch: JobEnv,
@@ -74,7 +74,7 @@ def take_lease(
     say: Callable[[str], None],
     *,
     after: int = 0,
-) -> Fence:
+) -> RunLease:
     """Become the one that writes to ``out``. Collective.
 
     Args:
@@ -88,7 +88,7 @@ def take_lease(
         if ranks.rank != 0:
             return 0
         run_dir.create()
-        return take(
+        return acquire(
             run_dir.incarnation,
             launch,
             stale_seconds=config.resume.stale_seconds,
@@ -98,15 +98,15 @@ def take_lease(
         ).number
 
     number = ranks.from_first(ranks.all_or_none("taking out", take_first))
-    return Fence(run_dir.incarnation, number)
+    return RunLease(run_dir.incarnation, number)
 
 
-def find(
+def scan(
     run_dir: RunDir,
     config: RunConfig,
     fingerprint: str,
     ranks: Ranks,
-    fence: Fence,
+    fence: RunLease,
     tensors: Callable[[], Tensors] | None = None,
 ) -> RunInventory:
     """Read ``out`` on rank 0 and tell everybody. Collective.
@@ -134,7 +134,7 @@ def _read(
     run_dir: RunDir,
     config: RunConfig,
     fingerprint: str,
-    fence: Fence,
+    fence: RunLease,
     tensors: Callable[[], Tensors] | None,
 ) -> dict[str, Any]:
     store = CheckpointDirectory(run_dir.ring, owner=fence.number, check=fence.check)

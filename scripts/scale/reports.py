@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.health.node_reports import merge_node, node_folder, read_all_reports, write_node
 from runner.health.rank_report import Report, stacks, write_report
-from runner.health.root_cause import RootCause, blame
+from runner.health.root_cause import RootCause, find_root_cause
 
 RANKS_PER_NODE = 8
 _MOST_ENTRIES = 400  # that a rank tells of
@@ -48,7 +48,7 @@ def report(rank: int, world_size: int, *, absent: int) -> Report:
 
 def conclude(folder: Path, world_size: int) -> RootCause:
     """What rank 0 does once the others have told."""
-    return blame(read_all_reports(folder), world_size)
+    return find_root_cause(read_all_reports(folder), world_size)
 
 
 def measure(world_size: int) -> dict[str, Any]:

@@ -34,10 +34,10 @@ from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_e
 from runner.fault.spec import parse_faults
 from runner.health.crash_log import unexplained
 from runner.health.rank_report import Report, last_words, read_reports
-from runner.health.root_cause import blame
+from runner.health.root_cause import find_root_cause
 from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.ledger import Ledger
-from runner.run_dir.lease import Fence, newest_number, take
+from runner.run_dir.lease import RunLease, acquire, newest_number
 from runner.run_dir.paths import RunDir
 from runner.session.parts import judge_rules, remedy_rules
 from runner.startup.resume import _serial_in
@@ -143,7 +143,7 @@ def read_header_of(base: Path, data: bytes) -> None:
     found, refused = next_one.left_by(3)
     assert len(found) + len(refused) == 1
     for serial in found:
-        next_one.take_over(3, serial, 0)
+        next_one.adopt(3, serial, 0)
 
 
 @often
@@ -460,7 +460,7 @@ def explain(folder: Path, data: bytes) -> None:
     (folder / "rank-00001.json").write_bytes(as_json(report() | {"rank": 1, "collectives": []}))
     reports = read_reports(folder)
     assert len(reports) in (1, 2)
-    blame(reports, 2)
+    find_root_cause(reports, 2)
     for found in reports:
         assert isinstance(found.where, str)
 
@@ -509,9 +509,9 @@ def test_claims(num: int, tmp_path: Path) -> None:
         (folder / f"{name}.json").write_bytes(data)
         (folder / "beat").write_bytes(beat)
         newest = newest_number(folder)
-        fence = take(folder, ALONE, stale_seconds=0.002, take_over=False, say=len)
+        fence = acquire(folder, ALONE, stale_seconds=0.002, take_over=False, say=len)
         assert fence.number == newest + 1
-        Fence(folder, 1).check()  # Superseded, where the hostile claim is number 2
+        RunLease(folder, 1).check()  # Superseded, where the hostile claim is number 2
 
     data = changed(claim).map(as_json) | damaged(as_json(claim))
     names = st.sampled_from(

@@ -12,7 +12,7 @@ from runner.health.flight_recorder import first_divergence
 from runner.health.hang import HangTimeouts, hang_limit, hang_message
 from runner.health.heartbeat import Heartbeat
 from runner.health.rank_report import Report, last_words, own_line, read_reports, write_report
-from runner.health.root_cause import blame
+from runner.health.root_cause import find_root_cause
 from runner.health.trace_dump import plain_entry as evidence_entry
 
 
@@ -134,13 +134,13 @@ def test_two_backends_of_one_group_count_apart() -> None:
 
 def test_a_rank_that_left_without_a_word_is_the_cause() -> None:
     told = [report(0, "lost_contact"), report(1, "exit", message="ended with exit code 9")]
-    found = blame(told, 2)
+    found = find_root_cause(told, 2)
     assert (found.kind, found.ranks) == ("exit", (1,)), found
     assert "rank 1: ended with exit code 9" in found.reason
 
 
 def test_an_exception_comes_before_those_who_lost_contact() -> None:
-    cause = blame(
+    cause = find_root_cause(
         [
             report(0, "lost_contact", time=1.0),
             report(1, "exception", time=2.0, message="ValueError: 3 is odd"),
@@ -149,15 +149,15 @@ def test_an_exception_comes_before_those_who_lost_contact() -> None:
         3,
     )
     assert cause.ranks == (1,) and "ValueError: 3 is odd" in cause.reason
-    again = blame([report(1, "exception", message="ValueError: 5 is odd", step=7)], 3)
+    again = find_root_cause([report(1, "exception", message="ValueError: 5 is odd", step=7)], 3)
     assert again.signature == cause.signature, "numbers do not make it another failure"
-    other = blame([report(1, "exception", message="KeyError: 'a'", step=7)], 3)
+    other = find_root_cause([report(1, "exception", message="KeyError: 'a'", step=7)], 3)
     assert other.signature != cause.signature
 
 
 def test_all_ranks_that_fail_alike_are_named() -> None:
     reports = [report(r, "exception", message=f"OSError: rank {r}", time=r) for r in range(3)]
-    assert blame(reports, 3).ranks == (0, 1, 2)
+    assert find_root_cause(reports, 3).ranks == (0, 1, 2)
 
 
 def test_who_changed_the_shape_when_gloo_aborted_the_other() -> None:
@@ -167,24 +167,24 @@ def test_who_changed_the_shape_when_gloo_aborted_the_other() -> None:
         report(0, "fatal", message="Fatal Python error: Aborted"),
         report(1, "lost_contact", collectives=[*same_line, odd]),
     ]
-    cause = blame(reports, 2)
+    cause = find_root_cause(reports, 2)
     assert "rank 1 handed over [[5]] in all_reduce #3 at step.py:9 f" in cause.reason
     assert "where it was [[4]] before" in cause.reason
 
 
 def test_silence() -> None:
-    gone = blame([report(0, "lost_contact"), report(2, "lost_contact")], 3)
+    gone = find_root_cause([report(0, "lost_contact"), report(2, "lost_contact")], 3)
     assert gone.ranks == (1,) and "SIGKILL" in gone.reason
-    frozen = blame([report(0, "hang", collectives=[*PAST, entry(5, finished=False)])], 2)
+    frozen = find_root_cause([report(0, "hang", collectives=[*PAST, entry(5, finished=False)])], 2)
     assert frozen.ranks == (1,) and "does not answer" in frozen.reason
     assert "all_reduce #5 at train.py:5" in frozen.reason
-    assert "without a word" in blame([], 3).reason
+    assert "without a word" in find_root_cause([], 3).reason
 
 
 def test_a_rank_that_is_busy_while_the_others_wait() -> None:
     stack = {"thread": "MainThread", "frames": [{"file": "d.py", "line": 9, "function": "load"}]}
     waiting = [*PAST, entry(5, finished=False)]
-    cause = blame(
+    cause = find_root_cause(
         [
             report(0, "hang", collectives=waiting),
             report(1, "called", collectives=PAST, stacks=[stack], phase="fetch"),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from runner.health.lost_peer import LOST_CONTACT, OWN, UNCLEAR, in_words, whose_fault
 from runner.health.rank_report import Report
-from runner.health.root_cause import blame
+from runner.health.root_cause import find_root_cause
 
 HERE = "torch 2.13, here"
 PAIR = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
@@ -174,11 +174,11 @@ def report(rank: int, kind: str, message: str = "", time: float = 0.0) -> Report
 
 def test_an_error_that_does_not_tell_is_the_cause_only_where_nothing_is_surer() -> None:
     lost, unclear = report(0, LOST_CONTACT), report(1, UNCLEAR, "NCCL error: internal error")
-    alone = blame([lost, unclear, report(2, "called")], 3)
+    alone = find_root_cause([lost, unclear, report(2, "called")], 3)
     assert (alone.kind, alone.ranks) == (UNCLEAR, (1,)) and "internal error" in alone.reason
-    gone = blame([lost, unclear], 3)
+    gone = find_root_cause([lost, unclear], 3)
     assert (gone.kind, gone.ranks) == ("silence", (2,)), "a rank that is gone is surer"
-    killed = blame([lost, unclear, report(2, "signal", "killed by SIGKILL", time=9.0)], 3)
+    killed = find_root_cause([lost, unclear, report(2, "signal", "killed by SIGKILL", time=9.0)], 3)
     assert killed.ranks == (2,), "and so is one that was killed"
 
 

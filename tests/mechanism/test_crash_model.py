@@ -212,7 +212,7 @@ SYNCS = {
     "sync_directory<write_durably<directory.mark": "CLEAN and TAINTED",
     "sync_directory<directory.remove": "the marker goes first",
     "sync_directory<lease._claim": "an incarnation's number",
-    "sync_directory<make_folder<lease.take": "and its folder's name",
+    "sync_directory<make_folder<lease.acquire": "and its folder's name",
     "sync_directory<make_folder<paths.create": "the run's own name",
 }
 # Noticed by nobody, and why that is right.

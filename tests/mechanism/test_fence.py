@@ -20,7 +20,7 @@ from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.manifest import Manifest
 from runner.distributed.env import JobEnv
 from runner.run_dir import lease
-from runner.run_dir.lease import Fence, has_ended, newest_number, take
+from runner.run_dir.lease import RunLease, acquire, has_ended, newest_number
 from runner.system.error import ConfigError, Superseded
 from runner.system.json_lines import LineFile, read_lines
 from runner.system.process import own_process
@@ -32,8 +32,8 @@ def job(name: str, restart: int = 0) -> JobEnv:
     return JobEnv(job=name, order=(restart, 0), step="0", end_time=None, has_agent=True)
 
 
-def taken(folder: Path, launch: JobEnv = ALONE, *, take_over: bool = False) -> Fence:
-    return take(folder, launch, stale_seconds=0.5, take_over=take_over, say=said.append)
+def taken(folder: Path, launch: JobEnv = ALONE, *, take_over: bool = False) -> RunLease:
+    return acquire(folder, launch, stale_seconds=0.5, take_over=take_over, say=said.append)
 
 
 said: list[str] = []
@@ -52,7 +52,7 @@ def ended_process() -> int:
 
 
 @contextlib.contextmanager
-def beating(fence: Fence) -> Iterator[None]:
+def beating(fence: RunLease) -> Iterator[None]:
     """The fence's owner takes steps meanwhile."""
     over = threading.Event()
 
@@ -180,7 +180,7 @@ def claim_together(folder: Path, number: int, at_once: object, results: object) 
     at_once.wait()  # type: ignore[attr-defined]
     launch = JobEnv(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
     try:
-        fence = take(folder, launch, stale_seconds=0.2, take_over=True, say=lambda _: None)
+        fence = acquire(folder, launch, stale_seconds=0.2, take_over=True, say=lambda _: None)
         results.put(fence.number)  # type: ignore[attr-defined]
     except ConfigError:
         results.put(0)  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import pytest
 from runner.health.crash_log import crash_incident
 from runner.health.hardware import is_hardware
 from runner.health.rank_report import Report
-from runner.health.root_cause import HARDWARE, blame
+from runner.health.root_cause import HARDWARE, find_root_cause
 from runner.launch import process_tree
 from runner.launch import supervisor as supervisor_module
 from runner.launch.attempt import Ended, Job
@@ -22,7 +22,7 @@ from runner.launch.outcome import EXIT_CODES
 from runner.launch.supervisor import Supervisor
 from runner.policy import restart
 from runner.policy.restart import Again, Attempt, End, RestartRules, after
-from runner.policy.straggler import Pace, Stragglers
+from runner.policy.straggler import RankPace, Stragglers
 
 ECC = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
 
@@ -66,7 +66,7 @@ def test_the_device_that_failed_comes_before_what_followed_from_it() -> None:
         report(2, ECC),
         report(3, "killed by SIGTERM", kind="signal"),
     ]
-    cause = blame(reports, 4)
+    cause = find_root_cause(reports, 4)
     assert (cause.kind, cause.ranks) == (HARDWARE, (2,)) and "ECC" in cause.reason
     line = crash_incident(cause, 1)
     assert line.detail["cause"] == HARDWARE == restart.HARDWARE
@@ -176,7 +176,9 @@ def test_how_long_is_waited_for_those_who_sleep_in_the_kernel(
 def test_a_throttled_gpu_is_slow_by_less_than_a_busy_host(
     device_factor: float | None, found: list[int]
 ) -> None:
-    paces = [Pace(host=0.01, device=0.010 if rank != 2 else 0.013, step=0.5) for rank in range(8)]
+    paces = [
+        RankPace(host=0.01, device=0.010 if rank != 2 else 0.013, step=0.5) for rank in range(8)
+    ]
     stragglers = Stragglers(factor=2.0, checks=1, device_factor=device_factor)
     assert [one.rank for one in stragglers.note(paces)] == found
     busy = [replace(pace, host=0.015 if rank == 3 else 0.01) for rank, pace in enumerate(paces)]

@@ -23,10 +23,10 @@ from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_e
 from runner.fault.spec import parse_faults
 from runner.health.crash_log import unexplained
 from runner.health.rank_report import Report, last_words, read_reports
-from runner.health.root_cause import blame
+from runner.health.root_cause import find_root_cause
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import Incident
-from runner.run_dir.lease import Fence, newest_number, take
+from runner.run_dir.lease import RunLease, acquire, newest_number
 from runner.run_dir.paths import RunDir
 from runner.session.parts import judge_rules, remedy_rules
 from runner.system.error import (
@@ -106,8 +106,8 @@ LAUNCH = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
 NO_JOB = json.dumps({"order": [0, 0], "step": "", "time": 1.0, **own_process()}).encode()
 
 
-def taken(folder: Path, said: list[str]) -> Fence:
-    return take(folder, LAUNCH, stale_seconds=0.05, take_over=False, say=said.append)
+def taken(folder: Path, said: list[str]) -> RunLease:
+    return acquire(folder, LAUNCH, stale_seconds=0.05, take_over=False, say=said.append)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_damaged_claim_is_waited_for_and_then_passed(tmp_path: Path, content: 
     assert taken(tmp_path, said).number == 2
     assert "a damaged claim" in said[0]
     with pytest.raises(Superseded):
-        Fence(tmp_path, 1).check()
+        RunLease(tmp_path, 1).check()
 
 
 def test_a_damaged_claim_of_a_living_run_is_respected(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_damaged_claim_of_a_living_run_is_respected(tmp_path: Path) -> None:
             threading.Timer(0.1, lambda: [first.beat() for _ in [next(beats)]]).start()
 
     with pytest.raises(ConfigError, match=r"in use by a living run \(a damaged claim\)"):
-        take(tmp_path, LAUNCH, stale_seconds=5, take_over=False, say=Beating().append)
+        acquire(tmp_path, LAUNCH, stale_seconds=5, take_over=False, say=Beating().append)
 
 
 def test_names_that_are_no_numbers(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_far_sequence_number_is_no_endless_loop(tmp_path: Path) -> None:
     for rank in (0, 1):
         text = json.dumps(report(rank=rank, collectives=far))
         (tmp_path / f"rank-{rank:05d}.json").write_text(text)
-    assert blame(read_reports(tmp_path), 2).kind == "network"
+    assert find_root_cause(read_reports(tmp_path), 2).kind == "network"
 
 
 def test_last_words_with_a_line_number_that_int_refuses(tmp_path: Path) -> None:

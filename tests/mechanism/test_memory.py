@@ -237,7 +237,7 @@ def test_a_later_process_takes_it_over(tmp_path: Path) -> None:
     headers, refused = next_one.left_by(3)
     assert refused == [] and [(n.serial, n.step) for n in headers.values()] == [(7, 20)]
     assert headers[7].train_state == {"updates": 20, "loss": 1.5}
-    next_one.take_over(3, 7, 0)
+    next_one.adopt(3, 7, 0)
     next_one.copy_out(0, state.shards())
     assert torch.equal(state.a, Weights(20).a)
     next_one.forget_earlier()
@@ -251,7 +251,7 @@ def test_one_that_still_lives_scribbles_on_nothing_of_ours(tmp_path: Path) -> No
     """P9: the older process has the old slots mapped, whatever they are called."""
     old = taken(tmp_path)
     next_one = later(tmp_path)
-    next_one.take_over(3, 7, 0)
+    next_one.adopt(3, 7, 0)
     next_one.forget_earlier()
     state = Weights(-1)
     old.fill(0, state.shards())
@@ -293,7 +293,7 @@ def test_damaged_data_is_not_taken_over(tmp_path: Path, damage: str) -> None:
             os.mkfifo(path)
     next_one = later(tmp_path)
     with pytest.raises(CorruptCheckpoint):
-        next_one.take_over(3, 7, 0)
+        next_one.adopt(3, 7, 0)
     assert later(tmp_path, 5).left_by(4)[0] == {}, "no header stands for it"
 
 
@@ -415,7 +415,7 @@ def test_a_snapshot_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
     path.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
     memory = later(tmp_path)
     [serial], refused = memory.left_by(3)
-    memory.take_over(3, serial, 0)
+    memory.adopt(3, serial, 0)
     assert not refused
 
 

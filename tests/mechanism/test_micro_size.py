@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runner.health.rank_report import Report
-from runner.health.root_cause import MEMORY, blame
+from runner.health.root_cause import MEMORY, find_root_cause
 from runner.launch.outcome import EXIT_CODES
 from runner.policy.restart import MEMORY as POLICYS
 from runner.policy.restart import Again, Attempt, End, RestartRules, after
@@ -67,7 +67,7 @@ def test_the_line_says_what_was_decided_and_why() -> None:
 )
 def test_what_is_want_of_memory(message: str, kind: str) -> None:
     told = Report(rank=1, world_size=2, kind="exception", step=3, phase="forward", message=message)
-    assert blame([told], 2).kind == kind
+    assert find_root_cause([told], 2).kind == kind
 
 
 def test_it_is_never_deterministic_but_the_budget_holds() -> None:

@@ -24,7 +24,7 @@ from runner.health import collective_trace
 from runner.health.collective_trace import collectives
 from runner.health.flight_recorder import waits_in
 from runner.health.rank_report import Report, read_reports, write_report
-from runner.health.root_cause import RootCause, blame
+from runner.health.root_cause import RootCause, find_root_cause
 from runner.health.trace_dump import MOST_ENTRIES, plain_entry
 
 STUCK = 100
@@ -112,7 +112,9 @@ def waiting(rank: int, state: str, **changes: Any) -> list[dict[str, Any]]:
 
 
 def told(world_size: int, of: Callable[[int], list[dict[str, Any]]]) -> RootCause:
-    return blame([report(rank, world_size, of(rank)) for rank in range(world_size)], world_size)
+    return find_root_cause(
+        [report(rank, world_size, of(rank)) for rank in range(world_size)], world_size
+    )
 
 
 WORLDS = [4, 8, 16, 64]
@@ -163,7 +165,7 @@ class TestOneIsOdd:
             else report(rank, world_size, past(), seconds=3.0, phase="fetch")
             for rank in range(world_size)
         ]
-        cause = blame(reports, world_size)
+        cause = find_root_cause(reports, world_size)
         assert cause.ranks == (ODD,), cause
         assert (
             f"rank {ODD} is in fetch" in cause.reason and "still moves: it is slow" in cause.reason
@@ -192,7 +194,7 @@ class TestOneIsOdd:
             else report(rank, world_size, [], untold="NCCL's flight recorder did not answer")
             for rank in range(world_size)
         ]
-        cause = blame(reports, world_size)
+        cause = find_root_cause(reports, world_size)
         assert (cause.kind, cause.ranks) == ("network", ()), cause
         assert f"rank {ODD}: NCCL's flight recorder did not answer" in cause.reason
 

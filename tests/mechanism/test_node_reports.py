@@ -23,8 +23,8 @@ from runner.health.node_reports import (
 from runner.health.preemption import StopRequest
 from runner.health.rank_monitor import RankMonitor, WatchRules
 from runner.health.rank_report import Report, write_report
-from runner.health.root_cause import RootCause, blame
-from runner.run_dir.lease import take
+from runner.health.root_cause import RootCause, find_root_cause
+from runner.run_dir.lease import acquire
 from runner.run_dir.paths import RunDir
 from scripts.scale.reports import entries, report
 
@@ -66,7 +66,10 @@ def test_the_cause_is_the_same(tmp_path: Path, kind: str, without_leader: int | 
     for first in range(0, WORLD, A_NODE):
         if first != without_leader:
             merge_node(tmp_path, first)
-    found, expected = blame(read_all_reports(tmp_path), WORLD), blame(reports, WORLD)
+    found, expected = (
+        find_root_cause(read_all_reports(tmp_path), WORLD),
+        find_root_cause(reports, WORLD),
+    )
     assert found.kind == expected.kind == kind
     assert (found.ranks, found.reason) == (expected.ranks, expected.reason)
 
@@ -104,7 +107,7 @@ def monitor(out: Path, rank: int) -> RankMonitor:
 def test_one_tells_for_all(tmp_path: Path) -> None:
     """All ranks at once, each with its own monitor: a file a node, and one cause."""
     alone = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
-    fence = take(RunDir(tmp_path).incarnation, alone, stale_seconds=1, take_over=True, say=print)
+    fence = acquire(RunDir(tmp_path).incarnation, alone, stale_seconds=1, take_over=True, say=print)
     written: list[tuple[int, RootCause]] = []
 
     def rank_of(rank: int) -> None:

@@ -17,7 +17,7 @@ from runner.health.hang import HangTimeouts
 from runner.health.preemption import StopRequest
 from runner.health.rank_monitor import RankMonitor, WatchRules
 from runner.health.watchdog import Watchdog
-from runner.run_dir.lease import take
+from runner.run_dir.lease import acquire
 from runner.run_dir.paths import RunDir
 from tests import warm
 
@@ -99,7 +99,9 @@ def watched(
 
 def take_run(out: Path, one: RankMonitor, peers: Sequence[Facts] = ()) -> None:
     alone = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
-    made = take(RunDir(out).incarnation, alone, stale_seconds=1, take_over=True, say=lambda _: None)
+    made = acquire(
+        RunDir(out).incarnation, alone, stale_seconds=1, take_over=True, say=lambda _: None
+    )
     one.begin(made, peers)
 
 
@@ -161,7 +163,7 @@ ENDINGS = {
     "another thread tells and never ends": (
         "one._telling.acquire()\none.failed(RuntimeError('mine'))"
     ),
-    "telling raises": ("module.blame = lambda *_: 1 / 0\none.failed(LOST)"),
+    "telling raises": ("module.find_root_cause = lambda *_: 1 / 0\none.failed(LOST)"),
     "the evidence cannot be had": ("module.collectives = lambda: 1 / 0\none.failed(LOST)"),
     "the evidence hangs": (
         "module.collectives = lambda: time.sleep(1000)\n" + GONE + "time.sleep(1000)"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from runner.policy.straggler import Pace, Straggler, Stragglers
+from runner.policy.straggler import RankPace, Straggler, Stragglers
 
 
-def rows(host: list[float], device: list[float] | None = None, step: float = 1.0) -> list[Pace]:
+def rows(host: list[float], device: list[float] | None = None, step: float = 1.0) -> list[RankPace]:
     device = device or [0.001] * len(host)
-    return [Pace(host=h, device=d, step=step) for h, d in zip(host, device, strict=True)]
+    return [RankPace(host=h, device=d, step=step) for h, d in zip(host, device, strict=True)]
 
 
 def told(found: list[Straggler]) -> list[tuple[int, str]]:

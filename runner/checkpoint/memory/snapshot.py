@@ -225,7 +225,7 @@ class Memory:
             return "they are another rank's"
         return None
 
-    def take_over(self, incarnation: int, serial: int, slot: int) -> None:
+    def adopt(self, incarnation: int, serial: int, slot: int) -> None:
         """Copy what an earlier incarnation left into an own slot, and verify the copy.
 
         The other may still live and write: what has been verified must be nobody else's.

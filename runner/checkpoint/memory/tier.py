@@ -303,7 +303,7 @@ class MemoryTier:
         def take() -> None:
             memory.room(0)
             if rank not in found.holders:
-                memory.take_over(earlier, found.serial, 0)
+                memory.adopt(earlier, found.serial, 0)
 
         self._ranks.all_or_none("taking a snapshot over", take)
         if replica is not None and found.holders:
