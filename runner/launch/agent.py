@@ -1,4 +1,4 @@
-"""torchrun for a varying number of nodes: an agent that fails does not close the door behind it.
+"""torchrun for a varying number of nodes: an agent that fails leaves the rendezvous open.
 
 torchrun closes the rendezvous when it ends with an error, for every node and for good: one that
 was cut off and comes back would be refused, and so would be the others at their next restart.
@@ -15,7 +15,7 @@ _close = DynamicRendezvousHandler.shutdown
 
 
 def shutdown(self: DynamicRendezvousHandler) -> bool:
-    """Close the rendezvous only after a good end; torchrun calls it while an error passes by."""
+    """Close the rendezvous, but only after a success; torchrun also calls this during an error."""
     return _close(self) if sys.exc_info()[1] is None else True
 
 

@@ -1,4 +1,4 @@
-"""One attempt: start its command, pass requests to stop on, wait, and leave no process behind."""
+"""Runs one attempt: starts its command, forwards stop requests, waits, leaves no process."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from runner.launch.prepared import Preparation
 from runner.system.process import answer_hangup, parent
 
 _POLL_SECONDS = 0.1
-# From the first process that said how it ended: when the others are asked, when they are told
-# to end at once, and when those that still say nothing are taken for dead.
+# From the first process that reported how it ended: when the others are asked to stop, when they
+# must end at once, and when those that still report nothing are taken for dead.
 _ASK_SECONDS, _INSIST_SECONDS, _DEAD_SECONDS = 3.0, 4.5, 9.0
 _SRUN_SECONDS = 3.0
 # A final exit code is the whole group's; the others get this long to end by themselves.
 _LEAVE_SECONDS = 5.0
-# From the end of ranks that were told to stop to that of a torchrun which has seen it.
+# How long torchrun may outlive the ranks that were told to stop.
 _TORCHRUN_SECONDS = 1.0
 # One request may arrive twice, from a scheduler and through a shell.
 _SAME_REQUEST_SECONDS = 1.0
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-# In a job's folder of exit codes: its nodes shall stop. A signal to an srun that has not yet
-# started its tasks is lost; this is not.
+# A file of this name in a job's folder of exit codes stops its nodes: a signal to an srun that has
+# not yet started its tasks is lost.
 _STOP_FILE = ".stop"
 
 
 class StopTarget(Enum):
-    """Who is told when the supervisor is asked to stop."""
+    """Who gets the signal when the supervisor is asked to stop."""
 
     ranks = "ranks"  # each rank, once it listens; torchrun itself would end them after 30 s
     srun = "srun"  # srun passes SIGUSR1 on to every process; Slurm's SIGTERM reaches them itself
@@ -52,13 +52,13 @@ class Job:
     """One attempt's command.
 
     Args:
-        expected: names of the processes that will tell how they ended, where they are known.
-        exits: folder for that, None for one of its own.
-        part_of: that of the larger job which this is a node of.
+        expected: names of the processes that will report how they ended, where they are known.
+        exits: folder for those reports; None: a new one.
+        part_of: the same folder of the larger job, where this is one of its nodes.
         shielded: the command ignores SIGTERM and SIGUSR1; its ranks are told themselves.
-        begin_seconds: how long its ranks may be there before they have begun; None: for ever.
-        output: descriptor that takes what it says; None: this process's own.
-        late: given the mark of its processes, says why it is to be ended; empty: it is not.
+        begin_seconds: how long its ranks may take to begin; None: no limit.
+        output: descriptor for its output; None: this process's own.
+        late: takes the mark of its processes and returns why they must be ended, or nothing.
     """
 
     command: Sequence[str]
@@ -77,8 +77,8 @@ class Job:
 class Ended:
     """How one attempt ended.
 
-    ``missing``: those of ``expected`` that were waited for in vain; ``words``: why it was ended
-    from here, if it was; ``stuck``: processes that SIGKILL does not end.
+    ``missing``: those of ``expected`` that never reported; ``words``: why it was ended
+    from here, if it was; ``stuck``: processes that survive SIGKILL.
     """
 
     code: int
@@ -108,11 +108,11 @@ class Stop:
 
     @property
     def is_for_a_restart(self) -> bool:
-        """A warning, where SIGTERM and Ctrl-C mean the end."""
+        """Whether the signal warns of a limit; SIGTERM and Ctrl-C mean the end."""
         return self.number == signal.SIGUSR1
 
     def sleep(self, seconds: float) -> bool:
-        """False when it was interrupted by the request."""
+        """Sleep; False when the request to stop interrupted it."""
         limit = time.monotonic() + seconds
         while not self.is_set and (left := limit - time.monotonic()) > 0:
             time.sleep(min(left, _POLL_SECONDS))
@@ -127,7 +127,7 @@ class Stop:
 
 
 def run_once(job: Job, stop: Stop) -> Ended:
-    """Run the command to its end, or to where it has to be ended."""
+    """Run the command to its end, or end it where that is necessary."""
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="holdfast-exits-") as own:
         exits = job.exits or Path(own)
@@ -176,7 +176,7 @@ def _end_step(job: Job, child: subprocess.Popen[bytes]) -> None:
 
 
 class _Watch:
-    """Waits for a command and passes on what it has to know."""
+    """Waits for a command and forwards requests to it."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _Watch:
         self._patience = _Patience(exits, job.expected)
 
     def wait(self) -> bool:
-        """Until the command has ended or has to be ended; False when some are taken for dead."""
+        """Wait until the command ends or must be ended; False when some are taken for dead."""
         while self._child.poll() is None:
             self.words = self._begun.late() or self._job.late(self._mark)
             if self.words:
@@ -222,12 +222,12 @@ class _Watch:
         return True
 
     def _look_for_deaths(self, *, is_over: bool) -> None:
-        """Of a step's ranks their own node's supervisor tells; who is asked to stop may go."""
+        """Note dead ranks. Of a Slurm step the supervisor of each node does that."""
         if not self._stop.is_set and self._job.forward is not StopTarget.srun:
             self._begun.look(is_over=is_over)
 
     def _is_over(self) -> bool:
-        """The ranks that were told to stop have: torchrun with restarts left would go on."""
+        """Whether the ranks that were told to stop did: torchrun with restarts left would go on."""
         if self._job.forward is StopTarget.srun or not self._told or self._child.pid in self._told:
             return False
         if any(parent(pid) is not None for pid in self._told):
@@ -261,12 +261,12 @@ class _Watch:
         return self._listening(number)
 
     def _listening(self, number: int) -> list[int]:
-        """Ranks that handle the signal by now; one that is still starting would die of it."""
+        """Ranks that already handle the signal; one that is still starting would die of it."""
         return [pid for pid in process_tree.ranks(self._mark) if process_tree.catches(pid, number)]
 
 
 class _Patience:
-    """What to do about those who have not yet said how they ended, when others have."""
+    """When to end processes that have not reported how they ended, while others have."""
 
     def __init__(self, exits: Path, expected: frozenset[str]) -> None:
         self._exits = exits
@@ -277,7 +277,7 @@ class _Patience:
         self.is_final = False
 
     def requests(self, now: float) -> int | None:
-        """How many requests to end are due for the job; None: some are dead."""
+        """How many stop requests are due by now; None: some processes are taken for dead."""
         found = read_exits(self._exits)
         # torchrun with restarts left would start a finished group again.
         if final_code(found) is not None and self._final_told is None:

@@ -1,6 +1,6 @@
-"""The ranks of this node as their supervisor sees them: have they begun, did one die unseen.
+"""The ranks of this node, seen by their supervisor: have they begun, did one die unnoticed.
 
-A rank that dies is told of by its neighbours on the node. Where it was alone on its node, or all
+The other ranks of its node report a rank that dies. Where it was alone on its node, or all
 of them died, no other node would hear of it: over NCCL no collective breaks there.
 """
 
@@ -23,12 +23,12 @@ _SCAN_SECONDS = 1.0  # between looks for processes: every process of the machine
 
 
 class BegunRanks:
-    """Of one attempt.
+    """The ranks of one attempt.
 
     Args:
-        exits: where ranks tell that they have begun, and how they ended.
+        exits: the folder in which ranks note that they have begun, and how they ended.
         mark: of the attempt's processes.
-        limit_seconds: how long ranks may be there without beginning; None: for ever.
+        limit_seconds: how long ranks may take to begin; None: no limit.
     """
 
     def __init__(self, exits: Path, mark: str, limit_seconds: float | None) -> None:
@@ -42,7 +42,7 @@ class BegunRanks:
         self._status: dict[tuple[int, str], int | None] = {}
 
     def late(self) -> str:
-        """In words, that ranks are there and have not begun in time; empty while all is well."""
+        """A message when ranks exist and have not begun in time; empty while all is well."""
         if self._have_begun:
             return ""
         if read_begun(self._exits):
@@ -61,10 +61,10 @@ class BegunRanks:
         )
 
     def look(self, *, is_over: bool = False) -> None:
-        """Tell the other nodes of ranks that died when nobody else has.
+        """Report dead ranks to the other nodes, unless somebody already has.
 
         Args:
-            is_over: what started them has ended: nobody is left who could tell.
+            is_over: whether what started them has ended, so that nobody else can report them.
         """
         begun = read_begun(self._exits)
         ended = read_exits(self._exits) if begun else {}

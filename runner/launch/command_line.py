@@ -14,7 +14,7 @@ _DIAGNOSE = "debug=collectives"
 
 
 def overrides_of(command: Sequence[str]) -> list[str]:
-    """What stands behind ``-m runner``.
+    """The overrides of a command: what follows ``-m runner``.
 
     Raises:
         ConfigError: the command does not start the runner.
@@ -41,14 +41,14 @@ def settings(overrides: Sequence[str]) -> RunConfig:
 
 
 def out_of(command: Sequence[str], given: str | None) -> Path:
-    """The run's directory: the one given, or the command's.
+    """The run's directory: the given one, or that of the command.
 
     Raises:
-        ConfigError: neither tells.
+        ConfigError: neither names one.
     """
     return Path(given) if given else Path(settings(overrides_of(command)).out)
 
 
 def diagnosing(overrides: Sequence[str]) -> list[str]:
-    """The same overrides, with every collective checked."""
+    """Add the override that checks every collective."""
     return [*(word for word in overrides if not word.startswith("debug=")), _DIAGNOSE]

@@ -15,7 +15,7 @@ from runner.system.json_lines import iter_lines, read_lines, step_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Of one attempt.
+    """How far one attempt came, and what ended it.
 
     ``cause`` (a kind of :mod:`runner.health.root_cause`) and ``signature`` are None where no
     process said what failed; ``host`` is that of the rank at fault, empty where that is not known.
@@ -43,12 +43,12 @@ def journal_lines(out: Path) -> int:
 
 
 def evidence(out: Path, *, since: int) -> Evidence:
-    """What the journal says from line ``since`` on, and the step after the last one told of."""
+    """Read the journal from line ``since`` on; the step is the one after the last that it names."""
     lines = read_lines(RunDir(out).journal)[0][since:]
-    # A crash that nobody was left to tell is journalled by the next start, before its own line.
+    # A crash that no rank survived to report is journalled by the next start, before its own line.
     lines = list(dropwhile(lambda line: line.get("kind") != "start", lines))
     starts = [line for line in lines if line.get("kind") == "start"]
-    # The first crash told is the cause; those after it are its consequences.
+    # The first crash in the journal is the cause; those after it are its consequences.
     crash = next((line for line in lines if line.get("kind") == "crash"), None)
     if crash is not None:
         return Evidence(

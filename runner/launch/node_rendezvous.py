@@ -1,4 +1,4 @@
-"""What a Slurm job tells its nodes: who takes part, who is the head, where they meet."""
+"""What a Slurm job passes to its nodes: who takes part, who is the head, where they meet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IN_FILE = "@"  # what follows is a path; no node's name begins so
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Seen from one node, the ``number``-th. The first node keeps the rendezvous."""
+    """The rendezvous as node ``number`` sees it. The first node hosts it."""
 
     num_nodes: int
     number: int
@@ -39,7 +39,7 @@ def announce(addresses: Sequence[tuple[str, str]], port: int, *, file: Path) -> 
 
 
 def meeting(environment: Mapping[str, str]) -> Meeting | None:
-    """What :func:`announce` said, None outside of a Slurm step.
+    """What :func:`announce` put into the environment; None outside of a Slurm step.
 
     Raises:
         ConfigError: the file with the names cannot be read here.

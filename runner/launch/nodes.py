@@ -1,4 +1,4 @@
-"""Which nodes of an allocation to train on, and the list of those that failed."""
+"""Chooses the nodes of an allocation to train on, and lists those that failed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BadNodes:
         self._path = out / "bad_nodes"
 
     def read(self) -> dict[str, str]:
-        """Node to the rest of its newest line."""
+        """Each listed node, with the time and reason of its newest line."""
         if not self._path.exists():
             return {}
         lines = (line.split(maxsplit=1) for line in self._path.read_text().splitlines())

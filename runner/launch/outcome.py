@@ -1,4 +1,4 @@
-"""How a job ended, from its own processes: torchrun ends with 1 whatever its workers said.
+"""How a job ended, from the exit codes of its ranks: torchrun itself always ends with 1.
 
 Every rank writes its exit code into the folder that ``HOLDFAST_EXIT_DIR`` names, and a
 supervisor that is itself a part of a larger job (a node of a Slurm job) writes its own there.
@@ -36,7 +36,7 @@ EXIT_CODES = ExitCodes(
 
 
 def read_exits(folder: Path) -> dict[str, int]:
-    """Name to exit code, of those that have ended by themselves."""
+    """Read the exit code of each process that ended by itself, by its name."""
     found: dict[str, int] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         with contextlib.suppress(OSError, ValueError):
@@ -46,7 +46,7 @@ def read_exits(folder: Path) -> dict[str, int]:
 
 
 def final_code(exits: Mapping[str, int]) -> int | None:
-    """The exit code that forbids a restart, if a process told one."""
+    """The exit code that forbids a restart, if any process ended with one."""
     return next((code for code in FINAL if code in exits.values()), None)
 
 
@@ -56,7 +56,7 @@ def outcome(exits: Mapping[str, int], returncode: int, *, was_killed: bool = Fal
     Args:
         exits: as :func:`read_exits` gives them.
         returncode: that of the started command, negative for a signal.
-        was_killed: the signal was not ours; that its ranks then ended too is what followed.
+        was_killed: the command died of a signal that was not ours, and its ranks ended after it.
     """
     codes = set(exits.values())
     final = final_code(exits)

@@ -27,9 +27,9 @@ class Preparation:
     """What a command's process does first, so that it dies with its parent.
 
     Args:
-        parent: the process that starts it.
-        shielded: it ignores SIGTERM and SIGUSR1, from before it begins.
-        is_torchrun: what it says must not keep it: a torchrun that waits for a reader to say
+        parent: id of the process that starts the command.
+        shielded: the command ignores SIGTERM and SIGUSR1 from its first instant.
+        is_torchrun: writing must never block it: a torchrun that waits for a reader to report
             which rank failed never ends. Other programs may not know that a write can fail.
     """
 
@@ -38,12 +38,12 @@ class Preparation:
     is_torchrun: bool
 
     def command(self, command: Sequence[str]) -> list[str]:
-        """``command`` with this before it."""
+        """Prefix ``command`` with this preparation."""
         return [sys.executable, "-m", __name__, json_text(asdict(self)), *command]
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """Around the start of :meth:`command`: a signal too early waits until it is ignored."""
+        """Block signals around the start of :meth:`command`, until the child ignores them."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SHIELDED if self.shielded else ())
         try:
             yield
@@ -63,14 +63,14 @@ class Preparation:
 
 
 def split(command: Sequence[str]) -> tuple[Preparation | None, list[str]]:
-    """The preparation of a command that has one, and the command itself."""
+    """Split a prefixed command into its preparation, if it has one, and the command itself."""
     if list(command[1:3]) != ["-m", __name__]:
         return None, list(command)
     return Preparation(**json.loads(command[3])), list(command[4:])
 
 
 def main(words: Sequence[str]) -> None:
-    """Never returns: this process becomes the command, or ends with 127 as in a shell."""
+    """Become the command; never returns. Ends with 127, as a shell does, where that fails."""
     Preparation(**json.loads(words[0])).apply()
     for name in _PYTHON_IGNORES:
         if number := getattr(signal, name, None):

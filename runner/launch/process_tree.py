@@ -19,13 +19,13 @@ MARK = "HOLDFAST_MARK"
 
 
 def marked(mark: str) -> list[int]:
-    """Processes of this user that carry the mark; zombies have none."""
+    """Ids of this user's processes that carry the mark, without zombies."""
     wanted = f"{MARK}={mark}"
     return [pid for pid in _pids() if wanted in _environment(pid)]
 
 
 def ranks(mark: str) -> list[int]:
-    """The marked processes that are ranks, without the processes that they started."""
+    """Ids of the marked processes that are ranks, without those that ranks started."""
     found = [pid for pid in marked(mark) if _has_rank(pid)]
     return [pid for pid in found if parent_of(pid) not in found]
 
@@ -37,12 +37,12 @@ def rank_of(pid: int) -> int:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process has not ended; one that nobody has reaped has."""
+    """Whether a process is alive; a zombie is not."""
     return parent_of(pid) is not None and exit_status(pid) is None
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether the process has a handler for this signal by now."""
+    """Whether the process already has a handler for this signal."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -58,11 +58,11 @@ def send(pid: int, number: int) -> None:
 
 
 def end_all(mark: str, *, timeout_seconds: float = 10.0, stuck_seconds: float = 120.0) -> list[int]:
-    """SIGKILL until none is left; returns those that were there.
+    """Send SIGKILL until no marked process is left; returns the ids of those it met.
 
     Args:
-        stuck_seconds: for those that sleep in the kernel (state D), as in a GPU's driver: they die
-            when it lets them, and hold the GPU's memory until then.
+        stuck_seconds: how long to wait for processes that sleep in the kernel (state D), as in a
+            GPU's driver: they die when it lets them, and hold the GPU's memory until then.
     """
     began = time.monotonic()
     seen: set[int] = set()

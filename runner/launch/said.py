@@ -1,4 +1,4 @@
-"""What a script says: passed on, and read for how far it is and what it died of."""
+"""A script's output: passed on, and read for its progress and the errors it died of."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 class Said:
-    """Reads a pipe in a thread, and hands it on to standard output.
+    """Reads a pipe in a thread and copies it to standard output.
 
     Args:
-        descriptor: the pipe's end; closed at its end.
-        progress: its first group that matches is the step.
+        descriptor: the pipe's reading end; closed when the pipe ends.
+        progress: a pattern whose first matching group is the step.
     """
 
     def __init__(self, descriptor: int, progress: str) -> None:
-        self.step = -1  # the highest said so far
+        self.step = -1  # the highest seen so far
         self.heard = time.monotonic()
         self.lines: deque[str] = deque(maxlen=_MOST_LINES)
         self.num_lines = 0
@@ -46,7 +46,7 @@ class Said:
         self._thread.start()
 
     def finish(self, seconds: float = 2.0) -> None:
-        """Take what is still in the pipe."""
+        """Read what is still in the pipe."""
         self._thread.join(seconds)
         self._sink.drain(seconds)
 
@@ -100,12 +100,12 @@ class Printed:
 
     @property
     def is_launchers(self) -> bool:
-        """torchrun's own, which says no more than that a rank failed."""
+        """Whether it is torchrun's own exception, which says only that a rank failed."""
         return self.kind.endswith("ChildFailedError")
 
 
 def tracebacks(lines: Sequence[str]) -> list[Printed]:
-    """The exceptions in what was said, in order."""
+    """The exceptions in these lines, in order."""
     found: list[Printed] = []
     open_: dict[int | None, list[tuple[str, int, str]]] = {}
     for line in lines:

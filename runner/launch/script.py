@@ -1,4 +1,4 @@
-"""Any script under a supervisor: restarts counted in what it says, evidence from outside."""
+"""Supervises any script: counts restarts by the progress it prints, and collects evidence."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _WAITS = ("torch/distributed/", "torch/autograd/")  # places in which a rank wai
 class Watched:
     """
     Args:
-        quiet_seconds: without a word from the script before it is taken for hung; 0: for ever.
-        progress: pattern whose first group that matches is the step.
+        quiet_seconds: seconds without output after which the script counts as hung; 0: never.
+        progress: a pattern whose first matching group is the step.
         folder: takes the evidence and the list of attempts.
     """
 
@@ -72,7 +72,7 @@ class ScriptSupervisor:
         self.stop = Stop()
 
     def run(self) -> End:
-        """To the end; the signals of this process are its own from here on."""
+        """Run to the end. From here on the supervisor handles this process's signals."""
         self.stop.listen()
         attempts: list[Attempt] = self._log.read()
         while True:
@@ -121,7 +121,7 @@ class ScriptSupervisor:
 
 
 def settings(folder: Path) -> dict[str, str]:
-    """What makes torch leave evidence, for a script that sets nothing; newer names and older ones.
+    """Variables that make torch leave evidence, under their newer and older names.
 
     NCCL's handling of errors stays as the launcher has it: a collective that times out ends its
     process, after the dump.
@@ -138,7 +138,7 @@ def settings(folder: Path) -> dict[str, str]:
 
 
 class _Watchdog:
-    """Ends a script that has said nothing for long, and asks its ranks where they are first."""
+    """Ends a script that has been silent for too long; first asks its ranks where they are."""
 
     def __init__(self, said: Said, quiet_seconds: float, folder: Path) -> None:
         self._said = said
@@ -147,7 +147,7 @@ class _Watchdog:
         self.stacks: dict[int, list[dict[str, object]]] = {}
 
     def late(self, mark: str) -> str:
-        """In words, that it is to be ended; empty while it is not."""
+        """Why the script must be ended; empty while it need not."""
         if not self._quiet or time.monotonic() - self._said.heard < self._quiet:
             return ""
         marked = process_tree.marked(mark)
@@ -157,12 +157,12 @@ class _Watchdog:
             if launcher is not None:
                 process_tree.send(launcher, signal.SIGSTOP)
         for pid in pids:
-            rank = process_tree.rank_of(pid)  # of one that has ended nobody knows
+            rank = process_tree.rank_of(pid)  # a process that has ended cannot be asked
             self.stacks[rank] = self._ask(pid)
         return f"nothing was said for {self._quiet:g} s"
 
     def _ask(self, pid: int) -> list[dict[str, object]]:
-        """The frames of one process, outermost first; empty where it does not tell."""
+        """The frames of one process, outermost first; empty where it does not answer."""
         if spy := shutil.which("py-spy"):
             self._spy(spy, pid)
         if not process_tree.catches(pid, signal.SIGABRT):
@@ -191,7 +191,7 @@ class _Watchdog:
 
 
 def _frames(lines: Sequence[str]) -> list[dict[str, object]]:
-    """Of the thread that faulthandler names last, which is the one that began the program."""
+    """Frames of the thread that faulthandler lists last: the main thread."""
     found: list[dict[str, object]] = []
     for line in lines:
         if _THREAD.match(line):
@@ -202,7 +202,7 @@ def _frames(lines: Sequence[str]) -> list[dict[str, object]]:
 
 
 def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootCause | None:
-    """Who died first and why; None where nothing can be said."""
+    """Who died first and why; None where that is unknown."""
     step = max(0, said.step)
     if ended.words:
         return _hang(watchdog.stacks, ended.words, step)
@@ -233,14 +233,14 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
 def _reports(
     lines: Sequence[str], failed: Sequence[tuple[int, int]], step: int, world_size: int
 ) -> list[Report]:
-    """An account of each rank: what it printed, else how it ended. In the order of their deaths."""
+    """One report for each rank, in the order of deaths: what it printed, else how it ended."""
     reports: dict[int, Report] = {}
     order = [rank for rank, _ in failed]
     for printed in tracebacks(lines):
         if printed.is_launchers:
             continue
         rank = printed.rank
-        if rank is None:  # before the group was made, nobody says whose it is
+        if rank is None:  # before the group exists, no rank is named
             rank = next((r for r, code in failed if code > 0 and r not in reports), 0)
         if rank not in reports:
             frames = [{"file": f, "line": n, "function": name} for f, n, name in printed.frames]
@@ -281,7 +281,7 @@ def _signal(number: int) -> str:
 
 
 def _hang(stacks: Mapping[int, list[dict[str, object]]], words: str, step: int) -> RootCause:
-    """Ranks that wait for others are not the ones that hang, while there is anybody else."""
+    """Name the ranks that hang: those that do not wait for others, if there are any."""
     waiting = {r: f for r, f in stacks.items() if any(_is_waiting(frame) for frame in f)}
     busy = {r: f for r, f in stacks.items() if r not in waiting and f}
     chosen = busy or waiting

@@ -1,4 +1,4 @@
-"""The batch script, and what Slurm's own commands say. Knows no run."""
+"""The batch script, and answers of Slurm's own commands. Knows nothing of runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.system.error import ConfigError, RunnerError
 # Seconds before the time limit; Slurm looks at limits every 30 s and may be that much late.
 DEFAULT_WARNING = 120
 _COMMAND_SECONDS = 60
-_AT_ONCE = 400  # nodes that one command is asked about
+_AT_ONCE = 400  # nodes in one command
 _UNUSABLE = ("down", "fail", "error", "unknown", "power")
 
 
@@ -104,7 +104,7 @@ def addresses(nodes: Sequence[str]) -> dict[str, str]:
 
 
 def unusable(nodes: Sequence[str]) -> set[str]:
-    """Those of ``nodes`` that Slurm holds for dead."""
+    """Those of ``nodes`` that Slurm considers dead."""
     states: dict[str, str] = {}
     for some in _some_at_a_time(nodes):
         asked = f"--nodes={','.join(some)}"
@@ -119,7 +119,7 @@ def unusable(nodes: Sequence[str]) -> set[str]:
 
 
 def _some_at_a_time(nodes: Sequence[str]) -> list[Sequence[str]]:
-    """An argument of a command has at most 128 KiB."""
+    """Split the nodes into groups: an argument has at most 128 KiB."""
     return [nodes[at : at + _AT_ONCE] for at in range(0, len(nodes), _AT_ONCE)]
 
 

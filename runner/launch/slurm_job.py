@@ -1,6 +1,6 @@
-"""What runs inside a Slurm job, on its first node: attempts on chosen nodes, until it ends.
+"""Runs inside a Slurm job, on its first node: attempts on chosen nodes, until the job ends.
 
-An attempt is one ``srun`` with a torchrun agent on each node. A node that does not say how its
+An attempt is one ``srun`` with a torchrun agent on each node. A node that does not report how its
 part ended, while others do, has failed: it is listed and left out where a spare is there.
 """
 
@@ -71,7 +71,7 @@ class SlurmJob:
         self._exits = self._out / "exits"
 
     def run(self) -> int:
-        """To the end of the job or until it is put back in the queue; returns the exit code."""
+        """Run until the job ends or goes back into the queue; returns the exit code."""
         self._blame_the_dead()
         supervisor = Supervisor(
             out=self._out,
@@ -96,9 +96,9 @@ class SlurmJob:
         return self._requeue()
 
     def _goes_on(self, code: int, stop: Stop) -> bool:
-        """Whether the job is to be put back in the queue.
+        """Whether to put the job back into the queue.
 
-        Also when it was warned and did not end well: the limit would end it for good. After
+        Also when it was warned and failed: its time limit would end it for good. After
         SIGTERM alone it is being cancelled, or requeued by someone else.
         """
         if code == EXIT_DONE or code in FINAL:
@@ -143,7 +143,7 @@ class SlurmJob:
             f"--nodelist={names if len(names) <= MOST_BYTES else file.absolute()}",
             # What is left of an attempt before must not keep the next one waiting.
             "--overlap",
-            # Each node ends its own part and says how; Slurm would kill it before it can.
+            # Each node ends its own part and reports how; Slurm would kill it before it can.
             "--kill-on-bad-exit=0",
             "--wait=0",
             "--input=none",
@@ -176,7 +176,7 @@ class SlurmJob:
         shutil.rmtree(self._exits / f"{self._job_id}-{self._restart}-{number}")
 
     def _blame_the_dead(self) -> None:
-        """List the nodes that an attempt was on which never ended, and that are dead now."""
+        """List the nodes whose part of the attempt never ended and that are dead now."""
         for folder in sorted(self._exits.glob(f"{self._job_id}-*")):
             names = (folder / _NODES_FILE).read_text().split() if folder.is_dir() else []
             if names:
@@ -192,7 +192,7 @@ class SlurmJob:
 
 
 def end_the_chain(environment: Mapping[str, str], code: int) -> None:
-    """Take the later jobs of a chain out of the queue when there is nothing left for them."""
+    """Cancel the later jobs of a chain when nothing is left for them to do."""
     if code == EXIT_DONE or code in FINAL:
         name, user = environment["SLURM_JOB_NAME"], environment.get("SLURM_JOB_USER", "")
         slurm.cancel_pending(name, user or variables()["USER"])

@@ -1,4 +1,4 @@
-"""Starts a job again while that helps. What is decided stands in :mod:`runner.policy.restart`."""
+"""Starts a job again while that helps. :mod:`runner.policy.restart` decides whether it does."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Supervisor:
         out: the run's directory.
         launch_id: names this launch in every process of it, over all attempts.
         node: where each node has a supervisor of its own: this one's name. Its attempts are its
-            own then, and are not told to the ranks: those of one group must hear the same.
+            own then, and ranks do not learn of them: all ranks of a group must see the same.
         make_job: the command of an attempt (number, diagnose), made anew for each.
-        ended: told after every attempt, with its number.
-        say: one line for a person.
+        ended: called after every attempt with its number.
+        say: prints one line for a person.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Supervisor:
         self._is_stuck = False
 
     def run(self) -> End:
-        """To the end; the signals of this process are its own from here on."""
+        """Run to the end. From here on the supervisor handles this process's signals."""
         self.stop.listen()
         attempts = self.attempts = self._log.read()
         diagnose = False
@@ -107,7 +107,7 @@ class Supervisor:
         return attempt
 
     def _list_bad_nodes(self, ended: Ended) -> None:
-        """This node, where processes of the attempt cannot be ended."""
+        """List this node as bad where processes of the attempt survive SIGKILL."""
         self._is_stuck = bool(ended.stuck) and ended.code != EXIT_DONE
         if ended.stuck:
             pids = ", ".join(map(str, ended.stuck))
@@ -119,7 +119,7 @@ class Supervisor:
 
 
 def restart_words(again: Again, number: int) -> str:
-    """That attempt ``number`` follows, and why."""
+    """The line that announces attempt ``number``, and why it follows."""
     pause = f" in {again.pause_seconds:g} s" if again.pause_seconds else ""
     how = ", with collectives checked (debug.diagnose_on_crash)" if again.diagnose else ""
     return f"{again.reason}; attempt {number}{pause}{how}"
@@ -136,7 +136,7 @@ class AttemptLog:
         self._id = launch_id
 
     def read(self) -> list[Attempt]:
-        """Those of this launch, in order."""
+        """The attempts of this launch, in order."""
         if not self._path.exists():
             return []
         names = Attempt.__dataclass_fields__
@@ -148,7 +148,7 @@ class AttemptLog:
         ]
 
     def add(self, attempt: Attempt, *, began: float) -> None:
-        """Append durably."""
+        """Append one attempt durably."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         times = {"launch_id": self._id, "began": round(began, 3), "ended": round(time.time(), 3)}
         with self._path.open("a+b") as file:
@@ -168,5 +168,5 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def new_launch_id(environment: Mapping[str, str]) -> str:
-    """The one given from outside, or a new one."""
+    """The launch id from the environment, or a new one."""
     return environment.get(LAUNCH_ID) or f"{os.uname().nodename}-{os.getpid()}-{int(time.time())}"

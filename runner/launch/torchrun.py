@@ -24,22 +24,22 @@ _RANKS_WITHOUT_GPU = 2
 # number of nodes torchrun itself must form the smaller world; each loss costs one of these.
 _ELASTIC_RESTARTS = 3
 _RENDEZVOUS = {
-    "last_call_timeout": 3,  # 30: how long a smaller world waits for more nodes
-    "keep_alive_interval": 1,  # 5: a dead node is noticed after interval x attempts
+    "last_call_timeout": 3,  # default 30: how long a smaller world waits for more nodes
+    "keep_alive_interval": 1,  # default 5: a dead node is noticed after interval x attempts
     "keep_alive_max_attempt": 3,
     "read_timeout": 15,  # 60
 }
 
 
-# From here on nodes that have numbers do not agree on them: each sign of life is a turn at one
+# From this many nodes on, numbered nodes do not agree on numbers: each keep-alive is a turn at one
 # state that all nodes read, decode and write.
 STATIC_FROM_NODES = 64
 _TURN_SECONDS, _SECONDS_A_NODE = 2e-3, 1e-5  # of such a turn
-_MOST_BUSY = 0.25  # of the time; above it, turns are lost to those of others
+_MOST_BUSY = 0.25  # of the time; above it, nodes lose their turns to others
 
 
 def _rendezvous_settings(num_nodes: int) -> dict[str, int]:
-    """Signs of life as often as the number of nodes allows."""
+    """Send keep-alives as often as the number of nodes allows."""
     busy = num_nodes * (_TURN_SECONDS + _SECONDS_A_NODE * num_nodes)
     interval = max(_RENDEZVOUS["keep_alive_interval"], math.ceil(busy / _MOST_BUSY))
     return _RENDEZVOUS | {"keep_alive_interval": interval}
@@ -82,10 +82,10 @@ class Agent:
     Args:
         num_ranks: processes on this node.
         head: host and port of the rendezvous; unused with one node.
-        name: the rendezvous' name: nodes of one job give the same.
-        hosts: whether this node keeps the rendezvous; None: found out by address.
-        local_address: under which the others reach this node; None: its host name.
-        number: of this node, from 0 at the head; None: nobody has numbered them.
+        name: the rendezvous id, equal on all nodes of a job.
+        hosts: whether this node hosts the rendezvous; None: decided by its address.
+        local_address: the address at which the others reach this node; None: its host name.
+        number: this node's, from 0 at the head; None: the nodes are not numbered.
     """
 
     nodes: Nodes
@@ -119,13 +119,13 @@ def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
 
 
 def is_started_by(command: Sequence[str]) -> bool:
-    """Whether this is a torchrun command, ours or somebody else's."""
+    """Whether this is a torchrun command, ours or another."""
     names = {Path(word).name for word in command[: _words_before_module(command)]}
     return bool(names & {"torchrun", _TORCHRUN, _ELASTIC})
 
 
 def _words_before_module(command: Sequence[str]) -> int:
-    """Where ``-m runner`` stands."""
+    """The words before ``-m runner``."""
     pairs = list(itertools.pairwise(command))
     return pairs.index(("-m", "runner")) if ("-m", "runner") in pairs else len(command)
 
@@ -168,7 +168,7 @@ def _where(agent: Agent) -> list[str]:
 
 
 def environment(given: Mapping[str, str], agent: Agent) -> dict[str, str]:
-    """What the command runs with: the given one, and what we know better."""
+    """The command's environment: the given one, with settings that we know better."""
     # Kubeflow's variables are defaults of torchrun's options, some of which we leave open.
     made = {name: value for name, value in given.items() if not name.startswith("PET_")}
     # torchrun would say 1, and the ranks could not tell that from a person's choice.
@@ -184,7 +184,7 @@ def parse_head(text: str) -> tuple[str, int]:
     """``HOST`` or ``HOST:PORT``.
 
     Raises:
-        ConfigError: the port is no port.
+        ConfigError: the port is not valid.
     """
     host, colon, port = text.rpartition(":")
     if not colon:
@@ -214,7 +214,7 @@ def is_here(host: str) -> bool:
 
 
 def num_ranks_here(environment: Mapping[str, str]) -> int:
-    """A rank per GPU, or two on a machine without.
+    """One rank per GPU, or two on a machine without GPUs.
 
     Raises:
         ConfigError: the job has GPUs here that torch does not see: with fewer ranks than the other
@@ -239,5 +239,5 @@ def num_ranks_here(environment: Mapping[str, str]) -> int:
 
 
 def default_name(out: Path) -> str:
-    """The same on every node that sees the same run directory."""
+    """A rendezvous id that is the same on every node that sees this run directory."""
     return "holdfast-" + hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:12]
