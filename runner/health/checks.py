@@ -1,6 +1,6 @@
-"""Looks at the ranks themselves now and then: is one slow, has one silently gone wrong?
+"""Periodic checks of the ranks: is one slow, does one hold a corrupted copy?
 
-Collective, at steps that all ranks agree on. What it finds is journalled on all of them alike.
+Collective, at steps that all ranks agree on. Every rank journals the same result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROBE_REPEATS = 5
 _PROBE_SIZE = {"cpu": 192, "cuda": 2048}
 # By bytes of an element.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 18  # words at a time
+_PIECE = 1 << 18  # 64-bit words at a time
 _PLACE = 0x1E3779B97F4A7C15  # odd, and so is the next
 _FACTOR = 0x3F58476D1CE4E5B9
 
@@ -51,12 +51,12 @@ class PaceInspector:
         self._take_seconds = take_seconds
         self._report = report
         size = _PROBE_SIZE.get(device.type, 512)
-        # As training computes: a throttled GPU is slow in its matrix units.
+        # In training's precision: a throttled GPU is slow in its matrix units.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._matrix = torch.ones(size, size, device=device, dtype=dtype)
 
     def look(self, step: int) -> None:
-        """Journal who has become slow. Collective."""
+        """Journal ranks that became slow. Collective."""
         host, whole = self._take_seconds()
         own = [_median(host), self._probe(), _median(whole)]
         world = self._ranks.world_size
@@ -79,7 +79,7 @@ class PaceInspector:
             )
 
     def _probe(self) -> float:
-        """Seconds of a fixed product of two matrices; the fastest of a few, to shed noise."""
+        """Seconds that a fixed matrix product takes; the fastest of a few, against noise."""
         best = float("inf")
         for _ in range(_PROBE_REPEATS):
             self._wait()
@@ -95,12 +95,12 @@ class PaceInspector:
 
 
 class ReplicaInspector:
-    """Compares copies of the same state, bit by bit.
+    """Compares the replicas of a state, bit by bit.
 
     Args:
-        distrust: called with the last step at which the copies were equal (0: never looked);
+        distrust: called with the last step at which the copies were equal (0: never compared);
             later checkpoints are not to be used again.
-        next_serial: the number of the checkpoint to come: those before it are meant.
+        next_serial: returns the number of the next checkpoint; those before it are meant.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ReplicaInspector:
                 decision=f"restart from a checkpoint not after step {self._good_step}",
                 reason=words,
                 ranks=tuple(odd),
-                # Should the run end before the marks are on disk, the next start has these.
+                # If the run ends before the marks are on disk, the next start reads these.
                 detail={"good_step": self._good_step, "next_serial": self._next_serial()},
             )
         )
@@ -151,7 +151,7 @@ class ReplicaInspector:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> str:
-    """Changes with any one bit, and where two words or two tensors have changed places.
+    """A checksum that changes with any one bit, and when two words or two tensors swap places.
 
     Each tensor's raw words are mixed with their places and summed in int64, which wraps: the sum
     is the same on every device, in whatever order it is added up. In pieces, so that it takes some
@@ -164,7 +164,7 @@ def checksum(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 scalar on the tensor's device; waits for nothing."""
+    """The sum of one tensor's words: int64 scalar on its device, without waiting for it."""
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     size = min(_PIECE, len(words))
     places = torch.arange(size, device=words.device).mul_(_PLACE)
@@ -176,7 +176,7 @@ def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """int64, one a word, which depends on its bits and its place, and not linearly.
+    """Mix each word's bits with its place, not linearly; int64, one for each word.
 
     One to one for each place, so that no changed word is lost: times an odd number, then xor with
     a shift, as in splitmix64 (Steele, Lea and Flood, 2014). A sum of what is linear in words and
@@ -187,7 +187,7 @@ def _mixed(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def odd_ones(sums: Sequence[tuple[int, str]]) -> list[int]:
-    """Ranks whose copy differs from the majority of the same copy; all, where there is none."""
+    """Ranks whose replica differs from the majority; all ranks where there is no majority."""
     odd: list[int] = []
     for group in {copy for copy, _ in sums}:
         members = {rank: value for rank, (copy, value) in enumerate(sums) if copy == group}

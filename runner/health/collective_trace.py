@@ -1,8 +1,8 @@
 """Asks torch's flight recorders of this process which collectives it entered, within a limit.
 
-gloo and NCCL record into recorders of their own. NCCL's asks the device how far each collective
-is, which may wait for a lock of the driver that a hung device never gives back: it is asked in a
-thread, and given up.
+gloo and NCCL have separate recorders. NCCL's asks the device how far each collective
+is, which may wait for a driver lock that a hung device never releases: it is asked in a
+thread, with a time limit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Dump = Callable[[], bytes]
 
 
 def has_nccl() -> bool:
-    """Whether there is a recorder that may not answer."""
+    """Whether there is an NCCL recorder, which may not answer."""
     return _nccl_dump() is not None
 
 
@@ -35,7 +35,7 @@ def collectives(*, seconds: float = _SECONDS) -> tuple[list[dict[str, Any]], str
     ``line``.
 
     Returns:
-        The entries, empty when there are none; and in words, which recorder did not answer.
+        The entries, and a sentence that names a recorder which did not answer, or nothing.
     """
     if not dist.is_initialized():
         return [], ""
@@ -61,11 +61,11 @@ def _default_dump() -> bytes:
 
 
 def _nccl_dump() -> _Dump | None:
-    """By its own name, or in newer versions of torch by the backend's; None: no NCCL in here."""
+    """Dump NCCL's recorder; None without NCCL. Newer versions of torch use the backend's name."""
     private: Any = torch._C._distributed_c10d
     if hasattr(private, "_dump_nccl_trace"):
         return lambda: private._dump_nccl_trace(True, True, False)
-    # A function of C++ tells its signature in its docstring alone.
+    # A C++ function gives its signature only in its docstring.
     knows_backends = "backend" in (getattr(private._dump_fr_trace, "__doc__", None) or "")
     if not knows_backends or not dist.is_nccl_available():
         return None
@@ -73,7 +73,7 @@ def _nccl_dump() -> _Dump | None:
 
 
 def _entries(dump: _Dump) -> list[dict[str, Any]]:
-    """A private interface: a report without it is better than none."""
+    """Call a private interface of torch: a report without it is better than none."""
     try:
         return entries_of(dump())
     except Exception:

@@ -16,7 +16,7 @@ from runner.system.json_lines import last_line, step_of
 
 
 def crash_incident(cause: RootCause, number: int) -> Incident:
-    """The line of incarnation ``number``."""
+    """The journal line for the crash of incarnation ``number``."""
     first = cause.first
     return Incident(
         kind="crash",
@@ -35,18 +35,18 @@ def crash_incident(cause: RootCause, number: int) -> Incident:
 
 
 def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> list[Incident]:
-    """A line for each incarnation before ``number`` that ended badly and has none."""
+    """Lines for incarnations before ``number`` that ended badly and have none yet."""
     journalled = {line["detail"].get("incarnation") for line in lines if line["kind"] == "crash"}
     starts = {line["detail"].get("incarnation"): line for line in lines if line["kind"] == "start"}
     found = []
-    # Before the oldest claim the run had another directory, which was lost.
+    # Incarnations before the oldest claim wrote to another directory, which was lost.
     for earlier in range(oldest_number(run_dir.incarnation), number):
         if earlier in journalled or has_ended(run_dir.incarnation, earlier):
             continue
         world_size = _world_size(starts.get(earlier))
         reports = read_all_reports(run_dir.incident(earlier))
         by_rank = {report.rank: report for report in reports}
-        next_step = _last_step(run_dir) + 1  # it died in the one after the last told of
+        next_step = _last_step(run_dir) + 1  # it died in the step after the last one journalled
         for report in _last_words(run_dir, earlier, world_size, next_step):
             by_rank.setdefault(report.rank, report)
         cause = find_root_cause(list(by_rank.values()), world_size)
@@ -55,7 +55,7 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
 
 
 def forget_last_words(run_dir: RunDir, number: int) -> None:
-    """Remove what earlier incarnations than ``number`` left and the journal has by now."""
+    """Remove the fatal logs of incarnations before ``number``: the journal has them by now."""
     for path in run_dir.debug.glob("fatal-*.txt"):
         if not path.name.startswith(f"fatal-{number:06d}-"):
             path.unlink(missing_ok=True)

@@ -26,17 +26,17 @@ _SIZE = {"cpu": 128, "cuda": 4096}
 _SECONDS = {"cpu": 0.0, "cuda": 1.0}
 _FEWEST = 2  # products: one alone cannot differ from itself
 _SUMMED = {"cpu": 1 << 12, "cuda": 1 << 22}  # elements
-_PERIOD = 251  # a prime: neighbours in memory, and whole pages of it, hold different numbers
+_PERIOD = 251  # a prime, so that neighbours in memory and whole pages hold different numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """What one rank saw. JSON of it travels between ranks.
+    """What one rank measured. Ranks exchange it as JSON.
 
     Args:
-        kind: devices and libraries of one kind give equal bits.
+        kind: model and libraries; devices of one kind must give equal bits.
         bits: a digest of each product, in order.
-        wrong_sums: elements of the sum over ranks that were not the right number.
+        wrong_sums: number of wrong elements in the sum over ranks.
     """
 
     host: str
@@ -52,8 +52,8 @@ class DeviceFault:
     """A device that must not be trained on.
 
     Args:
-        ranks: whose devices are at fault; empty where nobody can tell.
-        host: that of the first of them, for a supervisor to leave out; empty likewise.
+        ranks: whose devices are at fault; empty where that is unknown.
+        host: the host of the first of them, for a supervisor to leave out; empty likewise.
     """
 
     ranks: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ class DeviceFault:
     reason: str
 
     def incident(self, *, step: int, incarnation: int) -> Incident:
-        """Its line in the journal, as of any crash."""
+        """The journal line, as for any crash."""
         return Incident(
             kind="crash",
             step=step,
@@ -81,7 +81,7 @@ class DeviceFault:
 def check_devices(
     device: torch.device, ranks: Ranks, say: Callable[[str], None], *, is_spoilt: bool = False
 ) -> DeviceFault | None:
-    """Try the device of each rank; on CUDA it takes about a second. Collective.
+    """Test the device of each rank; on CUDA this takes about a second. Collective.
 
     Args:
         is_spoilt: for drills: this rank's products are wrong.
@@ -108,7 +108,7 @@ def _report_on(device: torch.device, ranks: Ranks, is_spoilt: bool) -> DeviceRep
 
 
 def judge(reports: Sequence[DeviceReport]) -> DeviceFault | None:
-    """What the reports of all ranks, by rank, speak for. Pure."""
+    """Decide from the reports of all ranks, in rank order, whether a device is faulty. Pure."""
     by_rank = list(enumerate(reports))
     if broken := [rank for rank, one in by_rank if one.broken]:
         return _fault(broken, reports, reports[broken[0]].broken)
@@ -143,7 +143,7 @@ def _fault(ranks: Sequence[int], reports: Sequence[DeviceReport], words: str) ->
 def _kind(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.version.cuda or torch.version.hip}"
-    threads = torch.get_num_threads()  # sums are cut up by them
+    threads = torch.get_num_threads()  # the sum is cut into one part for each rank
     return f"{_cpu_model()} {torch.backends.cpu.get_cpu_capability()} {threads} {torch.__version__}"
 
 
@@ -157,7 +157,7 @@ def _cpu_model() -> str:
 
 
 def _products(device: torch.device, is_spoilt: bool) -> list[str]:
-    """As training computes: in a GPU's matrix units."""
+    """Multiply as training does: in a GPU's matrix units."""
     size = _SIZE.get(device.type, 1024)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     numbers = torch.arange(size * size, device=device) % _PERIOD
@@ -175,7 +175,7 @@ def _wrong_sums(device: torch.device, ranks: Ranks) -> int:
     numbers = torch.arange(_SUMMED.get(device.type, 1 << 12), device=device) % _PERIOD
     packed = (numbers * (ranks.rank + 1)).float()
     ranks.all_reduce(packed)
-    # Whole numbers, exact in FP32 up to 2^24: 360 ranks; FP64 beyond, where speed is no matter.
+    # Whole numbers are exact in FP32 up to 2^24, enough for 360 ranks; FP64 beyond that.
     total = ranks.world_size * (ranks.world_size + 1) // 2
     expected = (numbers * total).float()
     if total * _PERIOD >= 1 << 24:

@@ -1,11 +1,11 @@
-"""Compares the flight recorders of all ranks: where did they first do different things?
+"""Compares the flight recorders of all ranks: where did they first diverge?
 
 Pure. Entries are those of :func:`runner.health.collective_trace.collectives`: the collectives
 that a rank entered, in order, numbered by ``seq`` within each process group.
 
-gloo's are entered by the host, which waits in them. NCCL's are only launched by it: the device
-comes to them later, and the hosts run on, each to another place, until their launch queues are
-full. So of NCCL's the first number counts that is unfinished anywhere, and nothing after it.
+The host enters gloo's collectives and waits in them. It only launches NCCL's: the device
+reaches them later, and each host runs on, to a different place, until its launch queue is
+full. So only NCCL's first number that is unfinished on any rank counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 Entry = Mapping[str, Any]
 NCCL = "nccl"
 
-# Collectives in which every rank must hand over as much as the others.
+# Collectives in which every rank must contribute the same amount.
 _SAME_SIZES = (
     "all_reduce",
     "allreduce_coalesced",
@@ -39,9 +39,9 @@ _MOST_NAMED = 8
 class Divergence:
     """The first collective that not all ranks went through alike.
 
-    ``kind`` is ``operation``, ``shape``, ``absent``, ``device`` (a rank's device has not come to
-    what the others' wait in) or ``network`` (all are in it, or which it is cannot be told);
-    ``ranks`` are the odd ones out, all when no side has a majority, none where nobody can say.
+    ``kind`` is ``operation``, ``shape``, ``absent``, ``device`` (a rank's device has not reached
+    what the others wait in) or ``network`` (all are in it, or it cannot be identified);
+    ``ranks`` are the odd ones out: all when no side has a majority, none where that is unknown.
     """
 
     kind: str
@@ -52,12 +52,12 @@ class Divergence:
 
 
 def backend_of(group: str) -> str:
-    """``nccl`` of the group ``0/nccl``; empty where it has no backend's name."""
+    """The backend of a group, as ``nccl`` of ``0/nccl``; empty where the name has none."""
     return group.partition("/")[2]
 
 
 def waits_in(entries: Sequence[Entry]) -> Entry | None:
-    """What a rank waits in, by its own entries: the first of NCCL's that its device is in.
+    """The collective that a rank waits in: the first of NCCL's that its device is in.
 
     Without any of NCCL's, the newest one, when it is unfinished.
     """
@@ -70,20 +70,20 @@ def waits_in(entries: Sequence[Entry]) -> Entry | None:
 
 
 def first_divergence(recorded: Mapping[int, Sequence[Entry]]) -> Divergence | None:
-    """What went apart, by rank; None when nothing did.
+    """The first divergence; None when all ranks agree.
 
     Args:
-        recorded: rank to its entries, oldest first. A rank that could not tell is left out.
+        recorded: each rank's entries, oldest first. A rank without a record is left out.
     """
     found = []
-    # One pass: of many ranks, each is in a few of many groups.
+    # One pass: with many ranks, each rank is in a few of many groups.
     by_group: dict[str, dict[int, dict[int, Entry]]] = {}
     for rank, entries in recorded.items():
         for entry in entries:
             by_rank = by_group.setdefault(str(entry["group"]), {})
             by_rank.setdefault(rank, {})[int(entry["seq"])] = entry
     for group, members in sorted(by_group.items()):
-        # A rank that never entered anything in the whole-world group is missing from it too.
+        # A rank that entered nothing in the whole-world group counts as missing from it.
         if group.partition("/")[0] == "0":
             members = {rank: members.get(rank, {}) for rank in recorded}
         divergence = _in_group(group, members)
@@ -107,7 +107,7 @@ def _is_in(found: Divergence, entry: Entry | None) -> bool:
 
 
 def _waits_elsewhere(found: Divergence, waiting: Mapping[int, Entry | None]) -> bool:
-    """Whether those who are late wait for somebody themselves, in another group."""
+    """Whether the late ranks themselves wait in another group."""
     if found.kind not in ("absent", "device"):
         return False
     places = [waiting.get(rank) for rank in found.ranks]
@@ -117,10 +117,10 @@ def _waits_elsewhere(found: Divergence, waiting: Mapping[int, Entry | None]) -> 
 def _in_group(group: str, members: Mapping[int, Mapping[int, Entry]]) -> Divergence | None:
     if len(members) < 2:
         return None
-    # The recorder is a ring: what one rank has forgotten cannot be compared.
+    # The recorder is a ring buffer: what one rank has dropped cannot be compared.
     first = max((min(seqs) for seqs in members.values() if seqs), default=0)
     last = max((max(seqs) for seqs in members.values() if seqs), default=-1)
-    # Not a range: what a file says of its numbers may be anything.
+    # Not a range: the numbers come from a file and may be anything.
     for seq in sorted({seq for seqs in members.values() for seq in seqs if first <= seq <= last}):
         here = {rank: seqs[seq] for rank, seqs in members.items() if seq in seqs}
         absent = tuple(rank for rank in members if rank not in here)
@@ -178,7 +178,7 @@ def _absent(
 
 
 def _on_devices(group: str, seq: int, here: Mapping[int, Entry]) -> Divergence:
-    """All hosts launched the same: how far did each device come?
+    """Find the device that is behind, where all hosts launched the same.
 
     Whether a device has begun is recorded only with TORCH_NCCL_ENABLE_TIMING=1, which
     ``debug=nccl`` and ``debug=collectives`` set.
@@ -223,7 +223,7 @@ def _on_devices(group: str, seq: int, here: Mapping[int, Entry]) -> Divergence:
 
 
 def _odd(values: Mapping[int, str]) -> tuple[int, ...]:
-    """The ranks outside the majority; all of them when there is none."""
+    """The ranks outside the majority; all ranks when there is no majority."""
     counts = Counter(values.values()).most_common()
     if counts[0][1] * 2 <= len(values):
         return tuple(sorted(values))
@@ -231,7 +231,7 @@ def _odd(values: Mapping[int, str]) -> tuple[int, ...]:
 
 
 def _each(seq: int, here: Mapping[int, Entry]) -> str:
-    """What each rank entered; ranks that did the same are named together."""
+    """List what each rank entered; ranks that did the same are grouped."""
     words: dict[str, list[int]] = {}
     for rank, entry in sorted(here.items()):
         shape = ", ".join(

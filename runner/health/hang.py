@@ -1,4 +1,4 @@
-"""Whether a rank hangs: how long its present phase may take, measured by its own steps."""
+"""Decides that a rank hangs: how long its present phase may take, measured by its own steps."""
 
 from __future__ import annotations
 

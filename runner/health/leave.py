@@ -1,4 +1,4 @@
-"""The way out of a rank: it joins nobody, waits for nobody, and cannot be missed."""
+"""Ends a rank's process at once: waits for no thread and no peer."""
 
 from __future__ import annotations
 

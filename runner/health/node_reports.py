@@ -4,7 +4,7 @@
     out/incidents/000003/node-00096.json              all reports of that node, shortened
 
 A node is named after its first rank. Its leader, the lowest rank that has a report, writes the
-file. So nobody lists or reads a file a rank but the ranks of one node; the cause is told from one
+file. So only the ranks of one node list or read a file for each rank; the cause comes from one
 file a node. In it stand the training thread's stack and the collectives from shortly before the
 first unfinished one on, and what several ranks have in common stands once.
 """

@@ -1,6 +1,6 @@
-"""What NVIDIA's management library tells of one GPU: faults that it has counted, and brakes.
+"""Reads one GPU's counted faults and slowdowns from NVIDIA's management library (NVML).
 
-Needs the extra ``nvml``; without it, or without its driver, nothing is told.
+Needs the extra ``nvml``; without it, or without its driver, nothing is reported.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _SLOWED = 0x8 | 0x40 | 0x80
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuHealth:
-    """Of one GPU.
+    """The health of one GPU.
 
     Args:
-        broken: why it must not be used, in words that :mod:`runner.health.hardware` knows; empty.
+        broken: why it must not be used, in terms that :mod:`runner.health.hardware` knows; ''.
         warnings: what a person should look at.
     """
 
@@ -29,7 +29,7 @@ class GpuHealth:
 
 
 def gpu_health(uuid: str) -> GpuHealth | None:
-    """Of the GPU with this UUID (``GPU-...`` or without its head); None where nobody can tell."""
+    """Health of the GPU with this UUID (with or without ``GPU-``); None where it is unknown."""
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -49,7 +49,7 @@ def _health(nvml: Any, uuid: str) -> GpuHealth | None:
         return GpuHealth(broken="NVML: GPU is lost") if is_lost else None
 
     def ask(read: Callable[[], Any]) -> Any:
-        """None where this GPU does not have it."""
+        """Ask NVML; None where this GPU does not support the question."""
         try:
             return read()
         except nvml.NVMLError as error:

@@ -1,7 +1,7 @@
-"""The other ranks of this machine: which of them died, and of what.
+"""The other ranks of this machine: which of them died, and how.
 
-Only a parent is told how a process ended; but until the parent has asked, ``/proc`` shows it to
-everybody. torchrun asks ten times a second, so a thread waits for the deaths themselves. It is
+Only a parent learns how a process ended; but until the parent has asked, ``/proc`` shows it to
+every process. torchrun asks ten times a second, so a thread waits for the deaths themselves. It is
 what notices a death over NCCL, where no collective breaks because a peer is gone.
 """
 
@@ -23,19 +23,19 @@ from runner.system.exit_codes import (
 )
 from runner.system.process import exit_status, is_alive
 
-# With these a rank has said what it had to say, and the others end in the same way.
+# With these codes a rank has reported its error, and the others end in the same way.
 IN_ORDER = (EXIT_DONE, EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT, EXIT_PREEMPTED)
-_LOOK_MILLISECONDS = 200  # where the kernel cannot tell of a death by itself
+_LOOK_MILLISECONDS = 200  # where the kernel cannot notify of a death
 
 
 class PeerProcesses:
     """Watches processes by rank.
 
-    ``deaths`` maps the dead to exit code or minus the signal; to None where the parent had asked
-    for it before anybody could look, and the rank did not leave its code for a supervisor.
+    ``deaths`` maps a dead rank to its exit code or minus the signal; to None where the parent asked
+    for it first and the rank left no code for a supervisor.
 
     Args:
-        processes: by rank, as :func:`runner.system.process.own_process` tells them.
+        processes: by rank, as :func:`runner.system.process.own_process` returns them.
     """
 
     def __init__(self, processes: Mapping[int, Mapping[str, str | int]]) -> None:
@@ -46,7 +46,7 @@ class PeerProcesses:
         self._thread = threading.Thread(target=self._run, name="neighbours", daemon=True)
 
     def start(self) -> None:
-        """Begin; processes that are gone already are dead."""
+        """Start to watch; processes that are gone already count as dead."""
         for rank, process in self._processes.items():
             try:
                 self._open[os.pidfd_open(int(process["pid"]))] = rank
@@ -58,7 +58,7 @@ class PeerProcesses:
             self._thread.start()
 
     def ended_badly(self) -> list[int]:
-        """Ranks that died and did not leave in order, by all that is known."""
+        """Ranks that are known to have died without leaving in order."""
         return [rank for rank, status in list(self.deaths.items()) if status not in IN_ORDER]
 
     def _run(self) -> None:
@@ -79,7 +79,7 @@ class PeerProcesses:
 
     def _note(self, rank: int) -> None:
         status = exit_status(int(self._processes[rank]["pid"]))
-        # Its parent may have been faster than this thread; a supervisor is told by itself.
+        # The parent may have reaped it first; the rank leaves its code for a supervisor.
         self.deaths[rank] = (
             recorded_exit(variables(), rank_name(rank)) if status is None else status
         )

@@ -1,6 +1,6 @@
 """A request to stop: a signal to any rank, or the scheduler's time limit.
 
-Told to the other ranks at the step's end. The watchdog looks as well, because a Python signal
+The other ranks learn of it at the step's end. The watchdog looks too, because a Python signal
 handler does not run while the training thread waits inside a collective.
 """
 
@@ -23,13 +23,13 @@ _log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-# A scheduler signals the launcher and its ranks, and the launcher passes its own on: within
+# A scheduler signals the launcher and its ranks, and the launcher forwards its own: within
 # this time it is one request.
 _SAME_REQUEST_SECONDS = 2.0
 
 
 def who_asked(reasons: Sequence[str]) -> str:
-    """Which ranks were asked to stop, and by what, in words.
+    """A sentence that says which ranks were asked to stop, and by what.
 
     Args:
         reasons: :attr:`StopRequest.reason` of every rank, by rank.
@@ -43,8 +43,8 @@ class StopRequest:
     Args:
         grace_seconds: from the request to the exit, at most.
         stop_at: seconds since the epoch at which to stop unasked; None: never.
-        has_agent: a launcher watches over this process; it is the one to decide what the end of
-            a terminal means.
+        has_agent: whether a launcher watches this process; then it decides what the end of
+            the terminal means.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StopRequest:
     ) -> None:
         self._grace_seconds = grace_seconds
         self._has_agent = has_agent
-        # From here on by a clock that nobody sets: a jump of the other would end the run.
+        # On the monotonic clock from here on: a jump of the wall clock would end the run.
         self._stop_at = None if stop_at is None else time.monotonic() + stop_at - time.time()
         self._asked: tuple[float, str] | None = None
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class StopRequest:
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self._handle)
-        # A launcher's ranks have no terminal: to them it is a request like the others.
+        # A launcher's ranks have no terminal: for them SIGHUP is a request like the others.
         answer_hangup(self._handle, always=self._has_agent)
 
     @property
@@ -83,7 +83,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Who asked; empty when nobody did."""
+        """Who asked this rank to stop; empty if nothing did."""
         return self._asked[1] if self._asked else ""
 
     def ask(self, reason: str) -> None:
@@ -92,7 +92,7 @@ class StopRequest:
             self._asked = (time.monotonic(), reason)
 
     def look(self) -> None:
-        """The watchdog's: end a rank that was asked to stop and cannot.
+        """Called by the watchdog: end a rank that was asked to stop and cannot.
 
         One second after the training thread should have given up by itself.
         """
@@ -125,7 +125,7 @@ class StopRequest:
             _end(f"{number.name} for the second time: ending at once", 128 + number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Nothing is left to do: the wakeup pipe has it. Without a handler, no wakeup."""
+        """Do nothing: the wakeup pipe has the signal. Without a handler there is no wakeup."""
 
 
 def _end(words: str, code: int) -> NoReturn:

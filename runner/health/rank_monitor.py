@@ -1,8 +1,8 @@
-"""Sees to it that a run which cannot go on ends soon, on all ranks, and says why.
+"""Ends a run that cannot go on, soon and on all ranks, and reports why.
 
-One per rank. It watches the heartbeat, the other ranks' reports, the launcher, the fence and
+Each rank has one. It watches the heartbeat, the other ranks' reports, the launcher, the lease and
 the stop request from a thread of its own, writes this rank's report when something is wrong,
-and lets one rank tell the cause. What counts as cause is decided in
+and lets one rank report the cause. What counts as the cause is decided in
 :mod:`runner.health.root_cause`.
 """
 
@@ -71,9 +71,9 @@ _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.5
 _CAUSE = "cause.json"
 _JOURNAL_SECONDS = 5.0
-_SHARED_SECONDS = 1.0  # between looks at a folder that all ranks look at
-_SECONDS_A_RANK = 3e-4  # more to wait for the others' evidence, of many ranks
-# For writing and telling what was wrong, beyond watchdog.settle_seconds: a disk may not answer.
+_SHARED_SECONDS = 1.0  # between looks at a folder that all ranks share
+_SECONDS_A_RANK = 3e-4  # added to the wait for evidence, for each rank of a large job
+# To write and report the cause, beyond watchdog.settle_seconds: a disk may not answer.
 _TELL_SECONDS = 10.0
 
 
@@ -113,8 +113,8 @@ class RankMonitor:
         self._oom_kills = num_oom_kills()
         self._peers: Sequence[Facts] = ()
         self._fence: RunLease | None = None
-        # What has happened to the others comes before the request to stop: torchrun makes one
-        # when a rank has died, and that is no preemption.
+        # Failures of the others are checked before the request to stop: torchrun makes one
+        # when a rank has died, which is not a preemption.
         looks = [self._look_at_launcher, self._look_at_start]
         looks += [self._look_at_peers, self._look_at_others]
         self._watchdog = Watchdog([*looks, self._stop.look], tick_seconds=_TICK_SECONDS)
@@ -126,11 +126,11 @@ class RankMonitor:
         self._looked: dict[str, float] = {}
 
     def start(self) -> None:
-        """Watch the launcher and the requests to stop: ranks may wait long for each other."""
+        """Watch the launcher and requests to stop, while ranks wait for each other."""
         self._watchdog.start()
 
     def expect(self, what: str, seconds: float) -> None:
-        """Until the next stage of the start, or :meth:`begin`: end this rank if it takes longer.
+        """End this rank if the present stage of the start takes longer than this.
 
         NCCL's initialisation has no limit of its own, and a wrong interface or a blocked port
         would hold the job until its time is over.
@@ -140,7 +140,7 @@ class RankMonitor:
             self._watchdog.resort_to((sys.__stderr__, seconds + _TELL_SECONDS))
 
     def begin(self, fence: RunLease, peers: Sequence[Facts]) -> None:
-        """Watch the rest as well. ``peers``: what this node's ranks told at the roll call."""
+        """Watch the rest as well. ``peers``: facts of this node's ranks, from the rendezvous."""
         here = pid_namespace()
         self._peers = [peer for peer in peers if peer["pids"] == here]
         others = {int(peer["rank"]): peer["process"] for peer in self._peers}
@@ -148,7 +148,7 @@ class RankMonitor:
         self._neighbours = PeerProcesses(others)
         self._neighbours.start()
         self._fence = fence
-        if self._place.world_size > 1:  # alone, the terminal is the better place
+        if self._place.world_size > 1:  # a single rank reports to its terminal
             path = self._dir.fatal(fence.number, self._place.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fatal = (path, path.open("w"))
@@ -171,21 +171,21 @@ class RankMonitor:
         tell_begun(variables(), self._place.rank, facts)
 
     def write_causes_to(self, journal: Callable[[RootCause, int], None]) -> None:
-        """From now on this rank writes down what ended the run; ``journal`` takes the cause."""
+        """Let this rank journal what ends the run from now on."""
         self._journal = journal
 
     def all_have_met(self) -> None:
-        """Every rank has come to the end: from here on each may go when it likes."""
+        """Note that every rank has reached the end: from here on each may leave."""
         self._have_met = True
 
     def dead_peers(self) -> list[int]:
-        """Ranks of this node that died before all had come to the end."""
+        """Ranks of this node that died before all ranks reached the end."""
         if self._have_met or self._neighbours is None:
             return []
         return sorted(self._neighbours.ended_badly())
 
     def end(self) -> None:
-        """The run has come to an end that all ranks know of."""
+        """Stop watching: the run has come to an end that all ranks know of."""
         self._watchdog.stop()
         if self._fatal is not None:
             faulthandler.disable()
@@ -195,17 +195,17 @@ class RankMonitor:
             self._fence.release()
 
     def failed(self, error: Exception) -> None:
-        """The training thread ends with an error that the other ranks do not share.
+        """Report that the training thread ends with an error that the other ranks do not share.
 
         Returns when the error is this rank's own. When it says that others are gone, or does not
-        tell, the cause is told from all ranks' reports in its place and the process ends.
+        say whose fault it is, the cause comes from all ranks' reports and the process ends.
         """
         if self._fence is None:
             return
         code = error.exit_code if isinstance(error, Superseded) else EXIT_CRASH
         cancel = self._end_soon(code)
-        # For good: the watchdog has nothing to add. When it is the one that tells, it ends this
-        # process; should it not come to that, this thread does.
+        # Never released: the watchdog has nothing to add. Where the watchdog holds it, it ends this
+        # process; if that takes too long, this thread does.
         if not self._telling.acquire(timeout=self._settle_seconds + _TELL_SECONDS):
             leave(code)
         if isinstance(error, Superseded):
@@ -215,17 +215,19 @@ class RankMonitor:
             self._conclude(kind, in_words(error), error)
         try:
             self._tell_own(error)
-        except Exception as failure:  # the caller's error is the one that counts
+        except Exception as failure:  # the caller's error matters more
             _log.error("telling of an error failed: %s", failure)
         finally:
             cancel()
 
     def _tell_own(self, error: Exception) -> None:
-        """This rank's own error, which the caller then raises."""
+        """Report this rank's own error, which the caller then raises."""
         words = f"{type(error).__name__}: {in_words(error)}"
         report = self._report("exception", words, error)
         cause = find_root_cause([report], self._place.world_size)
-        self._say_cause(cause)  # first: the others say it when they see a report without
+        self._say_cause(
+            cause
+        )  # first: the others announce a cause when they see a report without one
         self._write(report)
         self._write_down(cause)
         _tell_torchrun(error)
@@ -238,17 +240,17 @@ class RankMonitor:
             self._conclude("hang", message)
 
     def _look_at_peers(self) -> None:
-        """A rank of this node has died. Over NCCL no collective breaks: nobody else says so."""
+        """End when a rank of this node has died: over NCCL no collective fails because of it."""
         dead = self.dead_peers()
         if dead and self._telling.acquire(blocking=False):
             named = ", ".join(map(str, dead))
             self._conclude("called", f"rank {named} of this node is dead")
 
     def _look_at_others(self) -> None:
-        """Another rank has something to tell: add this rank's part, and end."""
+        """When another rank has reported, add this rank's report and end."""
         if self._have_met or self._fence is None or not self._is_due("others", _SHARED_SECONDS):
             return
-        # Of many ranks nobody lists a folder: it is made by the first that has something to tell.
+        # With many ranks the folder is not listed: the first rank that reports creates it.
         folder = self._folder()
         if not (folder.exists() if self._is_by_node else has_reports(folder)):
             return
@@ -271,7 +273,7 @@ class RankMonitor:
                 leave(EXIT_CRASH)
 
     def _look_at_start(self) -> None:
-        """The rank has not begun, and what it waits for does not come."""
+        """End a rank whose start takes longer than :meth:`expect` allows."""
         expected = self._expected
         if expected is None or time.monotonic() < expected[2]:
             return
@@ -287,7 +289,7 @@ class RankMonitor:
                 leave(EXIT_CRASH)
 
     def _look_at_fence(self) -> None:
-        """One rank a node looks; rank 0 also shows that the run is alive."""
+        """Check the lease, on one rank of each node; rank 0 also shows that the run is alive."""
         if self._fence is None or self._place.local_rank != 0:
             return
         if not self._is_due("fence", BEAT_SECONDS):
@@ -300,14 +302,14 @@ class RankMonitor:
             self._give_way(error)
 
     def _moves(self) -> bool:
-        """Whether the training thread does: a run that takes no step is not to look alive.
+        """Whether the training thread moves: a run that takes no step must not look alive.
 
-        By the watchdog's limits also where nobody ends a rank for exceeding them.
+        The watchdog's limits count even where the watchdog is disabled.
         """
         return is_moving(self.heart, self._rules.patience)
 
     def _is_due(self, what: str, seconds: float) -> bool:
-        """At most once in so many seconds: the file system is shared by all ranks."""
+        """Whether to look again: at most once in so many seconds, as all ranks share the disk."""
         now = time.monotonic()
         if now < self._looked.get(what, 0.0) + seconds:
             return False
@@ -322,7 +324,7 @@ class RankMonitor:
             leave(error.exit_code)
 
     def _end_soon(self, code: int) -> Callable[[], None]:
-        """From here on this process ends, whatever holds up what it still has to tell."""
+        """End this process within a limit, even if its last report is blocked."""
         return end_within(self._settle_seconds + _TELL_SECONDS, code)
 
     # -- telling --------------------------------------------------------------------------
@@ -337,19 +339,19 @@ class RankMonitor:
 
     @property
     def _settle_seconds(self) -> float:
-        """How long others are waited for: of many, each takes its time to look and to write."""
+        """How long to wait for the others' reports; longer with more ranks."""
         more = _SECONDS_A_RANK * self._place.world_size if self._is_by_node else 0.0
         return self._rules.settle_seconds + more
 
     def _own_folder(self) -> Path:
-        """Where this rank's report goes."""
+        """The folder for this rank's report."""
         first = self._place.rank - self._place.local_rank
         return node_folder(self._folder(), first) if self._is_by_node else self._folder()
 
     def _report(self, kind: str, message: str, error: BaseException | None = None) -> Report:
-        """Whole, with the collectives; an early one is left where NCCL has to be asked for them.
+        """Make a whole report, with collectives; write an early one first where NCCL must be asked.
 
-        The thread that asks may never give the interpreter's lock back.
+        The thread that asks may never release the interpreter's lock.
         """
         early = self._without_collectives(kind, message, error)
         if self._fence is not None and has_nccl():
@@ -376,12 +378,12 @@ class RankMonitor:
         )
 
     def _write(self, report: Report, *, for_other: bool = False) -> None:
-        # Evidence is worth having, ending in time is worth more: a full disk is no reason to stay.
+        # Ending in time matters more than evidence: a full disk must not keep this process.
         with contextlib.suppress(OSError):
             write_report(self._own_folder(), report, for_other=for_other)
 
     def _conclude(self, kind: str, message: str, error: Exception | None = None) -> NoReturn:
-        """Write this rank's report, wait for the others', say the cause once, end this process."""
+        """Write this rank's report, wait for the others', report the cause once, and end."""
         self._end_soon(EXIT_CRASH)
         try:
             self._write(self._report(kind, message, error))
@@ -392,14 +394,14 @@ class RankMonitor:
             leave(EXIT_CRASH)
 
     def _tell_cause(self) -> None:
-        """Out of all ranks' reports, unless another rank does."""
+        """Report the cause from all ranks' reports, unless another rank does."""
         if self._is_by_node:
             self._tell_cause_of_many()
             return
         by_rank = self._wait_for_reports(self._place.world_size, self._settle_seconds)
         own = self._place.rank
         is_teller = own == min((rank for rank, is_own in by_rank.items() if is_own), default=own)
-        # A rank with an exception of its own has told it already.
+        # A rank with an exception of its own has reported it already.
         is_teller = is_teller and not (self._folder() / _CAUSE).exists()
         if is_teller or self._place.is_first:
             cause = find_root_cause(read_reports(self._folder()), self._place.world_size)
@@ -409,7 +411,7 @@ class RankMonitor:
         self._end_silent_peers()
 
     def _tell_cause_of_many(self) -> None:
-        """A node's leader puts its ranks' reports into one file; the lowest of them tells."""
+        """Merge each node's reports into one file; the lowest leader reports the cause."""
         limit = time.monotonic() + self._settle_seconds
         here = self._wait_for_reports(self._place.local_world_size, self._settle_seconds / 2)
         leader = min((rank for rank, is_own in here.items() if is_own), default=self._place.rank)
@@ -433,7 +435,7 @@ class RankMonitor:
         self._end_silent_peers()
 
     def _say_cause(self, cause: RootCause) -> None:
-        """To the person watching."""
+        """Print the cause."""
         folder = self._folder()
         about = {"step": cause.step, "ranks": list(cause.ranks), "reason": cause.reason}
         extra = {"incident": "crash", "fields": about}
@@ -444,7 +446,7 @@ class RankMonitor:
             write_json(folder / _CAUSE, to_json(cause))
 
     def _wait_for_reports(self, num_ranks: int, seconds: float) -> dict[int, bool]:
-        """Ranks that have told, or that somebody has told of; and whether they did it."""
+        """Ranks with a report, and whether it is their own."""
         limit = time.monotonic() + seconds
         while True:
             self._write_for_the_dead()
@@ -454,7 +456,7 @@ class RankMonitor:
             time.sleep(0.02 + 1e-4 * num_ranks)
 
     def _write_for_the_dead(self) -> None:
-        """A dead neighbour cannot write itself."""
+        """Write a report about each dead rank of this node."""
         assert self._neighbours is not None and self._fence is not None
         by_rank = reported(self._own_folder())
         for rank, status in list(self._neighbours.deaths.items()):
@@ -470,12 +472,12 @@ class RankMonitor:
                 host=host_name(),
                 time=now(),
             )
-            # Some signals leave a rank the time for its last words.
+            # Some signals leave a rank time for a fatal log.
             fatal = self._dir.fatal(self._fence.number, rank)
             self._write(last_words(fatal, report) or report, for_other=True)
 
     def _death(self, status: int | None) -> str:
-        """What a neighbour's status (see :class:`PeerProcesses`) means."""
+        """The kind and message of a peer's status (see :class:`PeerProcesses`)."""
         if status is None:
             return "gone without a word: SIGKILL, out of memory, or ended by its launcher"
         if status >= 0:
@@ -494,13 +496,13 @@ class RankMonitor:
             with contextlib.suppress(OSError, Superseded):
                 journal(cause, fence.number)
 
-        # The training thread may be stuck in the very file: the next start can write it too.
+        # The training thread may be stuck in this very file: the next start can write it too.
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         writer.join(_JOURNAL_SECONDS)
 
     def _end_silent_peers(self) -> None:
-        """A stopped neighbour would hold the launcher up for its own half minute."""
+        """End stopped peers: each would hold the launcher up for half a minute."""
         by_rank = reported(self._own_folder())
         for peer in self._peers:
             rank, process = int(peer["rank"]), peer["process"]
@@ -510,7 +512,7 @@ class RankMonitor:
 
 
 def to_json(cause: RootCause) -> dict[str, object]:
-    """Without the report, which has a file of its own."""
+    """The cause without the report, which has a file of its own."""
     return {
         "kind": cause.kind,
         "ranks": list(cause.ranks),
@@ -528,7 +530,7 @@ def _signal_name(number: int) -> str:
 
 
 def _tell_torchrun(error: Exception) -> None:
-    """So that its own table of failures shows the traceback."""
+    """Write the file from which torchrun's table of failures takes the traceback."""
     if "TORCHELASTIC_ERROR_FILE" in variables():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -1,8 +1,8 @@
-"""What one rank writes when something is wrong, so that the cause can be told from disk alone.
+"""What one rank writes when something is wrong, so that the disk alone shows the cause.
 
 out/incidents/000003/rank-00001.json         incarnation 3, rank 1
 out/incidents/000003/rank-00001.early.json   the same, written before NCCL is asked
-out/incidents/000003/rank-00000.seen.json    rank 0 is dead; a neighbour wrote it
+out/incidents/000003/rank-00000.seen.json    rank 0 is dead; another rank of its node wrote it
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Frame = dict[str, Any]  # {"file", "line", "function"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One rank's account.
+    """One rank's report.
 
     Attributes:
-        kind: ``exception`` (its own), ``lost_contact`` (a collective broke: somebody else's
-            fault), ``unclear`` (a collective broke, and its error does not tell whose fault it
+        kind: ``exception`` (its own), ``lost_contact`` (a collective failed: another rank's
+            fault), ``unclear`` (a collective failed, and its error does not say whose fault it
             is), ``hang`` (its watchdog fired), ``called`` (another rank's watchdog fired),
-            ``fatal`` (a signal that Python could still catch), and seen from outside: ``signal``,
+            ``fatal`` (a signal that Python could still catch), and as others see it: ``signal``,
             or ``exit`` (it ended by itself, without a report).
-        seconds: in the phase.
+        seconds: time in the phase.
         stacks: of every thread, outermost frame first.
         collectives: entries of torch's flight recorders, oldest first; see
             :func:`runner.health.collective_trace.collectives`.
-        untold: which recorder did not answer, in words.
+        untold: a sentence that names a recorder which did not answer.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Report:
     def from_json(cls, value: Mapping[str, Any]) -> Report:
         """
         Raises:
-            TypeError, ValueError, KeyError: it is no report.
+            TypeError, ValueError, KeyError: it is not a report.
         """
         return cls(
             rank=whole(value["rank"], "rank", below=_MOST_RANKS),
@@ -106,7 +106,7 @@ def _frame(frame: Any) -> Frame:
 
 
 def _told_entry(entry: Any) -> dict[str, Any]:
-    """One of a report's collectives, as a file has it."""
+    """Read one of a report's collectives from a file."""
     is_over = bool(entry["finished"])
     return {
         "group": str(entry["group"]),
@@ -121,10 +121,10 @@ def _told_entry(entry: Any) -> dict[str, Any]:
 
 
 def stored_entries(entries: Any) -> list[dict[str, Any]]:
-    """A report's collectives, as a file has them.
+    """Read a report's collectives from a file.
 
     Raises:
-        TypeError, ValueError, KeyError: they are none.
+        TypeError, ValueError, KeyError: they are not valid.
     """
     return [_told_entry(entry) for entry in entries]
 
@@ -135,7 +135,7 @@ _HANDS_ON = ("runner/distributed/agreement.py", "runner/fault/wrap.py")
 def own_line(frames: list[Frame]) -> str:
     """``file:line function`` of the innermost frame outside of installed packages.
 
-    Not of what only hands a collective on: its caller says which one it is.
+    Wrappers that only forward a collective are skipped: their caller says which one it is.
     """
     own = [frame for frame in frames if "site-packages" not in frame["file"]]
     own = [frame for frame in own if "/lib/python" not in frame["file"]] or own or frames
@@ -151,8 +151,8 @@ def write_report(
     """Make a report durable under ``folder``.
 
     Args:
-        for_other: it is about a rank that is dead.
-        early: the rank may not come to write the whole one.
+        for_other: whether it is about a dead rank.
+        early: whether the whole report is still to come, and may not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ending = _SEEN if for_other else _EARLY if early else "json"
@@ -160,12 +160,12 @@ def write_report(
 
 
 def has_reports(folder: Path) -> bool:
-    """Whether any rank has something to tell."""
+    """Whether any rank has written a report."""
     return any(True for _ in folder.glob("rank-*.json"))
 
 
 def reported(folder: Path) -> dict[int, bool]:
-    """Ranks that have a whole report, and whether it is their own. Reads names only."""
+    """Ranks with a whole report, and whether it is their own. Reads file names only."""
     found: dict[int, bool] = {}
     for path in folder.glob("rank-*.json"):
         rank, _, ending = path.name.removeprefix("rank-").partition(".")
@@ -207,7 +207,7 @@ def stacks() -> list[dict[str, Any]]:
 
 
 def stack_of(error: BaseException) -> dict[str, Any]:
-    """The frames an exception came through, as the training thread's stack."""
+    """The frames that an exception passed through, as the training thread's stack."""
     frames = [
         {"file": f.filename, "line": f.lineno, "function": f.name}
         for f in traceback.extract_tb(error.__traceback__)
@@ -216,7 +216,7 @@ def stack_of(error: BaseException) -> dict[str, Any]:
 
 
 def last_words(path: Path, seen: Report) -> Report | None:
-    """What faulthandler wrote for a rank that died of a signal it could catch; None: nothing."""
+    """Read faulthandler's log of a rank that died of a signal it could catch; None: no log."""
     try:
         text = read_bounded(path, _FATAL_BYTES).decode(errors="replace")
     except OSError:
@@ -242,7 +242,7 @@ def last_words(path: Path, seen: Report) -> Report | None:
 def _frames(text: str) -> list[Frame]:
     """The training thread's frames in what faulthandler wrote, outermost first.
 
-    It begins with the thread that died, which may be one of C++ without any Python frame.
+    The log begins with the thread that died, which may be a C++ thread without Python frames.
     """
     blocks = [_block(block) for block in re.split(r"(?:Current t|T)hread 0x", text)[1:]]
     blocks = [block for block in blocks if block]

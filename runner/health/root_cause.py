@@ -1,8 +1,8 @@
-"""Who was at fault: from the ranks' reports to one sentence. Pure.
+"""Finds the root cause of a crash from the ranks' reports. Pure.
 
-A device that has failed comes first: the others' exceptions are what followed from it. Then: an
-exception of a rank's own comes before a signal, a signal before an exit without a word, that
-before a rank that is gone, that before an error that does not tell whose fault it is, and that
+A failed device comes first: the others' exceptions follow from it. Then: an
+exception of a rank's own comes before a signal, a signal before an exit without a report, that
+before a rank that is gone, that before an error that does not say whose fault it is, and that
 before what the collectives show. Ranks that only lost contact with others are never to blame
 while there is anybody else.
 """
@@ -18,9 +18,9 @@ from runner.health.hardware import is_hardware
 from runner.health.rank_report import Report
 
 _MOST_NAMED = 8
-# Exceptions that say so; as runner.policy.restart has them.
+# Exceptions of these kinds; the names are those of runner.policy.restart.
 HARDWARE = "hardware"
-MEMORY = "memory"  # of a device: smaller micro-batches may do
+MEMORY = "memory"  # out of a device's memory: smaller micro-batches may help
 _NO_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|HIP out of memory|NPU out of memory")
 _OWN_FAULTS = ("exception", "fatal", "signal", "exit")  # the surest sign first
 
@@ -42,7 +42,7 @@ class RootCause:
 
 
 def find_root_cause(reports: Sequence[Report], world_size: int) -> RootCause:
-    """The cause that the reports of one incarnation speak for. ``reports`` may be empty."""
+    """The most likely cause, from the reports of one incarnation. ``reports`` may be empty."""
     step = max((report.step for report in reports), default=0)
     broken = [r for r in reports if r.kind == "exception" and is_hardware(r.message)]
     if broken:
@@ -66,7 +66,7 @@ def find_root_cause(reports: Sequence[Report], world_size: int) -> RootCause:
     unclear = [report for report in reports if report.kind == "unclear"]
     if unclear and not silent:
         return _own_fault("unclear", unclear, reports)
-    # Of a recorder that did not answer nothing follows, least of all that a rank was absent.
+    # A recorder that did not answer proves nothing, least of all that a rank was absent.
     collectives = {report.rank: report.collectives for report in reports if not report.untold}
     divergence = first_divergence(collectives)
     if divergence is not None and not silent:
@@ -127,7 +127,7 @@ def _silent(silent: tuple[int, ...], reports: Sequence[Report], step: int) -> Ro
 
 
 def _stuck(reports: Sequence[Report], step: int) -> RootCause:
-    """All ranks told, all collectives match: somebody is busy, or the network is."""
+    """Where all ranks reported and all collectives match, a rank or the network is stuck."""
     waiting = [report for report in reports if _last_open(report) is not None]
     busy = [report for report in reports if _last_open(report) is None]
     if busy and waiting:
@@ -156,7 +156,7 @@ def _last_open(report: Report) -> Mapping[str, object] | None:
 
 
 def _untold(reports: Sequence[Report]) -> str:
-    """Whose recorder did not answer: that device may be the one that hangs."""
+    """Name ranks whose recorder did not answer: their device may be the one that hangs."""
     silent = [report for report in reports if report.untold]
     if not silent:
         return ""
@@ -175,9 +175,9 @@ def _waiting_in(reports: Sequence[Report]) -> str:
 
 
 def changed_shape(reports: Sequence[Report]) -> str:
-    """A rank whose last collective was not as large as at the same line before.
+    """A rank whose last collective had another size than earlier ones at the same line.
 
-    gloo aborts the rank that received the wrong size, which takes its own record with it.
+    gloo aborts the rank that received the wrong size, and its own record is lost.
     """
     for report in reports:
         entries = report.collectives
@@ -189,7 +189,7 @@ def changed_shape(reports: Sequence[Report]) -> str:
                 if (entry["group"], entry["op"], entry["line"]) == key
                 and entry["seq"] < last["seq"]
             ]
-            # A line that hands over many sizes, such as a model's forward, tells nothing.
+            # A line with many sizes, such as a model's forward, proves nothing.
             if len(before) > 1 and len(set(before)) == 1 and before[0] != str(last["sizes"]):
                 return (
                     f"; rank {report.rank} handed over {last['sizes']} in {last['op']} "
@@ -199,7 +199,7 @@ def changed_shape(reports: Sequence[Report]) -> str:
 
 
 def _doing(reports: Sequence[Report], ranks: tuple[int, ...]) -> str:
-    """What the odd ones were busy with, and whether they were moving."""
+    """Say what the odd ranks were doing, and whether they were moving."""
     located = [r for r in reports if r.rank in ranks and r.where]
     longest = max((r.seconds for r in reports), default=0.0)
     return "".join(

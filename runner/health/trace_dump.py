@@ -1,4 +1,4 @@
-"""Reads the dumps of torch's flight recorders: pickles, of which plain values only are taken."""
+"""Reads the dumps of torch's flight recorders: pickles, from which only plain values are taken."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from runner.health.rank_report import own_line
 from runner.system.files import read_bounded
 
 MOST_ENTRIES = 400  # of each recorder
-_BEFORE = 50  # of these, so many from before the first unfinished one
+_BEFORE = 50  # of these, how many from before the first unfinished one
 _DUMP_BYTES = 1 << 28
 
 
 class _PlainValues(pickle.Unpickler):
-    """torch hands its own dump over as a pickle, in memory; it holds plain values only."""
+    """Unpickles plain values only: torch returns its own dump as a pickle, in memory."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} in a flight recorder dump")
@@ -27,27 +27,27 @@ def entries_of(dumped: bytes) -> list[dict[str, Any]]:
     """The entries that matter, oldest first; see :mod:`runner.health.collective_trace`.
 
     Raises:
-        Exception: of any kind: it is damaged, or holds something else.
+        Exception: of any kind; the dump is damaged, or holds something else.
     """
     dump = _PlainValues(io.BytesIO(dumped)).load()
     return _that_matter([plain_entry(e) for e in dump.get("entries", []) if not e["is_p2p"]])
 
 
 def read_dumps(folder: Path, prefix: str) -> dict[int, list[dict[str, Any]]]:
-    """Rank to entries, of the files ``prefix`` + rank that can be read."""
+    """Read the entries of each rank from the files ``prefix`` + rank that are readable."""
     found = {}
     for path in sorted(folder.glob(f"{prefix}*")):
         rank = path.name.removeprefix(prefix)
         if rank.isdecimal():
             try:
                 found[int(rank)] = entries_of(read_bounded(path, _DUMP_BYTES))
-            except Exception:  # half written by a process that died: the others tell without it
+            except Exception:  # half written by a process that died: the other ranks' dumps do
                 continue
     return found
 
 
 def _that_matter(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest ones, but not later than from the first unfinished one on.
+    """Keep the newest entries, and all from the first unfinished one on.
 
     The host launches NCCL's collectives far ahead of a device that hangs in one of them.
     """
@@ -68,7 +68,7 @@ def plain_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     group = str(entry["process_group"][0])
     is_over = bool(entry["retired"]) or entry["state"] == "completed"
     return {
-        # A group with a backend for each device counts in each of them from one.
+        # A group with a backend for each device numbers each backend from one.
         "group": f"{group}/{backend}" if backend else group,
         "seq": int(entry["collective_seq_id"]),
         "op": op,

@@ -1,6 +1,7 @@
-"""A thread that looks at things while the training thread may be stuck.
+"""A thread that runs checks while the training thread may be stuck.
 
-It knows nothing of what it looks at; see :mod:`runner.health.rank_monitor` for the looks of a run.
+It does not know the checks: :mod:`runner.health.rank_monitor` has those of a run, and
+:mod:`runner.health.hang` decides that a rank hangs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LAST_LOOK_SECONDS = 10.0
 
 
 class Watchdog:
-    """Calls every look once a tick, in a daemon thread. A look may end the process.
+    """Calls every check once a tick, in a daemon thread. A check may end the process.
 
     Args:
         last_resort: where the stacks go, and after how many seconds the process ends, when
@@ -50,16 +51,16 @@ class Watchdog:
     def add(
         self, looks: Sequence[Look], *, last_resort: tuple[IO[str], float] | None = None
     ) -> None:
-        """Take further looks; from any thread."""
+        """Add checks; from any thread."""
         self._looks.extend(looks)
         self._last_resort = last_resort or self._last_resort
 
     def resort_to(self, last_resort: tuple[IO[str], float] | None) -> None:
-        """Take another last resort, or none; from any thread."""
+        """Replace the last resort, or remove it; from any thread."""
         self._last_resort = last_resort
 
     def stop(self) -> None:
-        """Look no more; returns when the last look is over, or does not come to an end."""
+        """Stop; returns when the last check is over, or does not end in time."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(_LAST_LOOK_SECONDS)
@@ -74,12 +75,12 @@ class Watchdog:
             last = now
             self._arm()
             if was_stopped:
-                continue  # give the training thread its turn before judging it
+                continue  # let the training thread run before it is judged
             for look in list(self._looks):
                 self._call(look)
 
     def _call(self, look: Look) -> None:
-        """What one look raises keeps no other from being taken, nor itself the next time."""
+        """Call one check; an error in it stops neither the others nor its next turn."""
         try:
             look()
         except OSError:

@@ -187,7 +187,7 @@ class _Watchdog:
                     check=False,
                 )
         except (OSError, subprocess.SubprocessError):
-            return  # without the right to look, and the like
+            return  # no permission to read it, and the like
 
 
 def _frames(lines: Sequence[str]) -> list[dict[str, object]]:

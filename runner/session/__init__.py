@@ -1,4 +1,4 @@
 """One training command on one rank, from the settings to the summary.
 
-The only room that knows all the others.
+Only this room knows all the others.
 """

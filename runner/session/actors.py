@@ -1,4 +1,4 @@
-"""What acts on a run from its first step on: loader, stepper, guard, loop."""
+"""Makes what acts from the first step on: loader, stepper, guard, loop."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def make_loop(
 def _explaining(
     opened: Opened, machinery: Machinery, actors: Actors, guard: Guard, rules: ExplainRules
 ) -> ExplainingGuard:
-    """The guard, with replays to find the cause first."""
+    """Make the guard that replays a bad step to find its cause first."""
     group, corpus, feed = opened.group, opened.corpus, actors.feed
     config, journal = opened.lease.config, opened.written.journal
     bench = Bench(engine=machinery.engine, feed=feed, ranks=group.ranks, heart=group.heart)
@@ -202,7 +202,7 @@ def _bundles(opened: Opened) -> Bundles:
 
 
 def _known_samples(stream: SampleStream, size: int) -> Indices:
-    """Held-out samples, as many as a step has: over again where there are fewer."""
+    """Held-out samples, as many as a step has; repeated where there are fewer."""
     found = stream.held_out_indices(size)
     return np.resize(found, size) if len(found) else found
 
@@ -228,7 +228,7 @@ def _stepper(opened: Opened, machinery: Machinery, feed: Feed) -> Stepper:
 
 
 def _evaluator(opened: Opened, machinery: Machinery, feed: Feed) -> Evaluator:
-    """On the held-out samples, of a mixture by source."""
+    """Make the evaluation on held-out samples, by source for a mixture."""
     config, corpus = opened.lease.config, opened.corpus
     count = config.eval.samples if config.eval.every else 0
     if corpus.validation is not None:
@@ -252,7 +252,7 @@ def _evaluator(opened: Opened, machinery: Machinery, feed: Feed) -> Evaluator:
 
 
 def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: int) -> Evaluator:
-    """On samples of ``data.val_path``, as far apart as there are."""
+    """Make the evaluation on samples of ``data.val_path``, spread evenly over it."""
     group, lease = opened.group, opened.lease
     size = min(count, len(dataset))
     indices = np.arange(size, dtype=np.int64) * len(dataset) // max(size, 1)
@@ -271,7 +271,7 @@ def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: in
 def _inspector(
     opened: Opened, machinery: Machinery, resumed: Resumed, stepper: Stepper
 ) -> Callable[[int], None]:
-    """What is looked at after an update."""
+    """Make the checks that follow an update."""
     group, config, ring = opened.group, opened.lease.config, machinery.ring
     watchdog, every = config.watchdog, config.debug.replica_check_every
     pace = PaceInspector(
@@ -304,7 +304,7 @@ def _inspector(
 
 
 def _proof(opened: Opened, machinery: Machinery, feed: Feed) -> LastProof:
-    """Of the last checkpoint, at the end of the run."""
+    """Make the proof of the last checkpoint, at the end of the run."""
     group, corpus, written = opened.group, opened.corpus, opened.written
     ranks, state = group.ranks, machinery.state
 

@@ -1,4 +1,4 @@
-"""The first line of a start is written, and what acts is made and let go."""
+"""Writes the first journal line of a start, then makes the actors and starts them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _YES_NO = {True: "yes", False: "no"}
 
 
 def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
-    """Write the line of this start, and make what acts. Collective."""
+    """Write the journal line of this start, and make the actors. Collective."""
     group, lease, corpus = opened.group, opened.lease, opened.corpus
     hosts = group.ranks.gather(host_name())
     past = _past(opened, resumed)
@@ -55,7 +55,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
         lambda: _reporter(opened, machinery, resumed, past, Columns(columns, layers), pages),
     )
     machinery.backlog.add(reporter.metrics_file)
-    # After the reporter has cut the metrics: what is journalled as lost is lost once.
+    # After the reporter has cut the metrics, so that lost lines are journalled once.
     lost = group.ranks.from_first(past.lost)
     start = _start_incident(opened, resumed, hosts, lost)
     opened.written.journal.add(replace(start, detail={**start.detail, "repeats_bits": repeats}))
@@ -63,7 +63,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
         _check_devices(opened, machinery.faults, resumed.step)
     _settle_mixture(opened, machinery)
     uploads = _uploads(opened, machinery, resumed)
-    # Until now an earlier incarnation's snapshots were the ones to come back to.
+    # Until now the snapshots of an earlier incarnation were still needed.
     machinery.ring.begin(uploads)
     corpus_check = _corpus_check(opened, machinery, resumed)
     corpus_check.begin()
@@ -77,7 +77,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
 
 
 def _past(opened: Opened, resumed: Resumed) -> Past:
-    """Where the time went before this start; the first rank's is the one that counts."""
+    """Where the time went before this start, as rank 0 reads it."""
     if not opened.group.is_first:
         return past([], [], [])
     path, length = opened.group.run_dir.metrics, resumed.metrics_bytes
@@ -93,7 +93,7 @@ def _settle_mixture(opened: Opened, machinery: Machinery) -> None:
 
 
 def _page_writer(opened: Opened) -> PageWriter | None:
-    """What keeps out/report.html; on rank 0 only."""
+    """Make the writer of out/report.html, on rank 0 only."""
     group, minutes = opened.group, opened.lease.config.track.report_minutes
     if not group.is_first or minutes is None:
         return None
@@ -108,7 +108,7 @@ def _reporter(
     columns: Columns,
     pages: PageWriter | None,
 ) -> Reporter:
-    """Metrics, trackers and the live line; files on rank 0 only."""
+    """Make metrics, trackers and the live line; files on rank 0 only."""
     group, lease, journal = opened.group, opened.lease, opened.written.journal
     config, check = lease.config, lease.fence.check
     outputs = Outputs(
@@ -160,7 +160,7 @@ def _trackers(opened: Opened, resumed: Resumed) -> list[Tracker]:
 
 
 def _curve_reader(opened: Opened, resumed: Resumed) -> CurveReader | None:
-    """What reads the run's own curve, where it is evaluated."""
+    """Make the reader of the run's own curve, which works at evaluations."""
     group, config, written = opened.group, opened.lease.config, opened.written
     if not (config.track.read and config.eval.every):
         return None
@@ -177,7 +177,7 @@ def _curve_reader(opened: Opened, resumed: Resumed) -> CurveReader | None:
 
 
 def _losses(*others: PageWriter | CommandAlerts | None) -> list[output.Loss]:
-    """What went wrong with what this process says."""
+    """Incidents for output and journal lines that this process lost."""
     lost = [one.loss for one in others if one is not None]
     return [*output.losses(), *(loss for loss in lost if loss is not None)]
 
@@ -214,7 +214,7 @@ def _check_devices(opened: Opened, faults: FaultInjector, step: int) -> None:
     """Try the device of each rank. Collective.
 
     Raises:
-        RankError: one must not be trained on; it is journalled as a crash of the hardware.
+        RankError: one is faulty; the journal calls it a hardware crash.
     """
     group = opened.group
     fault = check_devices(
@@ -227,7 +227,7 @@ def _check_devices(opened: Opened, faults: FaultInjector, step: int) -> None:
 
 
 def _repeats_bits(opened: Opened, machinery: Machinery, feed: Feed) -> bool:
-    """Whether all ranks get the same bits from one micro-batch twice. Collective.
+    """Whether one micro-batch gives the same bits twice, on all ranks. Collective.
 
     The loaded weights are left as they are.
     """
@@ -235,7 +235,7 @@ def _repeats_bits(opened: Opened, machinery: Machinery, feed: Feed) -> bool:
     count = min(batch.global_size, batch.micro_size * group.place.world_size)
     (first, *_) = feed.fixed(np.arange(count) % len(opened.corpus.dataset))
     work = MicroStep(batch=first.to(group.device), seed=opened.lease.config.seed)
-    # DeepSpeed reduces when it has seen as many as a step has.
+    # DeepSpeed reduces after as many micro-batches as a step has.
     times = feed.num_micro_batches if is_zero(opened.lease.config.parallel.kind) else 1
     own = repeats_bits(machinery.engine, [work] * times)
     return group.ranks.sum([float(not own)])[0] == 0
@@ -296,7 +296,7 @@ def _corpus_check(opened: Opened, machinery: Machinery, resumed: Resumed) -> Cor
 
 
 def _uploads(opened: Opened, machinery: Machinery, resumed: Resumed) -> Uploads | None:
-    """The journal has its first line by now."""
+    """Make the uploads. The journal must have its first line by now."""
     lease, written, ring = opened.lease, opened.written, machinery.ring
     if lease.remote is None:
         return None

@@ -1,4 +1,4 @@
-"""What holds the state of a run is made (``build``) and filled (``resume``)."""
+"""Makes what holds the state of a run (``build``), and fills it (``resume``)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from runner.train.state import TrainState
 
 
 def build(opened: Opened) -> Machinery:
-    """Make what holds the state; :func:`resume` fills it. Collective."""
+    """Make weights, checkpoints and counters; :func:`resume` fills them. Collective."""
     group, lease, corpus = opened.group, opened.lease, opened.corpus
     config = lease.config
     faults = FaultInjector(
         parse_faults(config.faults), rank=group.place.rank, markers=group.run_dir.faults
     )
-    # Where nothing is loaded the weights are made, see :func:`resume`.
+    # Without a checkpoint :func:`resume` initialises the weights.
     engine = parts.engine(
         config, corpus.network, group.place, group.device, faults, has_weights=False
     )
@@ -68,13 +68,13 @@ def resume(opened: Opened, machinery: Machinery) -> Resumed:
     """Load the newest usable checkpoint, or make the initial weights. Collective.
 
     Raises:
-        ConfigError: a model from elsewhere cannot be trained exactly, or its weights not be read.
+        ConfigError: a user's model cannot be trained exactly, or its weights cannot be read.
         CheckpointError: there are checkpoints, and none of them can be loaded.
-        RankError: the same, and the object store does not answer.
+        RankError: no checkpoint can be loaded, and the object store does not answer.
     """
     resumed = _resume(opened, machinery)
     if resumed.is_fresh:
-        # Not before: what is loaded overwrites all of it, and normal numbers take their time.
+        # Not earlier: a load overwrites all of it, and drawing random numbers takes time.
         config, ranks = opened.lease.config, opened.group.ranks
         parts.initialise(machinery.engine, config, opened.corpus.network, ranks)
     _check_model(opened, machinery.engine, is_fresh=resumed.is_fresh)
@@ -82,7 +82,7 @@ def resume(opened: Opened, machinery: Machinery) -> Resumed:
 
 
 def _resume(opened: Opened, machinery: Machinery) -> Resumed:
-    """Where no byte of the ring is right, from the object store."""
+    """Resume from the ring, or from the object store where the ring is damaged throughout."""
     group, inventory, written = opened.group, opened.inventory, opened.written
     ring, state = machinery.ring, machinery.state
     restorer = None if inventory.restored else inventory.restorer
@@ -107,7 +107,7 @@ def _resume(opened: Opened, machinery: Machinery) -> Resumed:
 
 
 def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:
-    """Try a model from elsewhere on two samples; its state is left as it is. Collective.
+    """Try a user's model on two samples; its state stays as it is. Collective.
 
     Raises:
         ConfigError: it cannot be trained exactly.

@@ -1,4 +1,4 @@
-"""The corpus' part of the composition root: settings become a data set, and its order."""
+"""The data's part of the composition root: turns settings into a data set and its order."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from runner.system.error import DataError
 from runner.system.guest import call_target, parameters_of
 from runner.system.process import is_alive, own_process
 
-# What was prepared, one for each source; "" where nothing had to be.
+# Places of prepared tokens, one for each source; "" where nothing had to be prepared.
 Places = Sequence[str]
 
 
 def prepare_data(config: RunConfig, tell: Tell) -> list[Prepared | None]:
-    """What one process of a node does for all: see to it that the tokens are in the cache.
+    """Put the tokens into the cache: one process of each node does it for all of them.
 
     Args:
-        tell: told of the progress; it may raise, and nothing is left then.
+        tell: called with the progress; if it raises, no file is left.
 
     Returns:
         For each source what :func:`open_dataset` needs; None where nothing has to be prepared.
@@ -47,7 +47,7 @@ def prepare_data(config: RunConfig, tell: Tell) -> list[Prepared | None]:
 
 
 def open_dataset(config: RunConfig, prepared: Places | None = None) -> Dataset:
-    """The corpus.
+    """Open the corpus.
 
     Args:
         prepared: the places that :func:`prepare_data` gave to some process of this node; None:
@@ -65,13 +65,13 @@ def open_dataset(config: RunConfig, prepared: Places | None = None) -> Dataset:
     sources = sources_of(config.data)
     if not sources:
         return opened[0]
-    # By name: neither the order nor the fingerprint follows from the order in which they are told.
+    # By name, so that order and fingerprint do not depend on the order of ``data.sources``.
     named = {s.name: one for s, one in zip(sources, opened, strict=True)}
     return mix({name: named[name] for name in sorted(named)})
 
 
 def open_validation(config: RunConfig, prepared: Places) -> Dataset | None:
-    """What ``data.val_path`` names, if anything. Raises as :func:`open_dataset`.
+    """Open what ``data.val_path`` names, if anything. Raises as :func:`open_dataset`.
 
     Args:
         prepared: as it takes it.
@@ -86,7 +86,7 @@ def _validation(data: DataConfig) -> DataConfig:
 
 
 def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
-    """The order of samples."""
+    """Make the order of samples."""
     if not isinstance(dataset, Mixed):
         return SampleStream(
             num_samples=len(dataset),
@@ -104,7 +104,7 @@ def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
 
 
 def _parts(config: RunConfig) -> list[tuple[DataConfig, int]]:
-    """The settings and the seed of each source; of a corpus that is none of several, its own."""
+    """The settings and seed of each source; of a corpus without sources, its own."""
     sources = sources_of(config.data)
     if not sources:
         return [(config.data, config.seed)]
@@ -196,7 +196,7 @@ def _open(data: DataConfig, seed: int, place: str) -> Dataset:
 
 
 def _own_dataset(data: DataConfig, seed: int, target: str) -> Dataset:
-    """What code of the user's own gives.
+    """Open the data set that the user's code returns.
 
     A parameter that has the name of a key of the group gets its value, where one was given or the
     parameter has no default of its own; so do ``seed`` and ``seq_len``.
@@ -224,12 +224,12 @@ def _own_dataset(data: DataConfig, seed: int, target: str) -> Dataset:
 
 
 def digest_notes(config: RunConfig) -> Path:
-    """Where it is remembered which files were read whole, and what their digest was."""
+    """The folder that remembers the digests of files that were read whole."""
     return notes_in(token_cache(config.data.cache))
 
 
 def token_cache(wanted: str | None) -> Path:
-    """Where token files are kept: as asked, or the user's cache directory (XDG)."""
+    """The folder for token files: the configured one, or the user's cache directory (XDG)."""
     if wanted is not None:
         return Path(wanted).expanduser()
     base = variables().get("XDG_CACHE_HOME") or str(Path.home() / ".cache")

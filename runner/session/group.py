@@ -1,4 +1,4 @@
-"""This rank among the others: what there is from the first line of a command to its last."""
+"""This rank and its process group, from the first line of a command to its last."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from runner.system.environment import changeable, variables
 from runner.system.error import ConfigError, RunnerError, Superseded
 from runner.system.process import own_process, pid_namespace
 
-# The roll call has a limit of its own, and says who is missing.
+# The rendezvous has a limit of its own, and says who is missing.
 _MEET_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """A rank whose process group is there.
+    """A rank whose process group exists.
 
     Args:
-        debug: the settings of the collectives' debugging that were made.
-        peers: what the ranks of this node told of themselves when they met.
+        debug: the settings for debugging collectives that were applied.
+        peers: facts of this node's ranks, exchanged at the rendezvous.
         device_versions: of the device, its driver and libraries; equal on all ranks.
     """
 
@@ -60,7 +60,7 @@ class RankGroup:
 
     @property
     def heart(self) -> Heartbeat:
-        """Of this rank."""
+        """The heartbeat of this rank."""
         return self.monitor.heart
 
     @property
@@ -69,19 +69,19 @@ class RankGroup:
         return self.place.is_first
 
     def asked_to_stop(self) -> list[str]:
-        """Who asked each rank to stop, empty for nobody; by rank. Collective."""
+        """Who asked each rank to stop, by rank; empty for no request. Collective."""
         return list(self.ranks.gather(self.stop.reason))
 
 
 @contextmanager
 def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
-    """Start the monitor and the process group; inside, failures are told to the other ranks.
+    """Start the monitor and the process group; inside, a rank reports its failure to the others.
 
     Raises:
         RunnerError: the ranks do not come together.
     """
     refuse_untried(config, place)
-    # Before CUDA begins, which reads some of it once.
+    # Before CUDA starts, which reads some variables only once.
     switched = be_deterministic(changeable()) if config.compute.deterministic else {}
     found = find_device(config.parallel.device, place, variables())
     device = take_device(found)
@@ -155,7 +155,7 @@ def refuse_untried(config: RunConfig, place: RankEnv) -> None:
 
 
 def group_at_hand(config: RunConfig, place: RankEnv, device: torch.device) -> RankGroup:
-    """For a process group that the caller has started, and ends: benchmarks and tests."""
+    """Wrap a process group that the caller starts and ends, as benchmarks and tests do."""
     launch = launch_from(variables())
     stop = parts.stop_request(config, launch)
     monitor = parts.witness(config, place, launch, RunDir(Path(config.out)), stop)
@@ -192,7 +192,7 @@ def _group(
 
 @contextmanager
 def _telling(monitor: RankMonitor) -> Iterator[None]:
-    """An error that the other ranks do not raise as well is reported before it goes on."""
+    """Report an error that the other ranks do not raise, before it propagates."""
     try:
         yield
     except Superseded as error:

@@ -1,6 +1,6 @@
-"""What a command takes into its hands before anything is built: the lease, the corpus, the past.
+"""What a command opens before anything is built: the lease, the corpus, the inventory.
 
-Each phase takes what the one before gives. All of them are collective, and raise alike on every
+Each phase takes the value of the one before. All are collective, and raise alike on every
 rank.
 """
 
@@ -40,11 +40,11 @@ from runner.system.process import parent_name
 
 
 def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
-    """Become the one that writes to ``out``, with settings that are equal on all ranks.
+    """Acquire the write lease of ``out``, with settings that are equal on all ranks.
 
     Raises:
         ConfigError: the settings differ between ranks.
-        RunnerError: somebody else owns the run directory.
+        RunnerError: another launch owns the run directory.
     """
     ranks, console = group.ranks, group.console
     _require_equal_settings(config, group)
@@ -73,7 +73,7 @@ def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
 
 
 def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
-    """Tokenise where that is needed, open, and agree.
+    """Tokenise the data where needed, open it, and check that all ranks see the same.
 
     Raises:
         DataError: it cannot be trained on.
@@ -103,7 +103,7 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
 
 
 def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
-    """Look at what is in ``out``; where the run is lost there, take it from the object store."""
+    """Read what is in ``out``; where it is lost, restore the run from the object store."""
     restorer = restored = None
     fingerprint = corpus.dataset.fingerprint()
     if lease.remote is not None:
@@ -133,7 +133,7 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
 
 
 def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJournal:
-    """Write down what was found: changed settings, earlier crashes, what was restored."""
+    """Open the journal and record changed settings, earlier crashes and what was restored."""
     found = inventory.found
     command = lease.config.track.command
     alerts = CommandAlerts(command, group.run_dir.out) if command and group.is_first else None
@@ -147,7 +147,7 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
     written = RunJournal(journal=journal, group=group, alerts=alerts, trackers=trackers)
     _report_all(found.changes, written)
     if group.is_first:
-        # After they are journalled, or a crash would hide them.
+        # After they are journalled, so that a crash does not hide them.
         lease.fence.check()
         group.run_dir.store_config(lease.config)
     if not found.records:
@@ -167,9 +167,9 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
 
 
 def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Lease:
-    """With the micro-batches that the crashes so far leave.
+    """Settle the micro-batch size, which crashes for lack of memory have halved.
 
-    What is stored, and its digest, stay as the user has them.
+    The stored settings and their digest stay as the user set them.
     """
     batch = lease.config.batch
     lines = [*inventory.found.journal, *inventory.found.crashes]
@@ -188,7 +188,7 @@ def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Le
 def open_slots(
     lease: Lease, group: RankGroup, state: StateOnDevice, identity: Identity
 ) -> MemoryParts:
-    """This rank's part of the tier in memory, for what ``state`` holds now. Collective."""
+    """Open this rank's part of the memory tier, sized for ``state``. Collective."""
     name = group.ranks.all_or_none(
         "naming the run", lambda: group.run_dir.identity() if group.is_first else None
     )
@@ -205,14 +205,14 @@ def open_slots(
 
 
 def identity_of(lease: Lease, corpus: Corpus) -> Identity:
-    """What a checkpoint of this command is of."""
+    """What identifies the checkpoints of this command."""
     return Identity(
         config_digest=lease.config_digest, data_fingerprint=corpus.dataset.fingerprint()
     )
 
 
 def _require_equal_settings(config: RunConfig, group: RankGroup) -> None:
-    """Every rank composed its own settings; they must be the same."""
+    """Compare the settings, which every rank composed by itself."""
     ranks = group.ranks
     if len(set(ranks.gather(digest(flat(config))))) == 1:
         return
@@ -223,14 +223,14 @@ def _require_equal_settings(config: RunConfig, group: RankGroup) -> None:
 
 
 def _known_launch(group: RankGroup) -> JobEnv:
-    """With the launchers' processes, of which one rank a node tells. Collective."""
+    """Complete the launch's facts with its launcher processes, one rank a node. Collective."""
     tells = group.launch.has_agent and group.place.local_rank == 0
     names = group.ranks.gather(parent_name() if tells else "")
     return replace(group.launch, agents=tuple(sorted({name for name in names if name})))
 
 
 def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
-    """One rank of each node tokenises, or finds the tokens, for all of its node. Collective.
+    """Tokenise, or find the tokens, on one rank of each node for all of its ranks. Collective.
 
     Returns:
         The place of what was prepared for each source; empty where nothing had to be.

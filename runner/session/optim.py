@@ -1,4 +1,4 @@
-"""Settings of ``optim`` and ``schedule`` become an optimizer and a learning rate."""
+"""Turns settings of ``optim`` and ``schedule`` into an optimizer and a learning rate."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _TARGET = "optim._target_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSchedule:
-    """A function of the user's: ``updates`` and ``arguments`` to a learning rate.
+    """A learning rate from the user's function of ``updates`` and ``arguments``.
 
-    ``offered`` are values it gets where it has a parameter of that name.
+    ``offered`` are values for its parameters of those names.
     """
 
     target: str
@@ -35,7 +35,7 @@ class OwnSchedule:
         """Learning rate of the update that follows ``updates`` applied ones.
 
         Raises:
-            ConfigError: it gives no finite number of 0 or more.
+            ConfigError: it does not return a finite number of at least 0.
         """
         key = "schedule._target_"
         given = {"updates": updates, **self.arguments}
@@ -81,7 +81,7 @@ def schedule(config: RunConfig) -> Rates:
 
 
 def adamw_settings(config: RunConfig) -> AdamWSettings:
-    """What ZeRO knows."""
+    """AdamW's settings, the only ones that ZeRO supports."""
     optim = config.optim
     return AdamWSettings(
         beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay
@@ -89,7 +89,7 @@ def adamw_settings(config: RunConfig) -> AdamWSettings:
 
 
 def optimizer_settings(config: RunConfig) -> OptimizerSettings:
-    """The optimizer, whichever it is.
+    """The settings of any optimizer.
 
     Raises:
         ConfigError: ``optim._target_`` cannot be found.
@@ -127,7 +127,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
 
 
 def state_shapes(config: RunConfig, network: Blueprint) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint of these settings holds: names of tensors, and their whole shapes."""
+    """Names and whole shapes of the tensors in a checkpoint of these settings."""
     settings = optimizer_settings(config)
     return {
         f"{kind}/{name}": parameter.shape

@@ -65,9 +65,9 @@ from runner.system.guest import call_target, find_target
 from runner.train.explaining import ExplainRules
 from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes
 
-# Computations of a step for one incident, and for all of them as a share of the run's steps.
+# Replays of a step for one incident, and for all incidents as a share of the run's steps.
 _EXPLAINING = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (30, 0.05)}
-_LEAST_INCIDENTS = 6  # that a short run may ask about, too
+_LEAST_INCIDENTS = 6  # incidents that even a short run may replay
 
 Report = Callable[[Incident], None]
 
@@ -85,7 +85,7 @@ def stop_request(config: RunConfig, launch: JobEnv) -> StopRequest:
 def witness(
     config: RunConfig, place: RankEnv, launch: JobEnv, run_dir: RunDir, stop: StopRequest
 ) -> RankMonitor:
-    """What watches over this rank."""
+    """Make the monitor of this rank."""
     watchdog = config.watchdog
     return RankMonitor(
         place=place,
@@ -101,7 +101,7 @@ def witness(
 
 
 def explain_rules(config: RunConfig) -> ExplainRules | None:
-    """What finding a cause may cost; None where nothing is asked or nothing would follow."""
+    """What finding a cause may cost; None where it is off or would change nothing."""
     kind = config.explain
     if kind is ExplainKind.off or config.guard.remedy is RemedyKind.discard:
         return None
@@ -115,14 +115,14 @@ def explain_rules(config: RunConfig) -> ExplainRules | None:
 
 
 def reads_late(config: RunConfig, device: torch.device) -> bool:
-    """``guard.sync``, or what suits the device: on a CPU nothing is gained by reading late."""
+    """``guard.sync``, or the device's default: on a CPU late reads gain nothing."""
     return device.type == "cuda" if config.guard.sync is None else not config.guard.sync
 
 
 def feed(
     config: RunConfig, dataset: Dataset, stream: SampleStream, place: RankEnv, device: torch.device
 ) -> Feed:
-    """This rank's loader."""
+    """Make this rank's loader."""
     return Feed(
         dataset,
         stream,
@@ -188,7 +188,7 @@ def _rope_scaling(value: object) -> RopeScaling | None:
 
 
 def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> Blueprint:
-    """The network that is to be built: the decoder, a Hugging Face model, or ``model._target_``.
+    """The network to build: the decoder, a Hugging Face model, or ``model._target_``.
 
     Args:
         kept: see :func:`pretrained_blueprint`.
@@ -206,7 +206,7 @@ def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> 
     offered = {"seq_len": config.data.seq_len}
     if vocab_size:
         offered["vocab_size"] = vocab_size
-    # Before DeepSpeed patches what it meets while a model is made.
+    # Before DeepSpeed patches the modules it meets while a model is made.
     find_target("model._target_", target)
     made = GuestBlueprint(
         name=target,
@@ -223,7 +223,7 @@ def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> 
 def _with_segments(config: RunConfig, made: GuestBlueprint) -> GuestBlueprint:
     """
     Raises:
-        ConfigError: documents are to be kept apart, and the network cannot.
+        ConfigError: documents must be kept apart, and the network cannot do that.
     """
     if (config.data.isolate_documents or config.data.pack) and not made.takes_segments():
         key = "data.pack" if config.data.pack else "data.isolate_documents"
@@ -236,7 +236,7 @@ def _with_segments(config: RunConfig, made: GuestBlueprint) -> GuestBlueprint:
 
 
 def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprint:
-    """The decoder, under the loss of these settings."""
+    """The decoder under the loss of these settings."""
     model = config.model
     losses = HeadLosses(
         fp32=model.loss_fp32,
@@ -247,7 +247,7 @@ def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprin
 
 
 def layout(config: RunConfig, place: RankEnv) -> Layout:
-    """Copies and shards for ``parallel.kind``."""
+    """How many replicas and shards ``parallel.kind`` means."""
     parallel, precision = config.parallel, config.model.precision
     assert precision is not Precision.auto, "settle_precision comes first"
     shard_size = place.world_size
@@ -266,7 +266,7 @@ def layout(config: RunConfig, place: RankEnv) -> Layout:
 
 
 def works_a_step(config: RunConfig, place: RankEnv) -> int:
-    """How many micro-batches a step of any samples must have: DeepSpeed counts them."""
+    """Micro-batches that every step must have, whatever its samples: DeepSpeed counts them."""
     if not is_zero(config.parallel.kind):
         return 1
     batch = config.batch
@@ -303,9 +303,9 @@ def engine(
 
 
 class Initial:
-    """The initial values of a network; what goes wrong is kept until all ranks are there.
+    """The initial values of a network; keeps an error until all ranks can raise it.
 
-    An engine may have collectives behind the last value it asks for: a rank that raised before
+    An engine may have collectives after the last value it asks for: a rank that raised earlier
     would leave the others in them.
     """
 
@@ -325,7 +325,7 @@ class Initial:
     def require(self) -> None:
         """
         Raises:
-            ConfigError: a value could not be had.
+            ConfigError: a value could not be read.
         """
         if self._error is not None:
             raise self._error
@@ -340,7 +340,7 @@ def initialise(
         ranks: the others, where there are any.
 
     Raises:
-        ConfigError: on all of ``ranks``: one of them cannot read its weights.
+        ConfigError: on all ``ranks``; one of them cannot read its weights.
     """
     values = Initial(config, network)
     engine.initialise(values)
@@ -357,7 +357,7 @@ def _fsdp(
     device: torch.device,
     inside: MicroBatchFaults | None,
 ) -> tuple[Engine, nn.Module, nn.Module]:
-    """The engine, the module that it calls, and that whose output is the first activation."""
+    """Make the engine, the module it calls, and the module of the first activation."""
     plan = layout(config, place)
     mesh = device_mesh(device, plan)
     network = blueprint.on_meta()
@@ -389,7 +389,7 @@ def _zero(
     inside: MicroBatchFaults | None,
 ) -> tuple[Engine, nn.Module, nn.Module]:
     """As :func:`_fsdp`."""
-    # Only here: deepspeed takes seconds to import, and needs a compiler on some machines.
+    # Imported here only: deepspeed takes seconds, and needs a compiler on some machines.
     from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_plan
 
     batch = config.batch
@@ -412,13 +412,13 @@ def _zero(
         probe=config.guard.enabled or inside is not None,
         disturb=inside,
     )
-    # Stage 3 has made them in BF16, and all stages have turned them into it.
+    # Stage 3 made them in BF16, and all stages cast them to it.
     blueprint.finish(network, device)
     return made, model, embedding
 
 
 def ring_rules(config: RunConfig) -> RingRules:
-    """What the ring keeps, and how it writes."""
+    """Which checkpoints the ring keeps, and how it writes them."""
     wanted = config.checkpoint
     return RingRules(
         clean_after=wanted.clean_after,
@@ -473,7 +473,7 @@ def throughput(
 def trackers(
     config: RunConfig, run_dir: RunDir, resumed: Resumed, fence: RunLease
 ) -> list[BackgroundTracker]:
-    """What writes the metrics elsewhere, too; on the first rank only, since it makes files."""
+    """Trackers that log the metrics elsewhere; on rank 0 only, since they make files."""
     if not config.track.tensorboard:
         return []
     tensorboard = TensorBoardTracker(

@@ -1,4 +1,4 @@
-"""What each phase of a start gives to the next one: values alone."""
+"""The values that each phase of a start passes to the next."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from runner.train.step_runner import StepRunner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to write to ``out``, and the settings by which all that follows goes.
+    """The right to write to ``out``, and the settings of this start.
 
     Args:
-        config: with what this start decides settled.
-        config_digest: of them.
-        fence: proves the right; its number is this incarnation's.
-        remote: the object store, as it was when the run was claimed; None without one.
+        config: the settings, with what this start decides filled in.
+        config_digest: their digest.
+        fence: the run's lease; its number is this incarnation's.
+        remote: the object store as it was when the lease was acquired; None without one.
     """
 
     config: RunConfig
@@ -52,7 +52,7 @@ class Lease:
     remote: RemoteRun | None
 
     def directory(self, group: RankGroup) -> CheckpointDirectory:
-        """The checkpoints on disk, to be written to while the lease holds."""
+        """The checkpoints on disk, which may be written while the lease holds."""
         return CheckpointDirectory(
             group.run_dir.ring, owner=self.fence.number, check=self.fence.check
         )
@@ -60,7 +60,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """What is trained on, its order, and the network whose sizes follow from it."""
+    """The data, its order, and the network whose sizes follow from the data."""
 
     dataset: Dataset
     stream: SampleStream
@@ -76,7 +76,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """What earlier incarnations left: in ``out``, or taken from the object store (``restored``)."""
+    """What earlier incarnations left, in ``out`` or in the object store (``restored``)."""
 
     found: RunInventory
     restorer: Restorer | None
@@ -85,7 +85,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJournal:
-    """The journal, and how an incident is reported: written down, then said."""
+    """The journal, and how an incident is reported: recorded, then printed."""
 
     journal: Journal
     group: RankGroup
@@ -93,19 +93,19 @@ class RunJournal:
     trackers: Sequence[BackgroundRunTracker] = ()
 
     def report(self, incident: Incident) -> None:
-        """Write it down and say it."""
+        """Record an incident and print it."""
         self.journal.add(incident)
         self.group.console.incident(incident)
 
     def report_once(self, incident: Incident) -> None:
-        """For what a restart comes to again."""
+        """Report an incident that a restart would meet again, but only once."""
         if self.journal.add_once(incident):
             self.group.console.incident(incident)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """All that a command has in its hands before anything is built."""
+    """All that a command opens before anything is built."""
 
     group: RankGroup
     lease: Lease
@@ -116,7 +116,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machinery:
-    """What holds the state of a run: weights, checkpoints, counters, lines not yet written."""
+    """The state of a run: weights, checkpoints, counters, lines not yet written."""
 
     engine: Engine
     faults: FaultInjector
@@ -128,7 +128,7 @@ class Machinery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """What acts on it from the first step on, but for the loop."""
+    """What acts on the state from the first step on, except the loop."""
 
     feed: Feed
     reporter: Reporter
@@ -140,7 +140,7 @@ class Actors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """An open run: its loop, and what must be closed and summed up after it."""
+    """An open run: its loop, and what must be closed after it."""
 
     opened: Opened
     machinery: Machinery
@@ -151,15 +151,15 @@ class Run:
 
     @property
     def ring(self) -> Ring:
-        """Its checkpoints."""
+        """The run's checkpoints."""
         return self.machinery.ring
 
     @property
     def engine(self) -> Engine:
-        """Its weights and optimizer state."""
+        """The engine with weights and optimizer state."""
         return self.machinery.engine
 
     @property
     def state(self) -> TrainState:
-        """Its counters and the guard's memory."""
+        """The counters and the guard's memory."""
         return self.machinery.state

@@ -1,6 +1,6 @@
-"""``model=hf``: settings and a folder become a network, and what of the folder a run keeps.
+"""``model=hf``: makes a network from settings and a folder, and keeps the folder's small files.
 
-A run keeps the small files: what it is resumed with and exported as does not change with the
+A run copies the small files, so that a resume or an export does not depend on later changes of the
 folder, and the folder's weights are read once.
 """
 
@@ -36,7 +36,7 @@ def pretrained_blueprint(
     """The network of ``model.path``.
 
     Args:
-        kept: folder of the files that the run has kept, where it has begun; None before.
+        kept: the run's copy of the small files; None before the run has begun.
 
     Raises:
         ConfigError: it cannot be built, or is too small for the data.
@@ -88,12 +88,12 @@ def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (*FILES, GENERATION, CONFIG):
-            (folder / name).unlink(missing_ok=True)  # of an earlier start that saved nothing
+            (folder / name).unlink(missing_ok=True)  # from an earlier start that saved nothing
         if config.data.tokenizer is not None:
             copy_tokenizer(Path(config.data.tokenizer).expanduser(), folder)
         else:
             copy_tokenizer(source, folder)
-        # The last one: with it the files are whole.
+        # Copied last: it marks the copy as whole.
         for name in (GENERATION, CONFIG):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / f".{name}")
@@ -103,7 +103,7 @@ def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:
 
 
 def kept_files(run_dir: RunDir) -> str:
-    """The folder of them; empty where the run has no checkpoint that goes with them."""
+    """The folder of the copies; empty where no checkpoint belongs to them."""
     is_begun = run_dir.ring.is_dir() and any(
         not path.name.startswith("writing-") for path in run_dir.ring.iterdir()
     )

@@ -30,7 +30,7 @@ from runner.system.error import Preempted, RunnerError
 from runner.system.exit_codes import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
 from runner.train.collection import collected_at_boundaries
 
-# How long an end waits for the page of the run; less when it was asked to stop.
+# How long an end waits for the report page; less after a request to stop.
 _PAGE_SECONDS, _PAGE_SECONDS_ASKED = 30.0, 3.0
 _STATUS = {EXIT_HALTED: "halted", EXIT_PREEMPTED: "preempted"}
 
@@ -43,7 +43,7 @@ def train(config: RunConfig, place: RankEnv) -> int:
     """
     keep_for_owner()
     check(config, world_size=place.world_size)
-    parse_faults(config.faults)  # a typing mistake is told before any process waits for another
+    parse_faults(config.faults)  # report a typing mistake before any process waits for another
     check_extras(config)
     with join(config, place) as group:
         run = open_run(config, group)
@@ -53,7 +53,7 @@ def train(config: RunConfig, place: RankEnv) -> int:
 
 
 def open_run(config: RunConfig, group: RankGroup) -> Run:
-    """Take hold of the run directory, build the run, and resume it where ``out`` has it.
+    """Acquire the run directory, build the run, and resume what ``out`` holds.
 
     Raises:
         RunnerError: the run cannot begin; alike on every rank.
@@ -69,14 +69,14 @@ def open_run(config: RunConfig, group: RankGroup) -> Run:
 
 
 def fit(run: Run) -> RunEnd:
-    """Train to the end, whichever it is."""
+    """Train until the run is done, halted, preempted or failed."""
     try:
         reason = run.loop.run()
     except RunnerError as error:
         status = _STATUS.get(error.exit_code, "failed")
         if status == "halted":
-            run.ring.drain()  # what is being written is still worth having
-        else:  # a halt has its own line already
+            run.ring.drain()  # let writes in progress finish
+        else:  # a halt has its own journal line already
             run.opened.written.journal.add(
                 Incident(
                     kind=status,
@@ -131,7 +131,7 @@ def close(run: Run, end: RunEnd) -> int:
 
 
 def _write_last_page(pages: PageWriter, run: Run, end: RunEnd) -> None:
-    """What goes wrong with it is one line."""
+    """Write the last report page; a failure prints one line."""
     asked = end.status == "preempted"
     may = end.in_time and not (asked and run.opened.group.stop.is_late)
     pages.finish(0.0 if not may else _PAGE_SECONDS_ASKED if asked else _PAGE_SECONDS)
@@ -151,6 +151,6 @@ def _is_late(run: Run, end: RunEnd) -> Callable[[], bool]:
 
 
 def _is_over(run: Run, end: RunEnd) -> bool:
-    """Whether what is on disk is all that anybody will come back to."""
+    """Whether nothing but the disk will be needed by a later start."""
     saved = run.ring.saved_step == run.state.updates
     return end.in_time and (end.status in ("done", "halted") or saved)

@@ -1,7 +1,7 @@
-"""The state digest of a run at its end, agreed by all ranks; never in a stop's way.
+"""The state digest of a run at its end, agreed by all ranks; it never delays a stop.
 
-See :mod:`runner.checkpoint.digest` for what it is. A small state is handed to rank 0 tensor by
-tensor; of a large one each rank sums its own shards where they lie, and copies nothing.
+:mod:`runner.checkpoint.digest` defines it. A small state goes to rank 0 tensor by
+tensor; for a large one each rank sums its own shards in place, without a copy.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Ranks(Protocol):
 
 
 def at_a_stop(is_late: Callable[[], bool]) -> Callable[[], bool]:
-    """Late when the grace is over, and a few seconds from now in any case."""
+    """Make a clock that says when to give up: at the end of the grace, or in a few seconds."""
     due = time.monotonic() + _STOP_SECONDS
     return lambda: is_late() or time.monotonic() > due
 
 
 def collect_digest(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> str | None:
-    """The state digest on rank 0, None on the others and where any rank is late. Collective."""
+    """Compute the state digest; None except on rank 0, or when any rank is late. Collective."""
     shapes = {shard.name: shard.shape for shard in engine.shards()}
     if not is_whole(shapes.values()):
         return _of_sums(engine, ranks, is_late)
@@ -61,7 +61,7 @@ def collect_digest(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) ->
 
 
 class _WholeTensors:
-    """All tensors by name; ends early on every rank when one is late."""
+    """Iterates over all tensors by name; ends early on every rank when one is late."""
 
     def __init__(self, engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> None:
         self._engine = engine
@@ -85,7 +85,7 @@ def _of_sums(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> str |
     shards, counts = engine.shards(), engine.update_counts()
     held: dict[str, Sums] = {shard.name: (0,) * LANES for shard in shards}
     summing, late = Summing(), False
-    # Copies of a shard are equal: each rank sums its part of it.
+    # Replicas of a shard are equal: each rank sums its part of it.
     for part in own_share(((s.name, s.start, s.local.detach()) for s in shards), engine.replica):
         for first in range(0, len(part.values), _BETWEEN_LOOKS):
             late = late or is_late()
@@ -94,7 +94,7 @@ def _of_sums(engine: Engine, ranks: Ranks, is_late: Callable[[], bool]) -> str |
                 sums = summing.of(part.name, part.start + first, values)
                 held[part.name] = added(held[part.name], sums)
     names = sorted(held)
-    # In halves: FP64 adds whole numbers exactly up to 2^53, those of 2 million ranks.
+    # In halves: FP64 adds whole numbers exactly up to 2^53, enough for 2 million ranks.
     mask = (1 << _HALF) - 1
     halves = [float(x) for n in names for lane in held[n] for x in (lane & mask, lane >> _HALF)]
     *summed, num_late = ranks.sum([*halves, float(late)])

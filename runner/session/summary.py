@@ -17,9 +17,9 @@ from runner.train.state import TrainState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """How the loop ended; ``status`` is done, halted, preempted or failed.
+    """How the loop ended: ``status`` is done, halted, preempted or failed.
 
-    ``in_time`` False: the grace is over, nothing that takes long may be done any more.
+    ``in_time`` False: the grace is over, so nothing slow may follow.
     """
 
     status: str
@@ -30,7 +30,7 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How a run stands. ``status`` is done, halted, preempted or failed.
+    """The state of a run. ``status`` is done, halted, preempted or failed.
 
     ``goodput`` is the share of wall time since the first start, down time included, that went
     into steps which count in the result; ``time`` says where all of it went, in seconds by the
@@ -62,7 +62,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSize:
-    """``batch``: samples per step over all ranks; ``incarnation``: which start this was."""
+    """``batch``: samples per step over all ranks; ``incarnation``: number of this start."""
 
     batch: int
     world_size: int
@@ -113,7 +113,7 @@ def sum_up(
     )
     try:
         write_json(run_dir.summary, summary.to_json())
-    except OSError as error:  # the run has come to its end, and its code says how
+    except OSError as error:  # the run is over, and its exit code says how it ended
         console.say(f"warning: no summary was written: {error}")
     console.table(f"{end.status}: {end.reason}", _rows(summary, wall, run_dir))
     return summary
@@ -142,7 +142,7 @@ def _rows(summary: Summary, wall_seconds: float, run_dir: RunDir) -> list[tuple[
 
 
 def _shares(spent: Mapping[str, float], wall_seconds: float) -> str:
-    """The largest first; what is less than half a percent is left out."""
+    """The shares of time, largest first; those under half a percent are left out."""
     shares = {kind: seconds / max(wall_seconds, 1e-9) for kind, seconds in spent.items()}
     ordered = sorted(shares.items(), key=lambda pair: -pair[1])
     return ", ".join(

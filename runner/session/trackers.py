@@ -1,4 +1,4 @@
-"""The trackers of a run, as its settings name them; on the first rank only."""
+"""Makes the trackers that the settings name; on rank 0 only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from runner.system.redact import redacted
 
 
 def run_trackers(lease: Lease, group: RankGroup) -> list[BackgroundRunTracker]:
-    """Each is made in a thread of its own, where it may wait for its server.
+    """Make each tracker in a thread of its own, where it may wait for its server.
 
     Raises:
-        ConfigError: there is no ``track._target_`` of this name, or it takes other arguments.
+        ConfigError: ``track._target_`` does not exist, or takes other arguments.
     """
     wanted = lease.config.track
     if not (wanted.wandb or wanted.mlflow or wanted._target_):
