@@ -1,8 +1,8 @@
-"""Halves ``batch.micro_size`` after a crash for want of memory on a device.
+"""Halves ``batch.micro_size`` after a device ran out of memory.
 
 Not within the step: a rank that runs out of memory leaves the others in a collective that it does
-not enter, which over NCCL nothing ends. The ranks crash as they do of any error, and the next
-start takes smaller micro-batches. The global batch stays, so the end is the same within rounding.
+not enter, and NCCL would wait for ever. The ranks crash as after any error, and the next
+start uses smaller micro-batches. The global batch stays, so the result agrees to rounding.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _KIND = "micro_size"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroSize:
-    """Sequences in a micro-batch of this start; ``incident`` where the start before had more."""
+    """Sequences per micro-batch in this start; ``incident`` where the last start had more."""
 
     size: int
     incident: Incident | None = None
 
 
 def settle_micro_size(wanted: int, lines: Sequence[Mapping[str, Any]]) -> MicroSize:
-    """From the journal's lines, crashes that only this start has found among them. Pure.
+    """Decide from the journal's lines, including crashes that this start has found. Pure.
 
     Args:
-        wanted: ``batch.micro_size`` as it is set; another value than before begins anew.
+        wanted: ``batch.micro_size`` as configured; a changed value resets the halving.
     """
     crashes = [line for line in lines if _is_for_memory(line)]
     settled = [line["detail"] for line in lines if line.get("kind") == _KIND]

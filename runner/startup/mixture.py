@@ -1,7 +1,7 @@
-"""Takes up a mixture where the run left it: by which weights each stretch of the stream was read.
+"""Resumes a mixture: with which weights each stretch of the stream was read.
 
 The journal has a line for each change of weights, with the position from which it holds. What lies
-before that position is as it was, whatever checkpoint a later start goes back to.
+before that position keeps its weights, whatever checkpoint a later start loads.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from runner.train.state import TrainState
 
 
 def settle_mixture(stream: SampleStream, journal: Journal, state: TrainState) -> Incident | None:
-    """Give the stream its phases, with a new one where the weights are others by now.
+    """Give the stream its phases, and a new one where the weights have changed.
 
     Returns:
-        The new phase as it is to be journalled, alike on all ranks; None where nothing changed.
+        The new phase for the journal, alike on all ranks; None where nothing changed.
 
     Raises:
-        ConfigError: a source that was read from is no more.
+        ConfigError: a source that the run has read from is gone.
     """
     order = stream.order
     if not isinstance(order, MixtureOrder):
@@ -40,7 +40,7 @@ def settle_mixture(stream: SampleStream, journal: Journal, state: TrainState) ->
     wanted = _wanted(order.wanted)
     incident = None
     if not phases or _wanted(phases[-1].weights) != wanted:
-        # Behind what the ledger names: those positions are to lead to the samples that they led to.
+        # After all positions in the ledger: they must keep their samples.
         start = max(state.cursor, history.known_stop) if phases else 0
         phases.append(Phase(start=start, weights=wanted))
         incident = _incident(phases, state)
@@ -50,7 +50,7 @@ def settle_mixture(stream: SampleStream, journal: Journal, state: TrainState) ->
 
 
 def _wanted(weights: Mapping[str, float]) -> dict[str, float]:
-    """Without the sources that give nothing: a new one of weight 0 changes nothing."""
+    """The weights without those of 0: a new source of weight 0 changes nothing."""
     return {name: weight for name, weight in sorted(weights.items()) if weight > 0}
 
 

@@ -1,7 +1,7 @@
-"""What exactness asks of a model from elsewhere, tried on two samples before it is trained.
+"""Tests on two samples what bit-exact training needs of a user's model.
 
-Owns the trials and their words. A run makes those of :func:`quick_checks` by itself at each start;
-``check-model`` makes more.
+Owns the trials and their messages. Every start runs :func:`quick_checks`;
+``check-model`` runs more.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _SEED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One trial.
+    """The result of one trial.
 
     Args:
-        name: what was tried.
-        holds: None where it could not be tried.
-        found: what was seen, a sentence.
-        remedy: what to do where it does not hold.
-        is_fatal: a run that does not hold to it must not begin.
-        is_warning: what does not hold may be meant, and fails no command.
+        name: what was tested.
+        holds: None where it could not be tested.
+        found: a sentence that says what was seen.
+        remedy: what to do if it does not hold.
+        is_fatal: whether a run must not begin without it.
+        is_warning: whether a failure may be intended, and so fails no command.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Check:
 
 
 def same_weights(network: GuestBlueprint) -> Check:
-    """Whether two builds with one seed begin alike."""
+    """Whether two builds with the same seed have equal weights."""
     is_same = network.twin.signature() == network.again().signature()
     return Check(
         name="same seed, same weights",
@@ -56,7 +56,7 @@ def same_weights(network: GuestBlueprint) -> Check:
 
 
 def builds_without_memory(network: GuestBlueprint) -> Check:
-    """Whether the constructor can do without the values of its tensors."""
+    """Whether the constructor works on the meta device, without values of tensors."""
     why = network.why_in_memory
     return Check(
         name="builds without memory",
@@ -70,7 +70,7 @@ def builds_without_memory(network: GuestBlueprint) -> Check:
 
 
 def repeated_step(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
-    """The same step twice: its numbers, and the buffers after it. Collective.
+    """Compute the same step twice, and compare its numbers and the buffers after it. Collective.
 
     Raises:
         ConfigError: the model cannot compute it.
@@ -112,7 +112,7 @@ def repeated_step(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
 def quick_checks(
     network: GuestBlueprint, engine: Engine, works: Sequence[MicroStep]
 ) -> list[Check]:
-    """What every start makes sure of. Collective."""
+    """Run the trials of every start. Collective."""
     return [
         same_weights(network),
         builds_without_memory(network),
@@ -121,13 +121,13 @@ def quick_checks(
 
 
 def refuse_or_say(checks: Sequence[Check], model: str, say: Callable[[str], None]) -> None:
-    """Say what does not hold.
+    """Print what does not hold, and refuse what must.
 
     Args:
         model: the setting that names it.
 
     Raises:
-        ConfigError: something does not hold that must.
+        ConfigError: a fatal check failed.
     """
     failed = [check for check in checks if check.holds is not True]
     fatal = [check for check in failed if check.is_fatal]
@@ -139,17 +139,17 @@ def refuse_or_say(checks: Sequence[Check], model: str, say: Callable[[str], None
 
 
 def works_of(batch: MicroBatch, number: int, device: torch.device) -> list[MicroStep]:
-    """The same few samples in every micro-batch of a step."""
+    """Micro-batches of a step that all hold the same few samples."""
     return [MicroStep(batch=batch.to(device), seed=_SEED) for _ in range(number)]
 
 
 def _step(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
-    """Numbers of one step that is not applied."""
+    """Compute one step without applying it, and return its numbers."""
     try:
         sums: LocalSums = engine.accumulate(works)
     except ConfigError:
         raise
-    except Exception as error:  # of somebody else's forward
+    except Exception as error:  # from the user's forward
         words = " ".join(str(error).split())[:500]
         raise ConfigError(
             f"the model: a step on two samples fails with {type(error).__name__}: {words}"

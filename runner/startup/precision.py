@@ -1,6 +1,6 @@
-"""Settles what a run's beginning decides: ``model.precision=auto``, and stretched rotations.
+"""Settles what the first start of a run decides: ``model.precision=auto`` and RoPE scaling.
 
-As the run began, or else by what every rank has.
+A resumed run keeps what it began with; a new one takes what every rank supports.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def settle_precision(
     ranks: Ranks,
     say: Callable[[str], None],
 ) -> RunConfig:
-    """The settings with the same ``bf16`` or ``fp32`` on all ranks. Collective.
+    """Replace ``auto`` by ``bf16`` or ``fp32``, alike on all ranks. Collective.
 
     Args:
-        stored: reads, on rank 0, the settings that the run began with; empty before it has.
+        stored: reads, on rank 0, the settings that the run began with; empty for a new run.
 
     Raises:
         ConfigError: the stored settings cannot be read, or the run began in FP32 and the engine
-            that is asked for computes in BF16 only.
+            that is configured computes in BF16 only.
     """
     if config.model.precision is not Precision.auto:
         return config
@@ -65,9 +65,9 @@ def settle_precision(
 def settle_rope(
     config: RunConfig, stored: Stored, ranks: Ranks, say: Callable[[str], None]
 ) -> RunConfig:
-    """A run that began before ``model.rope_scaling`` goes on without it. Collective.
+    """Keep a run without ``model.rope_scaling`` if it began before that key. Collective.
 
-    The llama presets set it since; the same command again is to be the same run.
+    The llama presets have it by now; the same command must still continue the same run.
 
     Args:
         stored: as :func:`settle_precision` takes it.
@@ -89,13 +89,13 @@ def _natives(device: torch.device, ranks: Ranks) -> list[bool]:
 
 
 def _begun(stored: Mapping[str, Any]) -> str | None:
-    """What the run began with; ``auto`` has been stored by an import, and nothing has begun."""
+    """The precision that the run began with; ``auto``, stored by an import, means none."""
     known = stored.get(_KEY)
     return known if known in (Precision.bf16.value, Precision.fp32.value) else None
 
 
 def _words(precision: Precision, began: str | None, lacking: list[int], world_size: int) -> str:
-    """What a reader would not guess; empty where all have BF16 and it is used."""
+    """A line about an unexpected choice; empty where all ranks have BF16 and use it."""
     if precision is Precision.fp32:
         if began:
             return f"{_KEY}=auto: fp32, as the run began"

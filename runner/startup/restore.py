@@ -1,6 +1,6 @@
-"""The object store at a start: what lies there, whose it is, and taking a lost run back from it.
+"""The object store at a start: lists it, checks whose it is, and restores a lost run.
 
-Rank 0 looks, all ranks are told; files are fetched by all ranks together.
+Rank 0 lists it and tells all ranks; all ranks fetch the files together.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _CONFIG_BYTES = 4 << 20
 
 
 class RemoteRun:
-    """The remote of one run on one rank; ``seen`` is what was there at the start.
+    """The remote of one run on one rank; ``seen`` lists what was there at the start.
 
-    ``silence`` says why it could not be looked at, empty when it could.
+    ``silence`` says why it could not be listed; empty if it could.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RemoteRun:
 
     @property
     def highest_serial(self) -> int:
-        """No serial up to this one may be given to another checkpoint."""
+        """The highest serial in use; a new checkpoint needs a higher one."""
         return self.seen.highest
 
     def settings(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class RemoteRun:
         for record in sorted(self.seen.stored, key=lambda one: one.serial, reverse=True):
             try:
                 return self.settings_of(folder_name(record))
-            except CorruptCheckpoint:  # named where it is taken back
+            except CorruptCheckpoint:  # reported where it is restored
                 continue
         return {}
 
@@ -79,7 +79,7 @@ class RemoteRun:
         """Dotted keys of the settings that a checkpoint was made with.
 
         Raises:
-            CorruptCheckpoint: they are not what was sent.
+            CorruptCheckpoint: they are not what was uploaded.
             RankError: the remote does not answer; to be started again.
         """
         facts = _answered(lambda: self.ring.run_facts(folder))
@@ -92,7 +92,7 @@ class RemoteRun:
         return from_yaml(data.decode(errors="replace"), source=Path(name))
 
     def incidents(self, step: int) -> list[Incident]:
-        """What a start has to say of the remote."""
+        """Incidents about the remote that a start must report."""
         if not self.silence:
             return []
         return [
@@ -115,7 +115,7 @@ class RemoteRun:
         tainted: set[int],
         report: Callable[[Incident], None],
     ) -> Uploads:
-        """The part that sends. The journal must have its first line by now."""
+        """Make the uploads. The journal must have its first line by now."""
         return Uploads(
             RemoteTarget(
                 ring=self.ring,
@@ -137,7 +137,7 @@ class RemoteRun:
 
 
 def open_remote(config: RunConfig, run_dir: RunDir, ranks: Ranks) -> RemoteRun | None:
-    """Look at ``checkpoint.remote``. Collective; None where there is none.
+    """List ``checkpoint.remote``; None where none is configured. Collective.
 
     Raises:
         ConfigError: its package is not installed, or another run's checkpoints are there.
@@ -168,7 +168,7 @@ def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
         silence = str(error) or f"no answer within {seconds:g} s"
         return {"stored": [], "highest": 0, "claim": 0, "run": "", "silence": silence}
     own = run_name(run_dir)
-    if own and seen.stored and seen.run not in ("", own):  # a copy by hand has no claim
+    if own and seen.stored and seen.run not in ("", own):  # a manual copy has no claim
         raise ConfigError(
             f"checkpoint.remote={ring.url}: holds the checkpoints of another run than "
             f"out={run_dir.out} (its name is {seen.run[:12]!r}, this one's {own[:12]!r}); give "
@@ -180,7 +180,7 @@ def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
 
 
 def _within(work: Callable[[], RemoteListing], seconds: float) -> RemoteListing:
-    """A store that takes the connection and never answers must not hold up the start."""
+    """Call with a time limit: a store that never answers must not block the start."""
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="remote")
     try:
         return thread.submit(work).result(timeout=seconds)
@@ -189,7 +189,7 @@ def _within(work: Callable[[], RemoteListing], seconds: float) -> RemoteListing:
 
 
 def run_name(run_dir: RunDir) -> str:
-    """What all incarnations of a run have in common: the digest of its journal's first line.
+    """The identity of a run over all incarnations: the digest of its journal's first line.
 
     Empty before there is one.
     """
@@ -199,19 +199,19 @@ def run_name(run_dir: RunDir) -> str:
     return hashlib.sha256(json.dumps(first, sort_keys=True).encode()).hexdigest()
 
 
-# -- taking a run back --------------------------------------------------------------------
+# -- restoring a run ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoredRun:
-    """What was taken back, and what has to be said of it."""
+    """What was restored, and the incidents to report."""
 
     record: Record
     incidents: list[Incident]
 
 
 def is_lost(run_dir: RunDir, store: CheckpointDirectory) -> bool:
-    """Whether ``out`` has no checkpoint that a start could load, going by the manifests."""
+    """Whether ``out`` has no checkpoint that a start could load, judged by its manifests."""
     entries, _ = store.entries()
     left_behind = _abandoned(run_dir)
     usable = resume_order([entry.record for entry in entries])
@@ -226,8 +226,8 @@ def _abandoned(run_dir: RunDir) -> set[int]:
 
 
 class Restorer:
-    """Copies the newest clean checkpoint back into ``out``; with it the journal, the metrics
-    and the settings, where ``out`` has no journal any more."""
+    """Copies the newest clean checkpoint back into ``out``, and the journal, the metrics
+    and the settings as well where ``out`` has lost its journal."""
 
     def __init__(
         self,
@@ -247,14 +247,14 @@ class Restorer:
 
     @property
     def silence(self) -> str:
-        """Why the remote could not be looked at; empty when it could."""
+        """Why the remote could not be listed; empty if it could."""
         return self._remote.silence
 
     def restore_if_lost(self) -> RestoredRun | None:
         """:meth:`restore` where ``out`` has nothing to load. Collective.
 
         Raises:
-            RankError: the remote could not be looked at: to begin anew might throw a run away.
+            RankError: the remote could not be listed; a fresh start might throw a run away.
         """
         lost = self._ranks.all_or_none(
             "reading the ring",
@@ -272,11 +272,11 @@ class Restorer:
         return self.restore()
 
     def restore(self) -> RestoredRun | None:
-        """The newest one whose every byte is as it was sent; None without any. Collective.
+        """Restore the newest checkpoint whose every byte is right; None without any. Collective.
 
         Raises:
-            CheckpointError: there are some, and none can be used.
-            ConfigError: they are of other settings or other data.
+            CheckpointError: there are checkpoints, and none can be used.
+            ConfigError: they belong to other settings or other data.
             RankError: the remote does not answer; to be started again.
         """
         ranks, faults = self._ranks, list[Incident]()
@@ -322,7 +322,7 @@ class Restorer:
         )
 
     def _prepare(self, folder: str, manifest: Manifest) -> bool:
-        """Refuse what is not ours, and what does not fit; fetch the run's own files."""
+        """Refuse what belongs to another run or does not fit; fetch the run's own files."""
         ring = self._remote.ring
         facts = _answered(lambda: ring.run_facts(folder))
         self._refuse_others(folder, manifest)
@@ -356,7 +356,7 @@ class Restorer:
             )
 
     def _fetch_run_files(self, folder: str, facts: dict[str, FileFacts]) -> None:
-        """The journal last: where there is one, the rest is there."""
+        """Fetch the run's files; the journal last, so that it marks them as whole."""
         for name in sorted(RUN_FILES, key=lambda name: name == self._dir.journal.name):
             temporary = self._dir.out / f"{name}.fetched"
             where, fact = f"ring/{folder}/run/{name}", facts[name]
@@ -365,7 +365,7 @@ class Restorer:
         sync_directory(self._dir.out)
 
     def _fetch(self, folder: str, manifest: Manifest) -> None:
-        """This rank's share of the files."""
+        """Fetch this rank's share of the files."""
         writing = self._store.writing_folder(manifest.serial)
         for name in by_kind(manifest.files)[self._ranks.rank :: self._ranks.world_size]:
             self._get(f"ring/{folder}/{name}", writing / name, manifest.files[name])
@@ -389,7 +389,7 @@ class Restorer:
 
 
 def _answered(work: Callable[[], Any]) -> Any:
-    """A remote that does not answer now may do so when the job is started again."""
+    """Turn a silent remote into an error that a restart may overcome."""
     try:
         return work()
     except RemoteFault as error:
@@ -403,5 +403,5 @@ def _damaged(sentence: str) -> Incident:
 
 
 def with_highest(next_serial: int, remote: RemoteRun | None) -> int:
-    """The next serial, which the remote must not know either."""
+    """The next serial, higher than any that the remote knows."""
     return max(next_serial, remote.highest_serial + 1) if remote else next_serial

@@ -1,6 +1,6 @@
-"""Finds out what lies in ``out`` and takes the run up from there, or begins it.
+"""Scans ``out`` and resumes the run from there, or begins it.
 
-Rank 0 reads, all ranks are told; loading is collective.
+Rank 0 reads and tells all ranks; loading is collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tensors = Mapping[str, tuple[int, ...]]  # names and shapes of what a checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInventory:
-    """What lies in ``out``.
+    """What ``out`` holds.
 
     ``damaged`` has a sentence for each unreadable manifest, ``crashes`` the journal lines for
     earlier incarnations that ended without writing their own, ``changes`` for settings that the
@@ -52,10 +52,10 @@ class RunInventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Where this command takes up the run.
+    """Where this command resumes the run.
 
     ``known_discards`` were journalled after the loaded checkpoint: the loop judges them again
-    instead of computing them again. ``unused`` says which snapshots in memory were of no use.
+    instead of computing them again. ``unused`` says which snapshots in memory could not be used.
     """
 
     step: int
@@ -75,13 +75,13 @@ def claim_run_dir(
     *,
     after: int = 0,
 ) -> RunLease:
-    """Become the one that writes to ``out``. Collective.
+    """Acquire the write lease of ``out``. Collective.
 
     Args:
-        after: the last incarnation that is known of where ``out`` is empty.
+        after: the last known incarnation where ``out`` is empty.
 
     Raises:
-        ConfigError: another launch is alive in there, or it cannot be written.
+        ConfigError: another launch is alive there, or it cannot be written.
     """
 
     def take_first() -> int:
@@ -109,10 +109,10 @@ def scan(
     fence: RunLease,
     tensors: Callable[[], Tensors] | None = None,
 ) -> RunInventory:
-    """Read ``out`` on rank 0 and tell everybody. Collective.
+    """Read ``out`` on rank 0 and tell all ranks. Collective.
 
     Args:
-        tensors: gives what a checkpoint of these settings holds, to be compared with what is there.
+        tensors: returns what a checkpoint of these settings holds, to compare with what is there.
 
     Raises:
         ConfigError: the run there has other settings, another model or other data, or a file is
@@ -138,7 +138,7 @@ def _read(
     tensors: Callable[[], Tensors] | None,
 ) -> dict[str, Any]:
     store = CheckpointDirectory(run_dir.ring, owner=fence.number, check=fence.check)
-    torn = store.sweep()  # before the ring is read: see CheckpointDirectory.commit
+    torn = store.sweep()  # before the ring is scanned: see CheckpointDirectory.commit
     entries, damaged = store.entries()
     changed = _settings_changed(run_dir, config)
     if entries:
@@ -170,13 +170,13 @@ def _read(
 
 
 def _settings_changed(run_dir: RunDir, config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """What differs and may; all of it is refused that may not."""
+    """The changed settings that may change; raises for those that may not."""
     try:
         changed = run_dir.settings_changed(config)
     except ConfigError:
         if not config.resume.allow_change:
             raise
-        return {}  # damaged: what was is not known, and whatever is now was allowed
+        return {}  # damaged: the old settings are unknown, and the new ones were allowed
     run_dir.refuse_change(changed, config)
     return changed
 
@@ -192,7 +192,7 @@ def _change(key: str, was: Any, now: Any, step: int) -> Incident:
 
 
 def _refuse_lost_lines(run_dir: RunDir, num_lines: int, newest: Manifest) -> None:
-    """A crash loses no line that was acknowledged; without them the run would forget its skips."""
+    """Refuse a journal that lost acknowledged lines: the run would forget its skips."""
     if num_lines < newest.journal_lines:
         raise ConfigError(
             f"{run_dir.journal}: has {num_lines} whole lines, but had {newest.journal_lines} when "
@@ -202,15 +202,15 @@ def _refuse_lost_lines(run_dir: RunDir, num_lines: int, newest: Manifest) -> Non
 
 
 def _serial_in(line: Mapping[str, Any]) -> int:
-    """The highest checkpoint number a journal line speaks of: none is given out twice."""
+    """The highest checkpoint number in a journal line: no number is used twice."""
     return int(line["detail"].get("next_serial", 1)) - 1
 
 
 def _data_changed(config: RunConfig, was: str, now: str) -> dict[str, tuple[Any, Any]]:
-    """The fingerprint where it is another one.
+    """The data's fingerprint if it has changed; else None.
 
     Raises:
-        ConfigError: and that is not allowed.
+        ConfigError: it has changed, and that is not allowed.
     """
     if was == now:
         return {}
@@ -238,7 +238,7 @@ def resume_from(
     ring.adopt(usable, next_serial=found.next_serial)
     for sentence in found.damaged:
         journal.add_once(_damaged(sentence))
-    # In memory as well as on disk: the marks of a mismatch may have come too late for either.
+    # In memory and on disk: the marks of a mismatch may have come too late for either.
     unused = ring.inherit(
         _last_incarnation(found.journal),
         is_refused=lambda one: one.serial in left_behind or history.distrusts(one),
@@ -256,9 +256,9 @@ def resume_from(
 
 
 def _last_incarnation(journal: list[dict[str, Any]]) -> int:
-    """The last one that came to train: only its snapshots follow from all that is journalled.
+    """The last incarnation that trained: only its snapshots follow from all journal lines.
 
-    A node that was left out since may hold older ones.
+    A node that was left out since then may hold older snapshots.
     """
     starts = [line["detail"] for line in journal if line["kind"] == "start"]
     number = starts[-1].get("incarnation") if starts else 0

@@ -1,4 +1,4 @@
-"""The tier in memory at a run's start: whether it fits, and how many slots, agreed by all ranks."""
+"""The memory tier at a start: whether it fits, and how many slots; agreed by all ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def memory_every(config: CheckpointConfig) -> int:
 
 
 def node_folder(run_id: str, out: Path) -> NodeDir:
-    """Where this node keeps the run's snapshots; a copy of ``out`` has another place.
+    """The folder for this node's snapshots of the run; a copy of ``out`` has another.
 
     In shared memory, unless HOLDFAST_MEMORY_DIR names another folder.
     """
@@ -78,10 +78,10 @@ def open_memory(
     identity: Identity,
     say: Callable[[str], None],
 ) -> MemoryParts:
-    """This rank's slots, none of them made yet. Collective.
+    """Reserve this rank's slots without making them. Collective.
 
     Returns:
-        Without memory, on all ranks: not wanted, or not possible and not asked for by name.
+        None on all ranks where memory is off, or does not fit and was not requested.
 
     Raises:
         ConfigError: ``checkpoint.memory_every`` was given, and it does not fit or work.
@@ -89,7 +89,7 @@ def open_memory(
     wanted = config.checkpoint
     if memory_every(wanted) == 0:
         if place.local_rank == 0:
-            node.remove(node.folder)  # it would never be looked at again
+            node.remove(node.folder)  # it would never be read again
         return MemoryParts()
     layout = SlotLayout(engine.shards())
     by_rank = ranks.gather(_look(node, place, layout))
@@ -156,9 +156,9 @@ def _look(node: NodeDir, place: RankEnv, layout: SlotLayout) -> dict[str, Any]:
         if place.local_rank == 0:
             look["swept"] = [str(gone) for gone in node.sweep()]
         status = node.folder.stat()
-        # Two names of one machine, as containers have, share one memory.
+        # Two host names of one machine, as containers have, share one memory.
         look["memory"] = f"{own['boot'] or own['host']} {status.st_dev}:{status.st_ino}"
-        # What lies there of this run will have gone by the time that its place is needed.
+        # This run's older snapshots will be gone by the time their place is needed.
         look["free"] = free_bytes(node.folder) + node.num_bytes()
     except OSError as error:
         look["error"] = str(error)
@@ -168,7 +168,7 @@ def _look(node: NodeDir, place: RankEnv, layout: SlotLayout) -> dict[str, Any]:
 def node_needs(
     looks: Sequence[dict[str, Any]], limit_gib: float | None, *, spare_slots: int = 0
 ) -> list[NodeNeed]:
-    """What each node has and needs, from what its ranks saw.
+    """What each node has and needs, from its ranks' measurements.
 
     Args:
         looks: by rank: ``host``, which ``memory``, ``bytes`` of a slot, ``free`` bytes there.

@@ -1,5 +1,5 @@
-"""Tries the user's model and data before a run: in a minute, on copies, with nothing written.
+"""Tests the user's model and data before a run: within a minute, on copies, writing nothing.
 
-Owns the trials and their words. Each takes a :class:`runner.startup.preflight.subject.Subject`
-and gives :class:`runner.startup.model_check.Check`; a trial that cannot be made says why.
+Owns the trials and their messages. Each takes a :class:`runner.startup.preflight.subject.Subject`
+and returns :class:`runner.startup.model_check.Check`; a trial that cannot run says why.
 """

@@ -1,4 +1,4 @@
-"""What the data is like: ids and labels, odd windows, repeats, held-out text that is trained on."""
+"""Tests the data: ids and labels, odd windows, repeats, held-out text in the training set."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from runner.startup.preflight.subject import not_tried
 Words = NDArray[np.uint64]
 
 _SAMPLES = 10_000
-_SECONDS = 6.0  # for reading; each of the two passes
+_SECONDS = 6.0  # time limit for reading, in each of the two passes
 _NAMED = 3
-_REPEATS, _LONGEST = 32, 13  # OLMo 2 leaves documents out with so many repeats of 1 to 13 tokens
-_FEW = 0.3  # of the usual entropy
+_REPEATS, _LONGEST = 32, 13  # OLMo 2 drops documents with this many repeats of 1 to 13 tokens
+_FEW = 0.3  # share of the usual entropy
 _CHUNK = 50  # tokens; chance does not repeat so many
 _DISTINCT = 10  # different tokens in a chunk: fewer say little
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2**64
@@ -33,8 +33,8 @@ class Corpus:
     """The data as the run reads it.
 
     Args:
-        training, held_out: data set indices, int64, in an order that is spread over all of it.
-        held_out_from: the data set that the latter are of.
+        training, held_out: int64 indices into the data set, in an order spread over all of it.
+        held_out_from: the data set that ``held_out`` indexes.
     """
 
     dataset: Dataset
@@ -51,7 +51,7 @@ class _Read:
 
 
 def corpus_checks(corpus: Corpus) -> Iterator[Check]:
-    """All that can be said from samples of token ids."""
+    """Run all trials that need only samples of token ids."""
     began = time.monotonic()
     read, unreadable = _samples(corpus.dataset, corpus.training[:_SAMPLES], began + _SECONDS)
     if not read:
@@ -73,7 +73,7 @@ def _samples(
     for index in indices.tolist():
         try:
             sample = dataset[index]
-        except Exception:  # of somebody else's data set; a run leaves such samples out
+        except Exception:  # from a user's data set; a run leaves such samples out
             unreadable.append(index)
             continue
         if not isinstance(sample, Sample):
@@ -131,7 +131,7 @@ def _counted(dataset: Dataset, read: Sequence[_Read]) -> Check:
 
 
 def _follows(read: Sequence[_Read]) -> Check:
-    """The label of a token is the token itself; the run shifts them by one."""
+    """Whether labels equal their tokens: the run shifts them by one itself."""
     hits = np.zeros(3)
     total = 0
     for one in read[:1000]:
@@ -157,7 +157,7 @@ def _follows(read: Sequence[_Read]) -> Check:
 
 
 def _odd(dataset: Dataset, read: Sequence[_Read]) -> Check:
-    """Windows of few different tokens, or of one piece over and over."""
+    """Find windows with few different tokens, or that repeat one piece."""
     entropies = np.array([_entropy(one.tokens) for one in read])
     usual = float(np.median(entropies))
     repeats = np.array([_longest_repeat(one.tokens) for one in read])
@@ -186,7 +186,7 @@ def _entropy(tokens: Tokens) -> float:
 
 
 def _longest_repeat(tokens: Tokens) -> int:
-    """How often a piece of 1 to 13 tokens comes right after itself, at most."""
+    """The largest number of immediate repeats of a piece of 1 to 13 tokens."""
     most = 1
     for size in range(1, min(_LONGEST, len(tokens) // 2) + 1):
         same = tokens[size:] == tokens[:-size]
@@ -214,7 +214,7 @@ def _duplicates(dataset: Dataset, read: Sequence[_Read]) -> Check:
 
 
 def _contamination(corpus: Corpus) -> Check:
-    """Pieces of held-out text that stand in what is trained on, at any place."""
+    """Find pieces of held-out text anywhere in the training data."""
     name = "held-out text is not trained on"
     if not len(corpus.held_out):
         return not_tried(name, "nothing is held out")
@@ -255,7 +255,7 @@ def _contamination(corpus: Corpus) -> Check:
 
 
 def _rich_pieces(tokens: Tokens, size: int) -> Words:
-    """The numbers of a window's neighbouring pieces, of those with enough different tokens."""
+    """Hashes of a window's consecutive pieces that have enough different tokens."""
     numbers = _numbers(tokens, size)[::size]
     if not len(numbers):
         return numbers
@@ -266,9 +266,9 @@ def _rich_pieces(tokens: Tokens, size: int) -> Words:
 
 
 def _numbers(tokens: Tokens, size: int) -> Words:
-    """A number for each piece of ``size`` tokens, uint64, by where it begins.
+    """A uint64 hash of each piece of ``size`` tokens, by its start.
 
-    A polynomial modulo 2**64: equal pieces have equal numbers, others hardly ever.
+    A polynomial modulo 2**64: equal pieces have equal hashes, others hardly ever.
     """
     if len(tokens) < size or size < 2:
         return np.zeros(0, dtype=np.uint64)
@@ -276,7 +276,7 @@ def _numbers(tokens: Tokens, size: int) -> Words:
     with np.errstate(over="ignore"):
         weighted = (tokens.astype(np.uint64) + np.uint64(1)) * powers[: len(tokens)]
         sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(weighted, dtype=np.uint64)])
-        # Each times the base to the power that is missing, so that the place has no part in it.
+        # Times the missing power of the base, so that the place does not matter.
         numbers: Words = (sums[size:] - sums[:-size]) * powers[len(tokens) - size :: -1]
     return numbers
 

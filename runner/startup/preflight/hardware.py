@@ -1,4 +1,4 @@
-"""What the machine gives: products, memory and NVML of one GPU; nothing is promised of a CPU."""
+"""Tests one GPU: matrix products, memory and NVML. A CPU is not tested."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COPIED_BYTES = 1 << 30
 
 
 def hardware(subject: Subject) -> Iterator[Check]:
-    """Of this process's GPU. Between ranks nothing is measured: there is one process."""
+    """Test this process's GPU. Links between ranks are not measured: there is one process."""
     if subject.device.type != "cuda":
         yield not_tried("the GPU", "there is none, or parallel.device=cpu")
     else:

@@ -1,4 +1,4 @@
-"""Whether the model learns: its first loss, gradients and updates, one batch by heart, the rate."""
+"""Tests whether the model learns: first loss, gradients, updates, one batch overfitted, rate."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from runner.startup.preflight.subject import (
 
 _FIRST_NATS, _FIRST_SHARE = 0.5, 0.05  # of ln V
 _WRONG_NATS, _WRONG_SHARE = 2.0, 0.4
-_STEPS_TO_TRAIN = 4  # a low-rank pair has one gradient of zero at first
+_STEPS_TO_TRAIN = 4  # in a low-rank pair one gradient is zero at first
 _BY_HEART = 0.1  # nats
 _ROWS, _LENGTH = 4, 32
 _MOST_STEPS, _MOST_SECONDS = 300, 12.0
-_LOW = 5000  # times below the turn; fine-tuning takes low ones
+_LOW = 5000  # times below the turning point; fine-tuning uses low rates
 _FIRST_RATE, _GROWTH, _RANGE_STEPS, _RANGE_SECONDS = 1e-6, 1.13, 110, 12.0
-_TABLES = ("pos", "rotary", "inv_freq", "freqs")  # of positions; seldom trained
+_TABLES = ("pos", "rotary", "inv_freq", "freqs")  # parameters of positions, which few samples train
 
 
 def first_loss(subject: Subject) -> Check:
-    """Of the untrained model, against a uniform guess."""
+    """Compare the untrained model's loss with that of a uniform guess."""
     name = "first loss against ln V"
     if subject.vocab_size < 2:
         return not_tried(name, "the data has no number of token ids")
@@ -63,7 +63,7 @@ def first_loss(subject: Subject) -> Check:
 
 
 def trained(subject: Subject) -> Iterator[Check]:
-    """Which parameters are trained, get a gradient, and change."""
+    """Test which parameters are trained, get a gradient, and change."""
     network = subject.copy()
     parameters = dict(network.named_parameters())
     yield _frozen(subject, Fractions.of(parameters))
@@ -116,7 +116,7 @@ def _frozen(subject: Subject, shares: Fractions) -> Check:
 
 
 def by_heart(subject: Subject) -> Check:
-    """A few short sequences are learned by heart, at the rate that a few tries show best."""
+    """Overfit a few short sequences, at the best of a few learning rates."""
     name = "one batch is learned by heart"
     inputs = subject.inputs(_ROWS, _LENGTH)
     if LABELS in inputs and not bool((inputs[LABELS] != NOT_COUNTED).any()):
@@ -133,7 +133,7 @@ def by_heart(subject: Subject) -> Check:
         holds = None  # a large model on a small machine
     shares = Fractions.of(dict(subject.network.named_parameters()))
     if not holds and shares.is_adapter:
-        holds = best < 0.98 * start  # adapters cannot hold much
+        holds = best < 0.98 * start  # adapters cannot memorise much
     return Check(
         name=name,
         holds=holds,
@@ -155,7 +155,7 @@ def _shape(inputs: Inputs) -> str:
 def _memorised(
     subject: Subject, inputs: Inputs, rate: float, began: float
 ) -> tuple[float, float, int]:
-    """The lowest loss, the first one, and how many updates that took."""
+    """Overfit; returns the lowest loss, the first loss, and the number of updates."""
     adamw = replace(subject.optimizer, kind="adamw", make=None, rules=())
     trainer = Trainer(subject, subject.copy(), with_dropout=False, settings=adamw)
     start = best = trainer.step(inputs, rate)
@@ -171,7 +171,7 @@ def _memorised(
 
 
 def rate_range(subject: Subject) -> Check:
-    """The rate grows from step to step on a copy; where does the loss turn."""
+    """Raise the rate from step to step on a copy, and find where the loss turns."""
     name = "the rate is in range"
     trainer = Trainer(subject, subject.copy(), with_dropout=True)
     began = time.monotonic()
@@ -202,7 +202,7 @@ def rate_range(subject: Subject) -> Check:
 
 
 def _turn(rates: list[float], losses: list[float]) -> float | None:
-    """The rate at which the smoothed loss is lowest, where it rises clearly after that."""
+    """The rate with the lowest smoothed loss, if the loss clearly rises after it."""
     smooth: list[float] = []
     for loss in losses:
         if not math.isfinite(loss):

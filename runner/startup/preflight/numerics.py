@@ -1,4 +1,4 @@
-"""Whether gradients are the loss's, and what BF16 makes of both."""
+"""Tests whether gradients fit the loss, and how BF16 changes both."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ from runner.startup.preflight.subject import (
 
 _MOST_ELEMENTS = 30_000_000  # in FP64, three times
 _MOST_TENSORS, _MOST_SECONDS = 40, 12.0
-_EXACT, _ROUGH = 1e-4, 2e-2  # relative; in FP64 throughout, and where it computes in FP32 inside
-_MOVES = (1e-4, 1e-3, 1e-5, 1e-2)  # of the loss, that a try along the gradient is to make
+_EXACT, _ROUGH = (
+    1e-4,
+    2e-2,
+)  # relative; for a model in FP64 throughout, and for one that casts to FP32 inside
+_MOVES = (1e-4, 1e-3, 1e-5, 1e-2)  # share of the loss that a step along the gradient should change
 _BF16_NATS, _BF16_COSINE = 0.02, 0.98
-_COUNTS = 1e-2  # of the whole gradient's norm: less is noise in BF16
+_COUNTS = 1e-2  # share of the whole gradient's norm: less is noise in BF16
 
 
 def gradients(subject: Subject) -> Check:
-    """Each tensor's gradient against the loss a little before and after, along it, in FP64."""
+    """Compare each tensor's gradient with finite differences of the loss, in FP64."""
     name = "gradients are those of the loss"
     if subject.num_parameters > _MOST_ELEMENTS:
         return not_tried(name, f"{subject.num_parameters:,} parameters in FP64 take too long")
@@ -70,7 +73,7 @@ def gradients(subject: Subject) -> Check:
 
 
 def _exact_loss(network: nn.Module, inputs: Inputs) -> Tensor:
-    """The run's loss of tokens, which is otherwise summed in FP32."""
+    """The run's token loss in FP64, which a run sums in FP32."""
     if has_own_losses(network):
         return _own_loss(network, inputs)
     labels = inputs[LABELS]
@@ -85,7 +88,7 @@ def _own_loss(network: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _error(loss_of: Callable[[], Tensor], parameter: nn.Parameter) -> float:
-    """Relative error of one tensor's gradient along itself; the best of a few distances."""
+    """The relative error of one tensor's gradient, at the best of a few distances."""
     assert parameter.grad is not None
     norm = float(parameter.grad.norm())
     direction = parameter.grad / norm
@@ -113,7 +116,7 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def low_precision(subject: Subject) -> Check:
-    """The same step in BF16 and in FP32."""
+    """Compare the same step in BF16 and in FP32."""
     name = "BF16 gives the same step as FP32"
     losses, grads = [], []
     for dtype in (None, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""What the model looks at: exact answers from pairs of forward passes that differ in one token."""
+"""Tests what the model attends to, by pairs of forward passes that differ in one token."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from runner.startup.model_check import Check
 from runner.startup.preflight.subject import Inputs, Subject, answers, not_tried
 
 _ROWS, _LENGTH = 2, 128
-_ROUNDING = 1e-4  # of what a change does where it may: sums in another order, FFTs
-_ORDER = 1e-5  # of what another token does: a change of order may do little at the start
+_ROUNDING = 1e-4  # share of the change where one is allowed: sums in another order, FFTs
+_ORDER = 1e-5  # share of the effect of another token: order may matter little at the start
 
 
 def future(subject: Subject) -> Check:
-    """A changed token changes nothing before it."""
+    """Test that a changed token changes nothing before it."""
     name = "no look at later tokens"
     inputs = _inputs(subject)
     leaked, at, seen = 0.0, 0, 0.0
@@ -46,7 +46,7 @@ def future(subject: Subject) -> Check:
 
 
 def context(subject: Subject) -> Check:
-    """A changed token changes something after it, and at its own place."""
+    """Test that a changed token changes its own place and something after it."""
     inputs = _inputs(subject)
     length = inputs[INPUT].shape[1]
     own, later, far = 0.0, 0.0, 0
@@ -73,7 +73,7 @@ def context(subject: Subject) -> Check:
 
 
 def own_token(subject: Subject) -> Check:
-    """What is said at a position, and so the loss of its label, depends on its own token."""
+    """Test that the output at a position depends on the token there."""
     inputs = _inputs(subject)
     own = 0.0
     later = 0.0
@@ -94,10 +94,10 @@ def own_token(subject: Subject) -> Check:
 
 
 def order(subject: Subject) -> Check:
-    """Two tokens that change places change what the first layer that mixes them says after them.
+    """Test that swapping two tokens changes the first layer that mixes positions.
 
-    Of the whole model it would say little: even without positions a causal layer tells the next
-    one how many tokens came before (as in arXiv 2305.19466).
+    The whole model would prove little: even without positions a causal layer shows the next
+    one how many tokens came before (arXiv 2305.19466).
     """
     name = "the order of tokens matters"
     inputs = _inputs(subject)
@@ -125,11 +125,11 @@ def order(subject: Subject) -> Check:
 
 
 def _first_mixing(subject: Subject, runs: list[Inputs], begin: int) -> tuple[str, float, float]:
-    """Of the first module that lets an earlier token matter: its name, and the two differences.
+    """Find the first module where an earlier token matters: its name, and the two differences.
 
     Args:
-        runs: plain, with one token changed, with two in each other's place.
-        begin: the first position to look at, behind them.
+        runs: outputs for the plain input, with one token changed, and with two tokens swapped.
+        begin: the first position after the changed ones.
     """
     noted = [_noted(subject, inputs) for inputs in runs]
     for (name, plain), (_, changed), (_, swapped) in zip(*noted, strict=False):
@@ -146,7 +146,7 @@ def _first_mixing(subject: Subject, runs: list[Inputs], begin: int) -> tuple[str
 
 @torch.no_grad()
 def _noted(subject: Subject, inputs: Inputs) -> list[tuple[str, Tensor]]:
-    """What each module gives [B, T, ...], in the order in which they are done."""
+    """Record each module's output [B, T, ...], in the order of execution."""
     network = subject.copy().double().eval()
     length = inputs[INPUT].shape[1]
     found: list[tuple[str, Tensor]] = []
@@ -167,7 +167,7 @@ def _noted(subject: Subject, inputs: Inputs) -> list[tuple[str, Tensor]]:
 
 
 def documents(subject: Subject) -> Check:
-    """A changed token of one document changes nothing in the next."""
+    """Test that a changed token of one document changes nothing in the next."""
     name = "documents do not see each other"
     if not subject.isolates_documents:
         return not_tried(name, "data.isolate_documents and data.pack are off")
@@ -196,7 +196,7 @@ def documents(subject: Subject) -> Check:
 
 
 def labels_count(subject: Subject) -> Check:
-    """A model's own loss takes the labels that it is given."""
+    """Test that a model's own loss uses the given labels."""
     name = "the loss takes the labels"
     network = subject.network
     if not has_own_losses(network):
@@ -228,7 +228,7 @@ def _places(inputs: Inputs, last: bool = False) -> list[int]:
 
 
 def _changed(subject: Subject, inputs: Inputs, place: int) -> Inputs:
-    """With another token at the place."""
+    """The inputs with another token at ``place``."""
     tokens = inputs[INPUT].clone()
     most = int(tokens.max()) + 1 if subject.vocab_size < 2 else subject.vocab_size
     tokens[:, place] = (tokens[:, place] + max(1, most // 2)) % most
@@ -236,7 +236,7 @@ def _changed(subject: Subject, inputs: Inputs, place: int) -> Inputs:
 
 
 def _swapped(inputs: Inputs, place: int) -> Inputs | None:
-    """The token and the next one in each other's place; None where they are the same."""
+    """The inputs with a token and its successor swapped; None where they are equal."""
     tokens = inputs[INPUT].clone()
     tokens[:, [place, place + 1]] = tokens[:, [place + 1, place]]
     return {**inputs, INPUT: tokens} if not torch.equal(tokens, inputs[INPUT]) else None
@@ -252,7 +252,7 @@ def _apart(
     *,
     in_training: bool = False,
 ) -> float:
-    """The largest difference of what is said at positions ``[begin, end)``; NaN counts as one.
+    """The largest difference of outputs at positions ``[begin, end)``; NaN counts as one.
 
     ``in_training``: as in training, with the same dropout.
     """

@@ -1,4 +1,4 @@
-"""The model and a few batches, as plain modules and tensors on one device: what trials work on."""
+"""What the trials work on: the model and a few batches, as plain modules and tensors."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is tried.
+    """The model and data under test.
 
     Args:
-        blueprint: of the network; copies of it are made and changed, itself never.
+        blueprint: of the network; trials change copies only.
         batches: a few micro-batches of the run's own data, on ``device``.
-        vocab_size: of the data, 0 where samples hold no tokens.
-        rate: the run's peak rate; ``clip`` its largest gradient norm, 0 for none.
-        frozen_by_settings: whether the settings name parameters not to train.
-        is_bf16: whether the run is to compute in BF16.
+        vocab_size: of the data; 0 where samples hold no tokens.
+        rate: the run's peak learning rate; ``clip`` its largest gradient norm, 0 for none.
+        frozen_by_settings: whether the settings freeze parameters.
+        is_bf16: whether the run computes in BF16.
     """
 
     blueprint: Blueprint
@@ -59,7 +59,7 @@ class Subject:
 
     @cached_property
     def network(self) -> nn.Module:
-        """With the run's initial weights; not to be changed."""
+        """The network with the run's initial weights; do not change it."""
         torch.manual_seed(self.seed)
         network = self.blueprint.made().to(self.device)
         self.blueprint.finish(network, self.device)
@@ -72,7 +72,7 @@ class Subject:
         return network.float()
 
     def copy(self) -> nn.Module:
-        """The network once more, with memory of its own."""
+        """Copy the network into memory of its own."""
         return copy.deepcopy(self.network)
 
     @property
@@ -85,7 +85,7 @@ class Subject:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def inputs(self, rows: int, length: int | None = None, number: int = 0) -> Inputs:
-        """The first rows of a batch, of tokens the first ``length`` columns."""
+        """The first rows of a batch; of tokens the first ``length`` columns."""
         found = {}
         for name, tensor in self.batches[number % len(self.batches)].inputs().items():
             cut = tensor[:rows]
@@ -104,7 +104,7 @@ def objective(
 
 
 def mean_loss(model: nn.Module, inputs: Inputs) -> Tensor:
-    """Of what counts, a scalar to call backward on; dropout draws the same each time."""
+    """The mean loss of what counts, a scalar; dropout draws the same each time."""
     torch.manual_seed(_SEED)
     _, training, counts = model(inputs)
     loss: Tensor = training.sum() / counts.sum().clamp(min=1)
@@ -112,9 +112,9 @@ def mean_loss(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def answers(network: nn.Module, inputs: Inputs, begin: int, end: int) -> Tensor:
-    """What the model says at positions ``[begin, end)``: logits [B, n, V], or the loss there [B].
+    """The model's output at positions ``[begin, end)``: logits [B, n, V], or the loss there [B].
 
-    The loss is taken of a model that gives nothing else; then no other label counts.
+    The loss serves for a model that returns nothing else; then no other label counts.
     """
     if isinstance(network, Decoder):
         logits: Tensor = network(inputs[INPUT], inputs.get(SEGMENTS))
@@ -135,9 +135,9 @@ class Trainer:
     """A copy of the network and the run's optimizer, a step at a time.
 
     Args:
-        network: changed by it.
-        with_dropout: compute as in training; else without dropout.
-        settings: of another optimizer than the run's.
+        network: the copy that it trains.
+        with_dropout: whether dropout is on, as in training.
+        settings: an optimizer other than the run's.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A name, what is tried, and whether samples without tokens can be tried."""
+    """A name, the function to run, and whether it works on samples without tokens."""
 
     name: str
     try_it: Callable[[Subject], Check | Iterator[Check]]
@@ -188,7 +188,7 @@ class Trial:
 
 
 def tried(trials: Sequence[Trial], subject: Subject, seconds: float) -> Iterator[Check]:
-    """Each trial's checks; one that fails by itself, or for which no time is left, says so."""
+    """Run each trial; one that raises, or for which no time is left, says so."""
     until = time.monotonic() + seconds
     for trial in trials:
         if trial.needs_tokens and not subject.has_tokens:
@@ -200,26 +200,26 @@ def tried(trials: Sequence[Trial], subject: Subject, seconds: float) -> Iterator
         try:
             answer = trial.try_it(subject)
             found = [answer] if isinstance(answer, Check) else list(answer)
-        except Exception as error:  # of somebody else's forward, in a place it has never been
+        except Exception as error:  # from the user's forward, used in a new way
             words = " ".join(str(error).split())[:200]
             found = [not_tried(trial.name, f"{type(error).__name__}: {words}")]
         yield from found
 
 
 def not_tried(name: str, why: str) -> Check:
-    """With the reason."""
+    """A check that was not run, and why."""
     return Check(name=name, holds=None, found=f"not tried: {why}")
 
 
 def named(names: Sequence[str], most: int = 3) -> str:
-    """A few of them, for a sentence."""
+    """List the first few names for a sentence."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 @dataclass(slots=True, kw_only=True)
 class Fractions:
-    """Parameters of a network by whether they are trained: numbers of elements."""
+    """Numbers of elements of a network's parameters, trained and frozen."""
 
     trained: int = 0
     frozen: int = 0
@@ -228,7 +228,7 @@ class Fractions:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether so little is trained, or under such names, that the rest is frozen on purpose."""
+        """Whether the share or the names of trained parameters show adapters."""
         few = self.trained < _FEW_TRAINED * (self.trained + self.frozen)
         return few or any(word in n.lower() for n in self.trained_names for word in _ADAPTERS)
 
