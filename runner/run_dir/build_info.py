@@ -1,4 +1,4 @@
-"""What a run is made of: versions, the code itself, which rank is on which host."""
+"""What a run consists of: versions, the code, which rank is on which host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.system.version import __version__
 
 
 def versions() -> dict[str, str]:
-    """What must be equal on all ranks for them to compute the same."""
+    """Versions that must be equal on all ranks for them to compute the same."""
     return {
         "holdfast": __version__,
         "code": code_digest(),
@@ -35,7 +35,7 @@ def code_digest() -> str:
 
 
 def ranks_on(host: str, hosts: Sequence[str]) -> str:
-    """The ranks of a host, such as ``0-7``, or ``0-3,8`` where they are not in a row."""
+    """The ranks of a host as ``0-7``, or ``0-3,8`` where they are not consecutive."""
     spans: list[list[int]] = []
     for rank, name in enumerate(hosts):
         if name == host and spans and spans[-1][1] == rank - 1:

@@ -1,14 +1,14 @@
 """One writer per run directory: incarnation numbers, taken at start, checked before each commit.
 
-    out/incarnation/000003.json    who took the run over the third time; made once, never changed
+    out/incarnation/000003.json    the third owner's claim; made once, never changed
     out/incarnation/000003.ended   it has ended by itself
-    out/incarnation/beat           a counter that the living one keeps moving
+    out/incarnation/beat           a counter that the living owner keeps moving
 
-The highest number owns ``out``. Reading the clock of another machine proves nothing, and a
-process that is there may hang: an owner is alive while its counter moves. What makes an older
-incarnation harmless even between its last check and its next write: its open journal and metrics
+The highest number owns ``out``. The clock of another machine proves nothing, and a
+process that exists may hang: an owner is alive while its counter moves. Two facts make an older
+incarnation harmless even between its last check and its next write. Its open journal and metrics
 files are no longer the ones in ``out`` (:class:`runner.system.json_lines.LineFile` takes over by
-rename), and its unfinished checkpoints were moved away before the new incarnation read the ring.
+rename). Its unfinished checkpoints were moved away before the new incarnation read the ring.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ BEAT_SECONDS = 2.0
 _CLAIM_NAME = re.compile(r"[0-9]{6,7}")
 _LAST_NUMBER = 9_999_999
 _CLAIM_BYTES = 1 << 20
-# What a file system without hard links answers.
+# Errors of a file system without hard links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 
 
 class RunLease:
-    """The incarnation that this process belongs to; ``number`` counts from 1."""
+    """This incarnation's right to write; ``number`` counts the incarnations from 1."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self.number = number
@@ -59,10 +59,10 @@ class RunLease:
             )
 
     def beat(self) -> None:
-        """Show that the incarnation moves. For rank 0, every :data:`BEAT_SECONDS`.
+        """Show that the incarnation is alive. Rank 0 calls it every :data:`BEAT_SECONDS`.
 
         Raises:
-            Superseded: a newer incarnation owns the run directory, or it is another directory.
+            Superseded: a newer incarnation owns the run directory, or the directory was replaced.
         """
         self._check_own()
         self._beats += 1
@@ -72,9 +72,9 @@ class RunLease:
         temporary.rename(self._folder / "beat")
 
     def _check_own(self) -> None:
-        """The claim is still there, as it was: nobody has put the run directory away.
+        """Check that the claim is unchanged, so that the run directory was not moved away.
 
-        Saves would make the folders anew, and a restart take them for a run without a past.
+        Saves would recreate the folders, and a restart would take them for a new run.
         """
         try:
             claim = read_bounded(self._own, _CLAIM_BYTES)
@@ -88,7 +88,7 @@ class RunLease:
             )
 
     def release(self) -> None:
-        """Say that this incarnation is over: the next one need not wait. Rank 0 only."""
+        """Mark this incarnation as ended, so that the next one need not wait. Rank 0 only."""
         with contextlib.suppress(OSError):  # the next one finds out by itself
             _claim_path(self._folder, self.number).with_suffix(".ended").touch()
 
@@ -105,10 +105,10 @@ def acquire(
     """Become the owner. On rank 0 only.
 
     Args:
-        after: where nobody has owned the directory yet, begin behind this number.
+        after: the number to continue from in a directory without an owner.
 
     Raises:
-        ConfigError: another launch is alive in there.
+        ConfigError: another launch is alive there.
     """
     make_folder(folder)
     while True:
@@ -138,7 +138,7 @@ def oldest_number(folder: Path) -> int:
 
 
 def has_ended(folder: Path, number: int) -> bool:
-    """Whether an incarnation came to an end that it knew of."""
+    """Whether an incarnation ended by itself."""
     return _claim_path(folder, number).with_suffix(".ended").exists()
 
 
@@ -147,7 +147,7 @@ def _claim_path(folder: Path, number: int) -> Path:
 
 
 def _claim(folder: Path, number: int, launch: JobEnv) -> bool:
-    """Make the claim whole or not at all; False when somebody else was faster."""
+    """Make the claim atomically; False when another process was faster."""
     claim = {
         "job": launch.job,
         "order": list(launch.order),
@@ -179,10 +179,10 @@ def _claim(folder: Path, number: int, launch: JobEnv) -> bool:
 
 
 def _create(path: Path, claim: bytes) -> bool:
-    """Where there are no hard links, as on object stores mounted with FUSE; else :func:`_claim`.
+    """Make a claim without hard links, as on object stores mounted with FUSE.
 
     Raises:
-        ConfigError: two of us have made the same file: one writer cannot be had here.
+        ConfigError: two launches made the same file: this file system cannot ensure one writer.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -203,7 +203,7 @@ def _create(path: Path, claim: bytes) -> bool:
 
 
 def _read_claim(path: Path) -> dict[str, Any]:
-    """What the file says; empty when it is no claim of ours."""
+    """Read a claim; empty when the file is not one of ours."""
     try:
         claim = json.loads(read_bounded(path, _CLAIM_BYTES))
         return claim if _is_claim(claim) else {}
@@ -217,7 +217,7 @@ def _is_claim(claim: Any) -> bool:
     order, when = claim.get("order"), claim.get("time")
     words = [claim.get(name) for name in ("host", "boot", "started", "step")]
     job, pid = claim.get("job"), claim.get("pid")
-    agents = claim.get("agents", [])  # 0.1 did not write them
+    agents = claim.get("agents", [])  # version 0.1 did not write them
     return (
         isinstance(agents, list)
         and all(isinstance(word, str) for word in [*words, *agents, job or ""])
@@ -240,11 +240,11 @@ def _describe(claim: dict[str, Any]) -> str:
 def _wait_for_its_end(
     folder: Path, number: int, launch: JobEnv, stale_seconds: float, say: Callable[[str], None]
 ) -> None:
-    """Return once incarnation ``number`` is known to be over, or ours is to replace it."""
+    """Return once incarnation ``number`` is known to be over, or ours may replace it."""
     claim = _read_claim(_claim_path(folder, number))
     if has_ended(folder, number):
         return
-    # Claims are made whole: one that cannot be read was damaged, and its owner may well live.
+    # Claims are made atomically: an unreadable one was damaged, and its owner may be alive.
     if claim and launch.supersedes(
         claim["job"], tuple(claim["order"]), claim["step"], claim.get("agents", [])
     ):
@@ -266,7 +266,7 @@ def _wait_for_its_end(
             "and goes on here"
         )
     if alive:
-        # A process is not a run: this one has not moved for longer than the watchdog allows.
+        # The process exists, but has not moved for longer than the watchdog allows.
         say(
             f"out={folder.parent}: is held by {_describe(claim)}, which lives but gave no sign of "
             f"movement for {stale_seconds:g} s; taking the run over"

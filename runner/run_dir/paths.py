@@ -19,9 +19,9 @@ _CONFIG_BYTES = 4 << 20
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _ID_BYTES = 4096
 _NOT_FOR_OTHERS = 0o022
-# Mappings of any keys, which decide the trajectory: one of these may be taken away.
+# Mappings with arbitrary keys, which decide the trajectory; an entry may be removed.
 _ARGUMENT = re.compile(r"((?!track\.)[a-z]+\.arguments|model\.lora|model\.rope_scaling)\.")
-# Of runs from before these keys.
+# For runs from before these keys existed.
 _LATER = {
     "compute.deterministic": False,
     "model.kind": "decoder",
@@ -30,7 +30,7 @@ _LATER = {
     "optim.momentum": 0.95,
     "optim.groups": [],
 }
-# Another value makes other tensors, so that no checkpoint of the run can be loaded.
+# Another value changes the tensors, so that no checkpoint of the run can be loaded.
 _RESHAPING = frozenset(
     [
         *(f"model.{name}" for name in ("dim", "layers", "kv_heads", "ffn_dim", "vocab_size")),
@@ -41,7 +41,7 @@ _RESHAPING = frozenset(
 
 
 class RunDir:
-    """Names of the files a run leaves in ``out``."""
+    """Names of the files that a run leaves in ``out``."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -60,15 +60,15 @@ class RunDir:
         self.pretrained = out / "pretrained"
 
     def incident(self, number: int) -> Path:
-        """Where the ranks of an incarnation say what went wrong."""
+        """The folder for the failure reports of an incarnation."""
         return self.incidents / f"{number:06d}"
 
     def attempts(self, tracker: str) -> Path:
-        """Up to which number the attempted steps are counted for a tracker."""
+        """The file with the number of steps attempted so far, for a tracker."""
         return self.debug / f"attempts-{tracker}.json"
 
     def fatal(self, number: int, rank: int) -> Path:
-        """Where a rank's last words go when a signal ends it; removed at an orderly end."""
+        """The log of a fatal signal of one rank; removed at an orderly end."""
         return self.debug / f"fatal-{number:06d}-rank-{rank:05d}.txt"
 
     def create(self) -> None:
@@ -87,7 +87,7 @@ class RunDir:
             raise ConfigError(f"out={self.out}: cannot be written ({error})") from None
 
     def identity(self) -> str:
-        """The run's random name, made at its first start: another run in ``out`` has another."""
+        """The run's random name, made at its first start."""
         name = self.known_identity()
         if name is None:
             name = secrets.token_hex(16)
@@ -95,7 +95,7 @@ class RunDir:
         return name
 
     def known_identity(self) -> str | None:
-        """The same where it has been made; only reads."""
+        """The run's random name if it has been made; only reads."""
         try:
             name = read_bounded(self.run_id, _ID_BYTES).decode(errors="replace").strip()
         except FileNotFoundError:
@@ -104,7 +104,7 @@ class RunDir:
 
     @property
     def is_open_to_all(self) -> bool:
-        """Whether anybody may write in there, and so decide what the next start loads."""
+        """Whether other users may write there, and so decide what the next start loads."""
         mode = self.out.stat().st_mode
         return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
@@ -129,7 +129,7 @@ class RunDir:
     ) -> None:
         """
         Args:
-            place: where the stored settings are; without it, ``out``.
+            place: where the stored settings are; ``out`` by default.
 
         Raises:
             ConfigError: something changed that ``config.resume`` does not allow; every such key is
@@ -180,7 +180,7 @@ class RunDir:
 
 
 def is_allowed(key: str, resume: ResumeConfig) -> bool:
-    """Whether a setting may have another value than the run had."""
+    """Whether a setting may differ from the run's."""
     if resume.allow_change:
         return True
     allowed = [*resume.allow, *(["schedule.total"] if "steps" in resume.allow else [])]
@@ -194,7 +194,7 @@ def _told(changed: dict[str, tuple[Any, Any]]) -> str:
 
 
 def _remedies(refused: dict[str, tuple[Any, Any]], config: RunConfig) -> str:
-    """What to type instead; each of these commands works."""
+    """The overrides to type instead; each of them works."""
     keys = [*config.resume.allow, *(key for key in refused if key not in _RESHAPING)]
     fixed = [key for key in refused if key in _RESHAPING]
     lines = []
@@ -207,7 +207,7 @@ def _remedies(refused: dict[str, tuple[Any, Any]], config: RunConfig) -> str:
         )
     was, _ = refused.get("schedule.total", (None, None))
     warmup = config.schedule.warmup
-    # Not a number: the stored settings are a file that anybody may have edited.
+    # Not a number: the stored settings are a file that a person may have edited.
     follows = isinstance(was, int) and was > 0 and config.schedule.total is None
     if follows and (was > warmup or config.steps <= warmup):
         lines.append(
@@ -224,9 +224,9 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Keys that decide the trajectory and differ: (was, is). ``stored`` is left changed."""
     stored["schedule.total"] = _stored_total(stored)
-    if stored.get("model.precision") == "auto":  # from an import: no step has been taken in any
+    if stored.get("model.precision") == "auto":  # from an import, which has not trained
         stored["model.precision"] = config.model.precision.value
-    # Of a run from before the keys; what it decided until now stands in its journal.
+    # For a run from before the keys; its journal has what it decided until now.
     stored.setdefault("guard.remedy", config.guard.remedy.value)
     stored.setdefault("explain", config.explain.value)
     for name, value in _LATER.items():
@@ -241,16 +241,16 @@ def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, t
 
 
 def keep_for_owner() -> None:
-    """From now on this process makes nothing that others can write.
+    """Set the umask so that nobody else can write what this process makes.
 
     Who may write in a run directory decides what the next start loads. Who may read there is
-    left to the user's umask: people look at each other's runs.
+    left to the user's umask: people read each other's runs.
     """
     os.umask(os.umask(_NOT_FOR_OTHERS) | _NOT_FOR_OTHERS)
 
 
 def _shown(value: object) -> str:
-    """A stored value on a terminal: not without end, and without control characters."""
+    """A stored value for a terminal: shortened, and without control characters."""
     text = str(value)[:200]
     return text if text.isprintable() else repr(text)
 

@@ -1,4 +1,4 @@
-"""When checkpoints are saved and proven, and the last one at the end of the run.
+"""Decides when checkpoints are saved and proven, also the last one at the end of the run.
 
 The ring knows how; see :mod:`runner.checkpoint.ring`.
 """
@@ -23,28 +23,28 @@ from runner.train.save_schedule import SaveTimes
 from runner.train.state import TrainState, reach_of
 from runner.train.step import StepInfo
 
-_LAST_TRIES = 2  # at an end state that is damaged when it is read back
+_LAST_TRIES = 2  # attempts at an end state that is damaged when it is read back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSchedule:
-    """When a save is due: ``disk``; and a snapshot in memory every so many updates, 0 for never."""
+    """When saves are due: to disk, and to memory every ``memory`` updates, 0 for never."""
 
     disk: SaveTimes
     memory_every: int
 
     def is_due(self, updates: int) -> bool:
-        """Whether the state of exactly so many updates is saved."""
+        """Whether the state after exactly ``updates`` updates is saved."""
         return self.is_due_in_memory(updates) or self.disk.is_due(updates)
 
     def is_due_in_memory(self, updates: int) -> bool:
-        """Whether a snapshot of it is taken, whatever goes to disk."""
+        """Whether a snapshot is taken, whether or not the disk gets a checkpoint."""
         return self.memory_every > 0 and updates % self.memory_every == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proofs:
-    """What a proof asks beside the ring: ``last`` of the end state, ``corpus`` of all of them."""
+    """Further conditions of a proof: ``last`` for the end state, ``corpus`` for all."""
 
     last: LastProof
     corpus: CorpusCheck | None = None
@@ -59,7 +59,7 @@ class Preemption:
 
 
 class Checkpoints:
-    """Saves, proves and settles the checkpoints of one run."""
+    """Saves and proves the checkpoints of one run, and applies what background jobs finished."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Checkpoints:
         self._backlog = backlog
 
     def begin(self, state: TrainState) -> None:
-        """Commit the initial state: the first checkpoint there is to go back to.
+        """Commit the initial state, so that the run has a checkpoint to go back to.
 
         Its proof begins at once: the very first steps may be bad. So does that of one whose
         probation was over when the run ended.
@@ -96,7 +96,7 @@ class Checkpoints:
         self.prove(state)
 
     def apply_progress(self, info: StepInfo, state: TrainState) -> None:
-        """Settle what all ranks have done in the background. Collective.
+        """Apply what all ranks have finished in the background. Collective.
 
         Raises:
             ConfigError: the corpus is not the one that the run was begun on.
@@ -120,7 +120,7 @@ class Checkpoints:
         """Save when one is due. Collective.
 
         Args:
-            seconds: that the update took.
+            seconds: duration of the update.
         """
         disk = self._schedule.disk
         disk.step(seconds, busy=self._ring.is_busy)
@@ -132,7 +132,7 @@ class Checkpoints:
                 self._save(state, disk=False)
 
     def commit(self, state: TrainState) -> None:
-        """The present state is on disk when it returns, if the disk takes it. Collective."""
+        """Commit the present state to disk, if the disk accepts it. Collective."""
         self._save_last(state)
 
     def finish(self, state: TrainState, held_out: Callable[[], float | None]) -> str | None:
@@ -143,7 +143,7 @@ class Checkpoints:
 
         Raises:
             SaveError: the end state is not on disk.
-            Preempted: it is not, since the disk takes nothing.
+            Preempted: it is not, because the disk accepts no writes.
             ConfigError: the corpus is not the one that the run was begun on.
         """
         self._settle_corpus(state)
@@ -154,7 +154,7 @@ class Checkpoints:
             self._heart.enter("save")
             with self._reporter.stall("checkpoint"):
                 fault = self._last.fault(held_out)
-            if self._is_saved(state):  # else it was damaged on its way to the disk, or there
+            if self._is_saved(state):  # else it was damaged on its way to the disk, or on it
                 return fault
         if words := self._backlog.standing():
             raise Preempted(
@@ -169,7 +169,7 @@ class Checkpoints:
         )
 
     def save_and_leave(self, state: TrainState, preemption: Preemption) -> None:
-        """Save what there is within the grace. Collective; always raises Preempted."""
+        """Save the state within the grace. Collective; always raises Preempted."""
         asked = who_asked(preemption.reasons())
         in_time = self._save_last(state, lambda: preemption.stop.is_late)
         saved = self._ring.saved_step
@@ -183,9 +183,9 @@ class Checkpoints:
         )
 
     def _settle_corpus(self, state: TrainState) -> None:
-        """Where proofs wait for the corpus to be compared: wait for that, then give them.
+        """Wait for the corpus comparison that holds proofs back, then complete the proofs.
 
-        So that what a bad step leads to does not depend on how long it takes to read the corpus.
+        What follows from a bad step must not depend on how long the corpus takes to read.
         """
         if self._corpus is None or not self._corpus.holds_proofs:
             return
@@ -212,7 +212,7 @@ class Checkpoints:
         )
 
     def _save_last(self, state: TrainState, is_late: Callable[[], bool] = lambda: False) -> bool:
-        """Commit the present state unless it is; False when it became too late to wait."""
+        """Commit the present state unless it is committed; False when the grace ran out."""
         self._heart.enter("save")
         with self._reporter.stall("checkpoint"):
             if not self._ring.drain(is_late):

@@ -1,7 +1,7 @@
-"""When Python looks for garbage: at steps that all ranks agree on, not when one rank has enough.
+"""Runs Python's garbage collection at steps that all ranks agree on, not at each rank's own time.
 
-A collection over millions of objects takes a second, in which all other ranks wait; on each at
-another step, unless they are told when.
+A collection over millions of objects takes a second, during which all other ranks wait; and
+without agreement each rank collects at another step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EVERY = 50  # applied updates
 
 @contextmanager
 def collected_at_boundaries() -> Iterator[None]:
-    """Inside, only :func:`collect` does. What is there at the begin is never looked at again."""
+    """Let only :func:`collect` collect inside, and never what existed before."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
@@ -29,6 +29,6 @@ def collected_at_boundaries() -> Iterator[None]:
 
 
 def collect(updates: int) -> None:
-    """At a step's end; in a program of somebody else's nothing is done."""
+    """Collect at a step's end; does nothing inside another program's loop."""
     if updates % EVERY == 0 and not gc.isenabled():
         gc.collect()

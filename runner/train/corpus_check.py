@@ -1,8 +1,8 @@
-"""Reads a large corpus whole, once, while training goes on: is it what the run was begun on?
+"""Reads a large corpus once, during training, to check that it has not changed since the start.
 
 The fingerprint that ranks compare at the start covers samples of a corpus over 64 MiB: a change
-in place between them goes unseen. The digest of every byte is in the journal beside it; at a
-resume it is computed again, or known by what the files look like, and compared before any
+in place between them goes unseen. The journal also has the digest of every byte; at a
+resume it is computed again, or remembered for unchanged files, and compared before any
 checkpoint of the resumed run counts as proven.
 """
 
@@ -21,17 +21,17 @@ from runner.distributed.agreement import Ranks
 from runner.policy.decision.history import Incident
 from runner.system.error import ConfigError
 
-_MOST_FILES = 64  # named in a journal line
+_MOST_FILES = 64  # at most so many named in a journal line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedOn:
-    """What a start goes on from.
+    """What a start resumes from.
 
     Args:
-        step: of the checkpoint that was loaded; 0: none was.
-        known: the journal line of the digest that the run was begun on, if there is one.
-        is_change_allowed: another digest is journalled, and the run goes on.
+        step: of the loaded checkpoint; 0: none was loaded.
+        known: the journal line with the digest that the run began on, if there is one.
+        is_change_allowed: whether a changed digest is journalled and the run continues.
     """
 
     step: int
@@ -40,13 +40,13 @@ class ResumedOn:
 
 
 class CorpusCheck:
-    """Its work is a job of a queue that nothing waits for; all ranks learn of it together.
+    """Reads in a background job that nothing waits for; all ranks learn the result together.
 
     Args:
         notes: directory where digests are remembered.
         report: takes incidents, alike on every rank.
-        journal: takes what nobody need be told, and the journal has to keep; alike as well.
-        moved: called while somebody waits, when the reading has moved.
+        journal: takes incidents that are recorded but not printed; alike as well.
+        moved: called while the run waits, whenever the reading has advanced.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CorpusCheck:
         self._changed = ""
 
     def begin(self) -> None:
-        """Start reading. Of ranks that see the very same files one reads them. Collective."""
+        """Start reading. One of the ranks that share the files reads them. Collective."""
         if self._is_over:
             return
         ranks = self._ranks
@@ -93,10 +93,10 @@ class CorpusCheck:
         return not self._is_over and self._known is not None and not self._is_change_allowed
 
     def look(self, step: int) -> None:
-        """To be called after each settling of background work. Collective.
+        """Compare when the reading is done; call it after background jobs are applied. Collective.
 
         Raises:
-            ConfigError: the corpus is another; what was saved since the resume is tainted.
+            ConfigError: the corpus has changed; checkpoints since the resume are tainted.
         """
         self._step = step
         if self._changed:
@@ -124,7 +124,7 @@ class CorpusCheck:
         self._count += 1
 
     def _compare(self, *, reads: bool) -> Process[None]:
-        """Read it on the ranks that are to, then compare what all have found."""
+        """Read on the chosen ranks, then compare all results."""
         failures = yield Job(
             queue=self._ring.upload_queue,
             name="reading the corpus whole",
@@ -132,7 +132,7 @@ class CorpusCheck:
         )
         self._is_over = True
         if failures:
-            # A sample that cannot be read is the step's to judge; the next start looks again.
+            # The step judges a sample that cannot be read; the next start reads again.
             self._report(self._incident("data_unchecked", "go on", "; ".join(failures), {}))
             return
         digests = self._ranks.gather(self._found.sha256 if self._found else None)
@@ -162,7 +162,7 @@ class CorpusCheck:
 
 
 def known_digest(journal: Iterable[Mapping[str, Any]], fingerprint: str) -> dict[str, Any] | None:
-    """What the newest journal line says of the whole corpus of this fingerprint."""
+    """The newest journal line with the whole digest for this fingerprint."""
     found = None
     for line in journal:
         detail = line["detail"]

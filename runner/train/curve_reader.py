@@ -1,7 +1,7 @@
-"""Reads the run's own curve at each evaluation, and tells a signature the first time it is seen.
+"""Reads the run's own curve at each evaluation, and reports a signature when it first appears.
 
-The first rank reads; all add the same lines to their journals, since other lines are numbered by
-them. Nothing follows from it: what is told is no decision.
+Rank 0 reads; all ranks add the same lines to their journals, because line numbers must be
+equal. The report is only information: no decision depends on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runner.reading.read import read
 _log = logging.getLogger(__name__)
 
 KIND = "reading"
-_LEAST_ROWS, _LEAST_SHARE = 100, 0.1  # of the run, before anything is said
+_LEAST_ROWS, _LEAST_SHARE = 100, 0.1  # share of the run before the first report
 _GROWN = 1.1  # since the last reading, so that all readings cost as much as eleven of the last
 _MOST_ROWS = 200_000
 _IN_WARMUP = frozenset({"plateau", "rate_too_low"})  # which such a stretch looks like
@@ -35,14 +35,14 @@ _FIELDS = ("step", "loss", "grad_norm", "lr", "eval_loss")
 
 
 class CurveReader:
-    """The rows of the run, and what was told of them.
+    """The rows of the run's curve, and the signatures already reported.
 
     Args:
-        ranks: what the first one finds, all tell.
-        past: lines of the metrics so far; of the first rank.
-        known: incidents of the journal: what they told is not told again.
+        ranks: all of them report what rank 0 finds.
+        past: lines of the metrics so far, on rank 0.
+        known: incidents of the journal; what they report is not repeated.
         total, warmup: of the run, in updates.
-        dataset: for what knowing the frequencies of its tokens alone would cost.
+        dataset: for the loss of a model that knows only token frequencies.
         tell: takes an incident for each new signature.
     """
 
@@ -73,7 +73,7 @@ class CurveReader:
                 self._add([line.get(name) for name in _FIELDS])
 
     def columns(self, is_evaluated: bool) -> dict[str, float]:
-        """For the metrics, so that ``holdfast read`` has it too: at each evaluation."""
+        """Columns for the metrics at each evaluation, which ``holdfast read`` uses too."""
         if not is_evaluated or self._ranks.rank:
             return {}
         if self._entropy is None:
@@ -81,9 +81,9 @@ class CurveReader:
         return {CORPUS_ENTROPY: round(self._entropy, 6)} if self._entropy > 0 else {}
 
     def applied(self, line: MetricsLine) -> None:
-        """One applied step; reads the curve where it was evaluated and has grown enough.
+        """Add one applied step; read the curve if it was evaluated and has grown enough.
 
-        Collective there.
+        Collective then.
         """
         if not self._ranks.rank:
             self._add([line.step, line.loss, line.grad_norm, line.lr, line.eval_loss])
@@ -97,7 +97,7 @@ class CurveReader:
     def _findings(self) -> list[Finding]:
         try:
             return read(self._curve())
-        except Exception as error:  # no run ends for what it only looks at
+        except Exception as error:  # an error here must not end the run
             _log.warning("the curve cannot be read: %s: %s", type(error).__name__, error)
             return []
 
@@ -112,7 +112,7 @@ class CurveReader:
             self._thin()
 
     def _thin(self) -> None:
-        """Every other row stays, and those with a held-out loss."""
+        """Drop every other row, but none with a held-out loss."""
         stays = np.isfinite(np.array(self._columns["eval_loss"]))
         stays[::2] = True
         self._columns = {
@@ -149,16 +149,16 @@ class CurveReader:
 
 
 def unigram_entropy(dataset: Dataset) -> float:
-    """Of the counted tokens of a few samples, in nats; 0 where they hold none.
+    """The entropy of the counted tokens of a few samples, in nats; 0 for no tokens.
 
-    With the correction for few samples of Miller (1955): half a nat for each kind and sample.
+    Corrected for small samples as in Miller (1955): half a nat for each kind and sample.
     """
     counts = np.zeros(0, dtype=np.int64)
     some = np.random.default_rng(0).integers(0, len(dataset), _SAMPLES)
     for index in some.tolist():
         try:
             sample = dataset[index]
-        except Exception:  # a run leaves such samples out, and says so elsewhere
+        except Exception:  # a run skips such samples and reports them elsewhere
             continue
         if not isinstance(sample, Sample):
             return 0.0

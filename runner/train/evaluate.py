@@ -1,7 +1,7 @@
-"""Held-out loss on a fixed set of samples, agreed among the ranks as a step is.
+"""The held-out loss on a fixed set of samples, agreed among the ranks like a step.
 
-What goes wrong in it (a sample that one rank cannot read, a loss that is not finite, nothing
-that counts) is told to all ranks with the loss, is a line in the journal, and ends nothing.
+All ranks learn of a problem (a sample that one rank cannot read, a loss that is not finite,
+no counted token) with the loss; it becomes a journal line and does not end the run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _LOSS, _TOKENS, _NONFINITE, _UNREADABLE = range(4)
 _LANES = 4
 _SQUARES = _LANES + NUM_LANES
 _GROUPS = _SQUARES + NUM_LANES
-_MOST_TOLD = 8  # by one rank, and in a sentence
+_MOST_TOLD = 8  # samples that one rank names, and that a sentence names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wrong:
-    """What was wrong with an evaluation, in words; ``who`` are the samples that are named."""
+    """What was wrong with an evaluation; ``who`` names samples."""
 
     reason: str
     who: list[Unreadable]
@@ -40,10 +40,10 @@ class _Wrong:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FixedSet:
-    """Samples that are looked at again and again.
+    """Samples for repeated evaluation.
 
     ``indices`` are data set indices, the same at every evaluation and on any world size; ``what``
-    names the set; ``groups`` is int64 [len(indices)], the place in ``names`` of each one's group.
+    names the set; ``groups`` is int64 [len(indices)], each sample's place in ``names``.
     """
 
     indices: Indices
@@ -53,10 +53,10 @@ class FixedSet:
 
 
 class Evaluator:
-    """The loss of ``samples``.
+    """Computes the loss of ``samples``.
 
     Args:
-        report: takes incidents, alike on every rank; one that a restart repeats is told once.
+        report: takes incidents, alike on every rank; one that a restart repeats is kept once.
         step: applied updates so far.
     """
 
@@ -83,12 +83,12 @@ class Evaluator:
         self._by_group: dict[str, float] = {}
 
     def loss(self) -> float | None:
-        """Nats per token over what can be read of the set. Collective.
+        """The loss in nats per token over the readable samples. Collective.
 
-        NaN or infinite where a sample's loss is; None when nothing is held out, or counts.
+        NaN or infinite if a sample's loss is; None when nothing is held out, or no token counts.
 
         Raises:
-            RankError: ranks are at different evaluations; alike on all of them.
+            RankError: ranks are at different evaluations; raised alike on all of them.
         """
         if not self._batches:
             return None
@@ -107,11 +107,11 @@ class Evaluator:
         return loss
 
     def by_group(self) -> dict[str, float]:
-        """The last loss of each group by name; without those of which nothing counts."""
+        """The last loss of each group by name, without groups in which no token counts."""
         return dict(self._by_group)
 
     def _own_groups(self, found: Evaluated) -> list[float]:
-        """Of each group the summed loss and what it is a sum of, on this rank."""
+        """The summed loss and the token count of each group, on this rank."""
         sums = [0.0] * (2 * len(self._samples.names))
         if self._samples.groups is None:
             return sums
@@ -140,7 +140,7 @@ class Evaluator:
         return [self._step(), len(self._indices), int(self._indices.sum()), len(self._batches)]
 
     def _tell(self, found: Evaluated, *, is_counted: bool) -> None:
-        """One line for it; none where the last evaluation was wrong in the same way. Collective."""
+        """Report a problem, unless the last evaluation had the same. Collective."""
         wrong = self._wrong(found, is_counted=is_counted)
         if wrong.reason == self._told:
             return
@@ -164,7 +164,7 @@ class Evaluator:
         )
 
     def _wrong(self, found: Evaluated, *, is_counted: bool) -> _Wrong:
-        """From what the ranks tell of their samples, the same on all of them."""
+        """The problem from all ranks' samples, the same on all ranks."""
         unreadable = [one for batch in self._batches for one in batch.unreadable]
         nonfinite = self._nonfinite(found)
         own = [

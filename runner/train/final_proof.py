@@ -1,7 +1,7 @@
-"""Proves the last checkpoint of a finished run, which no clean steps follow any more.
+"""Proves the last checkpoint of a finished run, after which no clean steps can follow.
 
-In their place: every value of the state is finite, the held-out loss (or the loss of one more
-forward pass over the last batch) is within the guard's limits, and every byte on disk is what was
+Instead, every value of the state must be finite, the held-out loss (or the loss of one more
+forward pass over the last batch) within the guard's limits, and every byte on disk what was
 written. Knows nothing of how a loss is computed.
 """
 
@@ -18,7 +18,7 @@ from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State
 from runner.train.state import TrainState
 
-Loss = Callable[[], float | None]  # nats per token; None: there is none. Collective
+Loss = Callable[[], float | None]  # nats per token, or None. Collective
 
 
 class LastOfRing(Protocol):
@@ -35,7 +35,7 @@ class LastProof:
     """
     Args:
         last_batch: the loss over the batch that ends at the cursor.
-        earlier: the newest held-out loss of before the last step.
+        earlier: the newest held-out loss from before the last step.
         report: takes incidents, alike on every rank.
     """
 
@@ -61,11 +61,11 @@ class LastProof:
     def fault(self, held_out: Loss) -> str | None:
         """Prove the newest checkpoint on disk; why it is not clean, or None. Collective.
 
-        One that is damaged is tainted afterwards. One that does not prove for another reason is
+        A damaged checkpoint is tainted. One that fails the proof for another reason is
         whole, and serves a restart.
         """
         ring = self._ring
-        if ring.last_state is State.clean:  # the command of a finished run, given again
+        if ring.last_state is State.clean:  # the command of a finished run was repeated
             return None
         fault = self._fault_of_values() or self._fault_of_loss(held_out)
         fault = fault or "; ".join(ring.prove_last())
@@ -86,9 +86,9 @@ class LastProof:
         return f"{num_unsound:.0f} rank(s) hold NaN or Inf in the state" if num_unsound else None
 
     def _fault_of_loss(self, held_out: Loss) -> str | None:
-        """A held-out loss is better evidence: the last batch was just trained on.
+        """Judge the end state by its loss; a held-out one is better: the last batch was trained on.
 
-        It may lie far above the training's where a run has learned its data by heart, or tell of
+        It may lie far above the training loss where a run has memorised its data, or come from
         a held-out sample that gives NaN. So it decides against the state only beside an earlier
         one.
         """

@@ -1,4 +1,4 @@
-"""Judges a step and carries out the decision. What each decision writes is in ``recovery``."""
+"""Judges a step and carries out the decision; ``recovery`` has what each decision does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Steps(Protocol):
 
 
 class Guard:
-    """Decides what a step means, and does what follows from it."""
+    """Decides what to do about a step, and does it."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Guard:
         self._keeps_lines = False
 
     def note_lines(self, info: StepInfo) -> None:
-        """Journal that the first rank's files cannot be written any more, or can again."""
+        """Journal that rank 0 can no longer write its files, or can again."""
         if info.keeps_lines is not self._keeps_lines:
             self._keeps_lines = info.keeps_lines
             self._recovery.note_lines(
@@ -63,7 +63,7 @@ class Guard:
             )
 
     def handle(self, info: StepInfo, state: TrainState) -> Verdict | None:
-        """Judge the step; discard it or go back where the decision says so. Collective.
+        """Judge the step; discard it or roll back if that is the decision. Collective.
 
         Returns:
             The verdict of an update that was applied and counts; None where the step is over.
@@ -83,7 +83,7 @@ class Guard:
         if ruling.finding is not None:
             self._recovery.conclude(info, ruling.finding)
         if info.known is not None and isinstance(action, Apply):
-            # Settings were changed on purpose since; what was discarded stays discarded.
+            # Settings may have changed on purpose since; what was discarded stays discarded.
             action = Discard(reason=info.known.reason)
         assert isinstance(action, Apply) is not signals.gated or verdict.kind is Kind.drift
         assert isinstance(action, Apply) or not self._steps.is_ahead
@@ -105,7 +105,7 @@ class Guard:
         return None
 
     def _rule(self, info: StepInfo, state: TrainState) -> StepDecision:
-        """What the step means and what to do. Collective where a checkpoint is waited for."""
+        """Judge the step and decide. Collective if it waits for a checkpoint."""
         ruling = rule(
             info.signals,
             baseline=state.baseline,
@@ -114,7 +114,7 @@ class Guard:
             ring=self._ring.records,
             rules=self._rules,
             is_mix=info.found == MIX,
-            # Not of a step that is known: what was decided on it then stands in the journal.
+            # Not for a known step: the journal has the decision that was made then.
             blames_weights=info.cause is not None and info.cause["remedy"] == GO_BACK,
         )
         if not ruling.lacks_target:

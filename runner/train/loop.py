@@ -1,6 +1,6 @@
-"""The story of a run: attempt a step, judge it, act on it, look at the state, save it, stop.
+"""The story of a run: attempt a step, judge it, act on it, check the state, save it, stop.
 
-Knows the actors by name; how things are done stands in the modules beside this one.
+Knows the actors by name; the modules beside this one have the mechanisms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runner.train.step_runner import StepRunner
 
 
 class Guard(Protocol):
-    """:class:`runner.train.guard.Guard`, or what looks for the cause before it is asked."""
+    """:class:`runner.train.guard.Guard`, or a guard that looks for the cause first."""
 
     def note_lines(self, info: StepInfo) -> None: ...
     def handle(self, info: StepInfo, state: TrainState) -> Verdict | None: ...
@@ -52,16 +52,16 @@ class Loop:
         self._preemption = preemption
 
     def run(self) -> str:
-        """Train to the last update; how it ended, in words.
+        """Train to the last update; returns a sentence that says how the run ended.
 
         Raises:
             Halted: the guard's budget is spent.
-            Preempted: a rank was asked to stop, and the state is saved if it could be; or the disk
-                takes nothing at the end.
-            CheckpointError: nothing to go back to can be loaded, or nothing can be saved.
+            Preempted: a rank was asked to stop, and the state is saved if possible; or the disk
+                accepts no writes at the end.
+            CheckpointError: no rollback target can be loaded, or nothing can be saved.
             RankError: one rank failed; all raise it.
             DataError: more samples than data.max_unreadable could not be read.
-            ConfigError: the corpus is not the one that the run was begun on.
+            ConfigError: the corpus is not the one that the run began on.
             SaveError: every step is applied, but the end state is not on disk.
         """
         self.begin()
@@ -74,13 +74,13 @@ class Loop:
         return f"all steps applied{but}"
 
     def begin(self) -> None:
-        """Have something to go back to."""
+        """Make sure that there is a checkpoint to go back to."""
         self._checkpoints.begin(self._state)
 
     def step(self) -> None:
         """Run one step, then carry out the guard's decision. Raises as :meth:`run`."""
         info = self._steps.next(self._state)
-        if info.known is None:  # else it is repeated from the journal: nothing was computed
+        if info.known is None:  # else the step repeats the journal, and nothing was computed
             self._guard.note_lines(info)
             self._checkpoints.apply_progress(info, self._state)
         verdict = self._guard.handle(info, self._state)
@@ -90,7 +90,7 @@ class Loop:
             self._checkpoints.save_and_leave(self._state, self._preemption)
 
     def _advance(self, info: StepInfo, verdict: Verdict) -> None:
-        """The update was applied: count it, look at the state, prove and save checkpoints."""
+        """Count an applied update, check the state, prove and save checkpoints."""
         state = self._state
         learning_rate = self._steps.learning_rate(state.updates)
         state.advance(info.signals)

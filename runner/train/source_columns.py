@@ -11,7 +11,7 @@ from runner.train.step import StepInfo
 
 
 class SourceColumns:
-    """``samples/NAME``: how many of a step's samples; ``eval_loss/NAME``: the held-out loss.
+    """``samples/NAME`` counts a step's samples; ``eval_loss/NAME`` is the held-out loss.
 
     Args:
         order: None where there are no sources, and so no columns.
@@ -22,11 +22,11 @@ class SourceColumns:
         self._held_out: dict[str, float] = {}
 
     def evaluated(self, losses: Mapping[str, float]) -> None:
-        """The held-out losses of the present state by source."""
+        """Set the held-out losses of the present state, by source."""
         self._held_out = dict(losses)
 
     def of(self, info: StepInfo, is_evaluated: bool) -> dict[str, float]:
-        """Of one step; none of one that was not computed."""
+        """The columns of one step; none for a step that was not computed."""
         if self._order is None or info.batch is None:
             return {}
         names = self._order.names

@@ -1,4 +1,4 @@
-"""TrainState: everything of the loop that a rollback takes back, besides the engine's tensors."""
+"""TrainState: everything of the loop that a rollback restores, besides the engine's tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LIMIT = 1 << 60
 
 
 class Carried(Protocol):
-    """What else is rolled back with the weights and is no tensor; JSON values. Collective."""
+    """Further state that a rollback restores, as JSON values. Collective."""
 
     def to_json(self) -> dict[str, Any]: ...
     def load_json(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError, alike on every rank, where it is not what to_json gives."""
+        """Raise CheckpointError, alike on every rank, if it is not what to_json returns."""
         ...
 
 
@@ -30,7 +30,7 @@ class TrainState:
     """``updates`` applied so far, the ``cursor`` (next sample position), the guard's memory.
 
     Args:
-        carried: state of somebody else's loop.
+        carried: state of the user's own loop.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class TrainState:
         self.last_loss = signals.loss
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, exact."""
+        """The state as exact JSON values."""
         return {
             "updates": self.updates,
             "cursor": self.cursor,
@@ -68,7 +68,7 @@ class TrainState:
         """Inverse of :meth:`to_json`.
 
         Raises:
-            CheckpointError: it is not what :meth:`to_json` gives.
+            CheckpointError: it is not what :meth:`to_json` returns.
         """
         try:
             _refuse_nonfinite(state)
@@ -87,12 +87,12 @@ class TrainState:
 
 
 def _word(value: float | None) -> float | str | None:
-    """Without a guard any loss is accepted. JSON has no NaN; float() reads the word back."""
+    """Write a number that may be NaN, which JSON lacks, as a word that float() reads back."""
     return value if value is None or math.isfinite(value) else repr(value)
 
 
 def reach_of(state: TrainState, rules: RemedyRules, history: History) -> Reach:
-    """How far back a rollback would have to go whose next bad step comes now."""
+    """How far back a rollback would go if the next step were bad."""
     return reach(
         state.trouble,
         rules,
@@ -103,7 +103,7 @@ def reach_of(state: TrainState, rules: RemedyRules, history: History) -> Reach:
 
 
 def _refuse_nonfinite(value: Any) -> None:
-    """JSON has words for numbers that are none, and 1e999."""
+    """Refuse NaN, Infinity and numbers like 1e999, which JSON parsers accept."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"holds {value}")
     if isinstance(value, Mapping | list):

@@ -1,11 +1,11 @@
-"""One attempted step: compute, agree, gate, apply or not. It judges nothing.
+"""Runs one step: compute, agree, gate, apply or not. The judge comes later.
 
 fetch -> forward/backward -> one packed all-reduce -> gate on the device -> gated update
 
-A step is launched, and read: on CUDA the numbers travel to the host meanwhile, and the next
-step may be launched before they are looked at. Its gate stays closed when the step before was
-not applied, or was asked to be the last: whatever the host decides about that one then, the
-state is as if the later one had never been begun, and it is launched again if it is wanted.
+A step is first launched, then read: on CUDA its numbers travel to the host meanwhile, and the next
+step may be launched before they are read. That step's gate stays closed when the step before was
+not applied, or is to be the last: whatever the host then decides about the earlier one, the
+state is as if the later one had never begun, and it is launched again if it is wanted.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ _REMEMBERED = 256  # steps whose seconds are kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
-    """One attempted step, alike on all ranks but for the seconds.
+    """The result of one attempted step, equal on all ranks but for the seconds.
 
     Args:
-        batch: what it computed; None where it was not computed.
+        batch: the batch that it computed; None where it was not computed.
         known: the discard that a restart repeats from the journal, with nothing computed.
-        stop_requested: some rank was asked to stop.
-        keeps_lines: a file of the first rank cannot be written.
+        stop_requested: whether some rank was asked to stop.
+        keeps_lines: whether rank 0 keeps lines in memory because it cannot write a file.
         jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) are of.
-        cause: what replays have found of a bad step, see
-            :meth:`runner.explain.finding.Finding.to_json`; None where nothing was looked for.
+        cause: what replays found out about a bad step, see
+            :meth:`runner.explain.finding.Finding.to_json`; None without replays.
         unreadable: samples that could not be read. The step was not applied then, and its other
             numbers mean nothing.
         shares: how many samples each rank was to read; given with ``unreadable``.
@@ -88,7 +88,7 @@ class StepInfo:
 
     @property
     def found(self) -> str | None:
-        """The name of the cause, of a step that is known from the journal as well."""
+        """The name of the cause, also for a step that is known from the journal."""
         if self.cause is not None:
             return str(self.cause["cause"])
         return None if self.known is None else cause_of(self.known)
@@ -96,10 +96,10 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What a step is to do, equal on all ranks but for ``stop``, ``keeps_lines`` and ``progress``.
+    """The plan of a step, equal on all ranks but for ``stop``, ``keeps_lines`` and ``progress``.
 
-    ``step`` is the number of the update it makes; ``progress`` that of the ring's jobs;
-    ``decisions`` tells in words what was decided so far, as far as the host knows.
+    ``step`` is the number of the update it makes; ``progress`` is that of the ring's jobs;
+    ``decisions`` is a text of the decisions so far, as far as the host knows.
     """
 
     batch: BatchPlan
@@ -138,19 +138,19 @@ class InFlightStep:
         self.seeds = seeds
         self.numbers = numbers
         self.withheld = withheld
-        self.seconds = seconds  # that the host spent on launching it
+        self.seconds = seconds  # of the host, for the launch
         self.layers: torch.Tensor | None = None  # this rank's part of what was measured inside
         self._arrived: torch.cuda.Event | None = None
         self._on_host = numbers
         if numbers.is_cuda:
             self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._on_host.copy_(numbers, non_blocking=True)
-            # Blocking: to wait for it costs no core, which the threads that hash can use.
+            # Blocking: waiting for it costs no core, which hashing threads can use.
             self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
 
     def on_host(self) -> list[float]:
-        """The numbers. Waits for the device, and for no more than this step."""
+        """The numbers on the host. Waits until the device has finished this step."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return [float(value) for value in self._on_host.tolist()]
@@ -216,7 +216,7 @@ class Stepper:
 
     Args:
         before_update: called before the weights may change.
-        distrust: called with a step, collectively: checkpoints of later ones are not to be used
+        distrust: called with a step, collectively: checkpoints of later steps must not be used
             again.
     """
 
@@ -253,12 +253,12 @@ class Stepper:
 
     @property
     def newest(self) -> InFlightStep:
-        """The step that was read last."""
+        """The last step that was read."""
         assert self._newest is not None, "no step was read"
         return self._newest
 
-    def may_be_in_vain(self, step: int) -> bool:
-        """Whether a step may be launched that is perhaps dropped, and then launched again."""
+    def may_be_speculative(self, step: int) -> bool:
+        """Whether a step may be launched that may have to be discarded and launched again."""
         return self._ranks.may_repeat(step)
 
     def launch(
@@ -307,7 +307,7 @@ class Stepper:
         """Read the numbers of a launched step, in the order of launching.
 
         Raises:
-            RankError: a rank's loader failed, or a rank stands elsewhere than the others.
+            RankError: a rank's loader failed, or a rank is at another step than the others.
         """
         began = time.monotonic()
         self._heart.enter("read", step=step.plan.step)
@@ -351,11 +351,11 @@ class Stepper:
     def _require_one_gate(self, gates: float, step: int) -> None:
         """
         Args:
-            gates: on how many ranks the one of the step before was closed.
+            gates: on how many ranks the gate of the step before was closed.
 
         Raises:
-            RankError: on some it was and on others not. Each decided by the same sums, so their
-                bits were not the same.
+            RankError: it was closed on some ranks only. All decide from the same sums, so their
+                bits must have differed.
         """
         if gates not in (0.0, float(self._ranks.world_size)):
             self._distrust(max(0, step - 2))
@@ -372,7 +372,7 @@ class Stepper:
         return step.seconds + time.monotonic() - began
 
     def take_seconds(self) -> tuple[list[float], list[float]]:
-        """Of the steps since the last call: before the first collective, and in all."""
+        """Seconds of the steps since the last call: before the first collective, and in all."""
         taken = list(self._host_seconds), list(self._step_seconds)
         self._host_seconds.clear()
         self._step_seconds.clear()
@@ -406,7 +406,7 @@ class Stepper:
     ) -> tuple[torch.Tensor, str | None]:
         """See :class:`InFlightStep`. Nothing here waits for the device."""
         self._heart.enter("agree")
-        # The gate of the step before, as this rank's device computed it: all ranks' or none's.
+        # The gate of the step before, as this rank's device computed it: equal on all ranks.
         gate = torch.zeros_like(sums.loss) if self._gate_before is None else self._gate_before
         computed = [sums.loss, sums.grad_square, sums.nonfinite, sums.count, gate]
         packed = torch.cat([torch.stack(computed), self._on_device(own)])
@@ -426,21 +426,21 @@ class Stepper:
             skip=closed.float(), grad_scale=scale.float(), learning_rate=plan.learning_rate
         )
         self._gate_before = closed.double()
-        # Loss and norm too, so that the judge sees the gate's own bits.
+        # Loss and norm too, so that the judge sees the same bits as the gate.
         return torch.cat([packed, torch.stack([loss, norm, self._gate_before])]), withheld
 
     def _on_device(self, numbers: list[float]) -> torch.Tensor:
         device = self._engine.device
         if device.type != "cuda":
             return torch.tensor(numbers, dtype=torch.float64, device=device)
-        # Only from page-locked memory does a copy not wait.
+        # Only a copy from pinned memory does not wait.
         pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=True)
         return pinned.to(device, non_blocking=True)
 
     def _gather_unreadable(
         self, numbers: Sequence[float], step: InFlightStep
     ) -> tuple[tuple[Unreadable, ...], tuple[int, ...]]:
-        """What the ranks could not read, and how many samples each was to read; by rank."""
+        """Gather the samples that ranks could not read, and how many each rank had to read."""
         if not numbers[UNREADABLE]:
             return (), ()
         fetched = step.fetched

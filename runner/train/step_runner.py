@@ -1,8 +1,8 @@
-"""Which step comes next: plans it, launches it, and runs one ahead where that is safe.
+"""Plans and launches the next step, and runs one ahead where that is safe.
 
-In the late mode the step behind one is launched before the numbers of that one are read. It then
-has what it would have had (weights, samples, limits, rate); or it was not applied, because the one
-before was not, and is launched again.
+In the late mode the next step is launched before the numbers of this one are read. It then
+has what it would have had anyway (weights, samples, limits, rate); or it was not applied, because
+this one was not, and is launched again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runner.train.step import InFlightStep, StepInfo, Stepper, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlanner:
-    """What a step is to do, and what this rank has to tell the others in it.
+    """Plans a step, with what this rank reports to the others in it.
 
     Args:
         progress: of the ring's background work.
@@ -43,7 +43,7 @@ class StepPlanner:
         return self.stream.plan(cursor, self.journal.history.ledger)
 
     def plan(self, batch: BatchPlan, updates: int, bounds: Bounds) -> StepPlan:
-        """The step after ``updates`` applied ones."""
+        """Plan the step after ``updates`` applied ones."""
         return StepPlan(
             batch=batch,
             step=updates + 1,
@@ -66,12 +66,12 @@ class StepPlanner:
 
 
 class StepRunner:
-    """Attempts one step after the other.
+    """Runs one step after the other.
 
     Args:
         known_discards: steps that were discarded before a restart, in their order.
-        late: whether a step may be launched before the one in front of it is read.
-        is_boundary: whether something looks at the state of exactly so many updates.
+        late: whether a step may be launched before the one before it is read.
+        is_boundary: whether something uses the state after exactly this many updates.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class StepRunner:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step is launched that was not read."""
+        """Whether a launched step has not been read."""
         return self._ahead is not None
 
     def next(self, state: TrainState) -> StepInfo:
-        """Attempt the next global batch. Collective.
+        """Run the next global batch. Collective.
 
         A step that was discarded before a restart is not computed: it is known from the journal,
         so that the guard's memory becomes what it would have been without the restart.
@@ -119,7 +119,7 @@ class StepRunner:
         return info
 
     def forget_known_discards(self) -> None:
-        """The run goes back: what was discarded from here on is planned anew."""
+        """Forget them at a rollback: discarded steps from here on are planned anew."""
         self._known_discards.clear()
 
     def learning_rate(self, updates: int) -> float:
@@ -133,16 +133,16 @@ class StepRunner:
         return self._stepper.launch(plan, self._planner.journal.history.ledger, after=after)
 
     def _launch_after(self, step: InFlightStep, state: TrainState) -> InFlightStep:
-        """The next step, on the assumption that ``step`` is applied and clean."""
+        """Launch the next step, assuming that ``step`` is applied and clean."""
         batch = self._planner.batch(step.plan.batch.stop)
         bounds = state.baseline.bounds_ahead
         return self._launch(batch, state.updates + 1, bounds, after=step)
 
     def _may_run_ahead(self, step: InFlightStep, state: TrainState) -> bool:
-        """Whether the step behind ``step`` may be launched before that is read.
+        """Whether the step after ``step`` may be launched before ``step`` is read.
 
-        It may where ``step`` can only be applied, and nothing then looks at the state, or be left
-        out, with the gate of the step behind it closed. Alike on all ranks.
+        It may where ``step`` can only be applied, and nothing then uses the state, or be left
+        out, with the gate of the next step closed. Equal on all ranks.
         """
         updates = state.updates + 1
         return (
@@ -150,15 +150,15 @@ class StepRunner:
             and not self._is_boundary(updates)
             and not self._known_discards
             and step.withheld is None
-            # A drift is applied, and found afterwards.
+            # A drift is applied and found afterwards.
             and not state.baseline.may_alarm
-            # Where one step was bad the next may be: only to waste less.
+            # After one bad step the next may be bad too: this only avoids wasted work.
             and not state.trouble.num_recent()
-            and self._stepper.may_be_in_vain(updates + 1)
+            and self._stepper.may_be_speculative(updates + 1)
         )
 
     def _without_ahead(self, info: StepInfo) -> StepInfo:
-        """Forget the step behind one that was not applied; this one bears the cost."""
+        """Discard the step after one that was not applied; its time counts for that one."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return info
