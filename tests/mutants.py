@@ -3,6 +3,7 @@
     python -m tests.mutants               # all of them, in copies of the tree
     python -m tests.mutants NAME...       # some
     python -m tests.mutants --list
+    python -m tests.mutants --json tests/records/mutants.json    # fates are added to that file
 
 Each fault is one small replacement of text. It is refused where the text is not found exactly
 once, so that a fault never silently becomes none. First the tests named below are run on a copy
@@ -12,6 +13,7 @@ without a fault: a test that fails there would see anything. Not in CI: it takes
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -371,6 +374,8 @@ MUTANTS = (
     ),
 )
 
+NAMES = [mutant.name for mutant in MUTANTS]
+
 
 class Refused(Exception):
     """A fault that cannot be put in."""
@@ -445,11 +450,32 @@ def check_whole(mutants: Sequence[Mutant]) -> None:
             raise Refused(f"without a fault, {tests} {only}: {found}")
 
 
+def record(into: Path, mutant: Mutant, found: str, seconds: float) -> None:
+    """Put one fate into the file, in place of what it has of the same fault."""
+    told = json.loads(into.read_text())["mutants"] if into.exists() else []
+    kept = [row for row in told if row["name"] != mutant.name and row["name"] in NAMES]
+    kept.append(
+        {
+            "name": mutant.name,
+            "file": mutant.file,
+            "tests": " -k ".join(filter(None, [mutant.tests, mutant.only])),
+            "fate": found,
+            "date": datetime.now(UTC).date().isoformat(),
+            "seconds": round(seconds, 1),
+        }
+    )
+    kept.sort(key=lambda row: NAMES.index(row["name"]))
+    head = {"command": "python -m tests.mutants --json " + str(into), "mutants": kept}
+    into.parent.mkdir(parents=True, exist_ok=True)
+    into.write_text(json.dumps(head, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults, by a part of their name")
     parser.add_argument("--list", action="store_true", help="print their names")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add the fates to this record")
     told = parser.parse_args()
     wanted = [m for m in MUTANTS if not told.names or any(n in m.name for n in told.names)]
     if told.list:
@@ -465,10 +491,11 @@ def main() -> int:
     fates = {}
     for mutant in wanted:
         began = time.monotonic()
-        fates[mutant.name] = fate(mutant, mutant.tests.split(), mutant.only)
-        print(
-            f"{fates[mutant.name]:8}  {mutant.name}  {time.monotonic() - began:.0f} s", flush=True
-        )
+        found = fates[mutant.name] = fate(mutant, mutant.tests.split(), mutant.only)
+        seconds = time.monotonic() - began
+        print(f"{found:8}  {mutant.name}  {seconds:.0f} s", flush=True)
+        if told.json:
+            record(told.json, mutant, found, seconds)
     survivors = [name for name, found in fates.items() if found != "seen"]
     print(f"{len(fates) - len(survivors)} of {len(fates)} seen")
     return 1 if survivors else 0

@@ -6,14 +6,10 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from scripts.bench import machine
 from scripts.bench.fair import refuse_measured
 from scripts.bench.plan import Plan
 from scripts.bench.process import ROOT, MeasureError
+from scripts.bench.provenance import head
 from scripts.bench.report import markdown
 
 # In the order in which they are run; each is a module with measure(plan) -> rows.
@@ -37,9 +34,9 @@ MEASUREMENTS = {
     "framework": "throughput against Lightning and Hugging Face",
     "memory": "peak memory",
     "growth": "cost by parameters, ranks and bytes",
+    "tokenise": "a corpus into tokens: in batches once a node, against what was done before",
 }
 LONG = ("zero", "growth")  # left out by --quick unless named
-_PACKAGES = ("torch", "deepspeed", "numpy", "lightning", "accelerate", "transformers")
 
 
 def main() -> int:
@@ -67,7 +64,7 @@ def main() -> int:
 
 def run(plan: Plan, names: Sequence[str], out: Path) -> int:
     """Take the measurements one by one; what is known is written after each. 1 if one failed."""
-    results = _head()
+    results = head(["bash scripts/bench.sh", *sys.argv[1:]]) | {"measurements": []}
     if results["machine"]["warning"]:
         _say(f"warning: {results['machine']['warning']}")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -99,39 +96,6 @@ def _measured(plan: Plan, name: str) -> dict[str, Any]:
         "load_at_start": load,
         "seconds_taken": round(time.monotonic() - began, 1),
     }
-
-
-def _head() -> dict[str, Any]:
-    load = machine.load()
-    told = machine.describe() | {
-        "load_at_start": load,
-        "warning": machine.busy_warning(load, machine.cores()),
-    }
-    return {
-        "command": " ".join(["bash scripts/bench.sh", *sys.argv[1:]]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "versions": {"python": platform.python_version(), **_versions()},
-        "machine": told,
-        "measurements": [],
-    }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # of .venv-bench: their versions stand in frameworks.txt
-            continue
-    return found
-
-
-def _commit() -> str | None:
-    """Of the code measured; with "+" when there were changes beside it."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 def _default_out() -> Path:
