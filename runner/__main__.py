@@ -5,8 +5,10 @@ Without a subcommand it trains; what is not an option is a Hydra override.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from runner.distributed.env import own_local_rank, own_rank, place_from
 from runner.health.leave import leave
 from runner.system import log, output
 from runner.system.environment import variables
-from runner.system.error import MissingPackage, RunnerError, StartError
+from runner.system.error import ConfigError, MissingPackage, RunnerError, StartError
 from runner.system.exit_codes import EXIT_CRASH
 
 _log = logging.getLogger("runner.__main__")  # __name__ is "__main__" under python -m runner
@@ -74,6 +76,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
 
 def _train_command(given: Sequence[str]) -> int:
     options = _parser().parse_args(given)
+    _refuse_unknown_command(given)
     from runner.config.compose import compose, to_yaml, value_of
 
     if options.help:
@@ -96,6 +99,22 @@ def _train_command(given: Sequence[str]) -> int:
 
     output.install()
     return train(config, place)
+
+
+def _refuse_unknown_command(given: Sequence[str]) -> None:
+    """A first word that is neither an option nor a setting was meant to be a command.
+
+    Raises:
+        ConfigError: with the commands that there are.
+    """
+    first = given[0] if given else "="
+    if re.fullmatch(r"[A-Za-z][\w-]*", first):
+        close = difflib.get_close_matches(first, COMMANDS, n=2)
+        meant = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ConfigError(
+            f"{first!r} is neither a command nor a setting{meant}. Commands: "
+            f"{', '.join(COMMANDS)}; without one it trains, and settings are written key=value"
+        )
 
 
 def _parser() -> Parser:

@@ -24,6 +24,8 @@ def replay_command(arguments: Sequence[str]) -> int:
     """Parse and print; returns the exit code."""
     options = _parser().parse_args(arguments)
     run_dir = RunDir(Path(options.out))
+    if not Path(options.out).is_dir():
+        raise ConfigError(f"{options.out}: no such run directory")
     numbers = bundles(run_dir.incidents)
     if not numbers:
         raise ConfigError(

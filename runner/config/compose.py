@@ -63,6 +63,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
     for text in arguments:
         _reject_launcher_keys(text)
         _reject_deletion(text)
+        _reject_whole_group(text)
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             raise ConfigError(f"--config-dir {config_dir}: no such directory")
@@ -209,6 +210,24 @@ def _reject_deletion(text: str) -> None:
         )
 
 
+def _reject_whole_group(text: str) -> None:
+    """``eval=false`` and ``guard=null``: what Hydra says of them names its own types."""
+    group, _, value = text.partition("=")
+    keys = [name for name, _, _ in fields(RunConfig()) if name.startswith(f"{group}.")]
+    if not keys or value.startswith("{"):
+        return
+    folder = packaged_configs() / group
+    has_presets = folder.is_dir()
+    if has_presets and not re.fullmatch(r"(?i:true|false|null|none|[-+.\d]+|)", value):
+        return
+    presets = ", ".join(sorted(f"{group}={path.stem}" for path in folder.glob("*.yaml")))
+    raise ConfigError(
+        f"{text}: {group} is a group of settings, not one: "
+        + (f"take a preset ({presets}), or " if has_presets else "")
+        + f"set a key of it, such as {keys[0]}=... ; `--help` lists all of {group}.*"
+    )
+
+
 def suggestion(key: str, known: Collection[str]) -> str:
     """``; did you mean ...?``, or nothing where nothing is close."""
     close = _same_leaf(key, known) or difflib.get_close_matches(key, known, n=3, cutoff=0.6)
@@ -223,6 +242,9 @@ def _same_leaf(key: str, known: Collection[str]) -> list[str]:
 def _explain(error: Exception, overrides: Sequence[str]) -> str:
     text = str(error)
     if isinstance(error, OverrideParseException):
+        if error.override.startswith("faults="):
+            given = error.override.partition("=")[2]
+            return f"{error.override}: faults are a list, in quotes: 'faults=[{given.strip('[]')}]'"
         return (
             f"cannot read the override {error.override!r}: {text.splitlines()[0]}. "
             "Write key=value; quote values with spaces or '=' as key='\"...\"'"
@@ -251,7 +273,8 @@ def _explain(error: Exception, overrides: Sequence[str]) -> str:
     )
     if missing is not None:
         choices = ", ".join(missing[3].split())
-        return f"{missing[1]}={missing[2]}: no such preset. Allowed: {choices}."
+        path = f" Files are data=text data.path={missing[2]}." if missing[1] == "data" else ""
+        return f"{missing[1]}={missing[2]}: no such preset. Allowed: {choices}.{path}"
     named = re.search(r"full_key: (\S+)", full)
     if named is not None:
         reason = str(cause or error).splitlines()[0]

@@ -107,6 +107,9 @@ def test_own_presets(runner: Command, tmp_path: Path) -> None:
         (["=3"], ["=3"]),
         (["--multirun", "seed=1,2"], ["--multirun"]),
         (["ring", "/nowhere/at/all"], ["/nowhere/at/all"]),
+        (["replay", "/nowhere/at/all"], ["/nowhere/at/all: no such run directory"]),
+        (["reprot", "runs/a"], ["'reprot' is neither a command", "did you mean report"]),
+        (["train", "steps=3"], ["'train' is neither a command", "without one it trains"]),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_two(
