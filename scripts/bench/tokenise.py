@@ -31,7 +31,7 @@ from scripts.bench.ratio import paired
 from scripts.bench.report import Row
 
 _PAIRS = 25  # a fifth of it with --quick
-_CORPUS_BYTES = 12 << 20
+_CORPUS_BYTES = 4 << 20
 _VOCABULARY = 8192
 _BATCHES, _ONE_BY_ONE = "batches", "one-by-one"
 _RANKS = 2
