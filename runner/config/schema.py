@@ -644,6 +644,12 @@ class DebugConfig:
     replica_check_every: int = key(
         0, "steps between comparisons of replicated state, bit by bit; 0: never", ge=0
     )
+    audit_every: int = key(
+        500,
+        "updates between audits: all ranks compute one rank's micro-batch, and the bits are "
+        "compared; finds a device that computes wrongly in silence; 0: never",
+        ge=0,
+    )
     check_devices: bool = key(
         True, "each start tries every rank's device: equal ones must give equal bits; NVML is asked"
     )

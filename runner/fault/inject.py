@@ -19,6 +19,8 @@ import torch
 
 from runner.fault.spec import ENDINGS, LASTING, Fault
 
+_WRONG = 1.01  # what a device that is wrong in silence makes of 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
@@ -94,7 +96,8 @@ class FaultInjector:
         flip_grad = "flip_grad" in self._step_faults
         # One micro-batch is enough; the marker kinds are consumed by the first.
         self._step_faults -= {"nan_loss", "nan_grad", "flip_grad"}
-        activation = tuple(math.nan if self._hit("poison", p) else 1.0 for p in positions)
+        usual = _WRONG if self._lasts("wrong", self._step) else 1.0
+        activation = tuple(math.nan if self._hit("poison", p) else usual for p in positions)
         loss = tuple(math.nan if nan_loss else self._spike(p) for p in positions)
         forward = self._out_of_memory(len(positions)) or self._ending_in("forward")
         backward = self._ending_in("backward")

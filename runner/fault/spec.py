@@ -6,6 +6,7 @@
     misread@step=20,rank=1           the rank's samples of this step come as others, once
     spoil_state@step=20,rank=1       a high exponent bit of one weight, before the step
     sticky@step=20,rank=1            from this step on whatever the rank computes is NaN
+    wrong@step=20,rank=1             from this step on what it computes is 1 % off: finite, silent
     poison@samples=400-431           these stream positions always give NaN activations
     spike@samples=400-431,scale=50   these weigh 50 times: a finite, wild loss and gradient
     kill@step=30,rank=0              SIGKILL
@@ -47,6 +48,7 @@ _REQUIRED = {
     "misread": {"step"},
     "spoil_state": {"step"},
     "sticky": {"step"},
+    "wrong": {"step"},
     "poison": {"samples"},
     "spike": {"samples"},
     "kill": {"step"},
@@ -68,7 +70,7 @@ _REQUIRED = {
 }
 # What ends or freezes a rank, and where in a step it may.
 ENDINGS = ("kill", "abort", "raise", "stop", "hang")
-LASTING = ("slow", "no_break", "sticky", "oom")  # not bound to one step, and so no marker is left
+LASTING = ("slow", "no_break", "sticky", "wrong", "oom")  # not bound to one step: no marker is left
 POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
     **{kind: {"rank", "at"} for kind in ENDINGS},

@@ -99,7 +99,7 @@ def _report_on(device: torch.device, ranks: Ranks, is_spoilt: bool) -> DeviceRep
     health = (gpu_health(uuid) if uuid else None) or GpuHealth()
     return DeviceReport(
         host=host_name(),
-        kind=_kind(device),
+        kind=device_kind(device),
         bits=_products(device, is_spoilt),
         wrong_sums=_wrong_sums(device, ranks),
         broken=health.broken,
@@ -140,7 +140,8 @@ def _fault(ranks: Sequence[int], reports: Sequence[DeviceReport], words: str) ->
     )
 
 
-def _kind(device: torch.device) -> str:
+def device_kind(device: torch.device) -> str:
+    """Devices and libraries of one kind give equal bits."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {torch.version.cuda or torch.version.hip}"
     threads = torch.get_num_threads()  # the sum is cut into one part for each rank

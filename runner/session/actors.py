@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from runner.config.schema import Precision
+from runner.config.validate import is_zero
 from runner.data.cursor import Indices, SampleStream
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed, named_samples
@@ -15,6 +16,7 @@ from runner.explain.probe import Bench
 from runner.explain.replay import Replay
 from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
 from runner.health.checks import PaceInspector, ReplicaInspector
+from runner.health.device_check import device_kind
 from runner.observe.metrics import held_out_before
 from runner.policy.straggler import Stragglers
 from runner.run_dir.build_info import code_digest, versions
@@ -25,6 +27,7 @@ from runner.session.phases import Actors, Machinery, Opened
 from runner.startup.resume import Resumed
 from runner.startup.shared_memory import memory_every
 from runner.system.process import host_name
+from runner.train.audit import Auditor, AuditRules
 from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
 from runner.train.corpus_check import CorpusCheck
 from runner.train.evaluate import Evaluator, FixedSet
@@ -67,8 +70,12 @@ def make_actors(
     periodic = Periodic(
         evaluate=evaluate,
         evaluate_every=config.eval.every,
-        inspect=_inspector(opened, machinery, resumed, stepper),
-        inspect_every=(config.watchdog.straggler_every, config.debug.replica_check_every),
+        inspect=_inspector(opened, machinery, resumed, feed, stepper),
+        inspect_every=(
+            config.watchdog.straggler_every,
+            config.debug.replica_check_every,
+            config.debug.audit_every,
+        ),
         reporter=reporter,
         heart=group.heart,
     )
@@ -269,7 +276,7 @@ def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: in
 
 
 def _inspector(
-    opened: Opened, machinery: Machinery, resumed: Resumed, stepper: Stepper
+    opened: Opened, machinery: Machinery, resumed: Resumed, feed: Feed, stepper: Stepper
 ) -> Callable[[int], None]:
     """Make the checks that follow an update."""
     group, config, ring = opened.group, opened.lease.config, machinery.ring
@@ -294,13 +301,48 @@ def _inspector(
         good_step=resumed.step,
     )
 
+    auditor = _auditor(opened, machinery, resumed, feed, stepper)
+
     def look(updates: int) -> None:
+        if auditor is not None:
+            auditor.look(updates)
         if watchdog.straggler_every and updates % watchdog.straggler_every == 0:
             pace.look(updates)
         if every and updates % every == 0:
             replicas.look(updates)
 
     return look
+
+
+def _auditor(
+    opened: Opened, machinery: Machinery, resumed: Resumed, feed: Feed, stepper: Stepper
+) -> Auditor | None:
+    """What looks for a rank that computes wrongly in silence; None where it is not to."""
+    group, lease = opened.group, opened.lease
+    config = lease.config
+    if not config.debug.audit_every or group.place.world_size < 2:
+        return None
+    starts = [i for i in opened.written.journal.history.incidents if i.kind == "start"]
+    auditor = Auditor(
+        engine=machinery.engine,
+        feed=feed,
+        steps=stepper,
+        ranks=group.ranks,
+        heart=group.heart,
+        rules=AuditRules(
+            every=config.debug.audit_every,
+            takes_whole_step=is_zero(config.parallel.kind),
+            repeats_bits=bool(starts and starts[-1].detail.get("repeats_bits")),
+            seed=config.seed,
+            host=host_name(),
+            kind=device_kind(group.device),
+            incarnation=lease.fence.number,
+        ),
+        report=opened.written.report,
+        distrust=machinery.ring.distrust_after,
+    )
+    auditor.begin(resumed.step)
+    return auditor
 
 
 def _proof(opened: Opened, machinery: Machinery, feed: Feed) -> LastProof:

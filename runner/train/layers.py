@@ -294,7 +294,8 @@ class LayerLog:
             return {}
         model = {**self._table.model(seen), **self._clip_share(seen.step)}
         self._write(seen, model)
-        for warned in self._early.note(Look(step=seen.step, values=model)):
+        warned = self._early.note(Look(step=seen.step, values=model))
+        if warned is not None:
             self._tell(_incident(warned, seen.step))
         return {f"{COLUMNS}{name}": _rounded(value) for name, value in model.items()}
 
@@ -352,11 +353,11 @@ def _incident(warned: Warned, step: int) -> Incident:
     return Incident(
         kind=KIND,
         step=step,
-        decision="only told",
-        reason=warned.words,
+        decision="alarm, only told" if warned.is_alarm else "only told",
+        reason=f"it may be about to diverge: {warned.words}",
         detail={
             "signals": {one.signal: _rounded(one.value) for one in warned.signs},
-            "is_alarm": warned.is_alarm,
+            "agreeing": list(warned.agreeing),
         },
     )
 

@@ -247,6 +247,11 @@ class Stepper:
         self._newest: InFlightStep | None = None
         self._gate_before: torch.Tensor | None = None
 
+    @property
+    def newest_plan(self) -> BatchPlan | None:
+        """The samples of the step that was read last; None before any."""
+        return None if self._newest is None else self._newest.plan.batch
+
     def watch(self, layers: LayerWatch) -> None:
         """Measure the layers where it is due, from the next step on."""
         self._layers = layers

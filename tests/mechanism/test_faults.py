@@ -31,6 +31,7 @@ KINDS = (
     "misread",
     "spoil_state",
     "sticky",
+    "wrong",
     "poison",
     "spike",
     "kill",

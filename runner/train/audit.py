@@ -1,0 +1,297 @@
+"""Looks for a rank that computes wrongly in silence: all ranks compute one rank's micro-batch.
+
+Most faults of a device raise no alarm. Now and then each rank computes the same micro-batch with
+the gate closed, another rank's each time, and the bits of each sequence's loss and of its gradient
+at the embedding are compared: devices of one kind must give the same. It costs one micro-batch
+(under ZeRO a step, DeepSpeed counts them), and a wait for the device.
+
+What is not seen: a fault in the gradient of a weight alone, which is reduced before anybody can
+look at it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from runner.data.cursor import BatchPlan
+from runner.data.feed import MicroBatch
+from runner.distributed.agreement import Ranks
+from runner.engine.protocol import Engine, MicroStep
+from runner.health.heartbeat import Heartbeat
+from runner.policy.decision.history import Incident
+from runner.policy.restart import HARDWARE
+from runner.system.error import RankError
+
+KIND = "audit"
+_NOISE = 1e-2  # relative; where a computation does not repeat its bits
+_REPEATS = 3  # computations in all, before anybody is named
+
+
+class Feed(Protocol):
+    """The part of :class:`runner.data.feed.Feed` that is needed."""
+
+    def read_again(self, plan: BatchPlan, rank: int) -> tuple[MicroBatch, ...]: ...
+
+
+class Steps(Protocol):
+    """The part of :class:`runner.train.step.Stepper` that is needed."""
+
+    @property
+    def newest_plan(self) -> BatchPlan | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditRules:
+    """
+    Args:
+        every: in updates.
+        takes_whole_step: the engine computes no less than a step.
+        repeats_bits: whether this machine gives the same bits for the same computation.
+        seed: of what is dropped.
+        host, kind: of this rank's device; devices of one kind give equal bits.
+        incarnation: number of this start.
+    """
+
+    every: int
+    takes_whole_step: bool
+    repeats_bits: bool
+    seed: int
+    host: str
+    kind: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opinion:
+    """What the ranks' numbers speak for: ``odd`` ranks differ from ``most``; of two alike nobody
+    can say which is wrong."""
+
+    odd: tuple[int, ...] = ()
+    is_clear: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        return not self.odd
+
+
+class Auditor:
+    """Compares the ranks.
+
+    Args:
+        report: takes an incident.
+        distrust: called with the last step at which all agreed: checkpoints of later ones are not
+            to be used again.
+        good_step: at which nothing was wrong as far as is known.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        feed: Feed,
+        steps: Steps,
+        ranks: Ranks,
+        heart: Heartbeat,
+        rules: AuditRules,
+        report: Callable[[Incident], None],
+        distrust: Callable[[int], None],
+    ) -> None:
+        self._engine = engine
+        self._feed = feed
+        self._steps = steps
+        self._ranks = ranks
+        self._heart = heart
+        self._rules = rules
+        self._report = report
+        self._distrust = distrust
+        self._good_step = 0
+        self._known: set[tuple[int, ...]] = set()
+
+    def begin(self, good_step: int) -> None:
+        """The run is taken up at a step that is trusted."""
+        self._good_step = good_step
+
+    def look(self, updates: int) -> None:
+        """Audit where it is due. Collective.
+
+        Raises:
+            RankError: a rank computes wrongly each time, and its host can be left out; on all.
+        """
+        plan = self._steps.newest_plan
+        if updates % self._rules.every or self._ranks.world_size < 2 or plan is None:
+            return
+        self._heart.enter("explain")
+        batches = self._batches(plan, updates // self._rules.every)
+        if batches is None:
+            return
+        opinion, first = self._asked(batches)
+        if opinion.agrees:
+            self._good_step = updates
+            return
+        told = [first]
+        while len(told) < _REPEATS:
+            told.append(self._asked(batches)[1])
+        self._judge(updates, told)
+
+    def _batches(self, plan: BatchPlan, number: int) -> list[MicroBatch] | None:
+        """One rank's micro-batch, the same on all; None where a rank cannot read it."""
+        with _same_randomness(self._engine.device):
+            read = self._feed.read_again(plan, number % self._ranks.world_size)
+        batches = list(read) if self._rules.takes_whole_step else list(read[:1])
+        failed = any(batch.unreadable for batch in batches)
+        return None if self._ranks.sum([float(failed)])[0] else batches
+
+    def _asked(self, batches: Sequence[MicroBatch]) -> tuple[Opinion, list[list[Any]]]:
+        told = self._ranks.gather([self._rules.kind, self._computed(batches)])
+        return opinion_on(told, exactly=self._rules.repeats_bits), told
+
+    def _computed(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Losses and gradient norms of the sequences; the state is as before."""
+        device = self._engine.device
+        works = [
+            MicroStep(batch=batch.to(device), seed=self._rules.seed + number)
+            for number, batch in enumerate(batches)
+        ]
+        with _same_randomness(device):
+            sums = self._engine.accumulate(works)
+            one = torch.ones((), device=device)
+            self._engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
+        told = sums.sequences.to_host()
+        return [*told.losses, *told.gradient_norms]
+
+    def _judge(self, step: int, told: Sequence[list[list[Any]]]) -> None:
+        """What several computations speak for, and what follows."""
+        opinions = [opinion_on(one, exactly=self._rules.repeats_bits) for one in told]
+        ranks = named(told, opinions)
+        good = f"at step {self._good_step} all agreed"
+        if any(one.agrees for one in opinions):
+            self._good_step = step
+            whose = f"rank {ranks[0]} gave" if len(ranks) == 1 else "somebody gave"
+            self._tell(
+                step, ranks, f"{whose} other bits for one micro-batch once; again they agree"
+            )
+            return
+        hosts = [str(host) for host in self._ranks.gather(self._rules.host)]
+        if len(ranks) != 1:
+            who = " and ".join(map(str, opinions[0].odd))
+            words = (
+                f"ranks {who} give other bits for the same micro-batch, each time; which of them "
+                f"is wrong cannot be said: there is no majority; {good}"
+            )
+            self._tell(step, opinions[0].odd, words)
+            return
+        rank = ranks[0]
+        words = (
+            f"rank {rank} on {hosts[rank]} gives other bits than the others for the same "
+            f"micro-batch, {len(told)} times of {len(told)}: its device computes wrongly, in "
+            f"silence; {good}"
+        )
+        if len(set(hosts)) == 1:
+            self._tell(step, ranks, words)
+            return
+        self._report(self._crash(step, rank, hosts[rank], words))
+        self._distrust(self._good_step)
+        raise RankError(words)
+
+    def _tell(self, step: int, ranks: tuple[int, ...], words: str) -> None:
+        """Once for the same ranks."""
+        if ranks in self._known:
+            return
+        self._known.add(ranks)
+        self._report(
+            Incident(
+                kind=KIND,
+                step=step,
+                decision="only told: look at the device",
+                reason=words,
+                ranks=ranks,
+                detail={"good_before": self._good_step},
+            )
+        )
+
+    def _crash(self, step: int, rank: int, host: str, words: str) -> Incident:
+        """As of a device that fails by itself: a supervisor leaves the host out."""
+        return Incident(
+            kind="crash",
+            step=step,
+            decision=f"restart without this host, from a checkpoint not after {self._good_step}",
+            reason=words,
+            ranks=(rank,),
+            detail={
+                "incarnation": self._rules.incarnation,
+                "cause": HARDWARE,
+                "signature": f"audit: rank {rank}",
+                "host": host,
+                "traceback": "",
+            },
+        )
+
+
+def opinion_on(told: Sequence[Sequence[Any]], *, exactly: bool) -> Opinion:
+    """Who differs, from [kind of device, numbers] by rank. Ranks of one kind alone are compared."""
+    odd: list[int] = []
+    is_clear = True
+    for kind in dict.fromkeys(str(one[0]) for one in told):
+        members = {rank: one[1] for rank, one in enumerate(told) if str(one[0]) == kind}
+        groups: list[list[int]] = []
+        for rank, numbers in members.items():
+            alike = (g for g in groups if _alike(members[g[0]], numbers, exactly=exactly))
+            group = next(alike, None)
+            if group is None:
+                groups.append([rank])
+            else:
+                group.append(rank)
+        most = max(groups, key=len)
+        is_majority = 2 * len(most) > len(members)
+        is_clear = is_clear and is_majority
+        if len(groups) > 1:
+            odd += [
+                rank for group in groups if group is not most or not is_majority for rank in group
+            ]
+    return Opinion(odd=tuple(sorted(odd)), is_clear=is_clear)
+
+
+def named(told: Sequence[Sequence[Sequence[Any]]], opinions: Sequence[Opinion]) -> tuple[int, ...]:
+    """The one rank that is at fault; empty where nobody can be named.
+
+    That which the majority speaks against whenever anybody differs; without a majority, that which
+    does not repeat its own numbers where all others do.
+    """
+    against = [one for one in opinions if not one.agrees]
+    if all(one.is_clear for one in against):
+        ranks = set.intersection(*(set(one.odd) for one in against))
+        alone = len(ranks) == 1 and all(len(one.odd) == 1 for one in against)
+        return tuple(ranks) if alone else ()
+    unsteady = [
+        rank
+        for rank in range(len(told[0]))
+        if any(not _alike(told[0][rank][1], one[rank][1], exactly=True) for one in told[1:])
+    ]
+    return tuple(unsteady) if len(unsteady) == 1 else ()
+
+
+def _alike(one: Sequence[float], other: Sequence[float], *, exactly: bool) -> bool:
+    if len(one) != len(other):
+        return False
+    floor = 0.0 if exactly else _NOISE
+    return all(
+        _bits(a) == _bits(b) or abs(a - b) <= floor * max(abs(a), abs(b)) > 0
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _bits(number: float) -> bytes:
+    return struct.pack("<d", number)
+
+
+@contextmanager
+def _same_randomness(device: torch.device) -> Iterator[None]:
+    """What is drawn inside was never drawn."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield

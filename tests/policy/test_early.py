@@ -1,0 +1,64 @@
+"""Early warnings: on a number's own past, told once, alarms where two agree."""
+
+from __future__ import annotations
+
+from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look, Warned, recent
+
+EVERY = 50
+
+
+def course(**values: list[float]) -> list[Warned]:
+    early = EarlyWarnings(EarlyRules(every=EVERY))
+    rows = zip(*values.values(), strict=True)
+    found = [
+        early.note(Look(step=EVERY * at, values=dict(zip(values, row, strict=True))))
+        for at, row in enumerate(rows, start=1)
+    ]
+    return [one for one in found if one is not None]
+
+
+def test_a_healthy_course_is_silent() -> None:
+    """Of a real training: weights grow at first, the rate falls, norms part."""
+    assert not course(
+        weight_norm=[14.9, 18.3, 19.6, 20.0, 20.3, 20.4, 20.5, 20.6],
+        residual_rms=[0.096, 0.336, 0.529, 0.667, 0.728, 0.797, 0.835, 0.821],
+        grad_ratio=[27.6, 11.3, 14.7, 17.2, 22.3, 25.7, 25.5, 23.1],
+        update_ratio=[0.0225, 0.041, 0.0292, 0.0162, 0.01, 0.00814, 0.00594, 0.00459],
+        attention_logit=[0.797, 0.544, 0.805, 0.453, 0.574, 0.62, 0.519, 0.35],
+    )
+
+
+def test_a_divergence_is_told_once_and_two_signs_agree() -> None:
+    told = course(
+        weight_norm=[21.3, 22.7, 24.1, 26.6, 41.4, 56.6, 96.9],
+        residual_rms=[0.05, 0.14, 0.39, 1.78, 19.4, 53.5, 876.0],
+    )
+    assert [[sign.signal for sign in one.signs] for one in told] == [
+        ["residual_rms", "weight_norm"]
+    ]
+    assert told[0].is_alarm
+    assert "19.4" in told[0].words and "at step 50" in told[0].words
+
+
+def test_one_sign_alone_is_no_alarm() -> None:
+    (told,) = course(residual_rms=[1.0, 1.1, 1.2, 30.0, 31.0, 32.0])
+    assert not told.is_alarm and [sign.signal for sign in told.signs] == ["residual_rms"]
+
+
+def test_a_run_that_went_back_is_told_again() -> None:
+    early = EarlyWarnings(EarlyRules(every=EVERY))
+    for step, value in ((50, 1.0), (100, 1.0), (150, 30.0)):
+        told = early.note(Look(step=step, values={"residual_rms": value}))
+    assert told is not None
+    assert early.note(Look(step=100, values={"residual_rms": 1.0})) is None
+    assert early.note(Look(step=150, values={"residual_rms": 30.0})) is not None
+
+
+def test_what_is_not_finite_or_alone_is_no_sign() -> None:
+    assert not course(residual_rms=[float("nan"), float("inf"), 1.0, float("inf")])
+    assert not course(residual_rms=[1e6])
+
+
+def test_warnings_are_quoted_for_a_while() -> None:
+    told = [(100, "a"), (400, "b"), (700, "c")]
+    assert recent(told, 650) == ["step 400: b"]
