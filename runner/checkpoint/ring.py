@@ -13,7 +13,7 @@ write, commit) and ``_prove`` (verify, mark clean); ``_retire`` and ``_taint`` e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
@@ -89,6 +89,7 @@ class Ring:
         self._next_serial = 1
         self._step = 0
         self._reach: Reach | None = None
+        self._kept: frozenset[int] = frozenset()
         count = 3 if memory.replica is None else 4
         self._queues = LockstepQueues(ranks.gather, world_size=ranks.world_size, count=count)
         self._snapshot_queue, self._disk_queue, self.upload_queue, *peer_queues = (
@@ -525,10 +526,21 @@ class Ring:
             self.records, keep=rules.keep, keep_every=rules.keep_every, reach=self._reach
         )
         pinned = self.uploads.pinned if self.uploads else set()
+        pinned |= {r.serial for r in leaving if r.serial in self._kept and r.state is State.clean}
         for copy in map(self._copy_of, leaving):
             if not copy.is_being_proven and copy.serial not in pinned:
                 self._forget(copy)
                 self.remove(copy.record)
+
+    def keep(self, serials: Collection[int]) -> None:
+        """Do not retire these while they are clean; those that were named before may go."""
+        self._kept = frozenset(serials)
+
+    def newest_clean(self) -> int | None:
+        """The serial of the newest clean checkpoint on disk."""
+        return max(
+            (r.serial for r in on_disk(self.records) if r.state is State.clean), default=None
+        )
 
     def remove(self, record: Record) -> None:
         """Delete a checkpoint's files in the background."""

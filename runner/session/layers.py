@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.engine.activations import Activations
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look
+from runner.policy.decision.history import Incident
 from runner.session.phases import Machinery, Opened
 from runner.startup.resume import Resumed
 from runner.system.json_lines import LineFile, step_of, tail
@@ -69,10 +70,18 @@ def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layer
         norms={int(step): norm for step, norm in group.ranks.from_first(_norms(opened, resumed))},
         attempt=opened.written.journal.attempt + 1,  # this start's line comes later
         clip=config.optim.clip,
-        tell=opened.written.report,
+        tell=lambda incident: _warn(opened, machinery, incident),
     )
+    machinery.ring.keep(opened.written.journal.history.kept_serials())
     watch = LayerWatch(engine, activations, places, every=every, is_first=group.is_first)
     return Layers(watch=watch, log=log)
+
+
+def _warn(opened: Opened, machinery: Machinery, incident: Incident) -> None:
+    """Write it down, and keep the checkpoint of before."""
+    keeps = {"keeps": machinery.ring.newest_clean()}
+    opened.written.report(replace(incident, detail={**incident.detail, **keeps}))
+    machinery.ring.keep(opened.written.journal.history.kept_serials())
 
 
 def _file(opened: Opened, length: int) -> LineFile | None:

@@ -19,10 +19,9 @@ from runner.engine.activations import MOST_STRETCHES, Activations, stretches
 from runner.engine.layer_sums import KINDS, Before, LayerSums
 from runner.engine.protocol import Engine
 from runner.policy.decision.early import EarlyWarnings, Look, Warned
-from runner.policy.decision.history import Incident
+from runner.policy.decision.history import WARNING, Incident
 from runner.system.json_lines import LineFile
 
-KIND = "warning"  # of the journal's lines
 COLUMNS = "layers/"  # prefix of the columns
 _POSITIONS_EVERY = 10  # looks between two tellings of the loss by position
 _QUARTER = 4
@@ -351,7 +350,7 @@ class LayerLog:
 
 def _incident(warned: Warned, step: int) -> Incident:
     return Incident(
-        kind=KIND,
+        kind=WARNING,
         step=step,
         decision="alarm, only told" if warned.is_alarm else "only told",
         reason=f"it may be about to diverge: {warned.words}",

@@ -136,7 +136,7 @@ class Recovery:
             sample_ids=names,
             cost_steps=1,
             cost_seconds=info.seconds,
-            detail={**incident.detail, "suspects": where, **_cause(info)},
+            detail={**incident.detail, "suspects": where, **_cause(info), **self._warned(info)},
         )
         self._journal.add(incident)
         self._reporter.incident(incident)
@@ -205,6 +205,7 @@ class Recovery:
                 "cut_factor": action.cut_factor,
                 "cut_steps": action.cut_steps,
                 **_cause(info),
+                **self._warned(info),
             },
         )
         self._journal.add(incident)
@@ -241,10 +242,20 @@ class Recovery:
             ranks=ranks,
             samples=(info.signals.start, info.signals.stop),
             sample_ids=names,
-            detail={"verdict": verdict.kind.value, "suspects": where, **_cause(info)},
+            detail={
+                "verdict": verdict.kind.value,
+                "suspects": where,
+                **_cause(info),
+                **self._warned(info),
+            },
         )
         self._journal.add(incident)
         self._reporter.incident(incident)
+
+    def _warned(self, info: StepInfo) -> dict[str, Any]:
+        """The early warnings of shortly before, for the journal."""
+        found = self._journal.history.warnings_before(info.signals.step)
+        return {"warnings": found} if found else {}
 
     def _who(self, info: StepInfo) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:
         """Ranks, sample names and positions under suspicion. Collective for a live step."""

@@ -73,3 +73,18 @@ def test_ranks_and_restarts_tell_the_same(tmp_path: Path) -> None:
     assert [line["attempt"] for line in looks(three.out).values()] == [1, 2, 2, 2]
     for step, line in looks(one.out).items():
         assert line["model"] == pytest.approx(looks(three.out)[step]["model"], rel=2e-2)
+
+
+@pytest.mark.full
+def test_a_divergence_is_warned_of(tmp_path: Path) -> None:
+    """The rate rises without end; the warning keeps a checkpoint, and the guard quotes it."""
+    rising = ["optim.lr=3", "schedule.warmup=600", "steps=300", "track.layers_every=10"]
+    keeping = ["checkpoint.keep=1", "checkpoint.every=10", "checkpoint.memory_every=0"]
+    run = train(tmp_path / "run", *SMALL, *rising, *keeping, "guard.max_rollbacks=1", ranks=1)
+    first, *_ = run.journal("warning")
+    assert "step" in first["reason"] and first["detail"]["signals"], run.tail
+    kept = [path.name for path in (run.out / "ring").iterdir()]
+    serials = [line["detail"]["keeps"] for line in run.journal("warning")]
+    assert any(f"{serials[-1]:06d}" in name for name in kept), (serials, kept)
+    later = [line for kind in ("rollback", "halt") for line in run.journal(kind)]
+    assert any(line["detail"].get("warnings") for line in later), [run.journal(), run.tail]

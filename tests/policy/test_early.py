@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look, Warned, recent
+from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look, Warned
+from runner.policy.decision.history import History, Incident
 
 EVERY = 50
 
@@ -59,6 +60,12 @@ def test_what_is_not_finite_or_alone_is_no_sign() -> None:
     assert not course(residual_rms=[1e6])
 
 
-def test_warnings_are_quoted_for_a_while() -> None:
-    told = [(100, "a"), (400, "b"), (700, "c")]
-    assert recent(told, 650) == ["step 400: b"]
+def test_warnings_are_quoted_for_a_while_and_keep_checkpoints() -> None:
+    history = History()
+    for step, keeps in ((100, 1), (400, 2), (500, 2), (700, 4), (710, None)):
+        detail = {"keeps": keeps}
+        history.add(
+            Incident(kind="warning", step=step, decision="", reason=f"r{step}", detail=detail)
+        )
+    assert history.warnings_before(650) == ["step 400: r400", "step 500: r500"]
+    assert history.kept_serials() == {2, 4}

@@ -47,7 +47,6 @@ RULES: Mapping[str, Rule] = {
     "logsumexp": Rule(factor=4.0, least=20.0, meaning="log Z of the output"),
 }
 _AGREE = 200  # updates within which two signs agree
-_MOST_QUOTED = 500  # updates for which a warning is told of a bad step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +142,3 @@ class EarlyWarnings:
         values = [value for value, _ in course]
         middle = values[len(values) // 2]
         return len(values) > 2 and values[-1] - middle > middle - values[0]
-
-
-def recent(warnings: Sequence[tuple[int, str]], step: int) -> list[str]:
-    """What was warned of shortly before ``step``, from (step, words), the oldest first."""
-    return [f"step {at}: {words}" for at, words in warnings if step - _MOST_QUOTED <= at < step]

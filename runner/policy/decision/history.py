@@ -190,6 +190,20 @@ class History:
                 return incident
         return None
 
+    def warnings_before(self, step: int) -> list[str]:
+        """What was warned of in the last 500 steps before this one, the oldest first."""
+        return [
+            f"step {one.step}: {one.reason}"
+            for one in self.incidents
+            if one.kind == WARNING and step - _QUOTED_STEPS <= one.step < step
+        ][-_MOST_QUOTED:]
+
+    def kept_serials(self) -> set[int]:
+        """Checkpoints to keep, from before the newest two warnings that name one."""
+        named = [one.detail.get("keeps") for one in self.incidents if one.kind == WARNING]
+        serials = [serial for serial in named if type(serial) is int]
+        return set(list(dict.fromkeys(reversed(serials)))[:_KEPT_FOR_WARNINGS])
+
     def num_transient_on(self, rank: int) -> int:
         """How many steps were redone for a fault on this rank."""
         return sum(i.kind == "redo" and i.ranks == (rank,) for i in self.incidents)
@@ -213,6 +227,9 @@ class History:
         return any(back.seq > seq and back.cursor <= position for back in self.rollbacks)
 
 
+WARNING = "warning"  # a line of it says that the run may be about to diverge
+_QUOTED_STEPS, _MOST_QUOTED = 500, 4
+_KEPT_FOR_WARNINGS = 2
 GO_BACK = "go back"  # the remedy where the weights are to blame, and no sample is
 MIX = "data mix"  # the cause after which a level may settle without a rollback
 
