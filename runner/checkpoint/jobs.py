@@ -24,12 +24,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-_NICER_BY = 10  # of at most 19
-_PATIENCE_SECONDS = 0.2  # between looks at the time while a disk is slow
+_NICER_BY = 10  # niceness, at most 19
+_PATIENCE_SECONDS = 0.2  # between checks of the time while a disk is slow
 
 
 def _be_nice() -> None:
-    """Give way to the step: Linux gives each thread a priority of its own.
+    """Give the step priority: on Linux each thread has a priority of its own.
 
     Relative to what this thread inherits: under ``nice -n 15`` the step itself is at 15.
     """
@@ -41,7 +41,7 @@ def _be_nice() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One rank's part of something that all ranks do, and the queue that it waits in."""
+    """One rank's part of something that all ranks do, and the queue in which it waits."""
 
     queue: LockstepQueue
     name: str
@@ -81,7 +81,7 @@ class _Queued:
 
 
 class JobProgress(NamedTuple):
-    """How far one rank is with the oldest job of each queue.
+    """One rank's progress with the oldest job of each queue.
 
     ``counts`` (done and failed, 0 or 1 each, queue by queue) are summed over ranks; ``jobs`` says
     which jobs they are of, the same on all ranks.
@@ -123,7 +123,7 @@ class LockstepQueue:
         self._start()
 
     def progress(self) -> tuple[float, float]:
-        """(done, failed) of this rank for the oldest job, to be summed over ranks."""
+        """(done, failed) of this rank for the oldest job, for the sum over ranks."""
         if self._running is None or not self._running.done():
             return 0.0, 0.0
         return 1.0, float(self._running.exception() is not None)
@@ -149,7 +149,7 @@ class LockstepQueue:
         job.then(failures)
 
     def close(self, *, wait: bool = True) -> None:
-        """End the thread; jobs not begun are dropped."""
+        """End the thread; drop the jobs that have not begun."""
         self._jobs.clear()
         self._thread.shutdown(wait=wait, cancel_futures=True)
 
@@ -181,7 +181,7 @@ class LockstepQueues:
 
         Args:
             sums: over ranks, of :attr:`JobProgress.counts`.
-            jobs: that the sums are of; those of a job that is over by now mean nothing.
+            jobs: to which the sums belong; sums of a job that is over mean nothing.
         """
         for queue, job, done, failed in zip(self.queues, jobs, sums[::2], sums[1::2], strict=True):
             if job == queue.num_finished:
@@ -208,7 +208,7 @@ class LockstepQueues:
         return True
 
     def turn(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> None:
-        """One round of :meth:`drain`, of all queues. Collective."""
+        """One round of :meth:`drain` over all queues. Collective."""
         wait_for_any(self.queues, _PATIENCE_SECONDS)
         own = self.progress()
         self.apply_progress(sum_over_ranks([*own.counts]), own.jobs)

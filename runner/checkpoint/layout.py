@@ -1,6 +1,6 @@
-"""Where the pieces of tensors lie, in few words: as progressions over files.
+"""Describes compactly where the pieces of tensors lie: as progressions over files.
 
-Shards are cut evenly. Of a tensor on 16,384 ranks, rank ``i`` holds ``count`` elements from
+Shards are cut evenly. For a tensor on 16,384 ranks, rank ``i`` holds ``count`` elements from
 ``start + i * step`` on; a list of these pieces would say the same 16,384 times, and more than a
 manifest may hold. A run says it once; with replicas that each write their part, over two counters.
 """
@@ -51,7 +51,7 @@ class Run:
     def from_json(cls, values: Any, *, num_files: int) -> Run:
         """
         Raises:
-            ValueError: it is no run over ``num_files`` files.
+            ValueError: it is not a valid run over ``num_files`` files.
         """
         names = cls.__slots__
         if not isinstance(values, list) or len(values) != len(names):
@@ -66,7 +66,7 @@ class Run:
         return run
 
     def pieces(self) -> tuple[Numbers, Numbers]:
-        """(starts, files), a piece each."""
+        """(starts, files), one of each for a piece."""
         i = np.arange(self.num, dtype=np.int64)
         j = np.arange(self.repeats, dtype=np.int64)[:, None]
         starts = self.start + i * self.step + j * self.start_step
@@ -74,7 +74,7 @@ class Run:
         return starts.reshape(-1), files.reshape(-1)
 
     def intervals(self) -> list[tuple[int, int]]:
-        """(start, count), with pieces that follow each other as one."""
+        """(start, count), with adjacent pieces merged."""
         count = self.count
         loops = sorted([(self.step, self.num), (self.start_step, self.repeats)])
         left = [(step, num) for step, num in loops if num > 1]
@@ -89,7 +89,7 @@ class Run:
 def check_coverage(name: str, numel: int, runs: Sequence[Run]) -> None:
     """
     Raises:
-        ValueError: an element is missing or there twice.
+        ValueError: an element is missing or present twice.
     """
     at = 0
     for start, count in sorted(interval for run in runs for interval in run.intervals()):
@@ -101,7 +101,7 @@ def check_coverage(name: str, numel: int, runs: Sequence[Run]) -> None:
 
 
 def compress(rows: Rows) -> dict[int, list[Run]]:
-    """Runs by tensor number. Arithmetic on whole columns: it holds up no other thread for long."""
+    """Find the runs of each tensor, by arithmetic on columns: it blocks no thread for long."""
     if not len(rows.tensor):
         return {}
     small = rows.tensor.astype(np.uint16 if int(rows.tensor.max()) < 1 << 16 else np.uint32)

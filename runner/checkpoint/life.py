@@ -1,4 +1,4 @@
-"""The life of one copy of a checkpoint, in memory or on disk: its states and the ways between them.
+"""The life of one copy of a checkpoint, in memory or on disk: its states and transitions.
 
 ::
 
@@ -29,13 +29,13 @@ saving -> gone              a rank could not seal, write or commit it
 served -> left_behind       as from saving
 served -> committed         as from saving; its proof begins at once
 served -> gone              as from saving
-left_behind -> tainted      it was published all the same: too late to call it off
-left_behind -> gone         its bytes are given up
+left_behind -> tainted      it was published all the same: too late to cancel
+left_behind -> gone         its bytes are dropped
 committed -> proving        its probation is over: every byte is read back
 committed -> tainted        trouble began before it, or it does not load
 committed -> gone           retired, or its slot in memory is needed
-proving -> clean            every byte is as it was written, and the disk has noted it
-proving -> committed        sound, but the disk has not noted it: proven again later
+proving -> clean            every byte is as it was written, and the mark is durable
+proving -> committed        sound, but the mark is not durable: proven again later
 proving -> tainted          damaged
 proving -> condemned        the run goes back to an older checkpoint meanwhile (on disk)
 proving -> gone             the same in memory, or damaged there
@@ -82,7 +82,7 @@ MOVES = {
 
 _BEING_SAVED = {Life.saving, Life.served, Life.left_behind}
 
-# What a record says of each state; a copy in any other state has none.
+# The record's state for each state; a copy in any other state has no record.
 _RECORDED = {
     Life.committed: State.committed,
     Life.proving: State.committed,
@@ -93,20 +93,20 @@ _RECORDED = {
 
 
 class Copy:
-    """One copy of a checkpoint on its way, alike on every rank.
+    """One copy of a checkpoint and its present state, equal on every rank.
 
     Args:
-        record: as it is found at a start, or will be once it is committed.
+        record: as found at a start, or as it will be once committed.
     """
 
     def __init__(self, record: Record, life: Life) -> None:
         self._record = record
         self.life = life
-        self.faults: list[str] = []  # that its last proof found
+        self.faults: list[str] = []  # found by its last proof
 
     @classmethod
     def found(cls, record: Record) -> Copy:
-        """One that an earlier process left."""
+        """A copy that an earlier process left."""
         return cls(record, Life[record.state.name])
 
     @property
@@ -133,15 +133,15 @@ class Copy:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it counts as a checkpoint: it is whole, and not gone."""
+        """Whether it counts as a checkpoint: it is whole and not gone."""
         return self.life in _RECORDED
 
     @property
     def record(self) -> Record:
-        """What others may know of it; of one that is being saved, what it is to become."""
+        """The record that others see; while it is being saved, the record to come."""
         return replace(self._record, state=_RECORDED.get(self.life, State.committed))
 
     def move(self, life: Life) -> None:
-        """Go on to another state."""
+        """Move to another state."""
         assert life in MOVES[self.life], f"{self._record}: {self.life.value} -> {life.value}"
         self.life = life

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: one JSON object that names every byte of it.
 
 Flat FP32 shards keyed by (tensor name, flat start, count), so that any engine and any world
-size can read what another wrote. Whatever is read from disk is checked before it is used.
+size can read what another wrote. All input from disk is checked before it is used.
 
 Version 2 lists every piece. That grows with ranks times tensors: on many ranks version 3 says
 where pieces lie in runs (:mod:`runner.checkpoint.layout`), and each rank's file has an index
@@ -29,7 +29,7 @@ MOST_BYTES = 1 << 30  # of a manifest; 1,000 tensors on 1,000 ranks, listed, nee
 MOST_LISTED_RANKS = 256  # 1,000 tensors: 20 MB that every rank parses in about a second
 _FILE_NAME = re.compile(r"rank-[0-9]{5,7}\.(?:bin|idx)")
 _MOST_DIMENSIONS = 64
-_WORDS = 500  # of an error that quotes what it found
+_WORDS = 500  # characters that an error quotes
 
 
 def data_name(rank: int) -> str:
@@ -195,7 +195,7 @@ def _piece(values: Any) -> Piece:
 
 def _check(manifest: Manifest) -> None:
     for name, facts in manifest.files.items():
-        # The name is joined to a path: nothing but our own pattern may pass.
+        # The name is joined to a path: only our own pattern may pass.
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"file name {name!r}")
         if facts.num_bytes % ITEM_BYTES and not is_index(name):

@@ -1,13 +1,13 @@
-"""The ring of one run on one rank: what becomes of its checkpoints.
+"""The ring of one run on one rank: the states of its checkpoints.
 
-Decides, by the records alone, what is saved, proven, retired, tainted and restored; the tiers
+Decides from the records alone what is saved, proven, retired, tainted and restored; the tiers
 handle the bytes (:mod:`~runner.checkpoint.disk.tier`, :mod:`~runner.checkpoint.memory.tier`).
 Every rank holds the same records and changes them at the same step.
 
 With a memory tier a save is a copy into a slot there; what goes to disk is written from the
-slot. Each tier has a queue of background work: a slow disk holds no snapshot up.
+slot. Each tier has a queue of background work, so that a slow disk delays no snapshot.
 
-The life of a checkpoint (:mod:`runner.checkpoint.life`) is read in ``_make`` (snapshot, seal,
+Read the life of a checkpoint (:mod:`runner.checkpoint.life`) in ``_make`` (snapshot, seal,
 write, commit) and ``_prove`` (verify, mark clean); ``_retire`` and ``_taint`` end it.
 """
 
@@ -81,7 +81,7 @@ class Ring:
         before_write: Callable[[int], None] = lambda step: None,
         memory: MemoryParts = NO_MEMORY,
     ) -> None:
-        self._copies: dict[tuple[int, Tier], Copy] = {}  # those that are not gone
+        self._copies: dict[tuple[int, Tier], Copy] = {}  # without those that are gone
         self._sharded = sharded
         self._ranks = ranks
         self._rules = rules
@@ -117,12 +117,12 @@ class Ring:
                 peer_queue=peer_queues[0] if peer_queues else None,
             )
         self.uploads: Uploads | None = None
-        # Told which checkpoint comes next, before its tensors are asked for. Collective.
+        # Called with the next checkpoint before its tensors are read. Collective.
         self.before_load: Callable[[Record], None] = lambda record: None
 
     @property
     def records(self) -> list[Record]:
-        """One for each copy that is whole, in the order in which they were begun."""
+        """A record for each whole copy, in the order in which they were begun."""
         return [copy.record for copy in self._copies.values() if copy.is_recorded]
 
     @property
@@ -131,20 +131,20 @@ class Ring:
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint on disk, unless that is tainted; -1: there is none."""
+        """Step of the newest checkpoint on disk, unless it is tainted; -1 without one."""
         record = self._newest_on_disk()
         return record.step if record and record.state is not State.tainted else -1
 
     @property
     def last_state(self) -> State:
-        """Of the newest checkpoint on disk."""
+        """State of the newest checkpoint on disk."""
         record = self._newest_on_disk()
         assert record is not None
         return record.state
 
     @property
     def clean_step(self) -> int:
-        """Of the newest clean checkpoint on disk; -1: there is none."""
+        """Step of the newest clean checkpoint on disk; -1 without one."""
         clean = [record for record in on_disk(self.records) if record.state is State.clean]
         return max(clean, key=lambda record: record.serial).step if clean else -1
 
@@ -153,7 +153,7 @@ class Ring:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint is being written, proven, sent or removed."""
+        """Whether a checkpoint is being written, proven, uploaded or removed."""
         return len(self._disk_queue) > 0 or len(self.upload_queue) > 0
 
     @property
@@ -192,11 +192,11 @@ class Ring:
         """Add the snapshots that ``incarnation`` left in memory on every rank. Collective.
 
         Args:
-            is_refused: whether the journal forbids one, as a rollback has left it behind.
-            metrics_bytes, journal_lines: lengths of the files; what was taken later is of no use.
+            is_refused: whether the journal forbids one, because a rollback left it behind.
+            metrics_bytes, journal_lines: lengths of the files; a later snapshot cannot be used.
 
         Returns:
-            Sentences that say what is of no use, and why.
+            Sentences that say what cannot be used, and why.
         """
         if self._memory is None:
             return []
@@ -221,8 +221,8 @@ class Ring:
     def replace_memory(self, memory: MemoryParts) -> None:
         """Keep snapshots in other slots from now on, or in none. Collective.
 
-        For a loop whose optimizer makes its state late. To be called when nothing is under way
-        (:meth:`drain`); what the slots of before held is given up.
+        For a loop whose optimizer makes its state late. Call it when nothing is under way
+        (:meth:`drain`); the contents of the old slots are dropped.
         """
         if self._memory is not None:
             for copy in [c for c in self._copies.values() if c.tier is Tier.memory]:
@@ -241,12 +241,12 @@ class Ring:
             self._begin_memory()
 
     def begin(self, uploads: Uploads | None = None) -> None:
-        """The run is taken up: what earlier incarnations left in memory goes, own slots are made.
+        """After the resume, remove older incarnations' snapshots and make own slots.
 
         In the background, so that training need not wait for it.
 
         Args:
-            uploads: sends clean checkpoints to a remote from now on.
+            uploads: uploads clean checkpoints to a remote from now on.
         """
         self.uploads = uploads
         self._begin_memory()
@@ -273,7 +273,7 @@ class Ring:
     # -- saving ---------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """To be called before the optimizer changes the state; see :class:`Memory`."""
+        """Call it before the optimizer changes the state; see :class:`Memory`."""
         if self._memory is not None:
             self._memory.before_update()
 
@@ -284,7 +284,7 @@ class Ring:
         must slow the run down rather than fill the memory with copies.
 
         Args:
-            disk: False keeps a snapshot in memory only, and none where no slot can be spared.
+            disk: False keeps a snapshot in memory only, and none if no slot is free.
         """
         if disk and self._is_saving_to_disk:
             self.drain()
@@ -300,7 +300,7 @@ class Ring:
             self.drain()
 
     def _has_room(self, *, must: bool) -> bool:
-        """Whether a slot can be filled; an old snapshot may have been given up for it."""
+        """Whether a slot is free; drops an old snapshot for it if necessary."""
         memory = self._memory
         if memory is None:
             return False
@@ -353,7 +353,7 @@ class Ring:
             self._report_unsaved(pending, failures)
 
     def _make_snapshot(self, pending: PendingCheckpoint, memory: MemoryTier) -> Process[None]:
-        """Copy the state into a slot and seal it there; it is a checkpoint of its own then."""
+        """Copy the state into a slot and seal it there; then it is a checkpoint of its own."""
         copy = self._begin(pending, Tier.memory)
         failures = yield from memory.take(pending)
         if copy.is_left_behind:
@@ -368,7 +368,7 @@ class Ring:
             memory.replicate(pending.serial)
 
     def _begin(self, pending: PendingCheckpoint, tier: Tier) -> Copy:
-        """A copy that is not a checkpoint yet."""
+        """Begin a copy that is not a checkpoint yet."""
         metadata = pending.metadata
         record = Record(
             serial=pending.serial,
@@ -381,7 +381,7 @@ class Ring:
         return copy
 
     def _commit(self, copy: Copy) -> None:
-        """It is a checkpoint from now on, unless the run went back while it was published."""
+        """Make it a checkpoint, unless the run went back while it was published."""
         if copy.is_left_behind:
             self._taint(copy)
             return
@@ -411,10 +411,10 @@ class Ring:
         """Journal a save that failed.
 
         Raises:
-            CheckpointError: no checkpoint stands to go back to.
+            CheckpointError: there is no checkpoint to go back to.
         """
-        # A copy in memory is no comfort: it is gone with its node.
-        # One that no proof could be written for is something to come back to as well.
+        # A copy in memory does not count: it is lost with its node.
+        # A checkpoint whose mark could not be written still serves a rollback.
         stands = [r for r in on_disk(self.records) if r.state is not State.tainted]
         standing = "none stands"
         if stands:
@@ -447,12 +447,12 @@ class Ring:
     ) -> None:
         """Begin to prove the checkpoints whose probation is over.
 
-        Those that are still being written serve theirs as well: whether one becomes clean must
+        Checkpoints still being written are on probation too: whether one becomes clean must
         not depend on how slow the disk is.
 
         Args:
             reach: how far back the next rollback may have to go; it stays until the next call.
-            may_prove: False: a checkpoint is not proven yet, for a reason that all ranks share.
+            may_prove: False delays proofs, for a reason that all ranks share.
         """
         self._step, self._reach = step, reach
         if may_prove:
@@ -475,17 +475,17 @@ class Ring:
                 start(self._prove(copy))
 
     def finish_proofs(self) -> None:
-        """Wait for what is being written and proven. Collective.
+        """Wait for all writes and proofs under way. Collective.
 
-        What is clean then follows from the steps alone, not from how long a disk took.
+        What is clean then follows from the steps alone, not from the speed of a disk.
         """
         self.drain()
         self._retire()
 
     def prove_last(self) -> list[str]:
-        """Read the newest checkpoint on disk back, whatever followed it. Collective.
+        """Prove the newest checkpoint on disk, whatever followed it. Collective.
 
-        Returns why it is not clean; it is tainted where it is damaged.
+        Returns why it is not clean; a damaged one is tainted.
         """
         record = self._newest_on_disk()
         assert record is not None
@@ -504,7 +504,7 @@ class Ring:
         else:
             assert self._memory is not None
             copy.faults = yield from self._memory.verify(copy.serial)
-        if copy.life is Life.gone:  # given up in the meantime
+        if copy.life is Life.gone:  # dropped in the meantime
             return
         if copy.faults:
             self._found_damaged(copy, copy.faults, "never to be used")
@@ -564,7 +564,7 @@ class Ring:
         return self._drain([self._snapshot_queue, self._disk_queue], is_late)
 
     def turn(self) -> None:
-        """Wait a moment for any work in the background, and take what is done. Collective."""
+        """Wait a moment for background work, and apply what is done. Collective."""
         self._queues.turn(self._ranks.sum)
 
     def _drain(
@@ -580,14 +580,14 @@ class Ring:
         """End the background threads; ``wait`` False leaves a file that is written unfinished.
 
         Args:
-            forget: nobody will come back for the snapshots in memory.
+            forget: no later start will use the snapshots in memory.
         """
         self._pace.hurry.set()
         if self.uploads is not None:
             self.uploads.close()
         for queue in (self._snapshot_queue, self._disk_queue):
             queue.close(wait=wait)
-        for queue in self._not_waited_for:  # it may wait for what is gone
+        for queue in self._not_waited_for:  # it may wait for a dead rank
             queue.close(wait=False)
         if self._memory is not None:
             self._memory.close(forget=forget)
@@ -598,8 +598,8 @@ class Ring:
         """Load the first candidate whose every byte is as it was written. Collective.
 
         Raises:
-            CheckpointError: none of them can be used; each one's fault is named.
-            ReadError: the same, but the disk only refused one that may be sound.
+            CheckpointError: none of them can be used; names each one's fault.
+            ReadError: none can be used, but the disk only refused one that may be sound.
         """
         faults: list[str] = []
         kind: type[RunnerError] = CheckpointError
@@ -607,7 +607,7 @@ class Ring:
             try:
                 return self._load(record)
             except UnreadableCheckpoint as error:
-                # Never marked: what a disk refuses today may be the last clean one tomorrow.
+                # Never mark it: what a disk refuses today may be the last clean one tomorrow.
                 faults.append(str(error))
                 kind = ReadError
                 self._report_damaged(record, [str(error)], "an older checkpoint is used")
@@ -628,7 +628,7 @@ class Ring:
         assert self._memory is not None
         return self._memory.load(record.serial)
 
-    # -- what is not to be used again -----------------------------------------------------
+    # -- taint ----------------------------------------------------------------------------
 
     def distrust_after(self, step: int) -> None:
         """Taint every checkpoint of a later step. Collective, durable when it returns."""
@@ -642,7 +642,7 @@ class Ring:
     def abandon_after(self, serial: int, *, reach: Reach | None = None) -> None:
         """Taint every checkpoint newer than the one the run went back to, then retire them.
 
-        Those that are being written count as well: they come to nothing.
+        Those that are being written count as well, and are never committed.
 
         Args:
             reach: of the state that was restored, see :meth:`after_step`.
@@ -677,7 +677,7 @@ class Ring:
         )
 
     def _taint(self, copy: Copy) -> None:
-        """It is never to be used again; one in memory is given up."""
+        """Taint a copy, so that it is never used again; one in memory is dropped."""
         if copy.tier is Tier.memory:
             self._forget(copy)
             if self._memory is not None:

@@ -44,7 +44,7 @@ def folder_name(record: Record) -> str:
 
 
 def parse_name(folder: str) -> tuple[int, int] | None:
-    """(serial, step) of a checkpoint's folder; None when it is none."""
+    """(serial, step) of a checkpoint's folder; None for any other folder."""
     match = _NAME.fullmatch(folder)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -78,7 +78,7 @@ class CheckpointDirectory:
         self._check = check
 
     def writing_folder(self, serial: int) -> Path:
-        """Where the ranks put their files of a checkpoint that is being made."""
+        """The folder for the ranks' files of a checkpoint that is being made."""
         return self.folder / f"writing-{serial:06d}-{self._owner:06d}"
 
     def folder_of(self, record: Record) -> Path:
@@ -89,7 +89,7 @@ class CheckpointDirectory:
 
         Raises:
             OSError: nothing is published then.
-            CheckpointError: nor where no reader would take a manifest of this size.
+            CheckpointError: no reader would accept a manifest of this size; nothing is published.
         """
         path = self.writing_folder(manifest.serial) / MANIFEST
         try:
@@ -106,7 +106,7 @@ class CheckpointDirectory:
         self._publish(_committed(manifest))
 
     def take_back(self, manifest: Manifest, data: bytes) -> Record:
-        """Publish, as clean, a checkpoint whose files were copied back and verified.
+        """Publish as clean a checkpoint whose files were restored and verified.
 
         Args:
             data: the manifest as it was written.
@@ -129,7 +129,7 @@ class CheckpointDirectory:
             sync_directory(self.folder)
             write_durably(final / COMMITTED, file_digest(final / MANIFEST).encode() + b"\n")
         except OSError:
-            # Whether the disk has it nobody knows: a restart must not find it complete.
+            # It is unknown whether the disk has it: a restart must not find it complete.
             _take_back(final / COMMITTED)
             with contextlib.suppress(OSError):
                 remove_folder(final)
@@ -175,7 +175,7 @@ class CheckpointDirectory:
         ]
         self._check()  # after looking: what a newer incarnation is writing is not among them
         for folder in torn:
-            # In one step, so that nobody commits a folder that is half gone.
+            # By one rename, so that no process commits a folder that is half removed.
             if folder.is_symlink():  # only the link is ours to remove
                 folder.unlink()
                 continue
@@ -203,7 +203,7 @@ class CheckpointDirectory:
         """One committed checkpoint.
 
         Raises:
-            CorruptCheckpoint: the manifest is damaged, or is another's.
+            CorruptCheckpoint: the manifest is damaged, or belongs to another checkpoint.
         """
         path = folder / MANIFEST
         if folder.is_symlink():
@@ -213,7 +213,7 @@ class CheckpointDirectory:
             data = read_bounded(path, MOST_BYTES)
         except OSError as error:
             raise unreadable(folder, error) from None
-        # Digest and parse the same bytes: what is read twice may be two things.
+        # Digest and parse the same bytes: a second read may return others.
         if promised != hashlib.sha256(data).hexdigest().encode():
             raise CorruptCheckpoint(f"{path}: digest differs from {COMMITTED}")
         manifest = parse_manifest(data, path)
@@ -254,10 +254,10 @@ def _record(folder: Path, manifest: Manifest) -> Record:
 
 
 def read_rank_facts(path: Path) -> dict[str, object]:
-    """What one rank says about the file it wrote.
+    """Read one rank's note about the file it wrote.
 
     Raises:
-        CorruptCheckpoint: it is not there or not JSON.
+        CorruptCheckpoint: it is missing or not JSON.
     """
     try:
         facts = json.loads(read_bounded(path, MOST_BYTES))

@@ -1,7 +1,7 @@
-"""The tier on disk: its jobs, each of them one rank's part of the work.
+"""The disk tier: its jobs, each of them one rank's part of the work.
 
 Each rank writes and verifies its own share of the bytes; rank 0 alone changes names. Knows bytes,
-names and its queue of jobs, and nothing of what becomes of a checkpoint.
+names and its queue of jobs, but no states of a checkpoint.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class DiskTier:
         self._queue = queue
         self._pace = pace
         self._before_write = before_write
-        self._layout: Layout | None = None  # of the last save, on rank 0
+        self._layout: Layout | None = None  # layout of the last save, on rank 0
 
     @property
     def folder(self) -> Path:
@@ -81,7 +81,7 @@ class DiskTier:
     # -- making one -----------------------------------------------------------------------
 
     def copies(self) -> list[Snapshot]:
-        """This rank's share of the state, copied to the host."""
+        """Copy this rank's share of the state to the host."""
         pieces = ((shard.name, shard.start, shard.local) for shard in self._sharded.shards())
         return [
             replace(part, values=_copied(part.values.detach()))
@@ -91,10 +91,10 @@ class DiskTier:
     def write(
         self, pending: PendingCheckpoint, snapshots: Sequence[Snapshot], check: Callable[[], None]
     ) -> Job:
-        """This rank's file.
+        """Write this rank's file.
 
         Args:
-            check: called after the write; may find that what was written is not to be used.
+            check: called after the write; may find that the written bytes must not be used.
         """
         folder = self._directory.writing_folder(pending.serial)
         tensors = numbers([s.name for s in self._sharded.shards()]) if self._is_indexed else None
@@ -107,7 +107,7 @@ class DiskTier:
         return Job(queue=self._queue, name=f"write {pending.serial}", work=work)
 
     def commit(self, pending: PendingCheckpoint) -> Job:
-        """Publish it: every rank's file is written."""
+        """Publish the checkpoint: every rank's file is written."""
         shapes = {shard.name: shard.shape for shard in self._sharded.shards()}
         return self._on_first(f"commit {pending.serial}", lambda: self._publish(pending, shapes))
 
@@ -146,11 +146,11 @@ class DiskTier:
         return self._ranks.world_size > self.most_listed
 
     def discard_unfinished(self, serial: int) -> None:
-        """Give the space back; what is left of a failed write is never trusted."""
+        """Free the space; the rest of a failed write is never trusted."""
         if self._ranks.rank == 0:
             shutil.rmtree(self._directory.writing_folder(serial), ignore_errors=True)
 
-    # -- what becomes of it ---------------------------------------------------------------
+    # -- after the commit -----------------------------------------------------------------
 
     def verify(self, record: Record) -> Job:
         """Read every byte back, and refuse NaN and Inf."""
@@ -162,13 +162,13 @@ class DiskTier:
         return Job(queue=self._queue, name=f"verify {record.serial}", work=work)
 
     def mark_clean(self, record: Record) -> Job:
-        """Make it durable that it is clean."""
+        """Mark it clean, durably."""
         return self._on_first(
             f"mark {record.serial}", lambda: self._directory.mark(record, State.clean)
         )
 
     def taint(self, record: Record) -> Job:
-        """Make it durable that it is never to be used, unless it is gone."""
+        """Mark it tainted, durably, unless it is gone."""
 
         def work() -> None:
             if self._directory.folder_of(record).exists():
@@ -198,10 +198,10 @@ class DiskTier:
             before_copy: called before the sharded state is overwritten.
 
         Raises:
-            CheckpointError: it cannot be used; :class:`CorruptCheckpoint` where it is damaged.
+            CheckpointError: it cannot be used; :class:`CorruptCheckpoint` if it is damaged.
         """
-        # All ranks look at the files first: whoever changes one after another rank has found it
-        # sound is noticed by the rank that reads it.
+        # All ranks stamp the files first: a change after another rank has found a file
+        # sound is then noticed by the rank that reads it.
         looked: tuple[Entry, dict[str, Stamp]] = self._ranks.all_or_none(
             "opening a checkpoint", lambda: self._look_at(record)
         )
@@ -222,7 +222,7 @@ class DiskTier:
 
         self._ranks.all_or_none_patiently("loading a checkpoint", copy_in)
         manifest = entry.manifest
-        # Not before all ranks have read theirs: ZeRO gathers in here, and a rank that a disk has
+        # Only after all ranks have read theirs: ZeRO gathers in here, and would wait for a rank
         # refused would be waited for.
         self._sharded.finish_load(manifest.update_counts)
         return Restored(

@@ -1,6 +1,6 @@
-"""What a slot in memory says of its snapshot: written after the data, removed before it.
+"""The header of a snapshot in a slot: written after the data, removed before it.
 
-A process can end between any two of its writes; without its header a slot holds nothing. The
+A process can end between any two of its writes; a slot without a header holds nothing. The
 first line is the SHA-256 of the rest.
 """
 
@@ -53,18 +53,18 @@ class SnapshotHeader:
     digest: str
 
     def is_told(self, metrics_bytes: int, journal_lines: int) -> bool:
-        """Whether files of these lengths hold all that was written before it."""
+        """Whether files of these lengths contain all lines written before the snapshot."""
         return self.metrics_bytes <= metrics_bytes and self.journal_lines <= journal_lines
 
     def to_bytes(self) -> bytes:
-        """With its digest in front."""
+        """The header as bytes, after their digest."""
         tree = {"format": FORMAT, "version": VERSION, **asdict(self)}
         text = json_text(tree).encode()
         return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
 
 def write_header(path: Path, data: bytes) -> None:
-    """Whole or not at all, for other processes; a power cut takes the memory too."""
+    """Write a header atomically for other processes; a power cut loses the memory too."""
     temporary = path.with_suffix(".tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
@@ -73,10 +73,10 @@ def write_header(path: Path, data: bytes) -> None:
 
 
 def read_header(path: Path) -> tuple[SnapshotHeader, bytes]:
-    """A header and the bytes it was read from.
+    """Read a header; returns it and its bytes.
 
     Raises:
-        CorruptCheckpoint: it is damaged, or nothing we wrote.
+        CorruptCheckpoint: it is damaged, or not ours.
         FileNotFoundError: there is none.
     """
     try:
@@ -93,13 +93,13 @@ def read_header(path: Path) -> tuple[SnapshotHeader, bytes]:
 def parse_header(data: bytes) -> SnapshotHeader:
     """
     Raises:
-        ValueError, TypeError, KeyError: it is not what :meth:`SnapshotHeader.to_bytes` gives.
+        ValueError, TypeError, KeyError: it is not what :meth:`SnapshotHeader.to_bytes` returns.
     """
     promised, _, text = data.partition(b"\n")
     if len(data) > _MOST_BYTES or promised != hashlib.sha256(text).hexdigest().encode():
         raise ValueError("its digest differs from what is written")
     tree: Any = json.loads(text)
-    json.dumps(tree, allow_nan=False)  # what is NaN, Infinity or 1e999 could not be written again
+    json.dumps(tree, allow_nan=False)  # NaN, Infinity or 1e999 could not be written again
     if tree["version"] == 1:
         tree |= {"version": VERSION, "digest": "sha256:" + str(tree["sha256"])}
     if (tree["format"], tree["version"]) != (FORMAT, VERSION):

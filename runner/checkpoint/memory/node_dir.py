@@ -1,10 +1,10 @@
 """The folder in a node's shared memory where the ranks of one run keep their snapshots.
 
-    /dev/shm/holdfast-UID/RUN/000003-rank-00001/    of incarnation 3; owner.json, slot-0.bin ...
+    /dev/shm/holdfast-UID/RUN/000003-rank-00001/    incarnation 3: owner.json, slot-0.bin ...
 
-RUN is made of a random name that ``out`` holds and of its path. Each incarnation has folders of
-its own: one that still lives somewhere writes to files which the next has copied, verified and
-unlinked. Nobody but this user can write in there, and what is read is checked all the same.
+RUN is made from a random name in ``out`` and from its path. Each incarnation has folders of
+its own: one that is still alive somewhere writes to files that the next has copied, verified and
+unlinked. Only this user can write there, and all input is checked all the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OwnerProcess = Mapping[str, str | int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandoned:
-    """A run's folder that was removed, of which run, and why."""
+    """A removed folder: of which run, and why."""
 
     folder: Path
     out: str
@@ -50,8 +50,8 @@ class NodeDir:
         base: of shared memory, such as ``/dev/shm``.
         run: 32 hex digits, the name of the run.
         out: the run's directory; absolute.
-        process: this process, as :func:`runner.system.process.own_process` tells.
-        is_alive: whether such a process lives; None: it is another machine's, or another boot's.
+        process: this process, as :func:`runner.system.process.own_process` returns it.
+        is_alive: whether a process is alive; None: it is of another machine or boot.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class NodeDir:
         """Make the folder.
 
         Raises:
-            OSError: it cannot be made, or somebody else could write in it.
+            OSError: it cannot be made, or another user could write in it.
         """
         for folder in (self._root, self.folder):
             with contextlib.suppress(FileExistsError):
@@ -85,7 +85,7 @@ class NodeDir:
         return self.folder / f"{incarnation:06d}-{kind}-{rank:05d}"
 
     def make(self, folder: Path) -> None:
-        """An empty folder that says whose it is.
+        """Make an empty folder that names its owner.
 
         Raises:
             OSError: it cannot be made.
@@ -107,7 +107,7 @@ class NodeDir:
         return owner is not None and bool(owner["process"]["boot"] == self._process["boot"])
 
     def remove(self, folder: Path) -> None:
-        """Delete one of these folders; what is mapped is gone when its process is."""
+        """Delete one of these folders; mapped files disappear when their process ends."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def remove_before(self, incarnation: int) -> None:
@@ -117,20 +117,20 @@ class NodeDir:
                 self.remove(folder)
 
     def leave(self) -> None:
-        """Delete the run's own folder when nothing is left in it."""
+        """Delete the run's own folder when it is empty."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
 
     def of_ranks(self) -> list[Path]:
-        """The folders of all incarnations' ranks that lie here."""
+        """The folders of all ranks of all incarnations on this node."""
         return _folders(self.folder, _FOLDER)
 
     def num_bytes(self) -> int:
-        """Of all snapshots of this run that lie here."""
+        """Bytes of all snapshots of this run on this node."""
         return sum(_allocated(file) for folder in self.of_ranks() for file in folder.glob("*.bin"))
 
     def sweep(self) -> list[Abandoned]:
-        """Remove what runs of this user left that nobody will come back for."""
+        """Remove folders of this user's runs that no later start will use."""
         gone = []
         for folder in _folders(self._root, _RUN):
             found = None if folder == self.folder else self._abandoned(folder)
@@ -162,7 +162,7 @@ class NodeDir:
 
 
 def free_bytes(folder: Path) -> int:
-    """What is left for snapshots: of the file system, of the machine's memory, of the cgroup."""
+    """Bytes free for snapshots: the least of file system, machine and cgroup."""
     status = os.statvfs(folder)
     free = [status.f_bavail * status.f_frsize, *_available_memory(), *_cgroup_memory()]
     return max(0, min(free))
@@ -176,7 +176,7 @@ def _available_memory() -> Iterator[int]:
 
 
 def _cgroup_memory() -> Iterator[int]:
-    """Of this process's own cgroup, version 2; pages of shared memory are counted there."""
+    """Free memory of this process's cgroup (version 2), which counts shared memory."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         own = Path("/proc/self/cgroup").read_text().strip().splitlines()[-1].split(":")[-1]
         for folder in (Path("/sys/fs/cgroup") / own.lstrip("/"), Path("/sys/fs/cgroup")):
@@ -203,7 +203,7 @@ def _folders(parent: Path, name: re.Pattern[str]) -> list[Path]:
 
 
 def _owner(folder: Path) -> dict[str, Any] | None:
-    """None where it cannot be told whose the folder is."""
+    """The folder's owner; None if that is unknown."""
     try:
         with os.fdopen(open_own(folder / OWNER, os.O_RDONLY), "rb") as file:
             owner = json.loads(file.read(_OWNER_BYTES))
@@ -216,7 +216,7 @@ def _owner(folder: Path) -> dict[str, Any] | None:
 
 
 def _age_seconds(folder: Path) -> float:
-    """Since anything in there was last changed."""
+    """Seconds since anything in the folder last changed."""
     newest = 0.0
     for path in (folder, *folder.glob("*"), *folder.glob("*/*")):
         with contextlib.suppress(OSError):

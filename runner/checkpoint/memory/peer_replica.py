@@ -1,4 +1,4 @@
-"""Copies of each rank's snapshots in the memory of another node, and back again.
+"""Replicates each rank's snapshots to the memory of another node, and brings them back.
 
 Over a process group of its own, so that a thread may use it while training uses the others.
 """
@@ -26,9 +26,9 @@ _CHUNK = 1 << 26  # elements sent at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaInventory:
-    """A snapshot that can be had on every rank.
+    """A snapshot that every rank has or can get back.
 
-    ``holders``: for each rank that has lost it, the rank on whose node a copy lies.
+    ``holders``: for each rank that has lost it, the rank on whose node a copy is.
     """
 
     serial: int
@@ -39,7 +39,7 @@ class ReplicaInventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """One rank's part in bringing a snapshot back: what it sends and receives, by rank."""
+    """One rank's part of a transfer: what it sends and receives, by rank."""
 
     out: Mapping[int, tuple[bytes, torch.Tensor]]
     into: Mapping[int, torch.Tensor]
@@ -56,7 +56,7 @@ def peers(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def on_every_rank(by_rank: Sequence[Mapping[str, Any]]) -> list[ReplicaInventory]:
-    """What every rank has, or can get back.
+    """List the snapshots that every rank has or can get back.
 
     Args:
         by_rank: ``layout`` of its slots, ``own`` [serial, step, cursor] rows, and the ``copies``
@@ -111,7 +111,7 @@ class PeerReplica:
         self._serials: dict[int, int] = {}
 
     def prepare(self) -> None:
-        """Make room for the others' snapshots.
+        """Reserve room for the snapshots of another node.
 
         Raises:
             OSError: there is not enough.
@@ -125,7 +125,7 @@ class PeerReplica:
             ]
 
     def exchange(self, slot: int, serial: int) -> None:
-        """Send a sealed slot to the peer, and keep what comes. In a thread, on all ranks.
+        """Send a sealed slot to the peer, and keep what arrives. In a thread, on all ranks.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -144,13 +144,13 @@ class PeerReplica:
                 write_header(_header_of(buffers[rank].path), data)
 
     def forget(self, serial: int) -> None:
-        """A snapshot is not to be used again: nor are the copies of it that lie here."""
+        """Drop the copies here of a snapshot that must not be used again."""
         for at in [at for at, sent in self._serials.items() if sent == serial]:
             for kept in self._kept.values():
                 _header_of(kept[at].path).unlink(missing_ok=True)
 
     def left_by(self, incarnation: int, metrics_bytes: int, journal_lines: int) -> list[list[Any]]:
-        """Copies on this node that an earlier incarnation was sent, without those of longer files.
+        """Copies on this node that an earlier incarnation received, without those of longer files.
 
         Returns:
             Rows for :func:`on_every_rank`, from the first rank of the node; none from the others.
@@ -164,7 +164,7 @@ class PeerReplica:
         ]
 
     def _copies(self, incarnation: int, rank: int) -> Iterator[tuple[SnapshotHeader, bytes, Path]]:
-        """A rank's copies here, as far as their headers are sound: header, its bytes, the data."""
+        """A rank's copies here with sound headers: header, its bytes, the data."""
         mark, folder = self._mark, self._node.of_rank(incarnation, rank, "peer")
         same = (incarnation, rank, mark.world_size, mark.config_digest, mark.data_fingerprint)
         for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
@@ -175,10 +175,10 @@ class PeerReplica:
                     yield header, data, path.with_suffix(".bin")
 
     def open_copies(self, found: ReplicaInventory, incarnation: int) -> Return:
-        """What this rank sends and receives to bring a snapshot back. Not collective.
+        """Prepare what this rank sends and receives to bring a snapshot back. Not collective.
 
         Raises:
-            OSError: there is no room for what comes.
+            OSError: there is no room for what arrives.
         """
         rank, holders = self._mark.rank, found.holders
         return Return(
@@ -194,7 +194,7 @@ class PeerReplica:
         """Bring a snapshot to the ranks that have lost it, into slot 0. Collective.
 
         Returns:
-            The header that came with it, if one was to come: to be held against the bytes.
+            The header that came with it, if any: compare the bytes with it.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -211,7 +211,7 @@ class PeerReplica:
     def _transfer(
         self, out: Mapping[int, tuple[bytes, torch.Tensor]], into: Mapping[int, torch.Tensor]
     ) -> dict[int, bytes]:
-        """Send headers and values, receive others'; the headers received, by rank."""
+        """Send headers and values, receive others'; returns the received headers by rank."""
         sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in into}
         self._swap(
             {rank: torch.tensor([len(header)]) for rank, (header, _) in out.items()}, sizes, 0
@@ -246,7 +246,7 @@ class PeerReplica:
                 work.wait()
 
     def close(self, *, forget: bool) -> None:
-        """``forget``: the run needs the copies no more."""
+        """Close; ``forget``: the run no longer needs the copies."""
         for rank in self._from if forget else ():
             self._node.remove(self._node.of_rank(self._mark.incarnation, rank, "peer"))
 

@@ -10,7 +10,7 @@ from runner.checkpoint.protocol import CheckpointMetadata
 
 
 class PinReason(Enum):
-    """Why a slot must not be filled anew."""
+    """Why a slot must not be reused."""
 
     kept = "kept"  # it counts as a copy of its checkpoint
     seal = "seal"  # it is being filled, and digested
@@ -21,7 +21,7 @@ class PinReason(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class SlotEntry:
-    """A snapshot in a slot, with what the engine's tensors do not tell."""
+    """A snapshot in a slot, with the state outside of the engine's tensors."""
 
     slot: int
     metadata: CheckpointMetadata
@@ -30,14 +30,14 @@ class SlotEntry:
 
 
 class SlotAllocator:
-    """``entries`` by serial; a slot is free when nothing pins its snapshot any more."""
+    """``entries`` by serial; a slot is free when nothing pins its snapshot."""
 
     def __init__(self) -> None:
         self.entries: dict[int, SlotEntry] = {}
         self._ready: list[int] = []
 
     def add(self, slot: int) -> None:
-        """A slot that can be filled from now on."""
+        """Add a slot that can be filled from now on."""
         if slot not in self._ready:
             self._ready.append(slot)
 
@@ -46,14 +46,14 @@ class SlotAllocator:
         return next((slot for slot in self._ready if slot not in taken), None)
 
     def busy(self) -> set[int]:
-        """Serials of which the slot is being worked on."""
+        """Serials whose slot a job uses."""
         return {serial for serial, entry in self.entries.items() if entry.pins - {PinReason.kept}}
 
     def pin(self, serial: int, why: PinReason) -> None:
         self.entries[serial].pins.add(why)
 
     def unpin(self, serial: int, why: PinReason) -> None:
-        """One reason less; the last one frees the slot."""
+        """Remove one pin; the last one frees the slot."""
         entry = self.entries.get(serial)
         if entry is not None:
             entry.pins.discard(why)

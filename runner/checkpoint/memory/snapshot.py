@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnv:
+class SlotPlace:
     """``count`` elements from ``start`` on of one flattened tensor, at element ``offset``."""
 
     name: str
@@ -40,13 +40,13 @@ class SlotLayout:
     """Where each shard lies in a slot; ``digest`` is equal where two slots hold the same."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
-        self.places: list[RankEnv] = []
+        self.places: list[SlotPlace] = []
         rows = []
         offset = 0
         for shard in shards:
             count = len(shard.local)
             self.places.append(
-                RankEnv(name=shard.name, start=shard.start, count=count, offset=offset)
+                SlotPlace(name=shard.name, start=shard.start, count=count, offset=offset)
             )
             rows.append([shard.name, list(shard.shape), shard.start, count])
             offset += count
@@ -153,7 +153,7 @@ class Memory:
         return self._headers[slot]
 
     def invalidate(self, slot: int) -> None:
-        """What the slot holds is not to be used again, by this process or a later one."""
+        """Make a slot's snapshot unusable, for this process and later ones."""
         self._path(slot, "json").unlink(missing_ok=True)
         self._digests.pop(slot, None)
 
@@ -177,12 +177,12 @@ class Memory:
             raise CorruptCheckpoint(f"{buffer.path}: digest differs: damaged in memory")
 
     def copy_out(self, slot: int, shards: Sequence[Shard]) -> None:
-        """Give the state back."""
+        """Copy the snapshot into the state."""
         for view, shard in zip(self.layout.views(self._buffers[slot].values), shards, strict=True):
             shard.local.copy_(view)
 
-    def pieces(self, slot: int) -> Iterator[tuple[RankEnv, torch.Tensor]]:
-        """What the slot holds, as views."""
+    def pieces(self, slot: int) -> Iterator[tuple[SlotPlace, torch.Tensor]]:
+        """The slot's contents, as views."""
         return zip(self.layout.places, self.layout.views(self._buffers[slot].values), strict=True)
 
     def path_of(self, slot: int) -> Path:
@@ -193,7 +193,7 @@ class Memory:
     def left_by(self, incarnation: int) -> tuple[dict[int, SnapshotHeader], list[str]]:
         """Snapshots of this rank that an earlier incarnation left here, by serial.
 
-        And sentences that say which are of no use, and why.
+        And sentences that say which cannot be used, and why.
         """
         folder = self._node.of_rank(incarnation, self._mark.rank)
         found: dict[int, SnapshotHeader] = {}
@@ -226,9 +226,9 @@ class Memory:
         return None
 
     def adopt(self, incarnation: int, serial: int, slot: int) -> None:
-        """Copy what an earlier incarnation left into an own slot, and verify the copy.
+        """Copy a snapshot of an earlier incarnation into an own slot, and verify the copy.
 
-        The other may still live and write: what has been verified must be nobody else's.
+        The earlier process may still be alive and write, so only an own copy can be verified.
 
         Raises:
             CorruptCheckpoint: it is damaged or gone.
@@ -276,11 +276,11 @@ class Memory:
         write_header(self._path(slot, "json"), self._headers[slot].to_bytes())
 
     def forget_earlier(self) -> None:
-        """What earlier incarnations left on this node is of no more use."""
+        """Remove what earlier incarnations left on this node."""
         self._node.remove_before(self._mark.incarnation)
 
     def close(self, *, forget: bool) -> None:
-        """``forget``: the run needs them no more; else they wait for the next start."""
+        """Close; ``forget``: remove the snapshots, which otherwise wait for the next start."""
         self._copier.close()
         if forget:
             self._node.remove(self._folder)
@@ -291,7 +291,7 @@ class Memory:
 
 
 def headers_on(node: NodeDir) -> list[SnapshotHeader]:
-    """Of all whole snapshots that lie on this node, of whichever rank and incarnation."""
+    """Headers of all whole snapshots on this node, of any rank and incarnation."""
     return [header for folder in node.of_ranks() for header, _ in _headers_in(folder)]
 
 

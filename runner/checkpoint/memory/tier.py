@@ -1,8 +1,8 @@
-"""The tier in memory: which snapshots it holds, alike on every rank, and its jobs.
+"""The memory tier: which snapshots it holds, equal on every rank, and its jobs.
 
-Knows its slots, what pins them, and their copies on other nodes; nothing of what becomes of a
-checkpoint. What it does in the background are processes (:mod:`runner.checkpoint.jobs`); where one
-has a result, that is the sentences of the ranks that failed.
+Knows its slots, what pins them, and their copies on other nodes, but no states of a
+checkpoint. Its background work is processes (:mod:`runner.checkpoint.jobs`); where one
+has a result, that is a sentence for each rank that failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from runner.policy.retention.records import Record, State, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inherited:
-    """What an earlier incarnation left; ``refused`` says what is of no use, and why.
+    """What an earlier incarnation left; ``refused`` says what cannot be used, and why.
 
     ``highest`` is the highest serial of any, 0 without one.
     """
@@ -41,7 +41,7 @@ class Inherited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """What the ring makes its tier in memory of; without ``memory`` it has none.
+    """The parts of the ring's memory tier; without ``memory`` it has none.
 
     ``replica`` is there where snapshots also go to another node.
     """
@@ -82,11 +82,11 @@ class MemoryTier:
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot can be filled."""
+        """Whether a slot is free."""
         return self._slots.free() is not None
 
     def busy(self) -> set[int]:
-        """Serials that are being worked on: their slots cannot be had."""
+        """Serials whose slots a job uses, so that they cannot be reused."""
         return self._slots.busy()
 
     def has(self, serial: int) -> bool:
@@ -94,16 +94,16 @@ class MemoryTier:
         return serial in self._slots.entries
 
     def files(self) -> list[Path]:
-        """This rank's, oldest first."""
+        """This rank's files, oldest first."""
         return [
             self._memory.path_of(entry.slot) for _, entry in sorted(self._slots.entries.items())
         ]
 
     def begin(self, report_short: Callable[[str, list[str]], None]) -> None:
-        """What earlier incarnations left goes, and own slots are made in the background.
+        """Remove what earlier incarnations left, and make own slots in the background.
 
         Args:
-            report_short: takes what the run has to do without, and why.
+            report_short: takes a sentence that says what the run must do without, and why.
         """
         self._earlier = {}
         self._memory.forget_earlier()
@@ -135,7 +135,7 @@ class MemoryTier:
     # -- one snapshot ---------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """To be called before the optimizer changes the state; see :class:`Memory`."""
+        """Call it before the optimizer changes the state; see :class:`Memory`."""
         self._memory.before_update()
 
     def take(self, pending: PendingCheckpoint) -> Process[list[str]]:
@@ -156,17 +156,17 @@ class MemoryTier:
         return failures
 
     def to_write(self, serial: int) -> tuple[list[Snapshot], Callable[[], None]]:
-        """What of a slot goes to disk, as views, and what to call after it was written.
+        """Views of what a slot writes to disk, and a check to call after the write.
 
-        After, and not before: a byte that changed in the slot before is still changed then, and
-        what was written has a digest of its own that would hide it for good.
+        After and not before: a byte that changed in the slot before the write is still wrong, and
+        the file's own digest would hide it for good.
         """
         slot = self._slots.entries[serial].slot
         pieces = ((place.name, place.start, v) for place, v in self._memory.pieces(slot))
         return own_share(pieces, self._sharded.replica), lambda: self._memory.check(slot)
 
     def written(self, serial: int) -> None:
-        """It is not read for the disk any more."""
+        """Unpin a slot that was written to disk."""
         self._slots.unpin(serial, PinReason.write)
 
     def verify(self, serial: int) -> Process[list[str]]:
@@ -198,18 +198,18 @@ class MemoryTier:
         self._slots.unpin(serial, PinReason.replica)
 
     def release(self, serial: int) -> None:
-        """It does not count as a copy of its checkpoint; what is being written of it still is."""
+        """Stop counting it as a copy of its checkpoint; a write in progress goes on."""
         self._slots.unpin(serial, PinReason.kept)
 
     def drop(self, serial: int) -> None:
-        """Give it up, for this process and for any later one on this node."""
+        """Drop it, for this process and for any later one on this node."""
         entry = self._slots.entries.get(serial)
         if entry is not None:
             self._memory.invalidate(entry.slot)
             self.release(serial)
 
     def taint(self, serial: int) -> None:
-        """As :meth:`drop`, with the copies on other nodes."""
+        """Drop it together with the copies on other nodes."""
         self.drop(serial)
         if self._replica is not None:
             self._replica.forget(serial)
@@ -224,11 +224,11 @@ class MemoryTier:
         journal_lines: int,
         is_wanted: Callable[[Record], bool],
     ) -> Inherited:
-        """Look for what ``incarnation`` left on every rank. Collective.
+        """Find what ``incarnation`` left on every rank. Collective.
 
         Args:
-            metrics_bytes, journal_lines: lengths of the files; what was taken later is of no use:
-                its lines were kept in memory, and went with the process.
+            metrics_bytes, journal_lines: lengths of the files; a later snapshot cannot be used:
+                its lines were kept in memory and were lost with the process.
         """
         headers, refused = self._memory.left_by(incarnation)
         lengths = metrics_bytes, journal_lines
@@ -296,7 +296,7 @@ class MemoryTier:
         )
 
     def _take_over(self, found: ReplicaInventory) -> None:
-        """Make an earlier incarnation's snapshot one of our own, in the first slot."""
+        """Adopt an earlier incarnation's snapshot, in the first slot."""
         memory, replica = self._memory, self._replica
         rank, earlier = self._ranks.rank, self._earlier_incarnation
 
@@ -328,7 +328,7 @@ class MemoryTier:
         )
 
     def _bring_back(self, replica: PeerReplica, found: ReplicaInventory) -> None:
-        """To the ranks that have lost it, from other nodes. Collective.
+        """Bring a snapshot from other nodes to the ranks that have lost it. Collective.
 
         The ranks agree before and after the transfer, never in it: one that failed alone there
         would go on to the agreement while others wait for its bytes.
@@ -346,7 +346,7 @@ class MemoryTier:
         self._ranks.all_or_none("fetching a snapshot from another node", accept)
 
     def close(self, *, forget: bool) -> None:
-        """``forget``: nobody will come back for the snapshots."""
+        """Close; ``forget``: no later start will use the snapshots."""
         if self._replica is not None:
             self._replica.close(forget=forget)
         self._memory.close(forget=forget)

@@ -1,4 +1,4 @@
-"""Files at an fsspec URL: read whole, compared, tried several times."""
+"""Operations on files at an fsspec URL, with comparisons and retries."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 _BLOCK_BYTES = 1 << 23
 PAUSES_SECONDS = (1.0, 4.0, 16.0)  # before the second, third and fourth attempt
 _FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "memory"}  # no folders
-# Trying again would not help.
+# A retry would not help.
 _FINAL = (FileNotFoundError, PermissionError, NotImplementedError, RunnerError)
 _PACKAGES = {
     "s3": f"{DISTRIBUTION}[remote]",
@@ -38,11 +38,11 @@ _PACKAGES = {
 
 
 class RemoteFault(RunnerError):
-    """Something at the remote failed, after all attempts; the text holds no secrets."""
+    """The remote failed, after all attempts; the message holds no secrets."""
 
 
 class NotExclusive(RemoteFault):
-    """The store cannot make a file on condition that there is none."""
+    """The store cannot create a file only if it does not exist."""
 
 
 class RemoteFiles:
@@ -60,7 +60,7 @@ class RemoteFiles:
         scheme = urlsplit(url).scheme
         options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
         try:
-            # No listing is remembered: others write there too.
+            # Listings are not cached: other processes write there too.
             self._files, root = fsspec.core.url_to_fs(
                 self.url, use_listings_cache=False, skip_instance_cache=True, **options
             )
@@ -81,11 +81,11 @@ class RemoteFiles:
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """From now on nothing is tried again."""
+        """Stop all retries."""
         self._stopped.set()
 
     def names(self, folder: str) -> list[str]:
-        """Last parts of the names in a folder, which need not be there."""
+        """Names in a folder, which need not exist."""
 
         def work() -> list[str]:
             try:
@@ -97,10 +97,10 @@ class RemoteFiles:
         return self._try(f"listing {folder}", work)
 
     def read(self, name: str, limit: int) -> bytes:
-        """A small file.
+        """Read a small file.
 
         Raises:
-            CorruptCheckpoint: it has more than ``limit`` bytes, or is not there.
+            CorruptCheckpoint: it has more than ``limit`` bytes, or does not exist.
             RemoteFault: it cannot be read.
         """
 
@@ -115,10 +115,10 @@ class RemoteFiles:
         return self._try(f"reading {name}", work)
 
     def fetch(self, name: str, target: Path, facts: FileFacts) -> None:
-        """Copy a file to a new local one, synced; not one byte more than it should have.
+        """Copy a file to a new local one, synced, and at most the expected bytes.
 
         Raises:
-            CorruptCheckpoint: size or digest differ from ``facts``, or it is not there.
+            CorruptCheckpoint: size or digest differ from ``facts``, or it does not exist.
             RemoteFault: it cannot be read.
             OSError: the local disk.
         """
@@ -132,7 +132,7 @@ class RemoteFiles:
         self._try(f"reading {name}", work)
 
     def verify(self, name: str, facts: FileFacts) -> None:
-        """Read a file back whole. Raises as :meth:`fetch`."""
+        """Read a file back and compare it. Raises as :meth:`fetch`."""
         self._try(f"reading {name}", lambda: self._compare(name, facts))
 
     def _compare(
@@ -163,10 +163,10 @@ class RemoteFiles:
                 yield block
 
     def put(self, source: Path, name: str, facts: FileFacts) -> None:
-        """Make ``name`` be ``source``, read back and compared. Does nothing where it is already.
+        """Upload ``source`` as ``name`` and compare it; does nothing if it is there already.
 
         Raises:
-            RemoteFault: after all attempts it still is not, or not the same.
+            RemoteFault: after all attempts it is missing or differs.
         """
 
         def work() -> None:
@@ -182,7 +182,7 @@ class RemoteFiles:
         self._try(f"writing {name}", work)
 
     def put_bytes(self, name: str, data: bytes) -> None:
-        """The same for what is small, whatever was there before."""
+        """Upload a small file, whatever was there before."""
 
         def work() -> None:
             self._make_folder_of(name)
@@ -193,14 +193,14 @@ class RemoteFiles:
         self._try(f"writing {name}", work)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Make a small file unless there is one: of all who try at once, one succeeds.
+        """Create a small file if it does not exist: of all who try at once, one succeeds.
 
         Returns:
-            Whether it is this caller's ``data`` that stands there now.
+            Whether the file now holds this caller's ``data``.
 
         Raises:
-            NotExclusive: the backend does not know how.
-            RemoteFault: after all attempts it is not known.
+            NotExclusive: the backend does not support it.
+            RemoteFault: the result is unknown after all attempts.
         """
 
         def work() -> bool:
@@ -210,8 +210,8 @@ class RemoteFiles:
             except (NotImplementedError, TypeError, ValueError) as error:
                 raise NotExclusive(f"creating {name}: {in_words(error)}") from None
             except Exception:
-                # Each backend has its own word for a name that is taken. And an answer that was
-                # lost on its way may have been a success: what stands there tells.
+                # Each backend has its own error for a name that is taken. And an answer that was
+                # lost may have been a success: the contents show it.
                 standing = self._small(name)
                 if standing is None:
                     raise
@@ -230,9 +230,9 @@ class RemoteFiles:
             raise NotImplementedError(f"{kind.__name__} looks first and writes then")
 
     def is_exclusive(self, name: str) -> bool:
-        """Whether :meth:`create` holds here, tried with a file of this name.
+        """Whether :meth:`create` is exclusive here, tested with a file of this name.
 
-        A store may well take the condition and not look at it.
+        A store may accept the condition and ignore it.
 
         Raises:
             RemoteFault: as :meth:`create`.
@@ -246,7 +246,7 @@ class RemoteFiles:
             self.delete(name)
 
     def _small(self, name: str) -> bytes | None:
-        """What stands there; None: nothing."""
+        """Read a small file; None if it does not exist."""
         try:
             return b"".join(self._blocks(name))
         except CorruptCheckpoint:
@@ -262,7 +262,7 @@ class RemoteFiles:
         return True
 
     def delete(self, name: str) -> None:
-        """A file, which need not be there."""
+        """Delete a file, which need not exist."""
 
         def work() -> None:
             try:
@@ -273,7 +273,7 @@ class RemoteFiles:
         self._try(f"removing {name}", work)
 
     def delete_folder(self, name: str) -> None:
-        """What is left of a folder, where there is such a thing; it need not be there."""
+        """Delete a folder, where the store has folders; it need not exist."""
 
         def work() -> None:
             try:
@@ -299,14 +299,14 @@ class RemoteFiles:
                 raise
             except _FINAL as error:
                 raise RemoteFault(f"{what}: {in_words(error)}") from None
-            except Exception as error:  # each backend has its own; the network may do anything
+            except Exception as error:  # each backend has its own errors, and the network too
                 if pause is None or self._stopped.wait(pause):
                     raise RemoteFault(f"{what}: {in_words(error)}") from None
         raise AssertionError("the last attempt returns or raises")
 
 
 def _link(path: Path, data: bytes) -> None:
-    """A new file, whole or not at all.
+    """Create a file atomically.
 
     Raises:
         FileExistsError: the name is taken.
@@ -325,6 +325,6 @@ def _link(path: Path, data: bytes) -> None:
 
 
 def in_words(error: Exception) -> str:
-    """One line of bounded length, without secrets."""
+    """An error as one line of bounded length, without secrets."""
     text = str(redacted(" ".join(f"{type(error).__name__}: {error}".split())))
     return text[:400]

@@ -8,13 +8,13 @@
 The same names and bytes as in ``out``, so that any tool can copy them back. Object stores have
 no rename and no append: what makes a checkpoint whole is ``COMMITTED``, put last, removed first.
 
-A claim takes the next name, which most stores make on condition that there is none
-(``If-None-Match`` on S3): of two that claim at once one gets it, and the other is told. Where a
-store does not, claims are ``000003-5f0c.json`` with a token of their own; each looks once more
-when its own is there, and the highest token wins.
+A claim takes the next name, which most stores can create only if it does not exist
+(``If-None-Match`` on S3): of two that claim at once one gets it, and the other learns it. Where a
+store cannot, claims are ``000003-5f0c.json`` with a token of their own; each looks once more
+after writing its own, and the highest token wins.
 
-Nothing makes the checkpoints' own writes conditional. A writer therefore looks for a higher
-claim just before it publishes or removes. What an older one can still do in the instant between
+The checkpoints' own writes are not conditional. A writer therefore looks for a higher
+claim just before it publishes or removes. An older one can still do this in the instant between
 that look and its write: publish a whole, proven, older checkpoint of the same run under its own
 name, which the newer one's next sweep removes. It never removes what is newer than its own.
 """
@@ -56,16 +56,16 @@ RUN_FILES = ("journal.jsonl", "metrics.jsonl", "config.yaml")
 _FACTS = "run/files.json"
 _SMALL_BYTES = 1 << 16  # of markers, claims and files.json
 _CLAIM = re.compile(r"([0-9]{6,7})(?:-([0-9a-f]{8,64}))?\.json")
-_MOST_TRIES = 20  # to get a name while others take theirs
+_MOST_TRIES = 20  # attempts to get a name while others take theirs
 
 
 class RemoteTaken(RemoteFault):
-    """A newer writer, or another run, has the remote."""
+    """A newer writer, or another run, owns the remote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterClaim:
-    """Who wants to write to a remote: ``number`` is the incarnation, ``token`` is its own."""
+    """A claim to write to a remote: ``number`` is the incarnation, ``token`` is its own."""
 
     number: int
     token: str
@@ -73,7 +73,7 @@ class WriterClaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Standing:
-    """A claim that stands there. ``place`` is the number in its name: the incarnation's, or a
+    """An existing claim. ``place`` is the number in its name: the incarnation's, or a
     higher one where another run has left claims behind."""
 
     name: str
@@ -89,7 +89,7 @@ class _Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteListing:
-    """What lies at a remote.
+    """The contents of a remote.
 
     Whole clean checkpoints by serial, the highest serial of any folder, and the newest claim's
     number and run (0 and empty without one).
@@ -102,7 +102,7 @@ class RemoteListing:
 
 
 class RemoteRing:
-    """Checkpoints and claims at a URL; ``files`` are what they are made of. Blocks, as these do.
+    """Checkpoints and claims at a URL, made of ``files``. Blocks, as these do.
 
     Args:
         pauses: seconds before each further attempt.
@@ -119,7 +119,7 @@ class RemoteRing:
     # -- reading --------------------------------------------------------------------------
 
     def list_checkpoints(self) -> RemoteListing:
-        """List what lies at the remote.
+        """List the remote.
 
         Raises:
             RemoteFault: it cannot be read.
@@ -170,10 +170,10 @@ class RemoteRing:
             self.files.verify(f"ring/{folder}/run/{name}", facts)
 
     def manifest(self, folder: str) -> tuple[Manifest, bytes]:
-        """A checkpoint's manifest and its bytes, checked as a local one.
+        """A checkpoint's manifest and its bytes, checked like a local one.
 
         Raises:
-            CorruptCheckpoint: it is damaged, or another's.
+            CorruptCheckpoint: it is damaged, or belongs to another checkpoint.
             RemoteFault: it cannot be read.
         """
         where = f"{self.url}/ring/{folder}"
@@ -207,7 +207,7 @@ class RemoteRing:
     # -- writing --------------------------------------------------------------------------
 
     def prepare(self, folder: str, committed: bytes) -> None:
-        """Unpublish what stands under this name, unless it is the very same checkpoint.
+        """Unpublish a checkpoint of this name, unless it is the same one.
 
         Raises:
             RemoteFault: it cannot be done.
@@ -219,7 +219,7 @@ class RemoteRing:
             self.files.delete(f"ring/{folder}/{COMMITTED}")
 
     def put_run_files(self, folder: str, out: Path, scratch: Path) -> None:
-        """Copies of the run's own files, and what they should be.
+        """Upload copies of the run's own files, with their sizes and digests.
 
         Whole lines only: the loop may be writing one. The journal comes first: metrics of
         steps that it does not know of are cut away by a restart, as after a crash.
@@ -250,14 +250,14 @@ class RemoteRing:
             if found is not None and found[0] < below and found[0] not in kept:
                 self.remove(name)
 
-    # -- who writes there -----------------------------------------------------------------
+    # -- claims ---------------------------------------------------------------------------
 
     def claim(self, claim: WriterClaim, run: str) -> None:
-        """Become the one that writes there.
+        """Claim the right to write to the remote.
 
         Raises:
-            RemoteTaken: another run's checkpoints are there, or a newer writer is, or another
-                one was faster.
+            RemoteTaken: another run's checkpoints or a newer writer are there, or another
+                writer was faster.
             RemoteFault: it cannot be read or written.
         """
         newest = self._newest_claim()
@@ -308,10 +308,10 @@ class RemoteRing:
                 self.files.delete(f"incarnation/{name}")
 
     def check(self, claim: WriterClaim) -> _Standing:
-        """The claim as it stands there.
+        """Read the newest claim, which must be ``claim``.
 
         Raises:
-            RemoteTaken: ``claim`` is not the newest any more.
+            RemoteTaken: ``claim`` is no longer the newest.
         """
         newest = self._newest_claim()
         if newest is None or not newest.is_of(claim):
@@ -352,7 +352,7 @@ class RemoteRing:
 
 
 def folder_bytes(manifest: Manifest, facts: Mapping[str, FileFacts]) -> int:
-    """What a download needs on the disk."""
+    """Bytes that a download needs on the disk."""
     return sum(f.num_bytes for f in (*manifest.files.values(), *facts.values()))
 
 
@@ -363,7 +363,7 @@ def _taken(url: str, newest: _Standing | None) -> str:
 
 
 def _copy_whole_lines(source: Path, target: Path) -> FileFacts:
-    """Up to the last line end; nothing where there is no file."""
+    """Copy a file up to its last line end; nothing if it does not exist."""
     size = 0
     if source.exists():
         shutil.copyfile(source, target)

@@ -1,9 +1,9 @@
-"""Sends clean checkpoints to a remote while training goes on.
+"""Uploads clean checkpoints to a remote while training goes on.
 
-Every rank sends its own files, rank 0 the rest, each job agreed among the ranks like the
+Every rank uploads its own files, rank 0 the rest. Each job is agreed among the ranks like the
 ring's own (:mod:`runner.checkpoint.jobs`), in a queue of its own: a save or a proof never waits
-for the network. What fails is told and tried again with the next clean checkpoint; files that
-are there already, and the same, are not sent twice.
+for the network. A failure is reported and tried again with the next clean checkpoint; files that
+are already there, and equal, are not sent twice.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from runner.checkpoint.remote.store import RemoteRing, WriterClaim
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, kept_there, next_upload
 
-_PATIENCE_SECONDS = 0.2  # between looks at the time at the end of a run
+_PATIENCE_SECONDS = 0.2  # between checks of the time at the end of a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTarget:
-    """Where one incarnation of a run sends what, and by what right.
+    """What one incarnation of a run uploads, where to, and under which claim.
 
     Args:
         ring: the remote.
@@ -46,7 +46,7 @@ class RemoteTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteRules:
-    """How many checkpoints stay at the remote; as the ring's rules of the same names."""
+    """How many checkpoints stay at the remote; like the ring's rules of the same names."""
 
     keep: int
     keep_every: int
@@ -56,7 +56,7 @@ class Uploads:
     """See the module's docstring. Everything but :meth:`close` is called on all ranks alike.
 
     Args:
-        stored: whole clean checkpoints that are at the remote already.
+        stored: whole clean checkpoints that are already at the remote.
         tainted: serials that a rollback left behind.
         queue: the ring's queue for it.
         report: takes incidents, alike on every rank.
@@ -99,7 +99,7 @@ class Uploads:
         return len(self._queue) > 0
 
     def after_step(self, records: Sequence[Record], step: int) -> None:
-        """Begin what is due; ``records`` are the ring's that are on disk."""
+        """Begin the upload that is due; ``records`` are the ring's on disk."""
         self._step = step
         if len(self._queue):
             return
@@ -111,15 +111,15 @@ class Uploads:
             start(self._upload(record))
 
     def distrust(self, is_tainted: Callable[[Record], bool]) -> None:
-        """These are not clean any more: a restart must not find them at the remote.
+        """Remove checkpoints that are no longer clean: a restart must not find them.
 
-        Not for those that the disk damaged: theirs may be the last good copies.
+        Not for those that the disk damaged: the uploads may be their last good copies.
         """
         known = [*self.stored, *([self._sending] if self._sending else [])]
         self._tainted |= {record.serial for record in known if is_tainted(record)}
 
     def finish(self, records: Sequence[Record], seconds: float) -> None:
-        """At the end of a run, wait at most ``seconds`` for what is due. Collective."""
+        """At the end of a run, wait at most ``seconds`` for the upload that is due. Collective."""
         limit = time.monotonic() + seconds
         self.after_step(records, self._step)
         while len(self._queue):
@@ -133,13 +133,13 @@ class Uploads:
             self.after_step(records, self._step)
 
     def close(self) -> None:
-        """Leave what is under way: the next start goes on with it."""
+        """Stop; the next start continues an unfinished upload."""
         self._remote.files.stop()
 
     # -- one checkpoint -------------------------------------------------------------------
 
     def _upload(self, record: Record) -> Process[None]:
-        """Send a checkpoint, its marker last; then remove what need not be kept any more."""
+        """Upload a checkpoint, its marker last; then remove checkpoints no longer kept."""
         self._tried, self._sending = record.serial, record
         is_wanted = yield from self._store_whole(record)
         self._sending = None
@@ -180,7 +180,7 @@ class Uploads:
             self.stored = [known for known in self.stored if known.serial != record.serial]
 
     def _goes_on(self, record: Record, failures: list[str]) -> bool:
-        """Whether an upload is to go on after a job; reports its failures."""
+        """Whether an upload continues after a job; reports the job's failures."""
         if failures:
             self._say(f"checkpoint {record.serial} of step {record.step}: {'; '.join(failures)}")
         return not failures and record.serial not in self._tainted
@@ -195,7 +195,7 @@ class Uploads:
         return self._on_all(what, record, work if self._ranks.rank == 0 else lambda record: None)
 
     def _own(self) -> None:
-        """Be the one that writes there, or fail."""
+        """Check that this writer owns the remote, or fail."""
         self._target.check()
         if not self._has_claimed:
             self._remote.claim(self._target.claim, self._target.run)
@@ -208,7 +208,7 @@ class Uploads:
         self._remote.prepare(folder.name, (folder / COMMITTED).read_bytes())
 
     def _send(self, record: Record) -> None:
-        """This rank's files; where the world has changed, its share of them."""
+        """Upload this rank's files, or its share of them after a change of the world size."""
         entry = self._directory.read(self._directory.folder_of(record))
         names = by_kind(entry.manifest.files)[self._ranks.rank :: self._ranks.world_size]
         for name in names:
