@@ -1,4 +1,4 @@
-"""How one global batch is dealt to ranks and micro-batches, for any world size."""
+"""Shards one global batch over ranks and micro-batches, for any world size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def shard_batch(
 
     Every rank gets the same number of micro-batches of the same sizes, because collectives
     run in lockstep; where the world size does not divide the batch, ``None`` marks a padding
-    sequence of zero weight. Slots go round the ranks, so no rank gets padding only.
+    sequence of zero weight. Slots go round the ranks, so no rank gets only padding.
 
     Raises:
         ValueError: fewer slots than ranks, or a size below one.
@@ -25,7 +25,7 @@ def shard_batch(
 def share_out(
     count: int, micro_size: int, world_size: int, rank: int
 ) -> tuple[tuple[int | None, ...], ...]:
-    """As :func:`shard_batch`, of any number of slots: with fewer than ranks some are padding."""
+    """:func:`shard_batch` for any number of slots; with fewer slots than ranks some are padding."""
     per_rank = -(-count // world_size)
     slots = [
         slot if slot < count else None for slot in range(rank, per_rank * world_size, world_size)

@@ -1,7 +1,7 @@
-"""Whether a job that ended is started again. Pure: from what each attempt left, decide.
+"""Decides whether a job that ended is started again, from what each attempt left. Pure.
 
-The budget is counted in progress, not in attempts: a run that crashes every night and moves on
-each day is worth starting again for ever; one that comes back to the same crash is not.
+The budget counts progress, not attempts: a run that crashes every night and advances
+each day may be restarted for ever; one that repeats the same crash may not.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# What was seen, and not why: a rank that is gone or died in C++, a network where nothing moves.
+# Kinds that say what happened and not why: a rank that is gone or died in C++, a dead network.
 # gloo aborts a rank that receives another size than it expects.
 _UNEXPLAINED = (None, "silence", "exit", "fatal", "network")
 HARDWARE = "hardware"
@@ -36,13 +36,13 @@ class Attempt:
     """What one attempt left behind.
 
     Args:
-        code: the runner's exit code, or that of what was started.
+        code: exit code of the runner, or of the started command.
         clean_before, clean_after: step of the newest clean checkpoint, -1 without one.
-        took_up: it began to train; before that it cannot have failed in a step.
-        step: the step it ended in.
-        cause: the kind of failure, as the ranks' blame has it; None where nobody said.
-        signature: what failed where, in words that stay the same; None where nobody said.
-        diagnosed: it ran with collectives checked.
+        took_up: whether it began to train; before that it cannot have failed in a step.
+        step: the step in which it ended.
+        cause: the kind of failure from the ranks' reports; None where unknown.
+        signature: what failed where, in words that stay the same; None where unknown.
+        diagnosed: whether it ran with collectives checked.
     """
 
     code: int
@@ -63,7 +63,7 @@ class RestartRules:
         pause_seconds: before the first restart without progress; doubled with each further.
         same_failures: how often the same failure at the same step makes it deterministic.
         restart_preempted: False leaves the restart of a preempted job to the scheduler.
-        diagnose: check collectives once after a crash that nobody explained.
+        diagnose: check collectives once after an unexplained crash.
         measure: what ``clean_before`` and ``clean_after`` are steps of.
     """
 
@@ -95,7 +95,7 @@ class End:
 
 
 def after(attempts: Sequence[Attempt], rules: RestartRules, *, asked_to_stop: bool) -> Again | End:
-    """What follows the last of ``attempts`` (at least one), all of one launch, in order."""
+    """Decide what follows the last of ``attempts`` (at least one, of one launch, in order)."""
     last, codes = attempts[-1], rules.codes
     if last.code == codes.done:
         return End(reason="done", code=codes.done)
@@ -118,7 +118,7 @@ def _repeated(attempts: Sequence[Attempt], rules: RestartRules) -> str | None:
     if len(tail) < times or any(not a.took_up or a.code == preempted for a in tail):
         return None
     if any(attempt.cause in (HARDWARE, MEMORY) for attempt in tail):
-        return None  # another node may do it, or smaller micro-batches
+        return None  # another node, or smaller micro-batches, may help
     if len({(a.step, what_failed(a)) for a in tail}) > 1:
         return None
     return (
@@ -128,7 +128,7 @@ def _repeated(attempts: Sequence[Attempt], rules: RestartRules) -> str | None:
 
 
 def what_failed(attempt: Attempt) -> str:
-    """The failure in words."""
+    """A short text that names the failure."""
     return attempt.signature or f"exit code {attempt.code}"
 
 
@@ -153,7 +153,7 @@ def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | 
 
 
 def without_progress(attempts: Sequence[Attempt]) -> int:
-    """Attempts at the end that did not bring the newest clean checkpoint further than ever."""
+    """Number of last attempts that did not advance the newest clean checkpoint."""
     best = attempts[0].clean_before
     count = 0
     for attempt in attempts:

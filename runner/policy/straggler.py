@@ -1,4 +1,4 @@
-"""Which ranks hold the others up, from a few numbers a rank. Plain numbers, no torch."""
+"""Decides which ranks slow the others down, from a few numbers of each. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What a slow rank costs must be worth a line: a share of the step.
+# A slow rank must cost at least this share of a step to be reported.
 _WORTH = 0.05
 
 
@@ -46,12 +46,12 @@ class Straggler:
 
 
 class Stragglers:
-    """Counts slow comparisons; a rank is told once until it has kept up again.
+    """Counts slow comparisons; a rank is reported once, until it has kept up again.
 
     Args:
-        factor: slower than the median rank by this much.
+        factor: how much slower than the median rank counts as slow.
         device_factor: the same for the fixed computation on its device; None: ``factor``.
-        checks: in so many comparisons in a row.
+        checks: in how many comparisons in a row.
     """
 
     def __init__(self, *, factor: float, checks: int, device_factor: float | None = None) -> None:
@@ -65,7 +65,7 @@ class Stragglers:
         step = statistics.median(pace.step for pace in paces)
         for what in ("host", "device"):
             seconds = [getattr(pace, what) for pace in paces]
-            # The lower one of two: with two ranks the middle between them would hide the slow.
+            # The lower median: with two ranks the mean would hide the slow one.
             median = statistics.median_low(seconds)
             for rank, value in enumerate(seconds):
                 is_slow = value > median * self._factors[what]

@@ -1,6 +1,6 @@
-"""From the numbers of one step to its verdict and its action: one place for loop and backtest.
+"""Turns the numbers of one step into a verdict and an action, for loop and backtest alike.
 
-The story around it differs (a loop has weights, a backtest has rows of a file); what is
+Their surroundings differ (a loop has weights, a backtest has rows of a file); what is
 judged and decided must not.
 """
 
@@ -26,16 +26,16 @@ from runner.policy.decision.ladder import (
 from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record
 
-# A level above what an untrained model reaches, by more than noise, is no data mix.
+# A level above an untrained model's loss, by more than noise, is not a new data mix.
 _UNTRAINED_MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDecision:
-    """What a step means and what to do about it.
+    """The verdict on a step and the action to take.
 
-    ``onset`` is the sample position at which the trouble began (of a clean step: its own),
-    ``finding`` the trouble that ended with this step, ``case`` what was decided on (None: a clean
+    ``onset`` is the sample position at which the trouble began (for a clean step its own),
+    ``finding`` the episode that ended with this step, ``case`` the decision's input (None: a clean
     step).
     """
 
@@ -68,12 +68,12 @@ def rule(
     ``blames_weights``: see :class:`DecisionInput`.
     """
     verdict = baseline.judge(signals)
-    if signals.withheld is not None:  # nothing was applied, whatever the judge makes of it
+    if signals.withheld is not None:  # nothing was applied, whatever the judge says
         verdict = replace(verdict, kind=Kind.non_finite, reason=signals.withheld)
     is_bad = verdict.kind in (Kind.non_finite, Kind.spike)
     finding = trouble.note(signals, baseline.before() if is_bad else None)
     if verdict.kind is Kind.clean:
-        # Nothing to decide: what nearly every step costs is the judgement alone.
+        # Nothing to decide: nearly every step costs only the judgement.
         action: Action = Apply(reason=verdict.reason)
         return StepDecision(verdict=verdict, action=action, onset=signals.start, finding=finding)
     case = DecisionInput(
@@ -92,7 +92,7 @@ def rule(
 
 
 def rule_again(ruling: StepDecision, *, baseline: Baseline, ring: Sequence[Record]) -> StepDecision:
-    """The same step with the checkpoints that there are by now."""
+    """Decide the same step again, with the present checkpoints."""
     assert ruling.case is not None
     return _decided(replace(ruling.case, ring=ring), baseline, ruling.finding)
 

@@ -1,10 +1,10 @@
-"""What a stretch of trouble was, told when it ends: its shape and the cause to suspect.
+"""Diagnoses a stretch of trouble when it ends: its shape and its likely cause.
 
-The shape is how it ended: by itself, by going back, or as a rise that no single step showed.
-The cause is read from what came *before* the first bad step, for afterwards all norms are large:
-a norm that was flat and then jumps points at the data, one that crept up before at the
-learning rate or the numerics; NaN out of a calm norm at one sample or one layer. A norm that rose a
-little, as norms also do by themselves, points nowhere: unclear.
+The shape is how it ended: by itself, by a rollback, or as a rise that no single step showed.
+The cause is read from the steps *before* the first bad one, as afterwards all norms are large:
+a norm that was flat and then jumps suggests the data, one that crept up before suggests the
+learning rate or the numerics; NaN after a calm norm suggests a sample or layer. A norm that
+rose a little, as norms also do by themselves, is unclear.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from runner.policy.decision.signals import StepSignals
 
-# So much of the drift alarm's height at the onset already: a divergence, not a jump.
+# This share of the drift alarm's height at the onset means a divergence, not a jump.
 _RISING_SHARE = 0.25
 
 
@@ -52,7 +52,7 @@ class Episode:
 
     @classmethod
     def begin(cls, step: int, start: int, before: PreOnset) -> Episode:
-        """Nothing bad counted yet."""
+        """An episode without steps."""
         return cls(
             onset_step=step,
             start=start,
@@ -66,7 +66,7 @@ class Episode:
         )
 
     def with_step(self, signals: StepSignals, *, is_bad: bool) -> Episode:
-        """One attempted step later."""
+        """The episode after one more attempted step."""
         if not is_bad:
             return replace(self, num_tried=self.num_tried + 1)
         return replace(
@@ -102,7 +102,7 @@ class Diagnosis:
     why: str
 
     def words(self, onset_step: int | None = None) -> str:
-        """One sentence; a replay gives the step as it was recorded."""
+        """One sentence; a replay passes the recorded step number."""
         step = self.episode.onset_step if onset_step is None else onset_step
         return (
             f"{self.shape} from step {step}: {self.course}; "
@@ -111,13 +111,13 @@ class Diagnosis:
 
 
 def transient(episode: Episode) -> Diagnosis:
-    """It stopped by itself once its steps were left out."""
+    """An episode that stopped by itself once its steps were discarded."""
     count = _count(episode.num_bad, "bad step")
     return _finding(episode, "transient", f"{count}, then clean again without going back")
 
 
 def scattered(episode: Episode) -> Diagnosis:
-    """It never stopped, and was never dense enough to go back for."""
+    """An episode that never stopped, and never justified a rollback."""
     count = _count(episode.num_bad, "bad step")
     return _finding(
         episode, "persistent", f"{count} among {episode.num_tried}, never enough at once to go back"
@@ -125,7 +125,7 @@ def scattered(episode: Episode) -> Diagnosis:
 
 
 def stopped(episode: Episode, *, drifted: bool, how: str) -> Diagnosis:
-    """It ended by decision: ``how`` says which."""
+    """An episode that a decision ended; ``how`` says which."""
     if drifted or episode.before.drift_share >= _RISING_SHARE:
         return _finding(episode, "divergence", f"the loss kept rising; {how}")
     count = _count(episode.num_bad, "bad step")
@@ -138,7 +138,7 @@ def _finding(episode: Episode, shape: str, course: str) -> Diagnosis:
 
 
 def blames_data(episode: Episode) -> bool:
-    """Whether bad steps came out of nothing: then neither the rate nor the state is to blame."""
+    """Whether bad steps came without warning: then neither rate nor state is the cause."""
     return episode.num_bad > 0 and episode.before.creep <= 1.0
 
 

@@ -1,4 +1,4 @@
-"""What is never rolled back: the run's incidents and what follows from them.
+"""What is never rolled back: the run's incidents and their consequences.
 
 :class:`History` is a fold over the journal's entries: the skip ledger, the rollbacks, the rate
 cuts, the number of attempts. Every rank holds the same one; rank 0's copy is on disk.
@@ -45,7 +45,7 @@ class Incident:
         """Inverse of :meth:`to_json`; other keys (time, seq, attempt) are left out.
 
         Raises:
-            KeyError, TypeError: the line is no incident.
+            KeyError, TypeError: the line is not an incident.
         """
         samples = line["samples"]
         return cls(
@@ -66,7 +66,7 @@ class Incident:
 class RollbackRecord:
     """A rollback that happened: where trouble began, and the checkpoint the run went back to.
 
-    ``cursor`` is the checkpoint's: what was read from there on was undone.
+    ``cursor`` is the checkpoint's: all that was read after it was undone.
     """
 
     onset_step: int
@@ -81,7 +81,7 @@ class RollbackRecord:
 
 
 class History:
-    """The fold. ``add`` takes incidents in journal order."""
+    """The state that follows from the journal. ``add`` takes incidents in order."""
 
     def __init__(self, told_to_skip: Iterable[tuple[int, int]] = ()) -> None:
         self.ledger = Ledger(told_to_skip)
@@ -92,9 +92,9 @@ class History:
         self.num_starts = 0
         self.num_discarded = 0
         self.num_redone = 0
-        self.num_probes = 0  # computations of a step that explaining has cost
+        self.num_probes = 0  # replays of steps so far
         self.unreadable: set[int] = set()  # indices in the data set
-        self.mixtures: list[tuple[int, dict[str, float]]] = []  # from a position on, by weights
+        self.mixtures: list[tuple[int, dict[str, float]]] = []  # (position, weights from there on)
         self.known_stop = 0  # one past the last position that a line has put into the ledger
 
     def add(self, incident: Incident) -> None:
@@ -144,7 +144,7 @@ class History:
             )
         )
         if detail["cut_steps"]:
-            # From the onset, not from the checkpoint: which one was proven in time depends on
+            # From the onset, not from the checkpoint: which checkpoint is proven in time depends on
             # the disk, and the run must not.
             start = detail["onset_step"] - 1
             stop = start + detail["cut_steps"]
@@ -159,9 +159,9 @@ class History:
         }
 
     def distrusts(self, record: Record) -> bool:
-        """Whether it was saved after copies were last known to be equal, before they differed.
+        """Whether a checkpoint was saved between the last equal replicas and their mismatch.
 
-        The ring says so too, with a mark; a crash may come between this line and the mark.
+        The ring marks it too, but a crash may come between this line and the mark.
         """
         return any(
             record.serial < next_serial and record.step > good_step
@@ -173,7 +173,7 @@ class History:
         return next((r for r in reversed(self.rollbacks) if r.serial == serial), None)
 
     def num_redone_at(self, step: int) -> int:
-        """How often this step was computed again since the run last went back."""
+        """How often this step was redone since the last rollback."""
         num = 0
         for incident in reversed(self.incidents):
             if incident.kind == "rollback":
@@ -182,7 +182,7 @@ class History:
         return num
 
     def newest_discard(self) -> Incident | None:
-        """Since the last rollback. Lines that one rank alone has (``output_lost``) do not count."""
+        """The newest discard since the last rollback; lines of one rank alone do not count."""
         for incident in reversed(self.incidents):
             if incident.kind == "rollback":
                 return None
@@ -211,7 +211,7 @@ class History:
     def discards_from(self, cursor: int) -> list[Incident]:
         """Discards at sample position ``cursor`` or later that no rollback undid, in order.
 
-        The place in the journal does not tell which they are: a restarted run may come to a
+        Their place in the journal does not matter: a restarted run may reach a
         discard long after it was journalled.
         """
         return [
@@ -230,24 +230,24 @@ class History:
 WARNING = "warning"  # a line of it says that the run may be about to diverge
 _QUOTED_STEPS, _MOST_QUOTED = 500, 4
 _KEPT_FOR_WARNINGS = 2
-GO_BACK = "go back"  # the remedy where the weights are to blame, and no sample is
+GO_BACK = "go back"  # the remedy where the weights are the cause, and no sample
 MIX = "data mix"  # the cause after which a level may settle without a rollback
 
 
 def cause_of(incident: Incident) -> str | None:
-    """The name of the cause that replays have found; None where none was looked for."""
+    """The name of the cause that replays found; None without replays."""
     cause = incident.detail.get("cause")
     return str(cause["cause"]) if isinstance(cause, Mapping) else None
 
 
 def probes_of(incident: Incident) -> int:
-    """Computations of a step that were made to explain it."""
+    """The number of replays made to explain an incident."""
     cause = incident.detail.get("cause")
     return int(cause["steps"]) if isinstance(cause, Mapping) else 0
 
 
 def discard_incident(signals: StepSignals, *, verdict: str, reason: str) -> Incident:
-    """A discard, with what its line must hold so that a restart can repeat the judgement."""
+    """A discard's journal line, with all that a restart needs to repeat the judgement."""
     return Incident(
         kind="discard",
         step=signals.step,
@@ -283,5 +283,5 @@ def discarded_signals(incident: Incident) -> StepSignals:
 
 
 def _word(value: float) -> float | str:
-    """JSON has no NaN and no Infinity; float() reads these words back."""
+    """A number as a word if JSON lacks it (NaN, Infinity); float() reads it back."""
     return value if math.isfinite(value) else repr(value)

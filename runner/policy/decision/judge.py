@@ -1,4 +1,4 @@
-"""The judge: what one step's numbers mean, given the clean steps before it."""
+"""The judge: whether a step is bad, given the clean steps before it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Verdict:
     """A judgement and the sentence that explains it.
 
     ``onset_step`` and ``onset`` (sample position) say where the trouble began; for a single
-    bad step that is the step itself, for a drift where the excess began to pile up. ``limits``
-    are those that the step was held against.
+    bad step that is the step itself, for a drift the step where the excess began. ``limits``
+    are those that the step was compared with.
     """
 
     kind: Kind
@@ -56,19 +56,19 @@ class JudgeRules:
     drift_rise: float
 
 
-# The level that a falling loss is judged against: the median of so many newest losses. Five
+# The level for judging a falling loss: the median of this many newest losses. Five
 # follow the steepest hundred steps of a language model closely; two bad ones do not move it.
 _LEVEL_STEPS = 5
-# What the whole window says of slope, noise and tail is held against the newest steps: where a
-# steep beginning has just ended, most of the window still tells of another curve.
+# Slope, noise and tail of the whole window are compared with the newest steps: where a
+# steep beginning has just ended, most of the window still shows another curve.
 _LATE_STEPS = 16
-# A slope is corrected for by no more than this share of loss_floor: a steep fall that ends at once
-# is no trouble, and a limit below the level would never let the level in.
+# A slope correction is at most this share of loss_floor: a steep fall that ends at once
+# is no trouble, and a limit below the level would never admit the level.
 _MOST_BIAS = 0.5
-# Sixteen values tell the noise to about a third and the tail worse; so much is allowed for that.
+# Sixteen values estimate the noise to about a third, and the tail worse; this allows for it.
 _LATE_SIGMAS = 2.0
 _LATE_TAIL = 1.5
-# A pair must stand out of the window's own tail: this many times as far above the middle as the
+# A pair must exceed the window's own tail: this many times as far above the middle as the
 # third highest value (one or two hard batches do not move it). That is 3.5 sigmas of normal noise,
 # more where tails are heavy.
 _TAIL_RANK = 3
@@ -78,15 +78,15 @@ _DRIFT_STEPS = 10
 # The alarm's least height in robust sigmas of the loss. With the slack of one sigma, chance
 # alone comes so high about once in exp(2 * 0.6 * 16) = 2e8 steps of normal noise.
 _DRIFT_SIGMAS = 16.0
-# The best level held is forgotten by one slack in so many steps: what rises slower than that
+# The best level rises by one slack in this many steps: what rises slower than that
 # is the data or the schedule.
 _DRIFT_MEMORY = 1000
-# A run whose best level lies above what it began with has learned nothing that going back would
+# A run whose best level is above its beginning has learned nothing that a rollback would
 # save. Above: by so many nats and so many robust sigmas (the median of five errs by half a sigma).
 _BEGINNING_STEPS = 5
 _ABOVE_BEGINNING = 0.1
 _ABOVE_BEGINNING_SIGMAS = 2.0
-# What counts as normal norm before trouble: these many newest clean steps.
+# The normal norm before trouble comes from this many newest clean steps.
 _BEFORE_STEPS = 8
 
 
@@ -105,7 +105,7 @@ def _noise(window: Window) -> _Noise:
 
 
 def _late_noise(late: Window) -> _Noise:
-    """The same of the newest steps alone, with an allowance for their being few."""
+    """The noise of the newest steps alone, with an allowance for their small number."""
     center, sigma = late.center_and_sigma()
     tail = _LATE_TAIL * _PAIR_TAILS * (late.largest(1) - center)
     return _Noise(center, _LATE_SIGMAS * sigma, tail)
@@ -114,7 +114,7 @@ def _late_noise(late: Window) -> _Noise:
 class Baseline:
     """What normal looks like: statistics of applied steps only. Rolled back with the weights.
 
-    A loss is held against two levels: the median of the window, and the median of the last
+    A loss is compared with two levels: the median of the window, and the median of the last
     five steps. The first does not follow a rise, the second follows a fall: in the first
     hundreds of steps the window's median lies whole nats above the curve and would hide any
     jump. How far a healthy loss lies from the second (the surprise: its bias where the loss
@@ -176,17 +176,17 @@ class Baseline:
 
     @property
     def bounds(self) -> Bounds:
-        """The gate's bounds for the next step, everything before it being known."""
+        """The gate's bounds for the next step, where everything before it is known."""
         return Bounds(usual=self.limits, again=self.limits)
 
     @property
     def bounds_ahead(self) -> Bounds:
-        """For the step after the next, should the next be applied and clean."""
+        """The bounds of the step after the next, if the next is applied and clean."""
         usual, again = self._next_limits
         return Bounds(usual=usual, again=again, high=self._limits[True].loss)
 
     def end_limit(self, earlier: float | None = None) -> float:
-        """The highest loss, in nats per token, at which an end state passes for sound.
+        """The highest loss, in nats per token, at which an end state counts as sound.
 
         Args:
             earlier: a held-out loss of before. No further above it than the limit lies above the
@@ -208,7 +208,7 @@ class Baseline:
         self.clean_streak += 1
         self._after_high = self._is_high(signals)
         if not self._rules.enabled:
-            return  # what was not judged may be anything, NaN included
+            return  # a loss that was not judged may be anything, even NaN
         if math.isnan(self.first_loss):
             self.first_loss = signals.loss
         if len(self._beginning) < _BEGINNING_STEPS:
@@ -237,7 +237,7 @@ class Baseline:
         return not signals.loss <= self._limits[True].loss
 
     def restart_at(self, losses: list[float], grad_norms: list[float]) -> None:
-        """Take a new level as normal: forget the old statistics, begin with these values."""
+        """Accept a new level: forget the old statistics and begin with these values."""
         losses = losses[-self._rules.window :]
         center = statistics.median(losses)
         self._begin_with(losses[-_BEGINNING_STEPS:])
@@ -254,7 +254,7 @@ class Baseline:
         return list(zip(reversed(self._loss.newest(count)), norms, strict=True))
 
     def before(self) -> PreOnset:
-        """What the clean steps up to now looked like, for the record of an episode."""
+        """Statistics of the clean steps so far, for the record of an episode."""
         if not len(self._loss):
             return PreOnset(
                 loss=0.0, grad_norm=0.0, creep=1.0, is_creep_clear=False, drift_share=0.0
@@ -379,7 +379,9 @@ class Baseline:
             return 0.0  # armed no earlier than the gate, or one unjudged spike would be a drift
         margin = max(_ABOVE_BEGINNING, _ABOVE_BEGINNING_SIGMAS * self._sigma)
         if self._best_level > self._began + margin:
-            return 0.0  # nothing learned yet: going back would save nothing, and meet it again
+            return (
+                0.0  # nothing learned yet: a rollback would save nothing, and meet the same again
+            )
         return min(loss - self._best_level - self._slack, self._alarm / _DRIFT_STEPS)
 
     def _has_risen(self) -> bool:
@@ -390,11 +392,11 @@ class Baseline:
     def _pile_up_drift(self, signals: StepSignals) -> None:
         if self._drift == 0.0:
             self._drift_onset = (signals.step, signals.start)
-        # No more than the alarm: what never rose far enough is not held against it for ever.
+        # Capped at the alarm, so that a rise that stopped short is forgotten in time.
         self._drift = min(max(0.0, self._drift + self._excess(signals.loss)), self._alarm)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, exactly: floats survive JSON bit for bit (shortest repr)."""
+        """The exact state: floats survive JSON bit for bit (shortest repr)."""
         return {
             "loss": self._loss.values(),
             "surprise": self._surprise.values(),
@@ -431,7 +433,7 @@ def _rise(values: list[float]) -> tuple[float, bool]:
     """From the first quarter's median to the last's, and whether it goes on in between."""
     size = len(values) // 4
     if size < _BEFORE_STEPS:
-        return 0.0, False  # medians of so few tell nothing
+        return 0.0, False  # medians of so few values mean nothing
     quarters = [statistics.median(values[at * size : (at + 1) * size]) for at in range(4)]
     return quarters[-1] - quarters[0], quarters == sorted(quarters)
 

@@ -3,7 +3,7 @@
 one bad step            discard it
 bad steps persist       back to the newest clean checkpoint before the onset, skip the range
 it comes back           an older checkpoint, a wider range; then a lower rate for a while, unless
-                        it came out of nothing each time, as bad data does
+                        it came without warning each time, as bad data does
 it comes back, level    finite and steady from other weights too: it is the data's new
                         level; take it as the new baseline
 budget spent            halt: a person must look
@@ -73,7 +73,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebaseline:
-    """Take the level of these steps as normal from here on.
+    """Accept the level of these steps as normal from here on.
 
     ``applied``: they were within the gate's limits (a drift), so this step counts.
     """
@@ -124,7 +124,7 @@ class BadStep:
     finite: bool
 
 
-# An episode that neither ended nor came to a rollback is told after so many windows.
+# An episode without end or rollback is reported after this many windows.
 _LONGEST_EPISODE = 10
 
 
@@ -178,7 +178,7 @@ class BadStepTracker:
         return finding
 
     def settle(self) -> None:
-        """The episode is over by decision: its level is the new normal."""
+        """End the episode by decision: its level is the new normal."""
         self._recent.clear()
         self._num_recent = 0
         self.bad.clear()
@@ -229,7 +229,7 @@ def _bad_step(signals: StepSignals) -> BadStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionInput:
-    """All that a decision rests on. ``trouble`` has already noted the step.
+    """The inputs of a decision. ``trouble`` has already noted the step.
 
     ``untrained_loss`` (nats per token) bounds what may become a new baseline: a level worse
     than knowing nothing is no data mix. ``recent`` are (loss, grad norm) of the newest clean
@@ -369,7 +369,7 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
 
 
 def _blames_data(case: DecisionInput) -> bool:
-    """A rate is not cut for the data's fault: that would only cost what was to be learned."""
+    """Whether the data is the cause: then a lower rate would only slow learning."""
     episode = case.trouble.episode
     return case.verdict.kind is not Kind.drift and episode is not None and blames_data(episode)
 
@@ -377,7 +377,7 @@ def _blames_data(case: DecisionInput) -> bool:
 def reach(
     trouble: BadStepTracker, rules: RemedyRules, *, updates: int, cursor: int, ledger: Ledger
 ) -> Reach:
-    """How far back a rollback would have to go whose next bad step comes now.
+    """How far back a rollback would go if the next step were bad.
 
     Its onset is the first of the bad steps that may still belong together, or the step to come,
     as in :attr:`DecisionInput.onset`. A drift's is left out: it may lie any number of checkpoints
@@ -391,9 +391,9 @@ def reach(
 
 
 def _skip_range(case: DecisionInput) -> tuple[int, int]:
-    """From the onset less a margin to the end of the trouble seen, wider at each repeat.
+    """The range to skip: from before the onset to the end of the trouble, wider at each repeat.
 
-    The margin is counted in samples that were read: what the ledger holds already is no margin.
+    The margin counts samples that were read, not those already in the ledger.
     """
     rules, ahead = case.rules, case.rules.ahead
     if case.repeat:

@@ -60,7 +60,7 @@ class Ledger:
         yield start, None
 
     def before(self, stop: int, count: int) -> int:
-        """The position from which on ``count`` positions below ``stop`` may be read; at least 0."""
+        """The position after which ``count`` positions below ``stop`` may be read; at least 0."""
         at = bisect_left(self._starts, stop) - 1
         while at >= 0:
             free = stop - self._stops[at]

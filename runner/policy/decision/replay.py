@@ -1,9 +1,9 @@
-"""The guard over a recorded curve: the same judge, the same ladder, on rows instead of steps.
+"""Runs the guard over a recorded curve: the same judge and ladder, on rows instead of steps.
 
 A row stands for one attempted step and for one position of the stream. A rollback is carried
 out as the loop would: the statistics of the checkpoint come back, the rows from there to the
-skipped range are read again, the range is not. What a curve cannot tell is how the run would
-have gone on after being mended: the rows behind the range are those of the run that was not.
+skipped range are read again, the range is not. A curve cannot show how the run would
+have continued after the repair: the rows after the range are those of the unrepaired run.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Limits, StepSignals
 from runner.policy.retention.records import Record, State, due_for_proof, retire, with_state
 
-# States kept to go on from where a recorded restart did.
+# States kept, to continue where a recorded restart did.
 _STATES_KEPT = 1000
-_ROWS_AT_ONCE = 1000  # before somebody is told how far it is
+_ROWS_AT_ONCE = 1000  # rows between reports of progress
 _ACTIONS: dict[type[Action], str] = {
     Discard: "discard",
     Rollback: "rollback",
@@ -88,7 +88,7 @@ class Decision:
 
 
 class Replay:
-    """One pass over one curve: :meth:`run`, then read what it found.
+    """One pass over one curve: call :meth:`run`, then read the results.
 
     ``decisions`` in the order they were taken, ``findings`` (end row and what the trouble was),
     ``skipped`` the rows that rollbacks would never have read, ``limits`` in force at each row
@@ -116,7 +116,7 @@ class Replay:
         self._begin_anew(0)
 
     def run(self, moved: Callable[[int], None] = lambda row: None) -> None:
-        """Replay the whole curve; ``moved`` is told now and then at which row it is."""
+        """Replay the whole curve; ``moved`` is called now and then with the row."""
         total = len(self._curve.steps)
         marks = sorted((self._curve.restarts | self._curve.fresh) - {0})
         for begin, end in pairwise([0, *marks, total]):
@@ -130,11 +130,11 @@ class Replay:
                 moved(row)
 
     def _forget_the_beginning(self) -> None:
-        """The first row to come is no untrained model's, so its loss bounds nothing."""
+        """Note that the next row is not an untrained model's: its loss bounds nothing."""
         self._remedy = replace(self._remedy, untrained_loss=math.inf)
 
     def _begin_anew(self, row: int) -> None:
-        """The state of a run whose first row this is."""
+        """Reset to the state of a run that begins with this row."""
         self._baseline = Baseline(self._judge)
         self._trouble = BadStepTracker(self._remedy)
         self._history = History()
@@ -147,7 +147,7 @@ class Replay:
         self._prove()
 
     def _read(self, row: int, end: int) -> int:
-        """Rows from ``row`` on until something other than applying them; returns the next."""
+        """Read rows from ``row`` on until one is not simply applied; returns the next."""
         curve, updates, baseline = self._curve, self._updates, self._baseline
         losses, norms, ledger = curve.losses, curve.grad_norms, self._history.ledger
         every, limits = self._saves.every, self.limits
@@ -195,7 +195,7 @@ class Replay:
         return row
 
     def _act(self, row: int, signals: StepSignals, ruling: StepDecision) -> int:
-        """What the loop would do; returns the row to read next."""
+        """Act as the loop would; returns the row to read next."""
         action, verdict = ruling.action, ruling.verdict
         self._baseline.refuse(signals)
         undone, following = 0, row + 1
@@ -217,7 +217,7 @@ class Replay:
             )
         )
         if isinstance(action, Halt):
-            # A person would look, and start again; what follows is judged with a clean slate.
+            # A person would look and start again; the judge forgets what was before.
             first_loss = self._baseline.first_loss
             self._begin_anew(row + 1)
             self._baseline.first_loss = first_loss
@@ -239,7 +239,7 @@ class Replay:
 
     def _roll_back(self, signals: StepSignals, action: Rollback) -> int:
         target = action.targets[0]
-        # What was recorded after a restart or a gap is no continuation of these rows.
+        # Rows after a restart or a gap do not continue these rows.
         skip = action.skip[0], min(action.skip[1], self._end)
         self.skipped.add(*skip)
         self._history.add(
@@ -255,7 +255,7 @@ class Replay:
                     "cursor": target.cursor,
                     "serial": target.serial,
                     "next_serial": self._next_serial,
-                    # Read again, a recorded row would be the same trouble for ever.
+                    # Reading a recorded row again would give the same trouble for ever.
                     "read_again": False,
                     "repeat": action.repeat,
                     "metrics_bytes": 0,
@@ -269,7 +269,7 @@ class Replay:
         return target.cursor
 
     def _recorded_restart(self, begin: int) -> int:
-        """The recorded run went back itself: from the newest state before the step it went to.
+        """Follow a recorded restart: continue from the newest state before the step it went to.
 
         The rows it left behind are never read again.
         """

@@ -1,4 +1,4 @@
-"""What a step tells: the numbers that every rank agrees on, and how equality is agreed.
+"""The numbers of a step that all ranks agree on, and how they agree on equality.
 
 A fingerprint that must be equal everywhere is summed, not gathered: each rank contributes
 its lanes and their squares, and all ranks' values are equal exactly when
@@ -18,7 +18,7 @@ _LANE_BITS = 12  # ranks^2 * 2^24 stays below 2^53 (exact in FP64) up to 23,000 
 
 
 def lanes(identity: str) -> tuple[int, ...]:
-    """36 bits of SHA-256 as three numbers small enough to be summed exactly in FP64."""
+    """36 bits of SHA-256 as three numbers, small enough to be summed exactly in FP64."""
     bits = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
     mask = (1 << _LANE_BITS) - 1
     return tuple((bits >> (_LANE_BITS * lane)) & mask for lane in range(NUM_LANES))
@@ -54,7 +54,7 @@ class StepSignals:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the numbers can be reasoned with: an engine withholds what overflows."""
+        """Whether the numbers are finite; an engine withholds what overflows."""
         return (
             math.isfinite(self.loss)
             and math.isfinite(self.grad_norm)
@@ -71,7 +71,7 @@ class Limits:
     grad_norm: float = math.inf
 
     def exceeded(self, signals: StepSignals) -> bool:
-        """The gate, on the host: the device computes the same from the same numbers."""
+        """Which bound is exceeded. The device's gate decides the same from the same numbers."""
         return (
             not signals.is_finite or signals.loss > self.loss or signals.grad_norm > self.grad_norm
         )
@@ -79,7 +79,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What the gate picks its limits from when it decides before the host has seen the step before.
+    """The gate's choice of limits when it decides before the host has seen the last step.
 
     ``again`` holds where the loss of the step before was not at or below ``high``, else ``usual``.
     Where everything before is known both are the same.

@@ -1,6 +1,6 @@
-"""Samples that could not be read: which are passed over, and when that is no remedy.
+"""What to do about samples that cannot be read: which to skip, and when to give up.
 
-Pure. What is decided rests on what all ranks were told, so all decide alike.
+Pure. All ranks decide from the same gathered values, so all decide alike.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-# A rank of whose share the system refused everything, and that much at least, has lost its
-# storage: what it could not read is as good as ever, and passing it over would only cost it.
+# A rank whose whole share the system refused, and at least this much, has lost its
+# storage: its samples are probably sound, and skipping them would only lose them.
 _LEAST_SHARE = 4
 _SHOWN = 3
 
@@ -19,9 +19,9 @@ _SHOWN = 3
 class Unreadable:
     """A sample that a rank could not read.
 
-    ``position`` is its place in the stream (of a held-out one: in the held-out set), ``index``
-    that in the data set, ``name`` what the data set calls it. ``refused``: the system would not
-    give it, again and again; else what it gave was no sample.
+    ``position`` is its place in the stream (or in the held-out set), ``index``
+    that in the data set, ``name`` the data set's name for it. ``refused``: the system would not
+    give it, again and again; otherwise the data was not a valid sample.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOver:
-    """Never read these positions again, and go on."""
+    """Skip these positions for good, and go on."""
 
     positions: tuple[int, ...]
     reason: str
@@ -57,9 +57,9 @@ def decide(
     """What to do about the unreadable samples of one step.
 
     Args:
-        shares: samples each rank was to read, by rank.
-        known: indices of the samples passed over so far.
-        most: different samples that may be passed over in all.
+        shares: samples that each rank had to read, by rank.
+        known: indices of the samples skipped so far.
+        most: how many different samples may be skipped in all.
     """
     refused = Counter(one.rank for one in found if one.refused)
     lost = [rank for rank, num in refused.items() if num >= max(shares[rank], _LEAST_SHARE)]

@@ -48,7 +48,7 @@ class Window:
         return list(islice(reversed(self._arrived), count))
 
     def largest(self, rank: int) -> float:
-        """The ``rank``-th largest value held, 1 being the largest; of fewer the smallest."""
+        """The ``rank``-th largest value, 1 being the largest; the smallest if there are fewer."""
         return self._sorted[-min(rank, len(self._sorted))]
 
     def median(self) -> float:
@@ -60,7 +60,7 @@ class Window:
         return self.center_and_sigma()[1]
 
     def center_and_sigma(self) -> tuple[float, float]:
-        """Both at the price of one."""
+        """Median and sigma, at the price of one."""
         center = median_of_sorted(self._sorted)
         return center, MAD_TO_SIGMA * self._median_deviation(center)
 

@@ -1,4 +1,4 @@
-"""What checkpoints and failures will cost a large run: a model of scale, numbers only.
+"""Models what checkpoints and failures cost a large run. Numbers only.
 
 Failures are a Poisson process over the whole job. A run alternates between work and stalls of
 the training thread; a failure throws away what no usable checkpoint holds, is detected, and the
@@ -23,21 +23,21 @@ from types import MappingProxyType
 # FP32 weights and both moments of AdamW, as the ring keeps them.
 BYTES_PER_PARAMETER = 12
 
-_TOO_LARGE = 500.0  # exponents; such a run gets nowhere
+_TOO_LARGE = 500.0  # largest exponent; such a run makes no progress
 _LONGEST = 20.0  # no better interval is longer than this many times the time between failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """A row of a failure table; ``takes_node``: what is in that node's memory is out of reach."""
+    """A row of a failure table; ``takes_node``: whether the node's memory is lost."""
 
     count: int
     takes_node: bool
 
 
 # Llama 3 2024: unexpected interruptions of the 405B pre-training on 16,384 H100 (2,048
-# nodes) in 54 days. Which rows cost a node its memory is our reading, not the paper's: hardware
-# that is swapped does, software and the network between nodes do not.
+# nodes) in 54 days. Which rows lose a node's memory is our reading, not the paper's: hardware
+# that is swapped does; software and the network between nodes do not.
 LLAMA3_FAILURES: Mapping[str, Cause] = MappingProxyType(
     {
         "faulty GPU": Cause(count=148, takes_node=True),
@@ -113,7 +113,9 @@ class Strategy(Enum):
     """How checkpoints are made."""
 
     synchronous = "synchronous"  # training waits until the checkpoint is on disk
-    asynchronous = "asynchronous"  # training waits for a copy; the disk is written behind it
+    asynchronous = (
+        "asynchronous"  # training waits for a copy; the disk is written in the background
+    )
     ring = "memory + disk ring"  # copies kept in host memory; every few of them written to disk
 
 
@@ -154,7 +156,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The best there is with one strategy.
+    """The best plan with one strategy.
 
     ``steps`` lie between snapshots, ``disk_steps`` between checkpoints on disk.
     ``lost_seconds`` of running are thrown away by a failure and ``down_seconds`` pass before
@@ -219,7 +221,7 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     if period / mtbf > _TOO_LARGE or restart > _TOO_LARGE or math.isinf(disk_down):
         return 0.0
     fails, restart_fails = -math.expm1(-period / mtbf), -math.expm1(-restart)
-    # A start from memory that fails begins again, or, with memory lost, becomes one from disk.
+    # A failed start from memory begins again, or, if memory is lost, starts from disk.
     attempts = 1 / (1 - restart_fails * share)
     memory_down = (costs.detect_seconds + restart_fails * mtbf) * attempts
     memory_lost = restart_fails * (1 - share) * attempts
@@ -228,7 +230,7 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     stays = 1 - fails * share * (1 - memory_lost)
     spent, falls = spent / stays, to_disk / stays
     lag = math.exp(-(1 - share) * costs.save_seconds / mtbf)
-    if falls <= 0:  # the disk is never read: any interval is as good
+    if falls <= 0:  # the disk is never read: any interval is equally good
         return steps * costs.step_seconds / spent
     work = per_disk * steps * costs.step_seconds
     power = -per_disk * math.log1p(-falls)
@@ -286,7 +288,7 @@ def _ring_plan(costs: Costs) -> Plan:
     share, mtbf = costs.memory_share, costs.mtbf_seconds
     period = steps * costs.step_seconds + costs.stall_seconds
     from_memory = _lost(period, 0.0, mtbf)
-    # Only failures that take memory along count in a disk period.
+    # Only failures that lose memory count in a disk period.
     rare = mtbf / max(1 - share, 1e-12)
     from_disk = _lost(per_disk * period, min(costs.save_seconds, per_disk * period), rare)
     copies = costs.slots * (2 if costs.mirrored else 1)
@@ -320,7 +322,7 @@ def _lost(period: float, lag: float, mtbf: float) -> float:
     power = period / mtbf
     if power > _TOO_LARGE:
         return math.inf
-    if power < 1e-6:  # where the difference below would be rounding alone
+    if power < 1e-6:  # where the difference below would be only rounding
         return period / 2 + lag
     within = mtbf - period / math.expm1(power)
     return within + period * -math.expm1(-lag / mtbf) / math.expm1(power)

@@ -1,8 +1,8 @@
-"""``checkpoint.every=auto``: how many steps lie between checkpoints, from what things cost.
+"""``checkpoint.every=auto``: the number of steps between checkpoints, from measured costs.
 
 The formula is :func:`runner.policy.retention.goodput.availability_interval`. What goes into it
-is measured in the run; how often it fails is seldom known early, so that a rate to begin from
-counts as one failure seen.
+is measured in the run. How often it fails is seldom known early, so a prior rate
+counts as one failure.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from runner.policy.retention.goodput import (
     node_mtbf_hours,
 )
 
-FIRST_PROBATIONS = 2  # times clean_after, before anything is measured: to learn the costs soon
-_LEAST_SAVES = 2  # measured before anything is changed
+FIRST_PROBATIONS = 2  # times clean_after, before anything is measured, to learn the costs soon
+_LEAST_SAVES = 2  # saves measured before the interval changes
 _CALM = 1.25  # an interval stays while the best one is within this factor of it
 _REMEMBERED_SAVES = 8
 _REMEMBERED_STEPS = 256
-_OWN_HOURS = 24.0  # of one machine: people and queues end a job more often than its hardware
+_OWN_HOURS = 24.0  # for one machine: people and queues end a job more often than its hardware does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class IntervalRules:
 
     @property
     def first(self) -> int:
-        """Steps to begin with."""
+        """The first interval, in steps."""
         return self.bounded(FIRST_PROBATIONS * self.clean_after)
 
     def bounded(self, steps: int) -> int:
-        """Within ``clean_after`` and ``most``."""
+        """Bound an interval by ``clean_after`` and ``most``."""
         return max(self.clean_after, min(self.most, steps))
 
 
@@ -52,13 +52,13 @@ class Measured:
     """One rank's numbers, in seconds.
 
     Args:
-        step: a step while no checkpoint is being written.
-        blocked: of training, for one save.
-        slowed: what the steps while it is written take longer, in all.
-        write: from a save until nothing of it is under way any more.
+        step: of a step while no checkpoint is being written.
+        blocked: for which one save blocks training.
+        slowed: added to all steps while it is written.
+        write: from a save until all its background work is done.
         restart: from the last sign of life to the first new step.
-        failures: crashes and rollbacks: what went back to a checkpoint.
-        up: that the run has been up, over all its starts.
+        failures: number of crashes and rollbacks, which go back to a checkpoint.
+        up: for which the run has been up, over all its starts.
     """
 
     step: float
@@ -71,7 +71,7 @@ class Measured:
 
     @property
     def save(self) -> float:
-        """What a save costs training."""
+        """Seconds that a save costs training."""
         return self.blocked + self.slowed
 
     def to_json(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Measured:
 
 
 def prior_seconds(given_hours: float | None, num_nodes: int) -> float:
-    """Between failures of a job before it has seen any: as given, or by the size of the job."""
+    """Seconds between failures, before any happened: as configured, or from the job's size."""
     by_size = node_mtbf_hours(LLAMA3_FAILURES, LLAMA3_DAYS, LLAMA3_NODES) / num_nodes
     return 3600 * (given_hours or min(_OWN_HOURS, by_size))
 
@@ -93,8 +93,8 @@ def mtbf_seconds(measured: Measured, rules: IntervalRules) -> float:
 def best_steps(measured: Measured, rules: IntervalRules) -> int:
     """Steps between checkpoints that lose least, in two digits, within the bounds.
 
-    No checkpoint before the one before it is written, or before its probation is over: it
-    could not be gone back to.
+    No checkpoint before the last one is written, or before its probation is over: it
+    could not serve a rollback.
     """
     detect = max(rules.clean_after * measured.step, measured.write)
     seconds = availability_interval(
@@ -111,14 +111,14 @@ def _two_digits(number: float) -> int:
 
 
 def next_steps(now: int, measured: Measured, rules: IntervalRules) -> int:
-    """The interval from here on: ``now``, unless the best one is far from it."""
+    """The next interval: ``now``, unless the best one is far from it."""
     best = best_steps(measured, rules)
     is_near = now / _CALM <= best <= now * _CALM
     return now if is_near and now == rules.bounded(now) else best
 
 
 def why(was: int, steps: int, measured: Measured, rules: IntervalRules) -> str:
-    """In words, with the numbers."""
+    """A sentence with the numbers."""
     hours = mtbf_seconds(measured, rules) / 3600
     return (
         f"a save costs {measured.save:.3g} s ({measured.blocked:.3g} of it blocking) and is "
@@ -130,24 +130,24 @@ def why(was: int, steps: int, measured: Measured, rules: IntervalRules) -> str:
 
 
 class SaveCosts:
-    """A fold over steps and saves, on one rank."""
+    """Collects the costs of steps and saves, on one rank."""
 
     def __init__(self) -> None:
         self._idle: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._busy: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
-        # Of each save: seconds blocked, steps while it was under way, their seconds.
+        # For each save: seconds blocked, steps while it was under way, their seconds.
         self._saves: deque[tuple[float, int, float]] = deque(maxlen=_REMEMBERED_SAVES)
         self._now: tuple[float, int, float] | None = None
 
     def step(self, seconds: float, *, busy: bool) -> None:
-        """A step; ``busy`` while a checkpoint is written, proven or sent."""
+        """Note a step; ``busy`` while a checkpoint is written, proven or uploaded."""
         (self._busy if busy else self._idle).append(seconds)
         if busy and self._now is not None:
             blocked, steps, spent = self._now
             self._now = blocked, steps + 1, spent + seconds
 
     def saved(self, blocked_seconds: float) -> None:
-        """A save began after ``blocked_seconds``; the one before it is measured whole."""
+        """Note a save that blocked ``blocked_seconds``; the save before it is now complete."""
         if self._now is not None:
             self._saves.append(self._now)
         self._now = blocked_seconds, 0, 0.0
@@ -157,7 +157,7 @@ class SaveCosts:
         return len(self._saves) >= _LEAST_SAVES
 
     def measured(self, *, restart: float, failures: int, up: float) -> Measured:
-        """Medians, which one slow step or disk does not move."""
+        """The medians, which one slow step or disk does not move."""
         step = statistics.median(self._idle or self._busy or [0.0])
         slowed = [max(0.0, spent - steps * step) for _, steps, spent in self._saves]
         return Measured(

@@ -1,6 +1,6 @@
-"""Which checkpoints are proven, which may be used, which may go. No files here.
+"""Decides which checkpoints are proven, which may be used, which may be deleted. No files here.
 
-A record is one copy of a checkpoint, in memory or on disk; the copies of one moment share a
+A record is one copy of a checkpoint, in memory or on disk; copies of the same state share a
 serial. ``committed``: whole. ``clean``: verified and followed by enough clean steps.
 ``tainted``: trouble began before it was proven, or the run went back behind it.
 """
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-# Unproven checkpoints serve a restart only; more than the two newest are of no use to it.
+# Unproven checkpoints serve only a restart, which needs no more than the two newest.
 _UNPROVEN_KEPT = 2
 
 
@@ -22,7 +22,7 @@ class State(Enum):
 
 
 class Tier(Enum):
-    """Where a copy lies. One in memory may be gone after a crash; retention never counts it."""
+    """Where a copy is. One in memory may be lost in a crash; retention never counts it."""
 
     memory = "memory"
     disk = "disk"
@@ -68,7 +68,7 @@ def due_for_proof(
 ) -> list[Record]:
     """Committed checkpoints followed by ``clean_after`` clean steps in a row.
 
-    A discarded step begins the count anew. The initial state (step 0) needs no probation:
+    A discarded step restarts the count. The initial state (step 0) needs no probation:
     no update came before it that could have poisoned it.
     """
     return [
@@ -94,7 +94,7 @@ def without(records: Iterable[Record], serial: int, tier: Tier) -> list[Record]:
 
 
 def rollback_targets(records: Iterable[Record], *, cursor: int, step: int) -> list[Record]:
-    """Clean checkpoints that read nothing from ``cursor`` on and are at ``step`` or before.
+    """Clean checkpoints from before ``cursor`` and at ``step`` or earlier.
 
     Newest first.
     """
@@ -107,10 +107,10 @@ def rollback_targets(records: Iterable[Record], *, cursor: int, step: int) -> li
 
 
 def older_targets(targets: Sequence[Record], repeat: int) -> list[Record]:
-    """Where to go when trouble has come back ``repeat`` times, best first.
+    """Rollback targets when trouble has come back ``repeat`` times, best first.
 
-    As many checkpoints on disk are passed over: snapshots in memory lie a few steps apart, and
-    going back a few steps more is no other remedy. Those passed over come last, the oldest
+    As many checkpoints on disk are skipped: snapshots in memory are a few steps apart, and
+    a few steps more would not help. The skipped ones come last, the oldest
     first: better than none where the others cannot be loaded.
     """
     serials = [record.serial for record in on_disk(targets) or targets]
@@ -161,7 +161,7 @@ def retire(
 
 
 def make_room(records: Iterable[Record], *, busy: Collection[int], must: bool) -> Record | None:
-    """The copy in memory to give up for a new one; None: rather do without the new one.
+    """The copy in memory to drop for a new one; None: do without the new one.
 
     Kept: the newest clean one, which a rollback goes to; the oldest unproven one, which is
     nearest to its proof: if each snapshot took the place of the one before, none would ever be
@@ -169,7 +169,7 @@ def make_room(records: Iterable[Record], *, busy: Collection[int], must: bool) -
 
     Args:
         busy: serials of copies that are being written to disk or proven.
-        must: the new one goes to disk; what is kept here may be given up for it.
+        must: the new one goes to disk, so that copies kept here may be dropped for it.
     """
     held = sorted(in_memory(records), key=lambda record: record.serial)
     clean = [record for record in held if record.state is State.clean]
@@ -183,9 +183,9 @@ def make_room(records: Iterable[Record], *, busy: Collection[int], must: bool) -
 def next_upload(
     records: Iterable[Record], stored: Iterable[Record], *, tried: int
 ) -> Record | None:
-    """The newest clean checkpoint, unless it is stored, or was ``tried`` (a serial) in vain.
+    """The newest clean checkpoint, unless it is uploaded, or its upload failed (``tried``).
 
-    Older ones are not sent after it: where the store is slower than the ring, the newest is
+    Older ones are not uploaded after it: where the store is slower than the ring, the newest is
     what a restart wants.
     """
     clean = [record for record in records if record.state is State.clean]
@@ -197,6 +197,6 @@ def next_upload(
 
 
 def kept_there(stored: Sequence[Record], *, keep: int, keep_every: int) -> list[Record]:
-    """What stays in the store: by the same rule as in the ring."""
+    """The checkpoints to keep in the store, by the same rule as in the ring."""
     leaving = {record.serial for record in retire(stored, keep=keep, keep_every=keep_every)}
     return [record for record in stored if record.serial not in leaving]

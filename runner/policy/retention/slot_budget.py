@@ -1,4 +1,4 @@
-"""How many snapshots in memory a run needs, and how many fit. Plain numbers."""
+"""Computes how many snapshots in memory a run needs, and how many fit. Plain numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FEWEST_SLOTS = 2  # one that is clean, one to fill
 
 
 def slots_for_probation(*, interval: int, clean_after: int) -> int:
-    """Slots so that a clean snapshot is always there and none has to be left out.
+    """Slots needed so that a clean snapshot always exists and none must be left out.
 
     One clean, those on probation, and the one being filled while the oldest is verified.
 
@@ -22,12 +22,12 @@ def slots_for_probation(*, interval: int, clean_after: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNeed:
-    """What one node has for snapshots, and what one snapshot takes there, all ranks together."""
+    """Memory of one node for snapshots, and the size of one, for all its ranks together."""
 
     name: str
     slot_bytes: int
     budget_bytes: int
-    spare_slots: int = 0  # of the same size, needed besides: copies of another node's
+    spare_slots: int = 0  # further ones of the same size, for another node's snapshots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class SlotPlan:
 
 
 def plan_slots(nodes: Sequence[NodeNeed], *, wanted: int) -> SlotPlan:
-    """As many as wanted, or as many as fit on every node."""
+    """As many slots as wanted, or as many as fit on every node."""
     tightest = min(nodes, key=_that_fit)
     slots = min(wanted, _that_fit(tightest))
     return SlotPlan(slots=slots if slots >= FEWEST_SLOTS else 0, tightest=tightest)
