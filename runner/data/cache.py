@@ -1,13 +1,13 @@
-"""Token caches: text made into tokens once, by one process a time, and kept.
+"""Token caches: text is tokenised once, by one process at a time, and kept.
 
     CACHE/KEY/tokens.bin       the ids
     CACHE/KEY/documents.bin    where each document begins
     CACHE/KEY/index.json       what they are, with their digests; written last
-    CACHE/.KEY.owner           who makes it at the moment
-    CACHE/.KEY.TOKEN           his draft
+    CACHE/.KEY.owner           which process is making it
+    CACHE/.KEY.TOKEN           that process's draft
 
 Must not trust a cache: it outlives crashes, so an entry counts only when its digests agree, and
-a damaged one is made again.
+a damaged one is rebuilt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _INDEX: Final = "index.json"
 _BLOCK_BYTES: Final = 1 << 22
 _LOOK_SECONDS: Final = 0.2
 
-# What is held at once while tokens are made: a token costs some hundred bytes on its way.
+# How much is held while tokenising: a token costs some hundred bytes on its way.
 _BATCH_BYTES: Final = 1 << 24
 _BATCH_PIECES: Final = 1 << 15
 # A sync of a hundred gigabytes at the end would look like a hang.
@@ -87,7 +87,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to become tokens; ``source`` is the fingerprint of the files."""
+    """What to tokenise; ``source`` is the fingerprint of the files."""
 
     files: Sequence[TextFile]
     field: str | None
@@ -103,11 +103,11 @@ def cached(
     owners: Owners | None = None,
     stale_seconds: float = STALE_SECONDS,
 ) -> Index:
-    """The whole cache at ``place``: found, or waited for, or made.
+    """Find the whole cache at ``place``, wait for it, or make it.
 
     Args:
-        tell: told of the progress, of another's as well; it may raise, and nothing is left then.
-        stale_seconds: an owner who has not moved for so long is taken for dead.
+        tell: called with the progress, also of another process; if it raises, no file is left.
+        stale_seconds: an owner without progress for this long is taken for dead.
 
     Raises:
         DataError: the corpus cannot be read, or the cache cannot be written.
@@ -133,10 +133,10 @@ def cached(
 
 
 def load(place: Path, *, tell: Tell | None) -> Index | None:
-    """The index of a whole cache; None if there is none or anything in it disagrees.
+    """Load the index of a whole cache; None if there is none or a digest disagrees.
 
     Args:
-        tell: told while every byte is read; None: only sizes are looked at, for who knows that
+        tell: called while every byte is read; None: compare sizes only, where it is known that
             another process has verified it.
     """
     try:
@@ -161,7 +161,7 @@ def load(place: Path, *, tell: Tell | None) -> Index | None:
 
 
 def _wait_for_owner(place: Path, claim: CacheClaim, tell: Tell) -> None:
-    """Until the owner has ended, well or not."""
+    """Wait until the owner has ended, successfully or not."""
     while True:
         owner = claim.look()
         if owner is None:
@@ -181,7 +181,7 @@ def _draft(place: Path, token: str) -> Path:
 
 
 def _make(place: Path, job: Job, claim: CacheClaim, tell: Tell) -> Index:
-    """As the owner: make it, publish it, read it back."""
+    """Make the cache as its owner, publish it, read it back."""
 
     def beat(what: str, done: int, total: int) -> None:
         claim.beat(done, total)
@@ -190,7 +190,7 @@ def _make(place: Path, job: Job, claim: CacheClaim, tell: Tell) -> Index:
     # Not mkdtemp: its private mode would hide a shared cache from other users.
     draft = _draft(place, claim.token)
     try:
-        index = load(place, tell=beat)  # another may have ended just before the claim
+        index = load(place, tell=beat)  # another owner may have ended just before the claim
         if index is None:
             draft.mkdir(parents=True)
             _build(draft, job, beat)
@@ -208,7 +208,7 @@ def _make(place: Path, job: Job, claim: CacheClaim, tell: Tell) -> Index:
 
 
 def _build(draft: Path, job: Job, tell: Tell) -> None:
-    """The marker last, everything synced before it."""
+    """Write the draft: the marker last, everything synced before it."""
     codec = job.codec
     dtype = "<u2" if codec.vocab_size <= 2**16 else "<u4"
     with (draft / _TOKENS).open("wb") as tokens, (draft / _DOCUMENTS).open("wb") as documents:
@@ -278,7 +278,7 @@ class _Writer:
         self._unsynced = 0
 
     def add(self, batch: Batch) -> None:
-        """Pieces of documents, in order."""
+        """Append pieces of documents, in order."""
         ids = self._codec.encode([piece.text for _, piece in batch])
         parts: list[npt.NDArray[Any]] = []
         starts: list[int] = []
@@ -310,7 +310,7 @@ class _Writer:
         self._every.append(starts)
 
     def finish(self) -> None:
-        """The table's summary behind it, and both files durable."""
+        """Append the table's summary, and make both files durable."""
         summary = DocumentTable.summary_of(self._every)
         self._write_starts(summary)
         _sync(self._documents)
@@ -326,10 +326,10 @@ class _Writer:
 
 
 def _publish(draft: Path, place: Path) -> None:
-    """Give the draft its name; where another process was first, use what it made.
+    """Rename the draft to its final name; where another process was first, use its cache.
 
-    A damaged cache is mended file by file: the same corpus gives the same bytes, so two
-    processes that mend at once, or a third that reads, never find a file missing.
+    A damaged cache is repaired file by file: the same corpus gives the same bytes, so two
+    processes that repair at once, or a third that reads, never find a file missing.
     """
     try:
         os.rename(draft, place)

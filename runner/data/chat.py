@@ -17,18 +17,18 @@ from runner.system.extras import lacking
 
 _FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json",
                  "merges.txt", "tokenizer.model", "special_tokens_map.json")  # fmt: skip
-_ANSWERS: Final = re.compile(r"\{%-?\s*generation\b")  # a template marks them so, if it does
+_ANSWERS: Final = re.compile(r"\{%-?\s*generation\b")  # how a template marks them, if it does
 
 
 class ChatTokens:
-    """Turns a row's messages into ids, and labels that are -100 but for what the assistant says.
+    """Turns a row's messages into ids and labels: -100 outside of the assistant's answers.
 
-    What the assistant says is known from the template's own marks (``{% generation %}``); without
+    Answers are known from the template's own marks (``{% generation %}``); without
     them, from what each answer adds to the text of the messages before it.
 
     Args:
-        folder: of the tokenizer; nothing is downloaded, and none of its code is run.
-        column: of a row, that holds the messages: a list of {role, content}.
+        folder: of the tokenizer. Nothing is downloaded, and no code in it is run.
+        column: the column of a row with its messages: a list of {role, content}.
 
     Raises:
         DataError: it cannot be read, or has no chat template.
@@ -50,7 +50,7 @@ class ChatTokens:
     def encode(self, row: Mapping[str, Any]) -> tuple[Tokens, Tokens]:
         """
         Raises:
-            DataError: it is no chat that the template takes, or has no answer.
+            DataError: the template does not accept the chat, or it has no answer.
         """
         messages = row[self._column]
         if not isinstance(messages, list) or not messages:
@@ -61,7 +61,7 @@ class ChatTokens:
             )
         except DataError:
             raise
-        except Exception as error:  # of the template: jinja's, TypeError, KeyError...
+        except Exception as error:  # from the template: jinja's errors, TypeError, KeyError...
             words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise DataError(f"the chat template does not take these messages ({words})") from error
         tokens = np.asarray(ids, dtype=np.int64)
@@ -116,7 +116,7 @@ def _open(folder: str) -> Any:
         return transformers.AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # the library's own, of many kinds
+    except Exception as error:  # the library raises errors of many kinds
         words = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise DataError(f"data.tokenizer={folder}: cannot be opened ({words})") from error
 

@@ -1,9 +1,9 @@
-"""An owner file beside a cache entry: who makes it at the moment, and how far he is.
+"""An owner file beside a cache entry: which process is making it, and its progress.
 
-It saves work, and nothing depends on it: what is made is published whole by a rename, so two
-that make the same thing at once waste their time and no more. No lock of the system: over NFS
-one cannot be relied on. Whether an owner lives is told by his beat, which moves with his work,
-and on his own machine by his process; clocks of two machines are never compared.
+It saves work, and correctness does not depend on it: results are published by a rename, so two
+processes that make the same entry only waste time. It is no system lock: over NFS
+those are unreliable. An owner is known to be alive by its beat, which moves with its work,
+and on its own machine by its process; clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOKEN: Final = re.compile(r"[0-9a-f]{16}")
 
 
 class Overtaken(Exception):
-    """Somebody took this owner for dead and makes the entry himself."""
+    """Another process took this owner for dead and makes the entry itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Owners:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimState:
-    """What an owner file says."""
+    """The contents of an owner file."""
 
     token: str
     process: Process
@@ -54,7 +54,7 @@ class ClaimState:
 
 
 class CacheClaim:
-    """The owner file at ``path``; ``token`` names this owner, and his drafts."""
+    """The owner file at ``path``; ``token`` names this owner and its drafts."""
 
     def __init__(
         self, path: Path, owners: Owners | None, *, stale_seconds: float = STALE_SECONDS
@@ -69,7 +69,7 @@ class CacheClaim:
         self._moved = 0.0
 
     def take(self) -> bool:
-        """Become the owner; False where there is one.
+        """Become the owner; False if there already is one.
 
         Raises:
             OSError: the directory cannot be written.
@@ -84,10 +84,10 @@ class CacheClaim:
         return True
 
     def beat(self, done: int, total: int) -> None:
-        """Show that work goes on, once a second at most.
+        """Show that work proceeds, once a second at most.
 
         Raises:
-            Overtaken: the file is another's by now.
+            Overtaken: the file now belongs to another process.
         """
         now = time.monotonic()
         if now < self._beaten + _BEAT_SECONDS:
@@ -97,17 +97,17 @@ class CacheClaim:
         state = self.look()
         if state is None or state.token != self.token:
             raise Overtaken
-        with contextlib.suppress(OSError):  # a full disk ends the work itself, in words
+        with contextlib.suppress(OSError):  # on a full disk the work itself fails, with a message
             os.replace(self._write(done, total), self.path)
 
     def release(self) -> None:
-        """The work is over, for good or ill."""
+        """Remove the owner file: the work has ended, successfully or not."""
         state = self.look()
         if state is not None and state.token == self.token:
             self.path.unlink(missing_ok=True)
 
     def look(self) -> ClaimState | None:
-        """What the owner tells; None where there is none. A damaged file has no owner."""
+        """Read the owner file; None if there is none. A damaged file has no owner."""
         try:
             tree = json.loads(read_bounded(self.path, _CLAIM_BYTES))
             token, process = str(tree["token"]), _process(tree["process"])
@@ -121,7 +121,7 @@ class CacheClaim:
         )
 
     def is_dead(self, state: ClaimState) -> bool:
-        """Whether the owner has ended, or has not moved for too long. To be asked repeatedly."""
+        """Whether the owner has ended, or made no progress for too long. Call it repeatedly."""
         now = time.monotonic()
         if (state.token, state.beat) != self._seen:
             self._seen, self._moved = (state.token, state.beat), now
@@ -131,7 +131,7 @@ class CacheClaim:
         return now > self._moved + self._stale_seconds
 
     def clear(self, state: ClaimState) -> str | None:
-        """Take a dead owner's file away; his token, where it may name drafts to be removed."""
+        """Remove a dead owner's file; returns its token, if drafts of that name may be removed."""
         self.path.unlink(missing_ok=True)
         return state.token if _TOKEN.fullmatch(state.token) else None
 
@@ -151,7 +151,7 @@ class CacheClaim:
 def _process(value: Any) -> Process:
     """
     Raises:
-        TypeError, ValueError, KeyError: it is none.
+        TypeError, ValueError, KeyError: it is not a valid process.
     """
     if not value:
         return {}

@@ -1,8 +1,8 @@
 """The data cursor: which samples a step reads, computed from one number and the skip ledger.
 
 Samples form one endless stream: position ``p`` is in epoch ``p // N`` and names the sample
-``permute(p % N)`` of that epoch. Held-out samples keep their positions but are passed over.
-World size and engine do not enter.
+``permute(p % N)`` of that epoch. Held-out samples keep their positions but are skipped.
+World size and engine do not matter.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Indices = npt.NDArray[np.int64]
 
 # Below this size the train/held-out split is counted exactly before training.
 _COUNTED_BELOW = 1_000_000
-_FIRST_RANGES = 4  # of the ledger's allowed ones: a batch nearly always comes from the first
-_PLANS_KEPT = 64  # the loader is that many batches ahead at most, or they are computed again
+_FIRST_RANGES = 4  # allowed ranges of the ledger: a batch nearly always comes from the first
+_PLANS_KEPT = 64  # the loader is at most this many batches ahead, or they are computed again
 
 _Range = tuple[int, int | None]
 _Asked = tuple[int, tuple[_Range, ...]]
@@ -50,7 +50,7 @@ class BatchPlan:
 
 
 class Order(Protocol):
-    """Which sample stands at each position of the stream, and which are never trained on."""
+    """Which sample is at each position of the stream, and which are never trained on."""
 
     @property
     def num_samples(self) -> int: ...
@@ -59,14 +59,14 @@ class Order(Protocol):
         """Data set indices of stream positions, int64, same shape."""
 
     def is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
-        """Which data set indices are not trained on, same shape."""
+        """Which data set indices are held out; bool, same shape."""
 
     def held_out_indices(self, count: int) -> Indices:
         """A fixed set of held-out samples, int64; empty when none is held out."""
 
 
 class OneSource:
-    """An order of one data set: each epoch a permutation of its own.
+    """The order of one data set: each epoch is a permutation of its own.
 
     Args:
         num_samples: samples in the data set, N.
@@ -117,7 +117,7 @@ class OneSource:
 
 
 class SampleStream:
-    """The samples of one run in their order, step by step.
+    """The samples of one run in order, step by step.
 
     Args:
         num_samples, seed, held_out_share: see :class:`OneSource`; :meth:`of` takes other orders.
@@ -138,7 +138,7 @@ class SampleStream:
 
     @classmethod
     def of(cls, order: Order, *, global_size: int) -> SampleStream:
-        """A stream in another order."""
+        """Make a stream with another order."""
         made = cls.__new__(cls)
         made.order = order
         made._global_size = global_size
@@ -150,12 +150,12 @@ class SampleStream:
         return self.order.num_samples
 
     def forget(self) -> None:
-        """The order is another one from now on."""
+        """Drop cached plans, because the order has changed."""
         self._made.clear()
 
     def plan(self, cursor: int, ledger: Ledger) -> BatchPlan:
         """The next global batch at or after ``cursor`` that the ledger allows."""
-        # The loader asks ahead for what the loop asks again. What the ledger holds before the
+        # The loader plans ahead what the loop plans again. What the ledger holds before the
         # cursor, or behind the ranges that the batch came from, changes nothing.
         first = tuple(islice(ledger.allowed(cursor), _FIRST_RANGES))
         known = self._made.get((cursor, first))
@@ -177,10 +177,10 @@ class SampleStream:
             behind = int((plan.positions >= cursor).sum())
             if start == 0 or not behind:
                 return plan
-            count += behind  # so many that it passed over are held out
+            count += behind  # number of held-out samples that it skipped
 
     def _plan(self, allowed: Iterable[_Range]) -> tuple[BatchPlan, int]:
-        """And from how many of the ranges it came."""
+        """Plan a batch; also returns from how many ranges it came."""
         parts: list[tuple[Indices, Indices]] = []
         missing = self._global_size
         num_ranges = 0

@@ -1,4 +1,4 @@
-"""What a corpus looks like to the rest of the runner: numbered samples of a fixed length.
+"""The Dataset protocol: a corpus is numbered samples of a fixed length.
 
 Owns the Dataset protocol and what file-backed corpora share: reading token files, cutting
 a stream into windows, saying where a window comes from, and fingerprints. Must not know
@@ -39,7 +39,7 @@ class Sample:
     first. ``segments`` is int32 [seq_len + 1], the number of the document within the
     window (0, 1, 2, ...), or None where boundaries are unknown or were not asked for.
     ``labels`` is int64 [seq_len + 1], the tokens themselves, or -100 (:data:`NOT_COUNTED`) for
-    one that no loss is to be taken of; None: all of them count.
+    a token without a loss; None: all of them count.
     """
 
     tokens: Tokens
@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Record:
-    """A sample that is no window of tokens: ``item`` is what a user's own data set gave."""
+    """A sample that is not a window of tokens: ``item`` comes from the user's own data set."""
 
     item: Any
 
@@ -83,9 +83,9 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class RecordDataset(Dataset, Protocol):
-    """Samples that a model of the user's own knows what to do with.
+    """Samples for a model of the user's own.
 
-    ``example`` stands in where a micro-batch has room for a sequence and no sample for it.
+    ``example`` fills a place of a micro-batch that has no sample.
     """
 
     @property
@@ -95,7 +95,7 @@ class RecordDataset(Dataset, Protocol):
         """Tensors by name, each with len(records) as its first dimension.
 
         Raises:
-            DataError: the records do not go together.
+            DataError: the records do not fit together.
         """
 
 
@@ -149,7 +149,7 @@ def _read_at(descriptor: int, num_bytes: int, offset: int) -> bytes:
 
 
 class TokenStream:
-    """Token files read as one, in the order given."""
+    """Token files read as one stream, in the given order."""
 
     def __init__(self, files: Sequence[TokenFile]) -> None:
         self._files = tuple(files)
@@ -180,7 +180,7 @@ class FilePlaces:
     unit: str
 
     def describe(self, start: int, stop: int) -> str:
-        """Such as "a.bin tokens 1200-1457", half open."""
+        """Name a stretch, as "a.bin tokens 1200-1457", half open."""
         found = list(_overlaps(self.starts, start, stop))
         named = [self._piece(*piece) for piece in found[:_NAMED_PIECES]]
         rest = len(found) - len(named)
@@ -219,7 +219,7 @@ class Windows:
     """A Dataset: sample ``i`` is tokens ``[i * seq_len, i * seq_len + seq_len + 1)``.
 
     Neighbours share one token, the last target of the one being the first input of the
-    next. Documents are told apart where ``document_starts`` say so or after each
+    next. Documents are separated where ``document_starts`` say so or after each
     ``end_token``; with neither, ``segments`` is None. ``sampled_files`` are the (name, path)
     of files of which ``source`` covers samples only; see :func:`sampled_files`.
 
@@ -287,7 +287,7 @@ class Windows:
 
 
 def first_outside(tokens: npt.NDArray[Any], vocab_size: int) -> int | None:
-    """Where the first id outside ``[0, vocab_size)`` stands: on a GPU it is a bare assertion."""
+    """The first id outside ``[0, vocab_size)``: on a GPU it would be a bare assertion."""
     if not tokens.size or (tokens.min() >= 0 and tokens.max() < vocab_size):
         return None
     return int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
@@ -340,7 +340,7 @@ def fingerprint_files(
 
 
 def is_sampled(num_bytes: int) -> bool:
-    """Whether :func:`fingerprint_files` does not cover every byte of so large a corpus."""
+    """Whether a corpus is so large that :func:`fingerprint_files` samples its bytes."""
     return num_bytes > WHOLE_CORPUS_BYTES
 
 
@@ -367,7 +367,7 @@ def spread(total: int, *, block: int, whole: bool) -> list[tuple[int, int]]:
 
 
 def cumulative(lengths: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Starts of consecutive stretches, and their total: int64 [len(lengths) + 1]."""
+    """Starts of consecutive stretches, and their end: int64 [len(lengths) + 1]."""
     starts = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, dtype=np.int64, out=starts[1:])
     return starts
@@ -376,7 +376,7 @@ def cumulative(lengths: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int6
 def _overlaps(
     starts: npt.NDArray[np.int64], start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(number, low, high) of each stretch that ``[start, stop)`` meets, relative to it."""
+    """(number, low, high) of each stretch that ``[start, stop)`` overlaps, relative to it."""
     first = int(np.searchsorted(starts, start, side="right")) - 1
     beyond = int(np.searchsorted(starts, stop, side="left"))
     for number in range(first, beyond):

@@ -1,7 +1,7 @@
-"""Text files as documents: which files are read, and what in them is a document.
+"""Text files as documents: which files are read, and what a document is in each.
 
-A plain file is one document. A ``.jsonl`` file, compressed or not, has one a line, under a field.
-Files are read as a stream: what is held at a time is bounded, whatever their size. Must not
+A plain file is one document. A ``.jsonl`` file, compressed or not, has one per line, in a field.
+Files are read as a stream, with bounded memory whatever their size. Must not
 know tokens, nor the cache.
 """
 
@@ -42,7 +42,7 @@ _LIBRARY_LEFT_OUT: Final = _LEFT_OUT | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFile:
-    """One file of the corpus; ``is_lines``: each line is a JSON object with a document."""
+    """One file of the corpus; ``is_lines``: whether each line is a JSON object with a document."""
 
     name: str
     path: Path
@@ -63,14 +63,14 @@ class Piece:
 
 
 def find_files(paths: Sequence[str], suffixes: Sequence[str], field: str | None) -> list[TextFile]:
-    """The corpus' files, in the order in which they are read.
+    """Find the corpus' files, in the order in which they are read.
 
     Args:
         paths: files, or directories read recursively in order of name; hidden entries and
             ``__pycache__`` are left out. Empty: the Python standard library's source.
         suffixes: name endings read from directories; ``.jsonl`` stands for ``.jsonl.gz`` and
             ``.jsonl.zst`` as well.
-        field: of a JSON line, that holds the document; None: such files are text like others.
+        field: the field of a JSON line with the document; None: such files are plain text.
 
     Raises:
         DataError: a path cannot be read, nothing matches, or every file is empty.
@@ -106,7 +106,7 @@ def _without_compression(name: str) -> str:
 
 
 def _under(root: Path, endings: tuple[str, ...], several: bool) -> list[tuple[str, Path]]:
-    """A file named by the user is read whatever its ending; a directory is filtered."""
+    """Files under a path: a file is taken whatever its ending, a directory is filtered."""
     if not root.is_dir():
         return [(root.name, root)]
     found = _walk(root, endings, _LEFT_OUT)
@@ -135,7 +135,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _refuse(error: OSError) -> None:
-    """os.walk skips a directory it cannot read unless told not to: a corpus that shrinks."""
+    """Raise for an unreadable directory: os.walk would skip it, and the corpus would shrink."""
     raise unreadable(Path(error.filename), error) from error
 
 
@@ -143,7 +143,7 @@ def _refuse(error: OSError) -> None:
 
 
 class Reader:
-    """Reads the documents of files in order; ``done_bytes`` of the files are behind it."""
+    """Reads the documents of files in order; ``done_bytes`` of the files are read."""
 
     def __init__(self, files: Sequence[TextFile], field: str | None) -> None:
         self._files = files
@@ -152,10 +152,10 @@ class Reader:
         self.total_bytes = sum(file.num_bytes for file in files)
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """(number of the file, piece) of every document; of an empty one, one empty piece.
+        """Yield (number of the file, piece) of every document; an empty one has one empty piece.
 
         Raises:
-            DataError: a file cannot be read, or changed meanwhile; a line is no document.
+            DataError: a file cannot be read, or changed meanwhile; or a line is not a document.
         """
         before = 0
         for number, file in enumerate(self._files):
@@ -184,7 +184,7 @@ class Reader:
 
 
 def _cut(handle: BinaryIO) -> Iterator[Piece]:
-    """One document in pieces of about 1 MiB."""
+    """Cut one document into pieces of about 1 MiB."""
     piece, begins = _next(handle), True
     while True:
         following = _next(handle)
@@ -200,10 +200,10 @@ def _next(handle: BinaryIO) -> bytes:
 
 
 def _document(line: bytes, field: str, place: str) -> bytes:
-    """The document that a JSON line holds, UTF-8.
+    """The document in a JSON line, UTF-8.
 
     Raises:
-        DataError: it holds none.
+        DataError: it has none.
     """
     advice = f'each line must be a JSON object with a string, such as {{"{field}": "..."}}'
     if len(line) > _LINE_BYTES:
@@ -218,7 +218,7 @@ def _document(line: bytes, field: str, place: str) -> bytes:
     text = value.get(field) if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise DataError(f"{place}: {_why_none(value, field)}; {advice}, or set data.field")
-    return text.encode("utf-8", errors="replace")  # "\ud800" is JSON, and no character
+    return text.encode("utf-8", errors="replace")  # "\ud800" is valid JSON, but not a character
 
 
 def _why_none(value: Any, field: str) -> str:
@@ -257,7 +257,7 @@ def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
 
 
 class _Zstd(io.RawIOBase):
-    """Zstandard frames, one behind the other. The library's own reader takes a torn one for whole.
+    """Reads consecutive Zstandard frames. The library's own reader accepts a torn one as whole.
 
     Raises:
         DataError: the library is missing, or a frame is damaged.

@@ -1,7 +1,7 @@
 """Turns batch plans into this rank's micro-batches, loaded ahead by torch's DataLoader.
 
-The loader runs ahead of training on its own guess of the plans to come. A guess that is not
-the plan asked for (after a rollback) is thrown away with everything behind it, so a stale
+The loader runs ahead of training and guesses the plans to come. A guess that differs from
+the real plan (after a rollback) is dropped with everything after it, so a stale
 batch is never used.
 """
 
@@ -43,8 +43,8 @@ from runner.system.process import die_with_parent
 
 Slots = tuple[tuple[int | None, ...], ...]  # of the global batch, micro-batch by micro-batch
 _FIRST_PAUSE_SECONDS = 0.05  # before a read is tried again; doubled each time
-_LOOKED_AT = 16  # samples, for a few that can be read
-_WORDS = 300  # of what a sample raised
+_LOOKED_AT = 16  # samples tried, to find a few that can be read
+_WORDS = 300  # characters of a sample's error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class MicroBatch:
 
     ``tokens`` and ``targets`` are int64 [B, T], targets being -100 where nothing is counted;
     ``segments`` int32 [B, T] or None. ``positions`` are stream positions (in a fixed set: places
-    in it), None for padding. What could not be read is padding in the tensors.
+    in it), None for padding. Unreadable samples are padding in the tensors.
 
-    Samples that are no tokens are in ``fields``, tensors by name with first dimension B, and
+    Samples without tokens are in ``fields``, tensors by name with first dimension B, and
     ``real`` is bool [B], False for padding: a copy of another sequence, to count for nothing.
     ``tokens`` and ``targets`` are [B, 0] then.
     """
@@ -70,26 +70,26 @@ class MicroBatch:
 
     @property
     def num_counted(self) -> int:
-        """Tokens that a loss is taken of; of samples that are no tokens, how many there are."""
+        """Number of tokens with a loss; for samples without tokens, the number of samples."""
         if self.real is not None:
             return int(self.real.sum())
         return int((self.targets != NOT_COUNTED).sum())
 
     def counts(self) -> list[int]:
-        """The same of each row."""
+        """The number of tokens with a loss in each row."""
         if self.real is not None:
             return [int(real) for real in self.real.tolist()]
         return [int(count) for count in (self.targets != NOT_COUNTED).sum(dim=1).tolist()]
 
     @property
     def shape(self) -> list[int]:
-        """[B, T], alike on all ranks; of samples that are no tokens [B]."""
+        """[B, T], equal on all ranks; [B] for samples without tokens."""
         return list(self.tokens.shape) if self.fields is None else [len(self.positions)]
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """What a model's own ``losses`` is called with.
+        """The arguments of a model's own ``losses``.
 
-        ``fields``; of tokens ``input_ids`` and ``labels`` (``labels[b, t]`` is what follows
+        ``fields``; for tokens ``input_ids`` and ``labels`` (``labels[b, t]`` is what follows
         ``input_ids[b, t]``, or -100), and ``segments`` where there are any.
         """
         if self.fields is not None:
@@ -102,15 +102,15 @@ class MicroBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device, without waiting for the copy."""
+        """Copy to another device without waiting."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def at(self, positions: tuple[int | None, ...]) -> MicroBatch:
-        """The same samples under other positions."""
+        """The same samples with other positions."""
         return replace(self, positions=positions)
 
     def without(self, positions: Collection[int]) -> MicroBatch:
-        """Padding in the place of the samples at these positions, in the same shapes."""
+        """Replace the samples at these positions by padding of the same shapes."""
         gone = [place for place, p in enumerate(self.positions) if p in positions]
         if not gone:
             return self
@@ -125,7 +125,7 @@ class MicroBatch:
         return replace(self, tokens=tokens, targets=targets, segments=segments, positions=kept)
 
     def _copied_over(self, gone: list[int], kept: tuple[int | None, ...]) -> MicroBatch:
-        """Padding of samples that are no tokens: a copy of one that stays, or of zeros."""
+        """Padding for samples without tokens: a copy of a sample that stays, or zeros."""
         assert self.fields is not None and self.real is not None
         real = self.real.clone()
         real[gone] = False
@@ -177,7 +177,7 @@ class RankBatch:
 
     @property
     def num_samples(self) -> int:
-        """Without padding."""
+        """Number of samples without padding."""
         return sum(p is not None for batch in self.micro_batches for p in batch.positions)
 
 
@@ -185,8 +185,8 @@ class _Reader(TorchDataset[MicroBatch]):
     """Maps a micro-plan to tensors; runs in the loader's processes.
 
     Args:
-        retry_seconds: how long a sample that the system refuses is asked for again. After one
-            that never came the next are asked for once, until one comes: a storage that is gone
+        retry_seconds: how long to retry a sample that the system refuses. After one
+            that never came the next are tried once, until one comes: a storage that is gone
             must not hold a step up for each of its samples.
     """
 
@@ -209,13 +209,13 @@ class _Reader(TorchDataset[MicroBatch]):
                 continue
             try:
                 rows[-1] = self._read(index)
-            except Exception as error:  # whatever it is: the ranks decide on it together
+            except Exception as error:  # any error: the ranks decide on it together
                 unreadable.append(self._unreadable(position, index, error))
         batch = self._tensors(rows) if self._records is None else _fields(rows, self._records)
         return replace(batch, positions=plan.positions, unreadable=tuple(unreadable))
 
     def _tensors(self, rows: Sequence[Sample | Record | None]) -> MicroBatch:
-        """Windows of tokens; padding where there is no sample."""
+        """Tensors from windows of tokens; padding where there is no sample."""
         shape = (len(rows), self._seq_len)
         tokens = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, NOT_COUNTED, dtype=np.int64)
@@ -229,7 +229,7 @@ class _Reader(TorchDataset[MicroBatch]):
                 if segments is None:
                     segments = np.zeros(shape, dtype=np.int32)
                 segments[row] = sample.segments[:-1]
-                # The first token of a document cannot be told from the end of another one.
+                # A document's first token cannot be predicted from the end of another one.
                 targets[row][sample.segments[1:] != sample.segments[:-1]] = NOT_COUNTED
         return MicroBatch(
             tokens=torch.from_numpy(tokens),
@@ -239,11 +239,11 @@ class _Reader(TorchDataset[MicroBatch]):
         )
 
     def _read(self, index: int) -> Sample | Record:
-        """The sample, asked for again where the system refuses it: storage on a network stutters.
+        """Read a sample, with retries where the system refuses it: network storage has hiccups.
 
         Raises:
-            Exception: whatever the data set raises.
-            DataError: what it gives is no sample of ours.
+            Exception: any error of the data set.
+            DataError: it does not return one of our samples.
         """
         limit = time.monotonic() + (0.0 if self._is_refused else self._retry_seconds)
         pause = _FIRST_PAUSE_SECONDS
@@ -267,7 +267,7 @@ class _Reader(TorchDataset[MicroBatch]):
             if values is not None and values.shape != (self._seq_len + 1,):
                 raise DataError(f"is of shape {values.shape}, not ({self._seq_len + 1},)")
         bad = first_outside(sample.tokens, self._dataset.vocab_size)
-        if bad is not None:  # on a GPU a bare assertion, which ends the process
+        if bad is not None:  # on a GPU this is a bare assertion, which ends the process
             raise outside(f"token {bad} of it", int(sample.tokens[bad]), self._dataset.vocab_size)
 
     def _unreadable(self, position: int, index: int, error: Exception) -> Unreadable:
@@ -282,7 +282,7 @@ class _Reader(TorchDataset[MicroBatch]):
 
 
 def _fields(rows: Sequence[Sample | Record | None], dataset: RecordDataset) -> MicroBatch:
-    """Samples that are no tokens. Padding is a copy: zeros might be no lawful sample."""
+    """Tensors from samples without tokens. Padding is a copy: zeros may not be a valid sample."""
     found = [row for row in rows if isinstance(row, Record)]
     filler = found[0] if found else dataset.example
     fields = dataset.collate([row if isinstance(row, Record) else filler for row in rows])
@@ -298,10 +298,10 @@ def _fields(rows: Sequence[Sample | Record | None], dataset: RecordDataset) -> M
 
 
 def few(dataset: Dataset, seq_len: int, number: int) -> MicroBatch:
-    """The first samples that can be read, as a micro-batch of no place in the stream.
+    """The first readable samples, as a micro-batch outside of the stream.
 
     Raises:
-        DataError: none of those looked at can be read.
+        DataError: none of the tried samples can be read.
     """
     reader = _Reader(dataset, seq_len)
     for start in range(0, min(len(dataset), _LOOKED_AT), number):
@@ -314,7 +314,7 @@ def few(dataset: Dataset, seq_len: int, number: int) -> MicroBatch:
 
 
 def few_of(dataset: Dataset, seq_len: int, indices: Sequence[int], rows: int) -> list[MicroBatch]:
-    """These samples, as micro-batches of so many rows; those that hold one unreadable left out.
+    """Micro-batches of these samples; those with an unreadable sample are left out.
 
     Raises:
         DataError: none of them can be read.
@@ -333,7 +333,7 @@ def few_of(dataset: Dataset, seq_len: int, indices: Sequence[int], rows: int) ->
 
 
 def describe(dataset: Dataset, index: int) -> str:
-    """What the data set calls the sample, which it may have to read for that. Never raises."""
+    """The data set's name for a sample, which it may have to read for that. Never raises."""
     try:
         return dataset.describe(index)
     except Exception:
@@ -341,13 +341,13 @@ def describe(dataset: Dataset, index: int) -> str:
 
 
 def named_samples(dataset: Dataset, plan: BatchPlan, positions: Sequence[int]) -> tuple[str, ...]:
-    """What the data set calls the samples at these positions of a plan."""
+    """The data set's names for the samples at these positions of a plan."""
     where = dict(zip(plan.positions.tolist(), plan.indices.tolist(), strict=True))
     return tuple(describe(dataset, where[position]) for position in positions)
 
 
 class _PlanSampler(Sampler[MicroPlan]):
-    """The endless guess of plans to come, as last set."""
+    """The endless guess of the plans to come, from the last cursor that was set."""
 
     def __init__(self) -> None:
         self.ahead: Iterator[MicroPlan] = iter(())
@@ -358,7 +358,7 @@ class _PlanSampler(Sampler[MicroPlan]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """Which part of a global batch is one rank's, and in what pieces: sizes in sequences."""
+    """Which part of a global batch belongs to one rank, in micro-batches of which size."""
 
     global_size: int
     micro_size: int
@@ -368,7 +368,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """By whom samples are read, and how far ahead.
+    """Which processes read samples, and how far ahead.
 
     Args:
         workers: loading processes; 0 loads in the calling one.
@@ -389,8 +389,8 @@ class Feed:
     Args:
         dataset: map-style samples of ``seq_len + 1`` tokens.
         stream: the order.
-        share: which part of a batch is this rank's.
-        loading: by whom samples are read, and how far ahead.
+        share: this rank's part of a batch.
+        loading: which processes read samples, and how far ahead.
     """
 
     def __init__(
@@ -413,7 +413,7 @@ class Feed:
         self._expected: Iterator[MicroPlan] = iter(())
         self._newest: tuple[list[MicroPlan], tuple[MicroBatch, ...]] = ([], ())
         reader, writer = multiprocessing.Pipe(duplex=False)
-        # With a priority it comes before multiprocessing joins its processes; without close() too.
+        # Its priority runs it before multiprocessing joins its processes, even without close().
         self._end_workers = Finalize(self, _tell_workers, args=(writer,), exitpriority=100)
         self._loader: DataLoader[MicroBatch] = DataLoader(
             self._reader,
@@ -431,17 +431,17 @@ class Feed:
         return len(self._slots)
 
     def fetch(self, plan: BatchPlan, ledger: Ledger) -> RankBatch:
-        """This rank's share of ``plan``. Never raises for a sample that cannot be read."""
+        """Load this rank's share of ``plan``. Never raises for an unreadable sample."""
         began = time.monotonic()
         wanted = self._micro_plans(plan)
-        if wanted == self._newest[0]:  # a step that was launched in vain is launched again
+        if wanted == self._newest[0]:  # a speculative step was discarded and is launched again
             return RankBatch(micro_batches=self._newest[1], wait_seconds=time.monotonic() - began)
         if self._loading is None or self._expect(len(wanted)) != wanted:
             self._restart(plan.start, ledger)
             self._expect(len(wanted))
         try:
             loaded = tuple(self._next_batch(micro_plan) for micro_plan in wanted)
-        except Exception as error:  # told to all ranks by the caller, raised on all alike
+        except Exception as error:  # the caller tells all ranks, and all raise alike
             self._loading = None
             empty = tuple(self._padding(len(slots)) for slots in self._slots)
             words = f"{type(error).__name__}: {error}"
@@ -452,7 +452,7 @@ class Feed:
         return RankBatch(micro_batches=loaded, wait_seconds=time.monotonic() - began)
 
     def fixed(self, indices: Indices) -> list[MicroBatch]:
-        """This rank's share of a fixed set of samples, loaded at once (evaluation).
+        """Load this rank's share of a fixed set of samples at once (evaluation).
 
         Never raises for a sample that cannot be read.
         """
@@ -473,7 +473,7 @@ class Feed:
         ]
 
     def read_again(self, plan: BatchPlan, rank: int) -> tuple[MicroBatch, ...]:
-        """The share of ``plan`` that is ``rank``'s, read at once by this process.
+        """Read the share of ``rank`` in ``plan`` at once, in this process.
 
         Never raises for a sample that cannot be read. The loader goes on where it was.
         """
@@ -482,7 +482,7 @@ class Feed:
         return tuple(self._reader[micro] for micro in self._micro_plans(plan, slots))
 
     def put(self, plan: BatchPlan, batches: tuple[MicroBatch, ...]) -> None:
-        """What the next :meth:`fetch` of ``plan`` is to give."""
+        """Set what the next :meth:`fetch` of ``plan`` returns."""
         self._newest = self._micro_plans(plan), batches
 
     def own_positions(self, plan: BatchPlan) -> list[int | None]:
@@ -490,25 +490,25 @@ class Feed:
         return [position for micro in self._micro_plans(plan) for position in micro.positions]
 
     def _plans_ahead(self, cursor: int, ledger: Ledger) -> Iterator[MicroPlan]:
-        """Micro-plans from ``cursor`` on, without end."""
+        """Yield micro-plans from ``cursor`` on, endlessly."""
         while True:
             plan = self._stream.plan(cursor, ledger)
             yield from self._micro_plans(plan)
             cursor = plan.stop
 
     def close(self) -> None:
-        """End the loading processes; the feed is of no use afterwards."""
+        """End the loading processes; the feed cannot be used afterwards."""
         self._loading = None
-        del self._loader  # which ends them in order, unless an error's traceback still holds it
+        del self._loader  # this ends them in order, unless an error's traceback still holds it
         self._end_workers()
 
     def _restart(self, cursor: int, ledger: Ledger) -> None:
-        # Computed once for both: what the loader is given, and what it will deliver.
+        # Computed once for both: what the loader gets, and what it will deliver.
         self._sampler.ahead, self._expected = tee(self._plans_ahead(cursor, ledger.copy()))
         self._loading = iter(self._loader)
 
     def _expect(self, number: int) -> list[MicroPlan]:
-        """What the loader delivers next."""
+        """The micro-plans that the loader delivers next."""
         return list(islice(self._expected, number))
 
     def _next_batch(self, wanted: MicroPlan) -> MicroBatch:
@@ -518,7 +518,7 @@ class Feed:
         return batch
 
     def _micro_plans(self, plan: BatchPlan, dealt: Slots | None = None) -> list[MicroPlan]:
-        """Of this rank's slots, or of others that were ``dealt``."""
+        """Micro-plans of this rank's slots, or of the ``dealt`` ones."""
         return [
             MicroPlan(
                 batch_start=plan.start,
@@ -534,7 +534,7 @@ class Feed:
 
 
 def _begin_worker(reader: Connection, writer: Connection, _: int) -> None:
-    """In a loading process: see to it that it goes on while it is wanted, and no longer.
+    """In a loading process: make it live exactly as long as it is wanted.
 
     Since it ignores SIGTERM nothing else would end it: not DataLoader, nor multiprocessing at the
     end of the interpreter, which sends that signal to its processes and joins them without
@@ -547,11 +547,11 @@ def _begin_worker(reader: Connection, writer: Connection, _: int) -> None:
 
 def _end_when_told(reader: Connection) -> None:
     reader.poll(None)
-    os._exit(0)  # torch's handler of SIGCHLD would take anything else for a crash
+    os._exit(0)  # torch's SIGCHLD handler would take any other exit code for a crash
 
 
 def _tell_workers(writer: Connection) -> None:
-    """They are all to end. Nobody reads it: that it can be read is what they wait for."""
+    """Tell all loading processes to end: they wait until the pipe becomes readable."""
     with contextlib.suppress(OSError):
         writer.send_bytes(b"end")
     writer.close()
@@ -561,9 +561,9 @@ def _quiet_worker() -> None:
     """A loading process must not act on the signals meant for the run.
 
     A scheduler or a terminal sends them to every process, and the run still needs its batches to
-    get to the end of the step. It ends with the process that it loads for, and at once: it has
+    reach the end of the step. It ends with the process that it loads for, and at once: it has
     copies of the process group's sockets, and while one is open the other ranks wait for a rank
-    that is dead. torch's own look after the parent comes every five seconds.
+    that is dead. torch itself checks the parent only every five seconds.
     """
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):

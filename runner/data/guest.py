@@ -1,7 +1,7 @@
-"""A data set of the user's own, made into one of ours: :func:`adapt`.
+"""Adapts a data set of the user's own: :func:`adapt`.
 
-Owns what is asked of it (``len``, ``[i]``, optional ``collate``, ``describe``, ``fingerprint``,
-``vocab_size``), the check of it when it is opened and of each sample when it is read, and its
+Owns what it must offer (``len``, ``[i]``, optional ``collate``, ``describe``, ``fingerprint``,
+``vocab_size``), the checks when it is opened and when a sample is read, and its
 default fingerprint. Must not know the configuration but for the keys that messages name.
 """
 
@@ -30,12 +30,12 @@ from runner.system.error import DataError
 Fields = dict[str, torch.Tensor]
 
 _TOKEN_FIELDS: Final = frozenset({"input_ids", "labels", "attention_mask"})
-_TRIED: Final = 8  # samples, for one that can be read, when it is opened
-_SHOWN: Final = 300  # characters of what a data set raised
+_TRIED: Final = 8  # samples tried at the opening, to find a readable one
+_SHOWN: Final = 300  # characters of a data set's error
 
 
 class MapStyle(Protocol):
-    """The least a user's own dataset must have."""
+    """The minimum that a user's own data set must offer."""
 
     def __len__(self) -> int: ...
 
@@ -60,8 +60,8 @@ def adapt(
     them; the default fingerprint covers the length and up to 64 samples, first and last among them.
 
     Raises:
-        DataError: the object is empty or no map-style data set, none of its first samples can be
-            read, or a sample is another when it is read again.
+        DataError: the object is empty or not a map-style data set, none of its first samples can be
+            read, or a sample differs when it is read again.
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
@@ -92,7 +92,7 @@ class Adapted:
     """Samples of token ids. Build it with :func:`adapt`.
 
     Args:
-        each: makes token ids of what the data set gives.
+        each: turns an item of the data set into token ids.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Adapted:
         return _padded(self.unpadded(index), self._seq_len)
 
     def unpadded(self, index: int) -> Sample:
-        """The same without padding: 2 to ``seq_len + 1`` tokens. Raises as ``[index]``."""
+        """A sample without padding: 2 to ``seq_len + 1`` tokens. Raises as ``[index]``."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
         item = self._dataset[int(index)]
@@ -206,11 +206,11 @@ class AdaptedRecords:
         return self._print
 
 
-# ---- what it is asked when it is opened
+# ---- checks when it is opened
 
 
 def _first_readable(dataset: MapStyle, name: str) -> tuple[int, Any]:
-    """A sample that an unreadable one does not keep the run from: it is passed over later."""
+    """The first readable sample; unreadable ones are skipped later."""
     words = []
     for index in range(min(_TRIED, len(dataset))):
         try:
@@ -266,7 +266,7 @@ def _only(batch: Any) -> Any:
 def _as_sample(item: Any, place: str) -> Sample:
     """
     Raises:
-        DataError: it holds no token ids.
+        DataError: it has no token ids.
     """
     if isinstance(item, Sample):
         return item
@@ -318,7 +318,7 @@ def _check_labels(labels: Tokens, place: str, vocab_size: int) -> None:
 
 
 def _padded(sample: Sample, seq_len: int) -> Sample:
-    """To ``seq_len + 1`` tokens; what is added counts for nothing, and stands behind all else."""
+    """Pad to ``seq_len + 1`` tokens; the padding comes last and does not count."""
     missing = seq_len + 1 - sample.tokens.size
     if not missing:
         return sample
@@ -336,7 +336,7 @@ def _padded(sample: Sample, seq_len: int) -> Sample:
 def _tensors(item: Any, place: str) -> Fields:
     """
     Raises:
-        DataError: it is no mapping of numbers, arrays and tensors.
+        DataError: it is not a mapping of numbers, arrays and tensors.
     """
     if not isinstance(item, Mapping):
         raise DataError(
@@ -378,7 +378,7 @@ def _describe(dataset: MapStyle, index: int, name: str) -> str:
 
 
 def _fingerprint(dataset: MapStyle, name: str) -> str:
-    """Its own; or of the length and of samples from the first to the last."""
+    """The data set's own fingerprint, or one of its length and of samples spread over it."""
     own = getattr(dataset, "fingerprint", None)
     if own is not None:
         return str(own())
@@ -386,13 +386,13 @@ def _fingerprint(dataset: MapStyle, name: str) -> str:
     for index, _ in spread(len(dataset), block=1, whole=False):
         try:
             hashed.update(_contents(dataset[index]))
-        except Exception as error:  # it is passed over when its turn comes
+        except Exception as error:  # it is skipped when its turn comes
             hashed.update(type(error).__name__.encode())
     return hashed.hexdigest()
 
 
 def _contents(item: Any) -> bytes:
-    """SHA-256 of what a sample holds, whatever it is."""
+    """SHA-256 of a sample's contents, whatever their type."""
     hashed = hashlib.sha256()
     _hash(hashed, item)
     return hashed.digest()

@@ -1,7 +1,7 @@
 """Reads the index of a Megatron corpus (``NAME.idx`` beside ``NAME.bin``).
 
 Owns the layout of the ``.idx`` file, as Megatron-LM's ``IndexedDataset`` writes it. Must
-not trust it: every declared size is held against the file's real size before anything is
+not trust it: every declared size is compared with the file's real size before anything is
 allocated, and whatever the bytes are, the only error is DataError.
 
 Layout, little endian: magic (9 bytes), version u64, dtype code u8, number of sequences
@@ -53,7 +53,7 @@ def open_megatron(index: Path) -> MegatronCorpus:
     """Open ``NAME.bin`` by its index ``NAME.idx``.
 
     Raises:
-        DataError: a file is missing, truncated, inconsistent, holds no integers, or its
+        DataError: a file is missing, truncated, inconsistent, does not hold integers, or its
             sequences do not lie one after another.
     """
     header = _read_header(index)
@@ -116,7 +116,7 @@ def _read_arrays(
 
 
 def _read(path: Path, *, dtype: str, count: int, offset: int) -> npt.NDArray[Any]:
-    """``count`` items; fewer are an error. An int of -1 would mean "all" to numpy."""
+    """Read exactly ``count`` items. A count of -1 would mean "all" to numpy."""
     try:
         found = np.fromfile(path, dtype=dtype, count=count, offset=offset)
     except OSError as error:

@@ -1,13 +1,13 @@
-"""Several sources as one stream of samples: which source stands at a position, and which of its
+"""Several sources as one stream of samples: which source is at a position, and which of its
 samples.
 
-Positions come in blocks. Within a block each source has its share of the places, to within one,
+Positions form blocks. Within a block each source has its share of the places, rounded,
 and a keyed permutation of the block (a hash of the position) says which places. A source's samples
-are taken one after the other, each epoch in an order of its own. So where a position leads follows
-from the position, the seed and the weights; nothing is counted while training.
+are taken one after the other, each epoch in its own order. So the sample at a position follows
+from the position, the seed and the weights alone.
 
 Weights may change from a position on: a :class:`Phase`. Sources go on where the phase before
-left them, so that nothing is read twice and nothing is left out. Must not know ranks or files.
+left them, so no sample is repeated or left out. Must not know ranks or files.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Indices = npt.NDArray[np.int64]
 
 BLOCK: Final = 4096
 _BLOCKS_KEPT: Final = 16
-_WEIGHT_UNITS: Final = 1 << 40  # of the largest weight: proportions are whole numbers
-_COUNTED_BELOW: Final = 1_000_000  # samples: whether any is left to train on is counted then
+_WEIGHT_UNITS: Final = 1 << 40  # parts of the largest weight: proportions are whole numbers
+_COUNTED_BELOW: Final = 1_000_000  # samples; below this, those left to train on are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +95,11 @@ class MixtureOrder:
         return tuple(self._phases)
 
     def load(self, phases: Sequence[Phase]) -> None:
-        """Go by these phases, the first from position 0 on, each later one from its start on."""
+        """Set the phases, the first from position 0 on, each later one from its start on."""
         self._phases, self._before = [], []
         self._blocks.clear()
         for phase in phases:
-            # A phase that begins where another does, or before it, is in its place.
+            # A phase that begins where another does, or before it, replaces it.
             while self._phases and self._phases[-1].start >= phase.start:
                 del self._phases[-1], self._before[-1]
             self._before.append(self._given(phase.start))
@@ -133,7 +133,7 @@ class MixtureOrder:
         parts = [self._held_out_of(number, count) for number in range(len(self.names))]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    # -- which source, and the how manieth of its samples
+    # -- which source, and the ordinal of its sample
 
     def _located(self, positions: Indices) -> tuple[Indices, Indices]:
         starts = np.array([phase.start for phase in self._phases], dtype=np.int64)
@@ -179,7 +179,7 @@ class MixtureOrder:
         ]
 
     def _given(self, position: int) -> list[int]:
-        """Of each source, samples at the positions before ``position``."""
+        """How many samples of each source are before ``position``."""
         if not self._phases:
             return [0] * len(self.names)
         phase = len(self._phases) - 1
@@ -192,7 +192,7 @@ class MixtureOrder:
     # -- the samples of one source
 
     def _samples(self, source: int, ranks: Indices) -> Indices:
-        """Indices within the source."""
+        """Indices of samples within the source."""
         epochs, offsets = np.divmod(ranks, self._lengths[source])
         found = np.empty_like(ranks)
         for epoch in np.unique(epochs):
@@ -229,7 +229,7 @@ class MixtureOrder:
 
 
 def split(total: int, shares: Sequence[int]) -> list[int]:
-    """``total`` by ``shares``, in whole numbers that add up to it.
+    """Split ``total`` by ``shares`` into whole numbers that add up to it.
 
     Each grows with ``total``, one of them by one at a time: what is left over by the sources before
     is cut by the share of what is left over.
@@ -276,7 +276,7 @@ class Mixed:
         return f"{self._names[source]}: {self._sources[source].describe(local)}"
 
     def fingerprint(self) -> str:
-        """Of what the sources are called and hold; weights do not enter."""
+        """A digest of the sources' names and contents; weights do not matter."""
         named = zip(self._names, self._sources, strict=True)
         return digest(sorted([name, source.fingerprint()] for name, source in named))
 
@@ -288,7 +288,7 @@ class Mixed:
 
 
 class MixedRecords(Mixed):
-    """The same of samples that are no tokens; the first source says how they are put together."""
+    """:class:`Mixed` for samples without tokens; the first source collates them."""
 
     def __init__(self, sources: Mapping[str, RecordDataset]) -> None:
         super().__init__(sources)
@@ -302,7 +302,7 @@ class MixedRecords(Mixed):
 def mix(sources: Mapping[str, Dataset]) -> Mixed:
     """
     Raises:
-        DataError: some give tokens and some do not.
+        DataError: some sources have tokens and some do not.
     """
     records = {n: source for n, source in sources.items() if isinstance(source, RecordDataset)}
     if records and len(records) < len(sources):
@@ -314,7 +314,7 @@ def mix(sources: Mapping[str, Dataset]) -> Mixed:
 
 
 def phase_words(phase: Phase) -> str:
-    """Such as "web 0.700, code 0.300": the shares of the samples."""
+    """The shares of the samples, as "web 0.700, code 0.300"."""
     total = math.fsum(phase.weights.values())
     return ", ".join(f"{name} {weight / total:.3f}" for name, weight in phase.weights.items())
 

@@ -1,7 +1,7 @@
-"""Short samples put together into full windows, each a document of its own to attention.
+"""Packs short samples into full windows, each a document of its own for attention.
 
-Which samples share a window is decided once, from their lengths, and kept in a file: samples in
-their order, as many as go in. Must not know how samples are made.
+Which samples share a window is decided once, from their lengths, and stored in a file: samples in
+order, as many as fit. Must not know how samples are made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Unpadded(Dataset, Protocol):
 
 
 def prepare_packs(dataset: Unpadded, *, seq_len: int, cache: Path, tell: Tell) -> Path:
-    """See to it that the file of packs is in ``cache``: find it, or read every sample and make it.
+    """Find the file of packs in ``cache``, or read every sample and make it.
 
     Raises:
         DataError: it cannot be written.
@@ -133,7 +133,7 @@ class Packed:
 
 
 def _length(dataset: Unpadded, index: int, seq_len: int, tell: Tell) -> int:
-    """One that cannot be read has a window to itself: it is passed over alone, by name."""
+    """A sample's length; an unreadable one fills a window, so that it alone is skipped."""
     if index % _TOLD_EVERY == 0:
         tell("measuring the samples", index, len(dataset))
     try:

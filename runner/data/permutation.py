@@ -66,7 +66,7 @@ def held_out(
 ) -> npt.NDArray[np.bool_]:
     """True for the sample indices that are kept out of training.
 
-    Depends on the index alone, so the split outlives a change of the run's seed, of the
+    Depends on the index alone, so the split survives a change of the run's seed, of the
     epoch and of the world size; ``seed`` is for a second, unrelated split.
 
     Args:

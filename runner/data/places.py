@@ -1,6 +1,6 @@
-"""Where the documents of a text corpus lie in its tokens, and what to call them.
+"""Where the documents of a text corpus lie in its tokens, and how to name them.
 
-A corpus may have more documents than memory has room for: their starts stay in a file, and only
+A corpus may have more documents than fit into memory: their starts stay in a file, and only
 every thousandth is held.
 """
 
@@ -26,7 +26,7 @@ _NAMED_FILES: Final = 3
 class DocumentTable:
     """Starts of documents in a stream of ``num_tokens``, little-endian int64 in one file.
 
-    Behind the starts stands a summary: every thousandth of them, by which a place is found.
+    A summary follows the starts: every thousandth of them, to find a place quickly.
     Holds no handle, like a TokenFile.
     """
 
@@ -41,7 +41,7 @@ class DocumentTable:
 
     @staticmethod
     def summary_of(parts: Sequence[Starts]) -> Starts:
-        """What stands behind the starts, given all of them in order."""
+        """The summary of all starts, in order."""
         found: list[Starts] = []
         before = 0
         for part in parts:
@@ -68,7 +68,7 @@ class DocumentTable:
         return self._read(first, last - first)
 
     def end_of(self, number: int) -> int:
-        """Where a document ends: where the next begins."""
+        """The end of a document: the start of the next."""
         is_last = number + 1 >= self.num_documents
         return self._num_tokens if is_last else int(self.read(number + 1, number + 2)[0])
 
@@ -81,7 +81,7 @@ class DocumentTable:
         return self._read(self.num_documents, self._num_summary)
 
     def _number_behind(self, position: int) -> int:
-        """The number of the first document that begins at ``position`` or behind it."""
+        """The number of the first document that begins at ``position`` or later."""
         block = max(int(np.searchsorted(self._summary, position, side="left")) - 1, 0)
         first = block * _STRIDE
         starts = self.read(first, min(first + _STRIDE, self.num_documents))
@@ -105,8 +105,8 @@ class TextPlaces:
         are_lines: whether a file's documents are its lines.
         firsts: int64 [files + 1], the number of each file's first document.
         unit: what a token is.
-        num_begin_marks: tokens before each document that stand for nothing in the file; behind
-            it stands one.
+        num_begin_marks: tokens before each document that are not in the file; after
+            it there is one.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class TextPlaces:
         self._num_begin_marks = num_begin_marks
 
     def describe(self, start: int, stop: int) -> str:
-        """Such as "json/decoder.py bytes 1200-1457", half open, or "a.jsonl line 7 tokens 0-9"."""
+        """Name a stretch: "json/decoder.py bytes 1200-1457", or "a.jsonl line 7 tokens 0-9"."""
         first, last = self._documents.at(start), self._documents.at(stop - 1)
         pieces = list(self._files(first, last))
         named = [self._name(*piece, start, stop) for piece in pieces[:_NAMED_FILES]]
@@ -135,7 +135,7 @@ class TextPlaces:
         return ", ".join(named) + (f" and {rest} more files" if rest else "")
 
     def _files(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """(file, its first, its last document) of those from ``first`` to ``last``."""
+        """(file, its first document, its last) for the documents ``first`` to ``last``."""
         low = int(np.searchsorted(self._firsts, first, side="right")) - 1
         high = int(np.searchsorted(self._firsts, last, side="right")) - 1
         for number in range(low, high + 1):

@@ -29,12 +29,12 @@ from runner.system.extras import lacking
 
 _READERS: Final = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 _PLAIN: Final = (".gz", ".zst")
-_SHOWN: Final = 12  # columns in a message
+_SHOWN: Final = 12  # columns named in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSource:
-    """Which rows, and what in them is a sample.
+    """Where the rows are, and what in them is a sample.
 
     Attributes:
         paths: files, patterns such as ``rows/*.parquet``, or folders.
@@ -42,7 +42,7 @@ class RowSource:
         messages: the column of a row's chat: it goes through the tokenizer's chat template, and
             only what the assistant says is counted; None: rows are no chats.
         tokenizer: see :func:`runner.data.tokenizer.open_codec`; chats need a folder.
-        cache: directory in which ``datasets`` keeps what it has made of the files.
+        cache: directory for the tables that ``datasets`` makes from the files.
     """
 
     paths: Sequence[str]
@@ -104,7 +104,7 @@ class Rows:
         return f"{name} row {index}"
 
     def fingerprint(self) -> str:
-        """Of the files, the column and the tokenizer."""
+        """A digest of the files, the column and the tokenizer."""
         made_by = self._chat or self._codec
         return digest(
             [
@@ -122,7 +122,7 @@ class Rows:
         return tuple(named) if is_sampled(sum(path.stat().st_size for _, path in named)) else ()
 
     def words(self) -> str:
-        """How many of some rows are cut, for a person; empty where none is."""
+        """A line that says how many of some rows are cut; empty if none is."""
         looked = [index for index, _ in spread(len(self), block=1, whole=False)]
         long = sum(self._row(index)[0].size > self._seq_len + 1 for index in looked)
         if not long:

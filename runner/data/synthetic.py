@@ -1,4 +1,4 @@
-"""A made-up language that a small model learns within some dozens of steps.
+"""A synthetic language that a small model learns within some dozens of steps.
 
 Owns a sparse Markov chain computed per index: no file, no state, the same tokens on every
 machine. Must not use ``numpy.random.Generator``: numpy may change what its methods return

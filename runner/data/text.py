@@ -1,4 +1,4 @@
-"""Text files as a corpus: made into tokens once, kept in a cache, read from there.
+"""Text files as a corpus: tokenised once, kept in a cache, read from there.
 
 Two parts, for two kinds of processes: :func:`prepare_text` may take hours and is for one process
 of a node; :func:`open_prepared` is for all. Must not know ranks, nor the configuration: only
@@ -50,21 +50,21 @@ class TextSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A cache that was verified, and what a person should know of how it was made."""
+    """A verified cache, and notes for a person on how it was made."""
 
     place: Path
     words: str
 
 
 def prepare_text(source: TextSource, *, tell: Tell, owners: Owners | None = None) -> Prepared:
-    """See to it that the tokens are in the cache: find them, wait for who makes them, or make them.
+    """Put the tokens into the cache: find them, wait for the process that makes them, or make them.
 
     Args:
-        tell: told of the progress; it may raise, and nothing is left then.
+        tell: called with the progress; if it raises, no file is left.
 
     Raises:
         DataError: a path cannot be read, nothing matches, the corpus is empty, a JSON line holds
-            no document, the tokenizer is no such file or does not say what ends a document, or
+            no document, the tokenizer is not valid or does not say what ends a document, or
             the cache cannot be written.
     """
     cache = source.cache.expanduser()
@@ -91,7 +91,7 @@ def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Data
         isolate_documents: whether samples carry segments.
 
     Raises:
-        DataError: it is gone or damaged by now, or too short for one sample.
+        DataError: it is gone or damaged, or too short for one sample.
     """
     index = load(place, tell=None)
     if index is None:
@@ -110,6 +110,6 @@ def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Data
 
 
 def open_text(source: TextSource, *, seq_len: int, isolate_documents: bool) -> Dataset:
-    """Both at once, for a process that is alone. Raises as they do."""
+    """Prepare and open, for a single process. Raises as both do."""
     place = prepare_text(source, tell=lambda *_: None).place
     return open_prepared(place, seq_len=seq_len, isolate_documents=isolate_documents)

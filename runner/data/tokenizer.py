@@ -28,10 +28,10 @@ END_NAMES: Final = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[SEP]"
 
 _TOKENIZER: Final = "tokenizer.json"
 _BESIDE: Final = ("tokenizer_config.json", "special_tokens_map.json")
-_JSON_BYTES: Final = 1 << 26  # chat templates and thousands of added tokens fit
+_JSON_BYTES: Final = 1 << 26  # large enough for chat templates and thousands of added tokens
 _PARALLEL: Final = "TOKENIZERS_PARALLELISM"
 
-Mark = int | str | None  # as a person names a token: its id or its text
+Mark = int | str | None  # a token as the user gives it: its id or its text
 
 
 class Codec(Protocol):
@@ -48,31 +48,31 @@ class Codec(Protocol):
 
     @property
     def unit(self) -> str:
-        """What a token is, for places: "bytes" where one token is one byte."""
+        """The unit of places: "bytes" where one token is one byte."""
 
     @property
     def identity(self) -> str:
-        """Changes whenever the same text would become other tokens."""
+        """Changes whenever the same text would give other tokens."""
 
     @property
     def words(self) -> str:
-        """Which marks were taken and why, for a person; empty where there was no choice."""
+        """A line that says which marks are used and why; empty where there was no choice."""
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
-        """Ids of each text, without marks."""
+        """Encode each text, without marks."""
 
 
 def open_codec(tokenizer: str | None, *, begin_token: Mark, end_token: Mark) -> Codec:
-    """Bytes, or a Hugging Face tokenizer.
+    """Open a Hugging Face tokenizer, or the codec of bytes.
 
     Args:
         tokenizer: a ``tokenizer.json``, or a folder with one; None: bytes.
-        begin_token: put before each document; None: as the tokenizer's files say; "": nothing.
-        end_token: put behind each document; None: as they say. An id that is the vocabulary's
+        begin_token: put before each document; None: as the tokenizer's files say; "": none.
+        end_token: put after each document; None: as they say. An id equal to the vocabulary's
             size adds one of its own.
 
     Raises:
-        DataError: it is no such file, or does not say which token ends a document.
+        DataError: it is not valid, or does not say which token ends a document.
     """
     if tokenizer is not None:
         return _open_tokenizer(Path(tokenizer).expanduser(), begin_token, end_token)
@@ -112,7 +112,9 @@ class _TokenizerCodec:
         decoded = [text.decode("utf-8", errors="replace") for text in texts]
         try:
             encoded = self.tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
-        except Exception as error:  # the library's own, and bare: a vocabulary with a hole, say
+        except (
+            Exception
+        ) as error:  # the library raises bare Exception, as for a vocabulary with a hole
             raise DataError(
                 f"data.tokenizer={self.path}: cannot encode the corpus ({str(error)[:500]}); "
                 "mend it, or null for bytes"
@@ -153,7 +155,7 @@ def _open_tokenizer(wanted: Path, begin_token: Mark, end_token: Mark) -> Codec:
 
 
 def _file_of(wanted: Path) -> Path:
-    """The tokenizer's file, given it or its folder."""
+    """The tokenizer's file, from its path or its folder."""
     if not wanted.is_dir():
         return wanted
     if not (wanted / _TOKENIZER).is_file():
@@ -165,7 +167,7 @@ def _file_of(wanted: Path) -> Path:
 
 
 class _Marks:
-    """Which ids begin and end a document. ``size``: the largest id and one, holes counted."""
+    """Which ids begin and end a document. ``size``: the largest id plus one, with holes."""
 
     def __init__(self, path: Path, tokenizer: Any) -> None:
         self._path = path
@@ -174,7 +176,7 @@ class _Marks:
         self.size = max(self._ids.values(), default=-1) + 1
 
     def end(self, wanted: Mark) -> tuple[int, str]:
-        """(id, where it is from): as asked, as the files beside say, or a name that all know."""
+        """(id, its source): as configured, as the files beside it say, or a well-known name."""
         if wanted is not None:
             return self._asked("end_token", wanted, most=self.size), f"{wanted} (data.end_token)"
         token = self._configured("eos_token")
@@ -193,7 +195,7 @@ class _Marks:
         )
 
     def begin(self, wanted: Mark) -> tuple[int | None, str]:
-        """The same of the begin; None where there is to be none."""
+        """The same for the begin of a document; None for no mark."""
         if wanted == "":
             return None, "nothing begins them (data.begin_token)"
         if wanted is not None:
@@ -206,13 +208,13 @@ class _Marks:
         return self._id_of(text, source, "begin_token"), f"begin with {text} ({source.name})"
 
     def _puts_in_front(self, text: str) -> bool:
-        """Whether the tokenizer itself begins a text with it, by its settings or in fact."""
+        """Whether the tokenizer itself puts the token before a text."""
         setting = self._settings(self._path.with_name(_BESIDE[0])).get("add_bos_token")
         if setting is not None:
             return setting is True
         try:
             ids = self._tokenizer.encode("a").ids
-        except Exception:  # bare, as from all of the library: what it cannot encode is told later
+        except Exception:  # a bare Exception; what it cannot encode is reported later
             return False
         return bool(ids) and ids[0] == self._ids.get(text)
 
@@ -242,7 +244,7 @@ class _Marks:
         return self._ids[text]
 
     def _configured(self, key: str) -> tuple[str, Path] | None:
-        """A special token's text, and the file beside the tokenizer that names it."""
+        """A special token's text, and the file beside the tokenizer that has it."""
         for name in _BESIDE:
             source = self._path.with_name(name)
             value = self._settings(source).get(key)
@@ -257,7 +259,7 @@ class _Marks:
         return None
 
     def _settings(self, path: Path) -> Mapping[str, Any]:
-        """What a file beside the tokenizer says; empty where there is none.
+        """The settings in a file beside the tokenizer; empty if there is none.
 
         Raises:
             DataError: it cannot be read as a JSON object.

@@ -1,4 +1,4 @@
-"""Corpora that are tokens already: raw files, ``.npy``, Megatron.
+"""Corpora of tokens: raw files, ``.npy``, Megatron.
 
 Owns the choice of reader by file name and the check that every id fits the vocabulary.
 Must not know how text becomes tokens, nor the configuration: arguments are plain values,
@@ -50,7 +50,7 @@ class _Part:
     tokens: TokenFile
     files: tuple[Path, ...]
     document_starts: npt.NDArray[np.int64] | None = None
-    width: int | None = None  # of a table: tokens in a row
+    width: int | None = None  # width of a table: tokens in a row
 
 
 class TokenRows:
@@ -169,7 +169,7 @@ def _expand(paths: Sequence[str]) -> list[Path]:
 
 
 def _expand_one(path: Path) -> list[Path]:
-    """A prefix goes before a directory of the same name: Megatron tools write both."""
+    """Expand one path. A prefix wins over a directory of the same name: Megatron writes both."""
     if not path.is_dir() or _beside(path, ".idx").is_file():
         return [path]
     try:
@@ -197,10 +197,10 @@ def _open_part(path: Path, token_dtype: TokenDtypeName) -> _Part:
 
 
 def _width(parts: Sequence[_Part]) -> int | None:
-    """Of the rows, where the files are tables.
+    """The width of the rows, where the files are tables.
 
     Raises:
-        DataError: some are and some are not, or their rows differ.
+        DataError: some are tables and some are not, or their rows differ.
     """
     widths = {part.width: part.tokens.path for part in parts}
     if len(widths) > 1:
@@ -222,7 +222,7 @@ def _megatron_index(path: Path) -> Path | None:
 
 
 def _beside(path: Path, ending: str) -> Path:
-    """Not ``with_suffix``: a prefix such as ``corpus.v2`` has a dot of its own."""
+    """Append a suffix; ``with_suffix`` would replace the ``.v2`` of a prefix ``corpus.v2``."""
     return path.with_name(path.name + ending)
 
 
@@ -331,7 +331,7 @@ def _fingerprint(parts: Sequence[_Part]) -> str:
 
 
 def _boundaries(parts: Sequence[_Part], stream: TokenStream) -> StartsInMemory | None:
-    """Document starts the formats know. A document ends where its file ends, too."""
+    """Document starts that the formats have. A file's end also ends a document."""
     known = [
         np.append(part.document_starts, part.tokens.num_tokens) + start
         for part, start in zip(parts, stream.starts[:-1], strict=True)
@@ -341,7 +341,7 @@ def _boundaries(parts: Sequence[_Part], stream: TokenStream) -> StartsInMemory |
 
 
 def _marking_token(parts: Sequence[_Part], end_token: int | None) -> int | None:
-    """The end token, where a file has no boundaries of its own."""
+    """The end token, if a file has no boundaries of its own."""
     without = [part.tokens.path for part in parts if part.document_starts is None]
     if not without:
         return None

@@ -1,7 +1,7 @@
-"""The digest of every byte of a corpus, computed once and remembered by what the files look like.
+"""The digest of every byte of a corpus, computed once and remembered for unchanged files.
 
-A file counts as the one that was read while its size, its inode and the times of its last
-changes are the same. The notes are a convenience: one that is missing or damaged is made again.
+A file counts as unchanged while its size, its inode and the times of its last
+changes are the same. The notes only save time: a missing or damaged one is made again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any, Final
 from runner.data.dataset import digest, file_size, unreadable
 from runner.system.files import open_regular, read_bounded
 
-# Called again and again during long work: what is done, bytes done, bytes in all. May raise.
+# Called during long work: a name for it, bytes done, bytes in all. May raise.
 Tell = Callable[[str, int, int], None]
 
 _WHAT: Final = "reading the corpus whole"
 _LARGE_BYTES: Final = 1 << 26
 _BLOCK_BYTES: Final = 1 << 22
 _NOTE_BYTES: Final = 1 << 28
-# Two changes within a clock's tick look like one: what has just changed is not remembered.
+# Two changes within a clock tick look like one: a file that just changed is not remembered.
 _SETTLED_NS: Final = 2_000_000_000
 
 
@@ -42,7 +42,7 @@ class Whole:
 
 
 def notes_in(cache: Path) -> Path:
-    """Where a cache directory has the notes."""
+    """The folder for the notes in a cache directory."""
     return cache / "digests"
 
 
@@ -56,7 +56,7 @@ def stamp(files: Sequence[tuple[str, Path]]) -> str:
 
 
 def whole_digest(files: Sequence[tuple[str, Path]], *, notes: Path | None, tell: Tell) -> Whole:
-    """Read all files, or find the note of who has.
+    """Read all files, or use the note of an earlier reading.
 
     Args:
         files: (name, path), in the corpus' order.
@@ -77,7 +77,7 @@ def whole_digest(files: Sequence[tuple[str, Path]], *, notes: Path | None, tell:
     for name, path in files:
         report = partial(_told, tell, done, total)
         if len(files) > 1 and file_size(path) >= _LARGE_BYTES:
-            # With a note of its own: a start that is cut short has not read it in vain.
+            # With a note of its own, so that an interrupted start need not read it again.
             one = whole_digest([(name, path)], notes=notes, tell=report)
             hashed, size = one.files[0][1], one.num_bytes
         else:
@@ -93,7 +93,7 @@ def whole_digest(files: Sequence[tuple[str, Path]], *, notes: Path | None, tell:
 
 
 def _told(tell: Tell, before: int, total: int, what: str, size: int, _: int) -> None:
-    """Of one file to of all."""
+    """Turn a file's progress into that of all files."""
     tell(what, before + size, total)
 
 
@@ -140,7 +140,7 @@ def _read_note(note: Path) -> Whole | None:
 
 
 def _write_note(note: Path, whole: Whole) -> None:
-    """Whole or not at all; it need not outlive a power cut."""
+    """Write a note atomically; it need not survive a power cut."""
     note.parent.mkdir(parents=True, exist_ok=True)
     plain = json.loads(json.dumps(asdict(whole)))
     temporary = note.with_name(f".{note.name}.{secrets.token_hex(4)}")
