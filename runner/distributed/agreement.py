@@ -1,4 +1,4 @@
-"""What ranks tell each other: sums of a few numbers, small JSON values, and failures.
+"""What ranks exchange: sums of a few numbers, small JSON values, and failures.
 
 Everything here is a collective: every rank calls it, in the same order. Values travel as
 JSON bytes, never pickled.
@@ -21,7 +21,7 @@ from runner.system.error import RankError, RunnerError
 
 T = TypeVar("T")
 FINGERPRINT_SIZE = 2 * NUM_LANES
-# Of one tensor into one tensor; torch 2.13 calls it anew and warns of the old name.
+# All-gather into one tensor; torch 2.13 renamed it and warns of the old name.
 _gather_flat: Callable[[torch.Tensor, torch.Tensor], Any] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
@@ -43,29 +43,29 @@ class Ranks:
         return [float(value) for value in packed.tolist()]
 
     def all_reduce(self, packed: torch.Tensor) -> None:
-        """Element-wise sum over ranks, in place; waits for nothing on the device."""
+        """Element-wise sum over ranks, in place; does not wait for the device."""
         dist.all_reduce(packed)
 
     def fingerprint(self, identity: Mapping[str, Any]) -> list[float]:
-        """FINGERPRINT_SIZE numbers, by whose sums :meth:`require_alike` compares ``identity``."""
+        """FINGERPRINT_SIZE numbers for ``identity``; :meth:`require_alike` compares their sums."""
         numbers = lanes(repr(identity))
         return [float(n) for n in numbers] + [float(n * n) for n in numbers]
 
     def require_alike(self, sums: Sequence[float], identity: Mapping[str, Any]) -> None:
-        """Check that all ranks had the same identity. Collective where they had not.
+        """Check that all ranks had the same identity. Collective if they had not.
 
         Args:
             sums: of all ranks' :meth:`fingerprint`.
             identity: this rank's.
 
         Raises:
-            RankError: naming what differs, and on which ranks.
+            RankError: identities differ; names what differs, and on which ranks.
         """
         if not all_equal(sums[:NUM_LANES], sums[NUM_LANES:], self.world_size):
             raise RankError(f"ranks drifted apart: {difference(self.gather(identity))}")
 
     def may_repeat(self, step: int) -> bool:
-        """Whether the ranks may compute a step twice, the first time in vain."""
+        """Whether the ranks may compute this step speculatively, and then again."""
         return True
 
     def gather(self, value: Any) -> list[Any]:
@@ -107,7 +107,7 @@ class Ranks:
         own: dict[str, str] = {}
         try:
             result.append(work())
-        except Exception as error:  # whatever it was, the others are waiting for us
+        except Exception as error:  # whatever the error was, the other ranks wait for this one
             own = {"type": type(error).__name__, "text": str(error) or type(error).__name__}
             local = error
         if self.sum([1.0 if own else 0.0])[0] == 0:
@@ -121,18 +121,18 @@ class Ranks:
     def all_or_none_patiently(self, what: str, work: Callable[[], T]) -> T:
         """As :meth:`all_or_none`, for ``work`` that may outlast ``parallel.timeout_seconds``.
 
-        It runs in a thread. Meanwhile the ranks tell each other every half second who is done, so
-        that no collective waits longer; a disk that hangs is the watchdog's to find.
+        It runs in a thread. Meanwhile the ranks report every half second who is done, so
+        that no collective waits longer; the watchdog finds a disk that hangs.
         """
         done: Future[T] = Future()
 
         def run() -> None:
             try:
                 done.set_result(work())
-            except BaseException as error:  # raised where it is waited for
+            except BaseException as error:  # raised by the waiting thread
                 done.set_exception(error)
 
-        # Not the pool's: its threads are waited for at the end, also where a disk hangs.
+        # Not a pool: Python waits for its threads at exit, even when a disk hangs.
         threading.Thread(target=run, name=what, daemon=True).start()
         while True:
             wait([done], timeout=_LOOK_SECONDS)

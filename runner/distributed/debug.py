@@ -1,12 +1,12 @@
-"""What torch.distributed and NCCL check and record. To be set before the group exists."""
+"""What torch.distributed and NCCL check and record. Set it before the group exists."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-# 3 leaves NCCL's communicators alone until the recorders are read; 1 is what torchrun gives its
-# workers where nobody has asked for anything, and tears them down.
+# 3 keeps NCCL's communicators until the recorders are read; 1 is torchrun's default for its
+# workers, and tears them down.
 _ASYNC_ERRORS, _TORCHRUNS = "3", "1"
 # The flight recorder keeps the last collectives of each rank; NCCL dumps it on a time-out.
 _ALWAYS = {
@@ -21,8 +21,8 @@ def debug_settings(kind: str, *, subsystems: str, folder: Path) -> dict[str, str
     settings = dict(_ALWAYS)
     settings["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "flight-recorder-rank")
     if kind != "off":
-        # Each collective's begin on the device, by an event of its own: a device that hangs before
-        # a collective is told from a network that is down.
+        # Records each collective's begin on the device by an event: a device that hangs before
+        # a collective can then be distinguished from a network that is down.
         settings["TORCH_NCCL_ENABLE_TIMING"] = "1"
     if kind == "nccl":
         settings |= {
@@ -36,7 +36,7 @@ def debug_settings(kind: str, *, subsystems: str, folder: Path) -> dict[str, str
 
 
 def is_torchruns_own(environment: Mapping[str, str]) -> bool:
-    """Whether NCCL's errors are handled as torchrun has it, and not as a person or we asked."""
+    """Whether NCCL's error handling is torchrun's default, not a choice of the user or of us."""
     setting = environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     return setting == _TORCHRUNS and "TORCHELASTIC_RUN_ID" in environment
 

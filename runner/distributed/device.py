@@ -1,8 +1,8 @@
 """Which device this rank computes on, and what of it must be equal on all ranks.
 
-A rank that finds no GPU while others have one must not go on with the CPU: it would open a group
-of its own kind, and the others would wait for it in NCCL's without end. So what is wrong here is
-not raised on this rank alone: the roll call compares it, and every rank says it.
+A rank that finds no GPU while others have one must not fall back to the CPU: it would open a group
+of another kind, and the others would wait for it in NCCL for ever. So a problem found here is
+not raised on this rank alone: the rendezvous compares it, and every rank raises it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundDevice:
-    """``problem``: why the rank cannot train on what was asked for, in words; names the node."""
+    """``problem``: why the rank cannot train on the configured device; names the node."""
 
     device: torch.device
     problem: str = ""
 
 
 def find_device(wanted: str, place: RankEnv, environment: Mapping[str, str]) -> FoundDevice:
-    """The device of ``parallel.device=auto|cpu|cuda``.
+    """Find the device for ``parallel.device=auto|cpu|cuda``.
 
-    ``auto`` takes the CPU only where no GPU is to be seen and none was asked for. A task that
+    ``auto`` takes the CPU only where no GPU is visible and the job has none. A task that
     sees one GPU (``srun --gpus-per-task=1``) takes that one, whatever its local rank is.
     """
     cpu = torch.device("cpu")
@@ -62,13 +62,13 @@ def _why_there_should_be_one(environment: Mapping[str, str]) -> str:
 
 
 def num_gpus_here() -> int:
-    """How many NVIDIA GPUs the driver knows on this machine, whatever this process may see."""
+    """How many NVIDIA GPUs the driver has on this machine, visible to this process or not."""
     folder = _DRIVER / "gpus"
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
 def device_versions(found: FoundDevice) -> dict[str, str]:
-    """What of the device must be equal on all ranks for them to compute, and to meet, alike."""
+    """Versions of the device and its software that must be equal on all ranks."""
     if found.problem:
         return {"device": found.problem}
     if found.device.type != "cuda":
@@ -92,7 +92,7 @@ def _driver_version() -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Names this GPU among all others; empty on a CPU."""
+    """A unique name of this GPU; empty on a CPU."""
     if device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)

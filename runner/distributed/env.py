@@ -1,7 +1,7 @@
-"""Who started this process: its rank, its job, the end of its time.
+"""What the launcher says about this process: its rank, its job, its time limit.
 
-The only place that knows what a launcher puts into the environment: torchrun's names, srun's own,
-ours. The environment itself comes in as an argument.
+The only place that knows what a launcher puts into the environment: names of torchrun, of srun,
+and ours. The environment itself is an argument.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ END_TIME = "HOLDFAST_END_TIME"
 _BEGUN = ".begun-"  # hidden: not an exit code
 _FIRST_PORT, _NUM_PORTS = 20_000, 20_000
 _MOST_RANKS = 1 << 20
-_DIGITS = 18  # of any number that a launcher can mean
+_DIGITS = 18  # of any number that a launcher may set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnv:
-    """Where this process stands: its rank, the world, its node's share of it."""
+    """The place of this process: its rank, the world size, its node's share of it."""
 
     rank: int
     world_size: int
@@ -48,14 +48,14 @@ class JobEnv:
     """The job that this process is part of.
 
     Attributes:
-        job: names the job over all its restarts; None when the launcher gives it no name.
-        order: grows with each restart by the scheduler, then by the supervisor.
+        job: the job's name over all its restarts; None when the launcher gives none.
+        order: counts of restarts, by the scheduler and then by the supervisor.
         step: where in the job it runs; equal after torchrun's own restarts, and in a second
             launch of the same name.
         end_time: seconds since the epoch at which the scheduler ends the job, if it does.
-        has_agent: a launcher watches over this process; without it, it must not go on.
-        agents: the launchers' processes, one a node, by the names that
-            :func:`runner.system.process.parent_name` gives; known once the ranks have met.
+        has_agent: whether a launcher watches this process, which must end with it.
+        agents: the launcher processes, one on each node, by the names that
+            :func:`runner.system.process.parent_name` gives; known after the rendezvous.
     """
 
     job: str | None
@@ -68,10 +68,10 @@ class JobEnv:
     def supersedes(
         self, job: str | None, order: tuple[int, int], step: str, agents: Sequence[str]
     ) -> bool:
-        """Whether the launcher itself put this launch in the place of that one.
+        """Whether the launcher itself replaced that launch by this one.
 
-        torchrun restarts ranks without a number that would tell so on every node, and its name
-        (``--rdzv-id``) is a person's choice: a second torchrun may have the same. But its agents
+        torchrun restarts ranks without a number that would show it on every node, and its name
+        (``--rdzv-id``) is the user's choice: a second torchrun may have the same. But its agents
         live on, at least one of them, whatever nodes come and go.
         """
         if self.job is None or self.job != job:
@@ -85,7 +85,7 @@ def place_from(environment: Mapping[str, str]) -> RankEnv:
     """Read torchrun's variables, or srun's; without them this is the only process.
 
     Raises:
-        ConfigError: some of the variables are there and others are not, or are no numbers.
+        ConfigError: some of the variables are missing, or are not numbers.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -111,12 +111,12 @@ def place_from(environment: Mapping[str, str]) -> RankEnv:
 
 
 def own_rank(environment: Mapping[str, str]) -> int:
-    """As torchrun tells it, 0 without; of a value that is no number as well."""
+    """The rank that torchrun set; 0 without one, or if it is not a number."""
     return _whole(environment.get("RANK"))
 
 
 def own_local_rank(environment: Mapping[str, str]) -> int:
-    """As :func:`own_rank`, of the ranks on this node."""
+    """The local rank on this node, as :func:`own_rank`."""
     return _whole(environment.get("LOCAL_RANK"))
 
 
@@ -137,12 +137,12 @@ def _number(text: str) -> int:
 
 
 def _is_number(text: str | None) -> bool:
-    """Plain digits: isdigit() also takes those that int() refuses."""
+    """Whether these are ASCII digits: isdigit() also accepts some that int() refuses."""
     return text is not None and text.isascii() and text.isdecimal() and len(text) <= _DIGITS
 
 
 def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
-    """SLURM_STEP_TASKS_PER_NODE, such as ``2(x3),1``, a number a node."""
+    """Parse SLURM_STEP_TASKS_PER_NODE, as ``2(x3),1``, into one number per node."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts: list[int] = []
     for part in text.split(","):
@@ -156,13 +156,13 @@ def _tasks_per_node(environment: Mapping[str, str]) -> list[int]:
 
 
 def rendezvous_endpoint(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where srun's tasks meet; None when the environment names it, or there is one process.
+    """The rendezvous of srun's tasks; None if the environment names it or there is one process.
 
     The first node of the step and a port from the job's number, unless MASTER_ADDR and
     MASTER_PORT say otherwise.
 
     Raises:
-        ConfigError: one of the numbers is none, or no port.
+        ConfigError: a variable is not a number, or not a port.
     """
     if "RANK" in environment or "SLURM_STEP_ID" not in environment:
         return None
@@ -182,7 +182,7 @@ def first_host(nodes: str) -> str:
 
 
 def launch_from(environment: Mapping[str, str]) -> JobEnv:
-    """What the launcher says about the job."""
+    """Read what the launcher says about the job."""
     run_id = environment.get("TORCHELASTIC_RUN_ID", "none")
     job = environment.get(LAUNCH_ID) or (f"torchrun {run_id}" if run_id != "none" else "")
     if slurm := environment.get("SLURM_JOB_ID"):
@@ -206,14 +206,14 @@ _NOT_ASKED = ("", "0", "all", "void", "none")
 
 
 def gpus_asked_for(environment: Mapping[str, str]) -> str:
-    """Which variable says that this job was given GPUs on this node; empty: none does."""
+    """The variable that says that this job has GPUs on this node; empty: none does."""
     names = (*_ASKED, "NVIDIA_VISIBLE_DEVICES")
     found = [n for n in names if environment.get(n, "").strip().lower() not in _NOT_ASKED]
     return f"{found[0]}={environment[found[0]][:80]}" if found else ""
 
 
 def gpus_on_node(environment: Mapping[str, str]) -> int | None:
-    """How many GPUs of this node Slurm gave to the job; None where it does not tell."""
+    """How many GPUs of this node Slurm gave to the job; None where it does not say."""
     return _whole(environment.get("SLURM_GPUS_ON_NODE")) or None
 
 
@@ -233,7 +233,7 @@ def tell_begun(environment: Mapping[str, str], rank: int, facts: Mapping[str, An
 
 
 def read_begun(folder: Path) -> dict[int, dict[str, Any]]:
-    """What ranks told with :func:`tell_begun`, by rank."""
+    """What ranks wrote with :func:`tell_begun`, by rank."""
     found: dict[int, dict[str, Any]] = {}
     for path in folder.glob(f"{_BEGUN}*"):
         with contextlib.suppress(OSError, ValueError):
@@ -242,7 +242,7 @@ def read_begun(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def recorded_exit(environment: Mapping[str, str], name: str) -> int | None:
-    """What :func:`tell_exit` wrote for a process of this node; None: nothing, or nobody asked."""
+    """What :func:`tell_exit` wrote for a process of this node; None without a supervisor."""
     try:
         return int((Path(environment[EXIT_DIR]) / name).read_text())
     except (KeyError, OSError, ValueError):
@@ -250,7 +250,7 @@ def recorded_exit(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def rank_name(rank: int) -> str:
-    """Of a rank's exit code, for :func:`tell_exit`."""
+    """The name of a rank's exit code for :func:`tell_exit`."""
     return f"rank-{rank}"
 
 
@@ -260,6 +260,6 @@ def tell_exit(environment: Mapping[str, str], name: str, code: int) -> None:
         return
     path = Path(environment[EXIT_DIR]) / name
     temporary = path.with_name(f".{name}.{os.getpid()}")
-    with contextlib.suppress(OSError):  # the supervisor is gone; nobody waits for it
+    with contextlib.suppress(OSError):  # the supervisor is gone
         temporary.write_text(f"{code}\n")
         temporary.rename(path)

@@ -18,10 +18,10 @@ from runner.system.process import host_name
 
 
 def choose_device(wanted: str, place: RankEnv) -> torch.device:
-    """See :func:`runner.distributed.device.find_device`; for one who does not meet others first.
+    """Choose the device without a rendezvous; see :func:`runner.distributed.device.find_device`.
 
     Raises:
-        ConfigError: the device asked for is not there, or there are too few GPUs.
+        ConfigError: the configured device does not exist, or there are too few GPUs.
     """
     found = find_device(wanted, place, variables())
     if found.problem:
@@ -30,7 +30,7 @@ def choose_device(wanted: str, place: RankEnv) -> torch.device:
 
 
 def take_device(found: FoundDevice) -> torch.device:
-    """The device, which is this process's from here on."""
+    """Make the device this process's own, and return it."""
     if found.device.type == "cuda":
         torch.cuda.set_device(found.device)
     return found.device
@@ -52,14 +52,14 @@ def start_group(
         facts: JSON about this rank, with ``versions`` that must be equal on all ranks, and
             ``gpu``, which must not be.
         problem: of this rank's device; it is in ``versions`` too, so that all ranks raise.
-        have_met: called when the ranks have found each other, before they connect.
+        have_met: called after the rendezvous, before the ranks connect.
 
     Returns:
         The facts of the ranks of this node.
 
     Raises:
-        StartError: the ranks did not find each other; names who is absent. Or two have one GPU.
-        ConfigError: ``problem``, where it is that of every rank.
+        StartError: ranks are absent, and are named; or two ranks share one GPU.
+        ConfigError: every rank has this ``problem``.
     """
     # torch read TORCH_DISTRIBUTED_DEBUG when it was imported; debug=collectives came later.
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def start_group(
         rank=place.rank,
         world_size=place.world_size,
         timeout=timedelta(seconds=timeout_seconds),
-        # The communicator is made now, while somebody watches, and not by the first collective.
+        # Make the communicator now, while the monitor watches, not in the first collective.
         device_id=device if device.type == "cuda" else None,
     )
     if device.type == "cuda":
@@ -88,7 +88,7 @@ def start_group(
 
 
 def _require_own_gpus(facts_by_rank: Sequence[Facts]) -> None:
-    """NCCL would refuse two ranks on one GPU as well, in words that name neither."""
+    """Refuse two ranks on one GPU: NCCL's own error names neither."""
     by_gpu: dict[str, list[int]] = {}
     for facts in facts_by_rank:
         if facts.get("gpu"):
@@ -104,17 +104,17 @@ def _require_own_gpus(facts_by_rank: Sequence[Facts]) -> None:
 
 
 def end_group(have_met: Callable[[], None] = lambda: None) -> None:
-    """Leave together, unless this rank leaves alone with an error the others do not know.
+    """End the group together, unless this rank leaves alone with an error of its own.
 
     Args:
-        have_met: called when all ranks are there; after it one may be gone before the others.
+        have_met: called when all ranks have arrived; from then on ranks may leave one by one.
     """
     error = sys.exc_info()[1]
     if error is not None and not isinstance(error, RunnerError):
         return
     # Without the barrier about half of 3-rank gloo runs died in destroy with SIGABRT.
     if "nccl" in dist.get_backend_config():
-        dist.all_reduce(torch.zeros(1))  # over gloo: a barrier would go over NCCL, without a limit
+        dist.all_reduce(torch.zeros(1))  # over gloo: a barrier would use NCCL, without a time limit
     else:
         dist.barrier()
     have_met()

@@ -1,4 +1,4 @@
-"""How ranks find each other at the start: within a time limit, and saying who is missing."""
+"""The rendezvous of all ranks at the start: within a time limit, and naming who is missing."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from runner.system.error import StartError
 
 Facts = Mapping[str, Any]
 
-_ROUND = "holdfast/round"  # how many ranks 0 there were
+_ROUND = "holdfast/round"  # number of rounds that a rank 0 has opened
 _OPEN, _OVER = "open", "over"  # of a round
 _WELCOME = "welcome"
 _AT_ONCE = 1024  # keys in one message: about a megabyte of facts
-_SECONDS_A_RANK = 5e-4  # for what rank 0 does for each of the others
+_SECONDS_A_RANK = 5e-4  # added for each rank that rank 0 serves
 _RETRY_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
 _MESH_RANKS = 64
-_OTHER_FILES = 256  # that a process has open beside its connections
+_OTHER_FILES = 256  # descriptors that a process has open beside its connections
 _MOST_NAMED = 16
 
 
 def connect_store(place: RankEnv, *, seconds: float) -> Store:
-    """The store that all ranks share.
+    """Connect to the store that all ranks share.
 
     Raises:
-        StartError: it cannot be reached within ``seconds``; or its host may not have so many open
+        StartError: it cannot be reached within ``seconds``, or its host may not open that many
             files.
     """
     if place.world_size == 1 and "RANK" not in variables():
@@ -59,7 +59,7 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
         except (KeyError, RuntimeError, ValueError) as error:
             made.append(error)
 
-    # In a thread: torch waits without end for the answer of a server that is no store.
+    # In a thread: torch waits for ever for an answer if the server is not a store.
     maker = threading.Thread(target=make, daemon=True)
     with _without_frames():
         maker.start()
@@ -71,7 +71,7 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
 
 
 def allow_connections(world_size: int, process: int) -> None:
-    """Let the process that keeps the store, or this one's launcher, have a descriptor a rank.
+    """Raise the descriptor limit of the store's process, or this one's launcher, to one per rank.
 
     Raises:
         StartError: the system's limit is below that.
@@ -87,14 +87,14 @@ def allow_connections(world_size: int, process: int) -> None:
             )
         if soft != resource.RLIM_INFINITY and soft < needed:
             resource.prlimit(process, resource.RLIMIT_NOFILE, (needed, hard))
-    except OSError:  # somebody else's process: it may do well all the same
+    except OSError:  # another user's process: its limit may suffice
         return
 
 
 def spare_connections(world_size: int) -> None:
-    """Let gloo connect ranks when they first need each other, where all with all are too many.
+    """Let gloo connect ranks on first use where a full mesh would be too large.
 
-    N + 3 descriptors on each rank, and N * N questions to the store. A small group keeps its mesh:
+    A mesh takes N + 3 descriptors on each rank, N * N calls of the store. A small group keeps it:
     a rank that dies is noticed by every other at once.
     """
     if world_size > _MESH_RANKS:
@@ -108,14 +108,14 @@ def _store(place: RankEnv, seconds: float) -> Store:
         place.world_size,
         _hosts_store(place),
         timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,  # the roll call waits, and can say for whom
+        wait_for_workers=False,  # wait_for_ranks waits, and can name who is missing
         multi_tenant=True,
     )
 
 
 @contextlib.contextmanager
 def _without_frames() -> Iterator[None]:
-    """torch writes pages of C++ frames to descriptor 2 about each try that fails."""
+    """Hide descriptor 2: torch writes pages of C++ frames for each failed attempt."""
     sys.stderr.flush()
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
@@ -128,12 +128,12 @@ def _without_frames() -> Iterator[None]:
 
 
 def _hosts_store(place: RankEnv) -> bool:
-    """torchrun's agent may host it; otherwise rank 0 does."""
+    """Whether this process hosts the store: torchrun's agent may, otherwise rank 0 does."""
     return place.is_first and variables().get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _reach(place: RankEnv, seconds: float) -> None:
-    """Wait until the meeting point answers; torch's own attempts fill the screen with frames."""
+    """Wait until the endpoint answers; torch's own attempts fill the screen with frames."""
     host, port = variables().get("MASTER_ADDR", ""), variables().get("MASTER_PORT", "")
     if _hosts_store(place) or not port.isdigit():
         return
@@ -168,26 +168,26 @@ def _unreachable(place: RankEnv, seconds: float, error: Exception) -> StartError
 def wait_for_ranks(
     store: Store, place: RankEnv, facts: Facts, *, seconds: float
 ) -> tuple[Store, list[Facts]]:
-    """Wait until every rank is there. Without a loop of questions: see :func:`call_roll`.
+    """Wait until every rank is there, without polling; see :func:`call_roll`.
 
     Args:
         facts: JSON; ``versions`` in it must be equal on all ranks.
 
     Returns:
-        The room, a store for this group alone, and the facts of this node's ranks.
+        A store for this group alone, and the facts of this node's ranks.
 
     Raises:
-        StartError: ranks are absent after ``seconds``, named; or versions differ.
+        StartError: ranks are absent after ``seconds``, and are named; or versions differ.
     """
     outcome: list[tuple[Store, list[Facts]] | BaseException] = []
 
     def call() -> None:
         try:
             outcome.append(call_roll(store, place, facts, seconds=seconds))
-        except BaseException as error:  # raised by the thread that waits
+        except BaseException as error:  # raised by the waiting thread
             outcome.append(error)
 
-    # In a thread: torch waits where Python can answer no signal.
+    # In a thread: while torch waits, Python cannot handle signals.
     caller = threading.Thread(target=call, name="roll call", daemon=True)
     caller.start()
     caller.join()
@@ -199,19 +199,19 @@ def wait_for_ranks(
 def call_roll(
     store: Store, place: RankEnv, facts: Facts, *, seconds: float
 ) -> tuple[Store, list[Facts]]:
-    """As :func:`wait_for_ranks`; seven calls of the store on each rank, and N / 1,024 on rank 0.
+    """:func:`wait_for_ranks` with seven calls of the store on each rank, N / 1,024 more on rank 0.
 
-    torchrun keeps one store over its restarts, with all that earlier processes have set in it.
-    So each rank 0 opens a round of its own, by a counter, and nobody goes on before rank 0 has
-    answered to him by name. Whoever stands in a round that is over, or whose rank 0 is dead, is
-    woken by the next rank 0 and goes on to the next round. Nobody asks again and again: N ranks
+    torchrun keeps one store over its restarts, with all keys that earlier processes have set.
+    So each rank 0 opens a new round, by a counter, and no rank goes on before rank 0 has
+    answered it by name. A rank in a round that is over, or whose rank 0 is dead, is
+    woken by the next rank 0 and joins the next round. No rank polls: N ranks
     that do so every 50 ms are more than a store can answer from about 2,000 on.
     """
     introduction = json.dumps({"name": secrets.token_hex(8), "facts": facts})
     if place.is_first:
         room, verdict = _lead(store, place, introduction, seconds)
     else:
-        # Rank 0 needs a moment to tell who is missing.
+        # Rank 0 needs a moment to find out who is missing.
         limit = seconds + _GRACE_SECONDS + 8.0 + _SECONDS_A_RANK * place.world_size
         room, verdict = _follow(store, place, introduction, limit)
     if verdict:
@@ -234,9 +234,9 @@ def _answer(introduction: Mapping[str, Any]) -> str:
 
 
 def _lead(store: Store, place: RankEnv, introduction: str, seconds: float) -> tuple[Store, str]:
-    """Rank 0's: open a round, wait for all, compare, answer each."""
+    """On rank 0: open a round, wait for all, compare, answer each."""
     number = store.add(_ROUND, 1)
-    for before in range(1, number):  # their ranks 0 are dead
+    for before in range(1, number):  # their rank 0 is dead
         _set_all(_room(store, before), [_OPEN, _OVER], "")
     room = _room(store, number)
     room.set(_here(0), introduction)
@@ -254,14 +254,14 @@ def _lead(store: Store, place: RankEnv, introduction: str, seconds: float) -> tu
 
 
 def _set_all(store: Store, keys: Sequence[str], value: str) -> None:
-    """In one message."""
+    """Set all keys in one message."""
     store.multi_set(keys, [value] * len(keys))  # type: ignore[attr-defined]
 
 
 def _there(
     room: Store, world_size: int, seconds: float
 ) -> tuple[dict[int, dict[str, Any]], list[int]]:
-    """What each rank told that came in time, and which did not come."""
+    """The facts of each rank that came in time, and the ranks that did not come."""
     ranks, missing = range(world_size), list[int]()
     try:
         room.wait([_here(rank) for rank in ranks], timedelta(seconds=seconds))
@@ -277,7 +277,7 @@ def _there(
 
 
 def _absent(room: Store, ranks: Sequence[int]) -> list[int]:
-    """Those that have told nothing, by halves: a store says of many keys at once if all are set."""
+    """Find the absent ranks by bisection: the store says whether many keys are all set."""
     if room.check([_here(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -292,7 +292,7 @@ def _verdict(
     world_size: int,
     seconds: float,
 ) -> str:
-    """Empty when all are there and alike."""
+    """The problem of this group; empty when all ranks are there and alike."""
     if missing:
         named = ", ".join(map(str, missing[:_MOST_NAMED]))
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
@@ -305,7 +305,7 @@ def _verdict(
 
 
 def _follow(store: Store, place: RankEnv, introduction: str, seconds: float) -> tuple[Store, str]:
-    """The others': the room of the rank 0 that answered, and its verdict."""
+    """On other ranks: the group's store of the rank 0 that answered, and its verdict."""
     limit = time.monotonic() + seconds
 
     def left() -> timedelta:
@@ -325,12 +325,12 @@ def _follow(store: Store, place: RankEnv, introduction: str, seconds: float) -> 
             number += 1
     except DistStoreError:
         return store, f"rank {place.rank}: rank 0 is absent after {seconds:g} s"
-    except RuntimeError as error:  # the host of the store has gone
+    except RuntimeError as error:  # the store's host is gone
         return store, f"rank {place.rank}: lost the meeting point ({first_line(error)})"
 
 
 def difference(versions: Sequence[Mapping[str, Any]]) -> str:
-    """Which field differs on which ranks, in words; empty when all are alike."""
+    """A sentence that says which field differs on which ranks; empty when all are equal."""
     parts = []
     for field in versions[0]:
         values = [str(facts.get(field)) for facts in versions]
@@ -343,6 +343,6 @@ def difference(versions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
+    """The first line of an exception's message."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,8 +1,8 @@
 """Work that may take hours on some ranks while the others wait, without waiting in a collective.
 
-Each rank works in a thread. Meanwhile the ranks tell each other every half second whether they
-are done, whether one has failed or is asked to stop, and whether anything moves: no collective
-lasts longer than that, and the watchdog sees work that goes on as progress, and work that hangs
+Each rank works in a thread. Meanwhile the ranks report every half second whether they
+are done, whether one has failed or is asked to stop, and whether work proceeds: no collective
+lasts longer than that, and the watchdog sees proceeding work as progress, and hanging work
 as a hang, on every rank.
 """
 
@@ -18,15 +18,15 @@ from runner.system.error import RankError
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.5
-_END_SECONDS = 10.0  # for a thread that was told to end, to clean up
+_END_SECONDS = 10.0  # for a cancelled thread to clean up
 
 
 class Cancelled(Exception):
-    """The work is not wanted any more: another rank failed, or the run was asked to stop."""
+    """The work is no longer wanted: another rank failed, or the run was asked to stop."""
 
 
 class Pulse:
-    """How far the work is. Told by the thread that works, read by the one that waits."""
+    """The progress of the work. The working thread sets it, the waiting thread reads it."""
 
     def __init__(self) -> None:
         self.now: tuple[str, int, int] = ("", 0, 0)  # what, done, total
@@ -36,7 +36,7 @@ class Pulse:
     def tell(self, what: str, done: int, total: int) -> None:
         """
         Raises:
-            Cancelled: the work is to end.
+            Cancelled: the work must end.
         """
         if self._is_cancelled:
             raise Cancelled("the work was cancelled")
@@ -45,12 +45,12 @@ class Pulse:
             self.count += 1
 
     def cancel(self) -> None:
-        """The next :meth:`tell` raises."""
+        """Make the next :meth:`tell` raise."""
         self._is_cancelled = True
 
 
 class _Thread(threading.Thread, Generic[T]):
-    """Runs ``work``, and keeps what it gave or raised."""
+    """Runs ``work``, and keeps its result or exception."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__(name="slow work", daemon=True)
@@ -61,11 +61,13 @@ class _Thread(threading.Thread, Generic[T]):
     def run(self) -> None:
         try:
             self._result.append(self._work())
-        except BaseException as error:  # a panic in Rust is no Exception; raised by the waiter
+        except (
+            BaseException
+        ) as error:  # a Rust panic is not an Exception; the waiting thread raises it
             self.error = error
 
     def outcome(self) -> T | None:
-        """What it gave; None where it was cancelled, because another rank has failed."""
+        """The result; None if the work was cancelled because another rank failed."""
         if self.error is None or isinstance(self.error, Cancelled):
             return self._result[0] if self._result else None
         if not isinstance(self.error, Exception):
@@ -85,12 +87,12 @@ def all_or_none_slowly(
     """Run ``work`` everywhere; if it failed anywhere, every rank raises the same error. Collective.
 
     Args:
-        work: takes what it tells its progress to, see :meth:`Pulse.tell`.
-        moved: called when any rank's work has moved.
+        work: takes the :class:`Pulse` to which it reports its progress.
+        moved: called when any rank's work has progressed.
         show: called with this rank's progress.
 
     Returns:
-        What ``work`` gave; None, on all ranks alike, when some rank was asked to stop.
+        The result of ``work``; None, on all ranks alike, when some rank was asked to stop.
 
     Raises:
         RunnerError: as ``Ranks.all_or_none``.

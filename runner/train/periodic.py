@@ -1,4 +1,4 @@
-"""What looks at the state every so many updates: the held-out loss, and the checks of health."""
+"""Checks at intervals of updates: the held-out loss, and the health of the ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from runner.train.report import Reporter
 
 
 class Periodic:
-    """Looks at the state after an update, where it is due.
+    """Runs the checks that are due after an update.
 
     Args:
-        evaluate: the held-out loss, in nats per token; None where nothing is held out.
+        evaluate: returns the held-out loss in nats per token; None where nothing is held out.
         evaluate_every: in applied updates; 0 means never.
-        inspect: called with the number of updates, after each; looks where it is due.
+        inspect: called after each update with their number; decides by itself if it is due.
         inspect_every: its intervals, in applied updates; 0 means never.
     """
 
@@ -38,7 +38,7 @@ class Periodic:
         self._evaluated_at: tuple[int, float | None] = (-1, None)
 
     def is_due(self, updates: int) -> bool:
-        """Whether anything here looks at the state of exactly so many updates."""
+        """Whether anything here uses the state after exactly ``updates`` updates."""
         return any(
             _is_due(every, updates) for every in (self._evaluate_every, *self._inspect_every)
         )
@@ -54,12 +54,12 @@ class Periodic:
         return loss
 
     def held_out_loss(self, updates: int) -> float | None:
-        """The held-out loss of the present state; not computed twice. Collective."""
+        """The held-out loss of the present state, computed at most once. Collective."""
         known, loss = self._evaluated_at
         return loss if known == updates else self._evaluate()
 
     def inspect(self, updates: int) -> None:
-        """Look for slow ranks and differing copies. Collective."""
+        """Look for slow ranks and differing replicas. Collective."""
         self._inspect(updates)
         collect(updates)
 

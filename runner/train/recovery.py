@@ -1,7 +1,7 @@
 """Carries out what the ladder decided, and writes down what it cost.
 
-A discard is journalled before the run moves on; a rollback after the checkpoint to go back to
-has been verified and loaded, which is the moment from which a restart will repeat it.
+A discard is journalled before the run moves on. A rollback is journalled after its checkpoint
+has been verified and loaded: from that moment on a restart repeats it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runner.train.report import Reporter
 from runner.train.state import TrainState, reach_of
 from runner.train.step import StepInfo, Suspect
 
-# The level is known from samples that the other run never reads.
+# The level comes from samples that the other run never reads.
 _ONLY_UNGUARDED = (
     "A run told to skip the same samples (data.skip) ends bit-identical only with guard=off: its "
     "guard would take this level for trouble"
@@ -36,16 +36,16 @@ class Stepper(Protocol):
     """The part of :class:`runner.train.step.Stepper` that is needed."""
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
-        """Who was at fault in the step read last. Collective."""
+        """The samples at fault in the last step that was read. Collective."""
         ...
 
 
 class Recovery:
-    """The acting half of the guard.
+    """Carries out the guard's decisions.
 
     Args:
-        before_restore: called with the step from which the run goes back.
-        data_goes_on: whether what was read since a checkpoint cannot be read again: all of it is
+        before_restore: called with the step at which the run goes back.
+        data_goes_on: whether samples read since a checkpoint cannot be read again: all of them are
             skipped then.
     """
 
@@ -71,14 +71,14 @@ class Recovery:
         self._max_unreadable = max_unreadable
 
     def pass_over(self, info: StepInfo) -> None:
-        """Samples of a step could not be read: they go to the ledger, and the step is planned anew.
+        """Skip samples that could not be read, and plan the step anew.
 
-        As if the run had been told from the start not to read them: the step counts as not
-        attempted, by the guard as well.
+        The run continues as if it had never been given them: the step counts as not
+        attempted, for the guard as well.
 
         Raises:
             DataError: there are too many of them.
-            RankError: a rank's storage is gone. Both alike on all ranks.
+            RankError: a rank's storage is gone. Both are raised alike on all ranks.
         """
         found, step = info.unreadable, info.signals.step
         decision = decide(
@@ -110,7 +110,7 @@ class Recovery:
         self._reporter.stalled("discarded", info.seconds)
 
     def note_lines(self, step: int, words: str, patience_seconds: float | None) -> None:
-        """Say that lines of the run's files are kept in memory; or, None, that they are written."""
+        """Report that lines are kept in memory, or, with None, that they are written again."""
         if patience_seconds is None:
             decision, reason = "go on", f"what was kept in memory is in its file ({words})"
         else:
@@ -120,7 +120,7 @@ class Recovery:
         self._reporter.incident(incident)
 
     def discard(self, state: TrainState, info: StepInfo, verdict: Verdict, action: Discard) -> None:
-        """The step never happened: its samples go to the ledger, the run moves on."""
+        """Discard the step: its samples go to the ledger, and the run moves on."""
         self._note_discard(info, verdict, action.reason)
         state.cursor = info.signals.stop
         self._reporter.step(info, verdict, "discard", learning_rate=0.0, state=state)
@@ -144,7 +144,7 @@ class Recovery:
     def rebaseline(
         self, state: TrainState, info: StepInfo, verdict: Verdict, action: Rebaseline
     ) -> None:
-        """Go on from here with the new level as normal."""
+        """Accept the new level as normal from here on."""
         verdict = replace(verdict, kind=Kind.level_shift)
         if not action.applied:
             self._note_discard(info, verdict, action.reason)
@@ -166,7 +166,7 @@ class Recovery:
     def roll_back(
         self, state: TrainState, info: StepInfo, verdict: Verdict, action: Rollback
     ) -> None:
-        """Back to the newest usable checkpoint of ``action.targets``; never read its range."""
+        """Load the newest usable checkpoint of ``action.targets``; skip the bad range."""
         began = time.monotonic()
         ranks, names, where = self._who(info)
         self._reporter.step(info, verdict, "rollback", learning_rate=0.0, state=state)
@@ -217,7 +217,7 @@ class Recovery:
         self._reporter.incident(incident)
 
     def conclude(self, info: StepInfo, finding: Diagnosis) -> None:
-        """Say what the trouble was that ended with this step. Nothing follows from it."""
+        """Report the episode that ended with this step; this changes nothing."""
         episode = finding.episode
         incident = Incident(
             kind="episode",
@@ -231,7 +231,7 @@ class Recovery:
             self._reporter.incident(incident)
 
     def halt(self, info: StepInfo, verdict: Verdict, action: Halt) -> None:
-        """Write down why a person must look."""
+        """Journal why the run halts and a person must look."""
         ranks, names, where = self._who(info)
         self._reporter.step(info, verdict, "halt", learning_rate=0.0, state=None)
         incident = Incident(
@@ -258,7 +258,7 @@ class Recovery:
         return {"warnings": found} if found else {}
 
     def _who(self, info: StepInfo) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:
-        """Ranks, sample names and positions under suspicion. Collective for a live step."""
+        """Suspected ranks, sample names and positions. Collective for a live step."""
         if info.batch is None:
             known = info.known
             return (known.ranks, known.sample_ids, []) if known else ((), (), [])
@@ -271,5 +271,5 @@ class Recovery:
 
 
 def _cause(info: StepInfo) -> dict[str, Any]:
-    """What replays have found, for the journal."""
+    """The cause that replays found, for the journal."""
     return {} if info.cause is None else {"cause": dict(info.cause)}

@@ -1,4 +1,4 @@
-"""Tells the world about each step and incident: metrics, trackers, the live line."""
+"""Reports each step and incident: to metrics, trackers and the live line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Records(Protocol):
 
 
 class Tracker(Protocol):
-    """Takes each step's line, and never waits; ``loss`` is what went wrong first."""
+    """Takes each step's line without waiting; ``loss`` is its first error."""
 
     @property
     def loss(self) -> Loss | None: ...
@@ -39,13 +39,13 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Where numbers and sentences go.
+    """Where numbers and messages go.
 
     Args:
-        lost: what went wrong with this process's own output so far.
-        journal: takes a line about each output that is lost, the first time.
-        columns: further numbers of a step, by name; told whether it was evaluated.
-        applied: takes the line of each applied step, behind it.
+        lost: errors of this process's own output so far.
+        journal: takes a line about each lost output, once.
+        columns: returns further numbers of a step by name; takes whether it was evaluated.
+        applied: called with the line of each applied step.
     """
 
     metrics: Metrics
@@ -58,12 +58,12 @@ class Outputs:
 
 
 class Reporter:
-    """Fans out to the parts of :mod:`runner.observe`. Decides nothing.
+    """Passes reports on to the parts of :mod:`runner.observe`. Decides nothing.
 
     Args:
-        past: where the time went before this start.
-        began: seconds since the epoch at which the run was first started.
-        clock: seconds since the epoch; only the first rank's is looked at.
+        past: seconds by kind before this start.
+        began: time of the run's first start, in seconds since the epoch.
+        clock: seconds since the epoch; only rank 0's is used.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Reporter:
         state: TrainState | None,
         eval_loss: float | None = None,
     ) -> None:
-        """One attempted step. ``state`` is as it is after the action."""
+        """Report one attempted step. ``state`` is the state after the action."""
         signals, seconds = info.signals, info.seconds
         now = self._clock()
         self._end_restart(now - seconds)
@@ -156,11 +156,11 @@ class Reporter:
         self._stalls[kind] = self._stalls.get(kind, 0.0) + seconds
 
     def undo(self, to_step: int) -> None:
-        """A rollback: the steps after ``to_step`` count no more."""
+        """Note a rollback: the steps after ``to_step`` no longer count."""
         self._account.undo(to_step)
 
     def take_stalls(self) -> dict[str, float]:
-        """Seconds by kind that no metrics line has told, in the account from now on."""
+        """Take the seconds by kind that are in no metrics line yet."""
         self._end_restart(self._clock())
         taken = {kind: round(amount, 6) for kind, amount in self._stalls.items()}
         self._stalls = {}
@@ -211,7 +211,7 @@ class Reporter:
         )
 
     def _tell_losses(self, step: int) -> None:
-        """Once for each output; it may be the only place where anybody can still read of it."""
+        """Report each lost output once, in the outputs that still work."""
         self._step = step
         trackers = [tracker.loss for tracker in self._trackers]
         for loss in [*self._lost(), *(loss for loss in trackers if loss is not None)]:
@@ -228,16 +228,16 @@ class Reporter:
                 )
 
     def incident(self, incident: Incident) -> None:
-        """Say it in one line that stays."""
+        """Print one line that stays."""
         self._console.incident(incident)
 
     def metrics_bytes(self, *, durably: bool = True) -> int:
-        """Length of the metrics file; ``durably``: all of it is on the disk, or kept for it."""
+        """Length of the metrics file; ``durably``: sync it first, or keep its lines."""
         return self._metrics.sync() if durably else self._metrics.num_bytes()
 
     @property
     def metrics_file(self) -> LineFile | None:
-        """On the first rank."""
+        """The metrics file, on rank 0."""
         return self._metrics.file
 
     def close(self) -> None:
@@ -249,5 +249,5 @@ class Reporter:
 
 
 def _limit(value: float) -> float | None:
-    """None for no limit; seven digits say enough."""
+    """A limit in seven digits; None for no limit."""
     return float(f"{value:.7g}") if math.isfinite(value) else None

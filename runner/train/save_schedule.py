@@ -1,4 +1,4 @@
-"""When a checkpoint is due: every so many steps, or by cost, agreed among the ranks."""
+"""Decides when a checkpoint is due: at a fixed interval, or by cost; agreed among the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.policy.retention.interval import IntervalRules, Measured, SaveCosts,
 
 
 class SaveTimes(Protocol):
-    """What the loop asks after each update, on all ranks alike."""
+    """The interface of both schedules, called after each update, on all ranks alike."""
 
     def is_due(self, updates: int) -> bool: ...
     def step(self, seconds: float, *, busy: bool) -> None: ...
@@ -30,7 +30,7 @@ class FixedInterval:
         return updates % self._every == 0
 
     def step(self, seconds: float, *, busy: bool) -> None:
-        """Nothing is learned of it."""
+        """Ignore the step's cost."""
 
     @contextmanager
     def save(self, updates: int) -> Iterator[None]:
@@ -38,13 +38,13 @@ class FixedInterval:
 
 
 class AutoInterval:
-    """By cost. It is estimated anew at every save, from rank 0's numbers alone.
+    """An interval by cost, estimated anew at every save from rank 0's numbers.
 
-    When checkpoints are made then depends on the clock; what the run computes does not: it
-    ends the same whichever checkpoint it went back to.
+    When checkpoints are made then depends on the clock. What the run computes does not: it
+    ends the same whatever checkpoint it goes back to.
 
     Args:
-        updates: at which this start takes up the run.
+        updates: the update at which this start resumes.
         from_first: collective; rank 0's JSON value.
         spent: seconds by kind, see :mod:`runner.observe.goodput`.
         report: takes incidents, alike on every rank.
@@ -70,18 +70,18 @@ class AutoInterval:
         self.steps = journalled(history, rules)
 
     def is_due(self, updates: int) -> bool:
-        """So many updates after the last save, or after the update a rollback went back to."""
+        """Whether the interval since the last save, or the last rollback's target, is over."""
         self._last = min(self._last, updates - 1)
         return updates - self._last >= self.steps
 
     def step(self, seconds: float, *, busy: bool) -> None:
-        """An update took ``seconds``; ``busy`` while a checkpoint was under way."""
+        """Note that an update took ``seconds``; ``busy`` while a checkpoint was under way."""
         if seconds:
             self._costs.step(seconds, busy=busy)
 
     @contextmanager
     def save(self, updates: int) -> Iterator[None]:
-        """Around a save. Collective."""
+        """Time a save. Collective."""
         began = time.monotonic()
         yield
         self._last = updates
@@ -116,13 +116,13 @@ class AutoInterval:
 
 
 def journalled(history: History, rules: IntervalRules) -> int:
-    """The interval that a restart begins with."""
+    """The newest interval in the journal, with which a restart begins."""
     lines = [i for i in history.incidents if i.kind == "interval"]
     known = [i.detail["interval_steps"] for i in lines if "interval_steps" in i.detail]
     return rules.bounded(known[-1]) if known else rules.first
 
 
 def num_failures(history: History) -> int:
-    """What made the run go back to a checkpoint: incarnations that crashed, and rollbacks."""
+    """How often the run went back to a checkpoint: crashes and rollbacks."""
     crashed = {i.detail.get("incarnation") for i in history.incidents if i.kind == "crash"}
     return len(crashed) + len(history.rollbacks)
