@@ -35,6 +35,7 @@ from runner.system.process import host_name
 from runner.train.corpus_check import CorpusCheck, ResumedOn, known_digest
 from runner.train.curve_reader import CurveReader
 from runner.train.report import Outputs, Reporter, Tracker
+from runner.train.resume_check import ResumeCheck, recorded, repeats_as_before
 from runner.train.source_columns import SourceColumns
 
 _YES_NO = {True: "yes", False: "no"}
@@ -50,6 +51,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     _greet(opened, machinery, resumed, repeats)
     columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
     layers = make_layers(opened, machinery, resumed)
+    again = _recorded(opened, resumed)
     reporter = group.ranks.all_or_none(
         "opening the metrics",
         lambda: _reporter(opened, machinery, resumed, past, Columns(columns, layers), pages),
@@ -58,7 +60,9 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     # After the reporter has cut the metrics, so that lost lines are journalled once.
     lost = group.ranks.from_first(past.lost)
     start = _start_incident(opened, resumed, hosts, lost)
-    opened.written.journal.add(replace(start, detail={**start.detail, "repeats_bits": repeats}))
+    start = replace(start, detail={**start.detail, "repeats_bits": repeats})
+    reporter.also_applied(_resume_check(opened, resumed, again, start).applied)
+    opened.written.journal.add(start)
     if lease.config.debug.check_devices:
         _check_devices(opened, machinery.faults, resumed.step)
     _settle_mixture(opened, machinery)
@@ -83,6 +87,33 @@ def _past(opened: Opened, resumed: Resumed) -> Past:
     path, length = opened.group.run_dir.metrics, resumed.metrics_bytes
     found = opened.inventory.found
     return past(iter_lines(path, stop=length), iter_lines(path, start=length), found.journal)
+
+
+def _recorded(opened: Opened, resumed: Resumed) -> list[list[float]]:
+    """The steps that will be computed again, before their lines are cut off. Collective."""
+    group = opened.group
+    told = group.ranks.all_or_none(
+        "reading the metrics",
+        lambda: (
+            recorded(iter_lines(group.run_dir.metrics, start=resumed.metrics_bytes), resumed.step)
+            if group.is_first and resumed.step
+            else []
+        ),
+    )
+    return [list(row) for row in group.ranks.from_first(told)]
+
+
+def _resume_check(
+    opened: Opened, resumed: Resumed, rows: list[list[float]], start: Incident
+) -> ResumeCheck:
+    starts = [i for i in opened.written.journal.history.incidents if i.kind == "start"]
+    before = starts[-1].detail if starts else None
+    return ResumeCheck(
+        resumed.step,
+        rows,
+        exactly=repeats_as_before(before, start.detail),
+        tell=opened.written.report,
+    )
 
 
 def _settle_mixture(opened: Opened, machinery: Machinery) -> None:

@@ -142,6 +142,16 @@ class Reporter:
             self._applied(line)
             self._tell_progress(line, signals, state)
 
+    def also_applied(self, take: Callable[[MetricsLine], None]) -> None:
+        """Give ``take`` the line of each applied step, too, behind those that have it."""
+        before = self._applied
+
+        def both(line: MetricsLine) -> None:
+            before(line)
+            take(line)
+
+        self._applied = both
+
     @contextmanager
     def stall(self, kind: str) -> Iterator[None]:
         """Count what is done inside as ``kind``, one of :data:`runner.observe.goodput.STALLS`."""
