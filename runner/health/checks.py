@@ -16,7 +16,7 @@ import torch
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine
 from runner.policy.decision.history import Incident
-from runner.policy.straggler import RankPace, Stragglers
+from runner.policy.straggler import RankPace, SlowRuns, Stragglers
 from runner.system.error import RankError
 
 _PROBE_REPEATS = 5
@@ -48,6 +48,7 @@ class PaceInspector:
         self._ranks = ranks
         self._device = device
         self._stragglers = stragglers
+        self._slow_runs = SlowRuns()
         self._take_seconds = take_seconds
         self._report = report
         size = _PROBE_SIZE.get(device.type, 512)
@@ -76,6 +77,11 @@ class PaceInspector:
                     reason=found.words,
                     ranks=(found.rank,),
                 )
+            )
+        slow = self._slow_runs.note(paces)
+        if slow is not None:
+            self._report(
+                Incident(kind="throughput", step=step, decision="go on", reason=slow.words)
             )
 
     def _probe(self) -> float:

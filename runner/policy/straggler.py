@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A slow rank must cost at least this share of a step to be reported.
 _WORTH = 0.05
+# A run is slow below this share of its own median speed, which so many looks tell at least.
+_SLOW_SHARE, _LEAST_LOOKS, _LOOKS = 0.8, 3, 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,3 +81,55 @@ class Stragglers:
                         Straggler(rank=rank, what=what, seconds=value, median=median, checks=count)
                     )
         return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowRun:
+    """All ranks together are slower than they were; seconds are medians of many steps."""
+
+    seconds: float
+    usual: float
+    host_seconds: float
+    usual_host_seconds: float
+    slowest_host: int
+
+    @property
+    def words(self) -> str:
+        """One sentence."""
+        share = self.usual / self.seconds if self.seconds else 0.0
+        return (
+            f"steps take {self.seconds:.4f} s, and {self.usual:.4f} s is usual in this run: "
+            f"{share:.2f} of its tokens a second. Of it {self.host_seconds:.4f} s (usually "
+            f"{self.usual_host_seconds:.4f} s) go by before the first collective, with data and "
+            f"Python; longest on rank {self.slowest_host}"
+        )
+
+
+class SlowRuns:
+    """Compares the run's speed with its own median; told once until it is as fast again."""
+
+    def __init__(self) -> None:
+        self._usual: deque[tuple[float, float]] = deque(maxlen=_LOOKS)
+        self._is_slow = False
+
+    def note(self, paces: Sequence[RankPace]) -> SlowRun | None:
+        """Take the medians of the steps since the last look, by rank."""
+        seconds = statistics.median(pace.step for pace in paces)
+        hosts = [pace.host for pace in paces]
+        host = max(hosts)
+        if len(self._usual) >= _LEAST_LOOKS:
+            usual = statistics.median(one for one, _ in self._usual)
+            is_slow = seconds > usual / _SLOW_SHARE
+            was_slow, self._is_slow = self._is_slow, is_slow
+            if is_slow:  # what is slow is not what is usual
+                if was_slow:
+                    return None
+                return SlowRun(
+                    seconds=seconds,
+                    usual=usual,
+                    host_seconds=host,
+                    usual_host_seconds=statistics.median(one for _, one in self._usual),
+                    slowest_host=hosts.index(host),
+                )
+        self._usual.append((seconds, host))
+        return None

@@ -51,10 +51,13 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     _greet(opened, machinery, resumed, repeats)
     columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
     layers = make_layers(opened, machinery, resumed)
+    Columns(columns, layers, opened.written.report)
     again = _recorded(opened, resumed)
     reporter = group.ranks.all_or_none(
         "opening the metrics",
-        lambda: _reporter(opened, machinery, resumed, past, Columns(columns, layers), pages),
+        lambda: _reporter(
+            opened, machinery, resumed, past, Columns(columns, layers, opened.written.report), pages
+        ),
     )
     machinery.backlog.add(reporter.metrics_file)
     # After the reporter has cut the metrics, so that lost lines are journalled once.

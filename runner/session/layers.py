@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from runner.engine.activations import Activations
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look
 from runner.policy.decision.history import Incident
+from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.spikes import SpikeScore
 from runner.session.phases import Machinery, Opened
 from runner.startup.resume import Resumed
 from runner.system.json_lines import LineFile, step_of, tail
@@ -34,10 +36,14 @@ class Columns:
 
     sources: SourceColumns
     layers: Layers | None
+    report: Callable[[Incident], None]
+    spikes: SpikeScore = field(default_factory=SpikeScore)
 
     def of(self, info: StepInfo, is_evaluated: bool) -> dict[str, float]:
         """Of one attempted step, alike on all ranks."""
         found = self.sources.of(info, is_evaluated)
+        if info.known is None:
+            self._count_spikes(info.signals)
         if self.layers is None:
             return found
         signals = info.signals
@@ -45,6 +51,21 @@ class Columns:
             **found,
             **self.layers.log.columns(signals.step, signals.grad_norm, info.measured),
         }
+
+    def _count_spikes(self, signals: StepSignals) -> None:
+        share = self.spikes.note(signals.loss)
+        if share is not None:
+            self.report(
+                Incident(
+                    kind="advice",
+                    step=signals.step,
+                    decision="only told",
+                    reason=f"{share:.2%} of the last 1,000 losses lie 7 standard deviations above "
+                    "their mean, and as many before: try a rate that is lower by a fifth "
+                    "(optim.lr), or a longer warm-up",
+                    detail={"spike_score": round(share, 6)},
+                )
+            )
 
 
 def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layers | None:

@@ -1,0 +1,60 @@
+"""Counts spikes of the loss over a long time: many that each pass speak of the rate."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+_WINDOW = 1000  # losses
+_LEAST = 200  # of them, before one is judged
+_SIGMAS = 7.0
+_SHARE = 0.001
+
+
+class SpikeScore:
+    """The spike score of OLMo 2 (arXiv 2501.00656): the share of losses that lie 7 standard
+    deviations above the mean of the last 1,000.
+
+    A loss that is not finite counts as one; only the others enter the mean.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._sum = self._squares = 0.0
+        self._num = self._spikes = 0
+        self._is_high = self._is_told = False
+
+    def note(self, loss: float) -> float | None:
+        """Take the loss of a step; the share, once, when it is too high in two windows in a row."""
+        self._num += 1
+        is_spike = self._is_spike(loss)
+        self._spikes += is_spike
+        if not is_spike:
+            self._add(loss)
+        if self._num < _WINDOW:
+            return None
+        share, was_high = self._spikes / self._num, self._is_high
+        self._is_high = share > _SHARE
+        self._num = self._spikes = 0
+        if not (self._is_high and was_high) or self._is_told:
+            return None
+        self._is_told = True
+        return share
+
+    def _is_spike(self, loss: float) -> bool:
+        if not math.isfinite(loss):
+            return True
+        if len(self._losses) < _LEAST:
+            return False
+        mean = self._sum / len(self._losses)
+        variance = max(0.0, self._squares / len(self._losses) - mean * mean)
+        return loss > mean + _SIGMAS * math.sqrt(variance)
+
+    def _add(self, loss: float) -> None:
+        if len(self._losses) == _WINDOW:
+            oldest = self._losses[0]
+            self._sum -= oldest
+            self._squares -= oldest * oldest
+        self._losses.append(loss)
+        self._sum += loss
+        self._squares += loss * loss
