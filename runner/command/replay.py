@@ -1,12 +1,15 @@
 """``holdfast replay OUT``: why steps were bad, which samples and whose, from the evidence in OUT.
 
 Lists every incident that was looked into, and tells all of one: what was computed again and what
-came of it, what would refute the verdict, and what was not tried. Only reads.
+came of it, what would refute the verdict, and what was not tried. Behind ``--`` the settings of the
+run may follow, as on its command line: then the steps up to the incident are computed once more, in
+this process, and the probes with them. Only reads.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,9 @@ _WORDS = 2000  # of one text
 
 def replay_command(arguments: Sequence[str]) -> int:
     """Parse and print; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    words = list(arguments)
+    place = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_args(words[:place])
     run_dir = RunDir(Path(options.out))
     if not Path(options.out).is_dir():
         raise ConfigError(f"{options.out}: no such run directory")
@@ -37,6 +42,8 @@ def replay_command(arguments: Sequence[str]) -> int:
         known = ", ".join(map(str, numbers[-20:]))
         raise ConfigError(f"--incident {number}: there is none; known are {known}")
     evidence = _read(run_dir, number)
+    if place < len(words):
+        return _again(run_dir, number, evidence, words[place + 1 :])
     if options.json:
         sys.stdout.write(json_text({"incident": number, **evidence}) + "\n")
         return 0
@@ -45,6 +52,33 @@ def replay_command(arguments: Sequence[str]) -> int:
             sys.stdout.write(_line(one, _read(run_dir, one)) + "\n")
         sys.stdout.write("\n")
     sys.stdout.write("\n".join(_story(number, evidence, run_dir)) + "\n")
+    return 0
+
+
+def _again(run_dir: RunDir, number: int, told: Mapping[str, Any], settings: list[str]) -> int:
+    """Compute it once more, and set both verdicts side by side."""
+    # Only here: it takes torch and all of a run.
+    from runner.command.replay_again import replay_again
+
+    with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as folder:
+        step, found = replay_again(run_dir, number, told, settings, Path(folder) / "copy")
+    said = told["finding"]
+    sys.stdout.write(f"incident {number}, step {told['step']}: {_text(said, 'cause')}\n")
+    sys.stdout.write(f"  then         {_text(said, 'why')}\n")
+    sys.stdout.write(f"  again        from the checkpoint of step {step}, in one process\n")
+    if found is None:
+        sys.stdout.write(
+            "  here         the step is good: neither weights nor samples made it bad, but what "
+            "computed it then\n"
+        )
+        return 0
+    sys.stdout.write(f"  here         {_text(found, 'cause')}: {_text(found, 'why')}\n")
+    for name, what in (("positions", "samples"), ("ranks", "rank")):
+        if _list(found, name):
+            named = ", ".join(map(str, _list(found, name)[:64]))
+            sys.stdout.write(_shown(f"  {what:12} {named}") + "\n")
+    if found.get("module"):
+        sys.stdout.write(f"  module       {_text(found, 'module')}\n")
     return 0
 
 
@@ -73,6 +107,7 @@ def _story(number: int, evidence: Mapping[str, Any], run_dir: RunDir) -> list[st
         f"  remedy       {_text(finding, 'remedy')}",
         *([_shown(f"  rank         {ranks} on {hosts}")] if ranks else []),
         *([_shown(f"  samples      {', '.join(map(str, positions[:64]))}")] if positions else []),
+        *([f"  module       {_text(finding, 'module')}"] if finding.get("module") else []),
         *(
             [f"  refuted if   {_text(finding, 'refutation')} ({tried})"]
             if finding.get("refutation")

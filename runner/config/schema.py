@@ -788,7 +788,7 @@ class RunConfig:
     explain: ExplainKind = key(
         ExplainKind.quick,
         "quick: find out why a step was bad by computing it again in up to 10 variations, in all "
-        "for at most 0.5 % of the run's steps (or 60 if that is more); full: up to 30, and 5 %; "
+        "for at most 0.5 % of the run's steps (or 60 if that is more); full: up to 120, and 5 %; "
         "off: do not ask",
         trajectory=True,
     )

@@ -7,6 +7,8 @@ the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ class Forward:
         embedding: the module whose output is the first activation of each sequence.
         probe: note the norm of each sequence's gradient at the embedding.
         disturb: what is done to the losses on purpose, if anything.
+        around: what the model's forward passes are in.
     """
 
     def __init__(
@@ -37,7 +40,9 @@ class Forward:
         device: torch.device,
         probe: bool,
         disturb: Disturb | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        self._around = around
         self._model = model
         self._device = device
         self._probe = probe
@@ -108,7 +113,8 @@ class Forward:
         self._rows = len(next(iter(inputs.values())))
         if batch.real is not None:
             inputs["real"] = batch.real
-        losses: Losses = self._model(inputs)
+        with self._around():
+            losses: Losses = self._model(inputs)
         return losses if self._disturb is None else self._disturb(losses)
 
     def _at_embedding(self, module: nn.Module, inputs: object, output: object) -> object:
@@ -129,11 +135,16 @@ class Forward:
     ) -> None:
         """Of each sample; where it is not their number of rows, of a few runs of all of them."""
         if not rows or not grad.dim() or len(grad) % rows:
-            total = torch.linalg.vector_norm(grad, dtype=torch.float32)
+            total = torch.linalg.vector_norm(grad, dtype=_at_least_fp32(grad))
             self._norms_of_nobody.append(total)
             return
-        found = torch.linalg.vector_norm(grad.reshape(len(grad), -1), dim=1, dtype=torch.float32)
+        flat = grad.reshape(len(grad), -1)
+        found = torch.linalg.vector_norm(flat, dim=1, dtype=_at_least_fp32(grad))
         norms.append(found if len(grad) == rows else found.view(-1, rows).norm(dim=0))
+
+
+def _at_least_fp32(grad: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
 
 
 def _together(norms: list[torch.Tensor], losses: torch.Tensor) -> torch.Tensor:

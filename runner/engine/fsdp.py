@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,19 +23,34 @@ from runner.engine.forward import Disturb, Forward
 from runner.engine.found_state import require_elementwise
 from runner.engine.norm import squared_norm
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
-from runner.engine.protocol import Batch, Evaluated, InitialValues, LocalSums, MicroStep, Shard
+from runner.engine.protocol import (
+    Batch,
+    Evaluated,
+    InitialValues,
+    LocalSums,
+    MicroStep,
+    Shard,
+    Watch,
+    unwatched,
+)
+from runner.engine.wider import NoNarrowing, WiderTwin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """``replicas`` copies, each sharded over ``shard_size`` ranks; BF16 or FP32 compute."""
+    """``replicas`` copies, each sharded over ``shard_size`` ranks.
+
+    ``dtype`` is what is computed in: BF16, FP32, or FP64 for what arbitrates; with ``is_wide`` the
+    model's own casts to narrower types come to nothing.
+    """
 
     replicas: int
     shard_size: int
-    bf16: bool
+    dtype: torch.dtype
     reshard_after_forward: bool
     reduce_each_micro_batch: bool
     compile: bool
+    is_wide: bool = False
 
 
 def device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
@@ -53,7 +70,8 @@ def shard_model(
 ) -> None:
     """Wrap each block, then the root; sums instead of averages, FP32 reduction."""
     precision = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if layout.bf16 else None, reduce_dtype=torch.float32
+        param_dtype=None if layout.dtype is torch.float32 else layout.dtype,
+        reduce_dtype=torch.promote_types(layout.dtype, torch.float32),
     )
     # gloo lets nothing run beside a collective, so where no parameter is gathered one for the
     # whole model is best; NCCL reduces each block while the backward pass goes on.
@@ -86,6 +104,10 @@ class FsdpEngine:
             ``network`` has the parameters. Built on the meta device and sharded by
             :func:`shard_model`, already materialised on ``device`` with its buffers made.
         embedding: the module whose output is the first activation of each sequence.
+
+    Attributes:
+        mesh: of the ranks.
+        twin: computes in a wider precision, once it was told how.
     """
 
     def __init__(
@@ -105,15 +127,17 @@ class FsdpEngine:
             ConfigError: the optimizer cannot work on shards.
         """
         self.device = device
+        self.twin = WiderTwin()
         self._model = model
         self._layout = layout
-        self._mesh = mesh
+        self.mesh = mesh
         self._forward = Forward(
             model,
             embedding=embedding,
             device=device,
             probe=probe,
             disturb=disturb,
+            around=partial(NoNarrowing, layout.dtype) if layout.is_wide else nullcontext,
         )
         self._network = network = model.get_submodule("network")
         self._parameters = dict(sorted(network.named_parameters()))
@@ -135,7 +159,7 @@ class FsdpEngine:
     def replica(self) -> tuple[int, int]:
         if self._layout.replicas == 1:
             return 0, 1
-        return self._mesh.get_local_rank("replicate"), self._layout.replicas
+        return self.mesh.get_local_rank("replicate"), self._layout.replicas
 
     @property
     def network(self) -> nn.Module:
@@ -195,7 +219,27 @@ class FsdpEngine:
                 grads.append(grad)
         return grads
 
+    @property
+    def applies_wider(self) -> bool:
+        return True
+
+    def accumulate_wider(
+        self, works: Sequence[MicroStep], *, watch: Watch = unwatched
+    ) -> LocalSums:
+        # Cut like this engine's own shards, rank by rank.
+        own = {shard.name: shard.local for shard in self.shards()}
+        sums, gradients = self.twin.accumulate(
+            list(works),
+            values=lambda name, shape, start, count: own[f"param/{name}"],
+            buffers=self.buffers(),
+            watch=watch,
+        )
+        for name, grad in gradients.items():
+            self._held[name].grad = grad
+        return sums
+
     def _forget_gradients(self) -> None:
+        self.twin.close()
         for parameter, held in zip(self._trained.values(), self._held.values(), strict=True):
             parameter.grad = held.grad = None
 
@@ -283,7 +327,7 @@ class FsdpEngine:
         return _first_row(parameter.shape[0], self._layout.shard_size, self._shard_rank())
 
     def _shard_rank(self) -> int:
-        return self._mesh.get_local_rank("shard")
+        return self.mesh.get_local_rank("shard")
 
     def _root(self) -> FSDPModule:
         assert isinstance(self._model, FSDPModule)

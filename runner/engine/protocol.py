@@ -7,10 +7,12 @@ in as a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 # (name, full shape, flat start, count) -> FP32 CPU values of a fresh parameter.
 InitialValues = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
@@ -112,6 +114,36 @@ class Shard:
     local: torch.Tensor
 
 
+# What is to look at a network while it computes.
+Watch = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+def unwatched(network: nn.Module) -> AbstractContextManager[None]:
+    """Nobody looks."""
+    return nullcontext()
+
+
+class WiderPrecision(Protocol):
+    """See :class:`runner.engine.wider.WiderTwin`."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What it computes in; None where there is none."""
+        ...
+
+    def give(self, wider: Any) -> None:
+        """Say how it is made; without, there is none."""
+        ...
+
+    def open(self) -> None:
+        """Make it, unless it is there. No collective, and needs memory."""
+        ...
+
+    def close(self) -> None:
+        """Give its memory back."""
+        ...
+
+
 class Engine(Protocol):
     """One way to lay a model over ranks. All methods but the views are collective."""
 
@@ -124,7 +156,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def network(self) -> torch.nn.Module:
+    def network(self) -> nn.Module:
         """The model, its parameters in whatever form the engine keeps them."""
         ...
 
@@ -144,6 +176,22 @@ class Engine(Protocol):
 
     def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         """Forward and backward of all micro-batches; gradients are left reduced (summed)."""
+        ...
+
+    @property
+    def twin(self) -> WiderPrecision:
+        """What computes in a wider precision. :meth:`apply` gives its memory back."""
+        ...
+
+    @property
+    def applies_wider(self) -> bool:
+        """Whether :meth:`apply` takes what :meth:`accumulate_wider` has left."""
+        ...
+
+    def accumulate_wider(
+        self, works: Sequence[MicroStep], *, watch: Watch = unwatched
+    ) -> LocalSums:
+        """As :meth:`accumulate`, in the twin's precision, under ``watch`` of its network."""
         ...
 
     def apply(

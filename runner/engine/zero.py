@@ -27,7 +27,17 @@ from torch import nn
 from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
 from runner.engine.forward import Disturb, Forward
 from runner.engine.norm import squared_norm
-from runner.engine.protocol import Batch, Evaluated, InitialValues, LocalSums, MicroStep, Shard
+from runner.engine.protocol import (
+    Batch,
+    Evaluated,
+    InitialValues,
+    LocalSums,
+    MicroStep,
+    Shard,
+    Watch,
+    unwatched,
+)
+from runner.engine.wider import WiderTwin
 from runner.system.environment import changeable
 from runner.system.error import CheckpointError, ConfigError
 
@@ -247,6 +257,7 @@ class ZeroEngine:
         disturb: Disturb | None = None,
     ) -> None:
         self.device = device
+        self.twin = WiderTwin()
         # Where the optimizer works.
         self._home = torch.device("cpu") if plan.offload else device
         self._world_size = dist.get_world_size()
@@ -332,6 +343,28 @@ class ZeroEngine:
     def gradients(self) -> dict[str, torch.Tensor]:
         found = {name: self._stage.gradient(self._parameters[name]) for name in self._trained()}
         return {name: grad for name, grad in found.items() if grad is not None}
+
+    @property
+    def applies_wider(self) -> bool:
+        """DeepSpeed's partitions take no gradients but those it has reduced itself."""
+        return False
+
+    def accumulate_wider(
+        self, works: Sequence[MicroStep], *, watch: Watch = unwatched
+    ) -> LocalSums:
+        whole: dict[str, torch.Tensor] = {}
+
+        def values(name: str, shape: tuple[int, ...], start: int, count: int) -> torch.Tensor:
+            """One whole parameter at a time; the twin asks for them in one order on all ranks."""
+            if name not in whole:
+                whole.clear()
+                whole[name] = self.full(f"param/{name}").view(-1)
+            return whole[name][start : start + count]
+
+        sums, _ = self.twin.accumulate(
+            list(works), values=values, buffers=self.buffers(), watch=watch
+        )
+        return sums
 
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float

@@ -6,6 +6,7 @@ step was looked into:
     incident.json       verdict, why, what was tried and not, and the numbers of every probe
     batch.safetensors   tokens of the samples to suspect; positions and indices of all
     samples.txt         what these samples are called, say, and how they stand out
+    layers.json         of each module the largest output, and in the wider precision; if computed
 
 Nothing is pickled. What is read back is bounded, and refused where it is not what was written.
 """
@@ -32,8 +33,10 @@ from runner.system.files import make_folder, read_bounded, write_durably, write_
 from runner.system.parsing import parse_json, whole
 
 INCIDENT, BATCH, SAMPLES = "incident.json", "batch.safetensors", "samples.txt"
+LAYERS = "layers.json"
 _MOST_JSON, _MOST_TENSORS = 16 << 20, 40 << 20  # bytes; with the texts below 64 MiB in all
 _MOST_SUSPECTS = 64
+_MOST_LAYERS = 4096
 _LOUDEST = 8  # told where nobody is a culprit
 _MOST_ROWS = 4096  # samples of a probe whose numbers are kept
 _EXCERPT = 400  # characters of a sample
@@ -88,10 +91,25 @@ class Bundles:
             is_bytes = getattr(self._dataset, "vocab_size", 0) == 1 << 8
             text = _texts(told, samples, self._names(told, suspects), is_bytes=is_bytes)
             write_durably(folder / SAMPLES, text.encode())
+            if told.finding.layers:
+                layers = dict(list(told.finding.layers.items())[:_MOST_LAYERS])
+                write_json(folder / LAYERS, layers, most_bytes=_MOST_LAYERS * 1024)
             # Last: a bundle without it was not finished.
             write_json(folder / INCIDENT, self._incident(told, suspects), most_bytes=_MOST_JSON)
         except OSError as error:
             self._say(f"warning: no evidence of step {told.step} was written: {error}")
+
+    def conclude(self, number: int, finding: Finding) -> None:
+        """What was found later, in the place of what could be told at once."""
+        folder = self._folder / f"{number:06d}"
+        self._check()
+        try:
+            told = read(folder)
+            probes = {name: _trimmed(probe) for name, probe in finding.numbers.items()}
+            tree = told | {"finding": finding.to_json(), "probes": probes}
+            write_json(folder / INCIDENT, tree, most_bytes=_MOST_JSON)
+        except (OSError, ValueError) as error:
+            self._say(f"warning: the evidence in {folder} was not brought up to date: {error}")
 
     def _incident(self, told: Told, suspects: Sequence[int]) -> dict[str, Any]:
         finding = told.finding

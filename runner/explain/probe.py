@@ -7,7 +7,9 @@ what they were; gradients are dropped.
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +21,18 @@ import torch
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import Feed, MicroBatch
 from runner.distributed.agreement import Ranks
-from runner.engine.protocol import Engine, LocalSums, MicroStep
+from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
+from runner.explain.layers import ModuleWatch, first_bad, largest_by_module
 from runner.explain.reading import Reading, Row, Share
+from runner.health.checks import checksum
 from runner.health.heartbeat import Heartbeat
+from runner.system.error import RankError, RunnerError
 
 # Of each sequence of a micro-batch: what it is called in a reading; None for padding.
 Names = Sequence[int | None]
+_CALLED = {torch.float32: "FP32", torch.float64: "FP64"}
+# No weight is so large, and so much larger than its neighbours.
+_STRAY, _STRAY_SIGMAS = 1e4, 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +47,24 @@ class Attempt:
 
 
 class Bench:
-    """Computes variations of one attempt on one rank."""
+    """Computes variations of one attempt on one rank.
 
-    def __init__(self, *, engine: Engine, feed: Feed, ranks: Ranks, heart: Heartbeat) -> None:
+    Args:
+        may_watch: modules can be looked into; compiled ones cannot.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        feed: Feed,
+        ranks: Ranks,
+        heart: Heartbeat,
+        may_watch: bool = True,
+    ) -> None:
+        self._may_watch = may_watch
+        self._narrow: ModuleWatch | None = None
+        self._wide = ModuleWatch()
         self._engine = engine
         self._feed = feed
         self._ranks = ranks
@@ -60,6 +83,7 @@ class Bench:
     def begin(self, attempt: Attempt) -> Reading:
         """What came of the attempt itself, from all ranks."""
         self.num_steps = 0
+        self._narrow = None
         self._seeds = attempt.seeds
         return self._told(attempt.sums, attempt.batches, [b.positions for b in attempt.batches])
 
@@ -73,15 +97,95 @@ class Bench:
             names: of their sequences; None: their positions.
         """
         self._heart.enter("explain")
-        works = [
-            MicroStep(batch=batch.to(self._engine.device), seed=seed)
-            for batch, seed in zip(batches, self._seeds, strict=True)
-        ]
         with _same_randomness(self._engine.device):
-            sums = self._engine.accumulate(works)
+            sums = self._engine.accumulate(self._works(batches))
             self._drop_gradients()
         self.num_steps += 1
         return self._told(sums, batches, names or [batch.positions for batch in batches])
+
+    def compute_watched(self, batches: Sequence[MicroBatch]) -> Reading:
+        """The same, with every module looked into."""
+        if not self._may_watch:
+            return self.compute(batches)
+        self._narrow = ModuleWatch()
+        with self._narrow.over(self._engine.network):
+            return self.compute(batches)
+
+    @property
+    def wider(self) -> str:
+        """The wider precision that there is; empty where there is none."""
+        dtype = self._engine.twin.dtype
+        return "" if dtype is None else _CALLED[dtype]
+
+    @property
+    def applies_wider(self) -> bool:
+        """Whether an update can be made of it."""
+        return self._engine.applies_wider
+
+    def compute_wider(self, batches: Sequence[MicroBatch]) -> Reading | None:
+        """:meth:`compute` in the wider precision, every module looked into; None: no memory."""
+        self._heart.enter("explain")
+        twin = self._engine.twin
+        try:
+            self._ranks.all_or_none(f"building the model in {self.wider}", self._open_twin)
+            with _same_randomness(self._engine.device):
+                sums = self._engine.accumulate_wider(self._works(batches), watch=self._wide.over)
+                if self._engine.applies_wider:
+                    self._drop_gradients()
+        except RunnerError:  # of all_or_none: alike on all ranks
+            return None
+        finally:
+            twin.close()
+        self.num_steps += 1
+        return self._told(sums, batches, [batch.positions for batch in batches])
+
+    def _open_twin(self) -> None:
+        """
+        Raises:
+            RankError: the device may not have the memory. To find out in the middle of a step would
+                end the run.
+        """
+        device = self._engine.device
+        if device.type == "cuda":
+            # Activations and parameters are twice as wide, besides what is there.
+            needed = 2 * torch.cuda.max_memory_allocated(device)
+            total = torch.cuda.get_device_properties(device).total_memory
+            if needed > total:
+                raise RankError(f"needs about {needed} bytes, the device has {total}")
+        self._engine.twin.open()
+
+    def first_bad_module(self) -> tuple[str, dict[str, list[float]]]:
+        """The module that made the first bad number of the last watched computation, against the
+        wider one's; empty where nobody can be named. And of each module the largest output in both.
+        Collective."""
+        if self._narrow is None:
+            return "", {}
+        calls, right = self._narrow.calls(), self._wide.calls()
+        named = {str(one) for one in self._ranks.gather(first_bad(calls, right)) if one}
+        return named.pop() if len(named) == 1 else "", largest_by_module(calls, right)
+
+    def copies_differ(self) -> bool:
+        """Whether ranks that hold copies of the same weights hold other bits. Collective."""
+        group, tensors = self._engine.replicated()
+        told = {(int(of), str(told)) for of, told in self._ranks.gather([group, checksum(tensors)])}
+        return len(told) > len({of for of, _ in told})
+
+    def strayed_weights(self) -> list[str]:
+        """Parameters of which one element is no weight any more, against all others. Collective."""
+        told = self._ranks.gather([_extent(shard) for shard in _parameters(self._engine)])
+        found = set()
+        for rows in zip(*told, strict=True):
+            largest = max((row[1] for row in rows), default=0.0)
+            rest = sum(row[2] for row in rows) / max(1, sum(row[3] for row in rows))
+            if largest > max(_STRAY, _STRAY_SIGMAS * math.sqrt(rest)):
+                found.add(str(rows[0][0]))
+        return sorted(found)
+
+    def _works(self, batches: Sequence[MicroBatch]) -> list[MicroStep]:
+        return [
+            MicroStep(batch=batch.to(self._engine.device), seed=seed)
+            for batch, seed in zip(batches, self._seeds, strict=True)
+        ]
 
     def known(self, indices: Indices) -> Reading:
         """The step's computation on samples that are known to be good: a fixed set of them."""
@@ -148,6 +252,25 @@ class Bench:
         }
         shares = [Share(loss=s[0], square=s[1], nonfinite=s[2] > 0, count=s[3]) for s, _ in told]
         return Reading(rows=rows, shares=shares, tokens=max(1.0, sum(s.count for s in shares)))
+
+
+def _parameters(engine: Engine) -> list[Shard]:
+    """In one order on all ranks; of some this one may hold nothing."""
+    return [shard for shard in engine.shards() if shard.name.startswith("param/")]
+
+
+def _extent(shard: Shard) -> tuple[str, float, float, int]:
+    """Name, largest magnitude, squares of all others together, how many they are."""
+    if not len(shard.local):
+        return shard.name.partition("/")[2], 0.0, 0.0, 0
+    size = shard.local.detach().double().abs()
+    largest, at = size.max(dim=0)
+    size[at] = 0.0
+    worst = float(largest)
+    square = float(size.square().sum())
+    if not (math.isfinite(worst) and math.isfinite(square)):
+        worst, square = sys.float_info.max, 0.0
+    return shard.name.partition("/")[2], worst, square, len(size) - 1
 
 
 def left_out(batches: Sequence[MicroBatch], positions: Collection[int]) -> list[MicroBatch]:

@@ -57,18 +57,23 @@ class Reading:
     """One computation of a step.
 
     ``rows`` by position in the stream, without padding; of samples that are not from it by
-    negative numbers. ``shares`` by rank. ``tokens`` is what the norm is divided by: where samples
-    are left out, that of the whole batch, as if they had their usual level.
+    negative numbers. ``shares`` by rank. ``tokens`` is what loss and norm are divided by: where
+    samples are left out, that of the whole batch. Their loss is ``usual_loss`` nats per token then,
+    their gradient nothing.
     """
 
     rows: Mapping[int, Row]
     shares: Sequence[Share]
     tokens: float
+    usual_loss: float | None = None
 
     @property
     def loss(self) -> float:
         """Nats per token, as the gate sees it."""
-        return sum(share.loss for share in self.shares) / max(self._count, 1.0)
+        total, count = sum(share.loss for share in self.shares), self._count
+        if self.usual_loss is not None and self.tokens > count:
+            total, count = total + self.usual_loss * (self.tokens - count), self.tokens
+        return total / max(count, 1.0)
 
     @property
     def grad_norm(self) -> float:
@@ -121,12 +126,12 @@ class Usual:
         )
 
 
-def usual(known: Reading, *, without: int | None = None) -> Usual | None:
-    """What is usual on known samples, but for those that rank ``without`` computed.
+def usual(known: Reading, *, without: Collection[int] = ()) -> Usual | None:
+    """What is usual on known samples, but for those that the ranks ``without`` computed.
 
     None where that is nothing, or not finite.
     """
-    rows = [row for row in known.rows.values() if row.rank != without]
+    rows = [row for row in known.rows.values() if row.rank not in without]
     if not rows or not all(row.is_finite for row in rows):
         return None
     return Usual(max(row.level for row in rows), max(row.norm for row in rows))

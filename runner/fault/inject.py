@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +33,14 @@ class Disturbance:
     flip_grad: bool = False
     in_forward: Callable[[], None] | None = None
     in_backward: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overflow:
+    """``is_due`` tells whether the output of the module of that name overflows now."""
+
+    module: str
+    is_due: Callable[[], bool]
 
 
 class DrillError(Exception):
@@ -171,6 +180,17 @@ class FaultInjector:
         is_due = "misread" in self._step_faults
         self._step_faults.discard("misread")
         return is_due
+
+    def overflows(self) -> Sequence[Overflow]:
+        """Modules whose output is to overflow at times."""
+        return [
+            Overflow(module=fault.module, is_due=partial(self._is_due_now, fault))
+            for fault in self._faults
+            if fault.kind == "overflow"
+        ]
+
+    def _is_due_now(self, fault: Fault) -> bool:
+        return fault.is_due(self._step, self._rank)
 
     def _lasts(self, kind: str, step: int) -> bool:
         return any(

@@ -5,6 +5,9 @@
     flip_grad@step=20,rank=1         a high exponent bit of one number of a gradient
     misread@step=20,rank=1           the rank's samples of this step come as others, once
     spoil_state@step=20,rank=1       a high exponent bit of one weight, before the step
+    overflow@step=20-24,module=blocks.1.ffn
+                                     in these steps the largest number that this module of the model
+                                     gives is infinite, in the run's precision and in no wider one
     sticky@step=20,rank=1            from this step on whatever the rank computes is NaN
     wrong@step=20,rank=1             from this step on what it computes is 1 % off: finite, silent
     poison@samples=400-431           these stream positions always give NaN activations
@@ -49,6 +52,7 @@ _REQUIRED = {
     "spoil_state": {"step"},
     "sticky": {"step"},
     "wrong": {"step"},
+    "overflow": {"step", "module"},
     "poison": {"samples"},
     "spike": {"samples"},
     "kill": {"step"},
@@ -70,7 +74,8 @@ _REQUIRED = {
 }
 # What ends or freezes a rank, and where in a step it may.
 ENDINGS = ("kill", "abort", "raise", "stop", "hang")
-LASTING = ("slow", "no_break", "sticky", "wrong", "oom")  # not bound to one step: no marker is left
+# Not bound to one step, and so no marker is left.
+LASTING = ("slow", "no_break", "sticky", "wrong", "oom", "overflow")
 POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
     **{kind: {"rank", "at"} for kind in ENDINGS},
@@ -96,6 +101,7 @@ class Fault:
     seconds: float = 0.0
     rows: int = 0
     at: str = "fetch"
+    module: str = ""
 
     def is_due(self, step: int, rank: int) -> bool:
         """Whether it is bound to this step on this rank."""
@@ -137,6 +143,7 @@ def _parse(text: str) -> Fault:
         seconds=_number(text, given, "seconds") if "seconds" in given else 0.0,
         rows=int(_number(text, given, "rows")) if "rows" in given else 0,
         at=_point(text, given),
+        module=given.get("module", ""),
     )
 
 

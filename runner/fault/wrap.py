@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.fault.damage import CheckpointFiles, damage_checkpoint, flip_bit
-from runner.fault.inject import Disturbance, FaultInjector
+from runner.fault.inject import Disturbance, FaultInjector, Overflow
+from runner.system.error import ConfigError
 
 Part = TypeVar("Part")
 # Of a micro-batch: cross-entropy, the loss to train on, and what is counted; [B] each.
@@ -201,14 +203,19 @@ class MicroBatchFaults:
         self._now: Disturbance | None = None
         self._is_scaled = False
 
-    def attach(self, model: nn.Module, embedding: nn.Module) -> None:
-        """Reach the embedding's output and gradient.
+    def attach(
+        self, model: nn.Module, embedding: nn.Module, *, overflows: Sequence[Overflow] = ()
+    ) -> None:
+        """Reach the embedding's output and gradient, and the outputs of modules that overflow.
 
         After the engine has set its own hooks there, so that its probe sees what is done to the
         gradient.
         """
         model.register_forward_pre_hook(self._at_model)
         embedding.register_forward_hook(self._at_embedding)
+        for overflow in overflows:
+            module = _named(model.get_submodule("network"), overflow.module)
+            module.register_forward_hook(partial(_overflowing, overflow))
 
     def begin(self, disturbances: Iterable[Disturbance | None]) -> None:
         """Of the micro-batches that come now, in their order."""
@@ -257,6 +264,28 @@ class MicroBatchFaults:
             lambda grad: _at_embedding_gradient(grad, fault)
         )
         return output
+
+
+def _named(network: nn.Module, name: str) -> nn.Module:
+    """
+    Raises:
+        ConfigError: the model has no such module.
+    """
+    known: dict[str, nn.Module] = dict(network.named_modules())
+    if name not in known:
+        some = ", ".join(list(known)[1:12])
+        raise ConfigError(f"faults: overflow: module={name}: the model has {some}, ...")
+    return known[name]
+
+
+def _overflowing(overflow: Overflow, module: nn.Module, inputs: object, output: Any) -> Any:
+    """The largest number of a module's output becomes infinite."""
+    if not overflow.is_due():
+        return output
+    first = output[0] if isinstance(output, tuple) else output
+    size = first.detach().abs()
+    wrong = torch.where(size >= size.amax(), torch.inf, first)
+    return (wrong, *output[1:]) if isinstance(output, tuple) else wrong
 
 
 def _at_embedding_gradient(grad: torch.Tensor, fault: Disturbance) -> torch.Tensor:

@@ -33,6 +33,7 @@ _MOST = {
     "repeat": 10**6,
     "metrics_bytes": _LIMIT,
     "cut_steps": _LIMIT,
+    "cut_start": _LIMIT,
     "interval_steps": _LIMIT,
 }
 _MOST_ABANDONED = 10**6  # checkpoints that one rollback can leave behind

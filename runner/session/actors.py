@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from runner.config.schema import Precision
 from runner.config.validate import is_zero
 from runner.data.cursor import Indices, SampleStream
 from runner.data.dataset import Dataset
@@ -18,6 +17,9 @@ from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
 from runner.health.checks import PaceInspector, ReplicaInspector
 from runner.health.device_check import device_kind
 from runner.observe.metrics import held_out_before
+from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.way_back import Recorded, from_rows, recorded_in
+from runner.policy.retention.records import Record, rollback_targets
 from runner.policy.straggler import Stragglers
 from runner.run_dir.build_info import code_digest, versions
 from runner.session import parts
@@ -26,6 +28,7 @@ from runner.session.optim import schedule
 from runner.session.phases import Actors, Machinery, Opened
 from runner.startup.resume import Resumed
 from runner.startup.shared_memory import memory_every
+from runner.system.json_lines import iter_lines
 from runner.system.process import host_name
 from runner.train.audit import Auditor, AuditRules
 from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
@@ -37,8 +40,11 @@ from runner.train.guard import Guard
 from runner.train.loop import Loop
 from runner.train.periodic import Periodic
 from runner.train.recovery import Recovery
+from runner.train.rehearsal import Rehearsal
 from runner.train.report import Reporter
+from runner.train.retracing import Retracing
 from runner.train.source_columns import SourceColumns
+from runner.train.state import TrainState
 from runner.train.step import Stepper, StepRules
 from runner.train.step_runner import StepPlanner, StepRunner
 
@@ -173,14 +179,20 @@ def _explaining(
     """Make the guard that replays a bad step to find its cause first."""
     group, corpus, feed = opened.group, opened.corpus, actors.feed
     config, journal = opened.lease.config, opened.written.journal
-    bench = Bench(engine=machinery.engine, feed=feed, ranks=group.ranks, heart=group.heart)
+    bench = Bench(
+        engine=machinery.engine,
+        feed=feed,
+        ranks=group.ranks,
+        heart=group.heart,
+        may_watch=not config.model.compile,
+    )
     replay = Replay(
         bench,
         known=lambda: _known_samples(corpus.stream, config.batch.global_size),
         host=host_name(),
-        bf16=config.model.precision is Precision.bf16,
         reread=feed.put,
     )
+    bundles = _bundles(opened) if group.is_first else None
     return ExplainingGuard(
         guard,
         replay,
@@ -188,12 +200,64 @@ def _explaining(
         stepper=actors.stepper,
         journal=journal,
         reporter=actors.reporter,
-        batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
         evidence=Evidence(
+            batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
             names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
-            bundles=_bundles(opened) if group.is_first else None,
+            bundles=bundles,
             incarnation=opened.lease.fence.number,
         ),
+        retracing=_retracing(opened, machinery, actors, replay, bundles),
+    )
+
+
+def _retracing(
+    opened: Opened,
+    machinery: Machinery,
+    actors: Actors,
+    replay: Replay,
+    bundles: Bundles | None,
+) -> Retracing:
+    """What follows a rollback for the weights' sake."""
+    group, config, written = opened.group, opened.lease.config, opened.written
+    history, ring, reporter = written.journal.history, machinery.ring, actors.reporter
+    rules = parts.remedy_rules(config)
+
+    def recorded(first: int, stop: int) -> dict[int, Recorded]:
+        reporter.metrics_bytes(durably=False)  # so that they can be read
+        rows = group.ranks.all_or_none(
+            "reading the metrics",
+            lambda: (
+                recorded_in(iter_lines(group.run_dir.metrics), first, stop)
+                if group.is_first
+                else []
+            ),
+        )
+        return from_rows(group.ranks.from_first(rows))
+
+    def target(bad: StepSignals, state: TrainState) -> Record | None:
+        """As the ladder has it (:func:`runner.policy.decision.ladder.decide`)."""
+        onset = state.trouble.bad[0] if state.trouble.bad else None
+        step, start = (onset.step, onset.start) if onset else (bad.step, bad.start)
+        cursor = history.ledger.before(start, rules.margin * rules.batch)
+        found = rollback_targets(ring.records, cursor=cursor, step=max(0, step - rules.back))
+        return found[0] if found else None
+
+    starts = [line for line in history.incidents if line.kind == "start"]
+    return Retracing(
+        replay=replay,
+        recorded=recorded,
+        is_exact=starts[-1].detail.get("repeats_bits") is True,
+        target=target,
+        rehearsal=Rehearsal(
+            engine=machinery.engine,
+            stepper=actors.stepper,
+            planner=actors.steps.planner,
+            ring=ring,
+            history=history,
+            fresh=lambda: TrainState(parts.judge_rules(config), rules),
+        ),
+        tell=written.report,
+        bundles=bundles,
     )
 
 

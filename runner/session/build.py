@@ -31,6 +31,8 @@ def build(opened: Opened) -> Machinery:
     engine = parts.engine(
         config, corpus.network, group.place, group.device, faults, has_weights=False
     )
+    if parts.explain_rules(config) is not None:
+        parts.give_twin(engine, config, corpus.network, group.place, faults)
     tier = open_slots(lease, group, engine, identity_of(lease, corpus))
     backlog = Backlog(
         patience_seconds=config.track.unwritten_seconds,

@@ -6,10 +6,12 @@ Knows everything; nothing knows it but the command line.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from runner.checkpoint.protocol import RingRules
 from runner.config.network import is_hf, rope_scaling_of
@@ -30,7 +32,9 @@ from runner.data.feed import Feed, Loading, RankShare
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import JobEnv, RankEnv
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
+from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import Engine
+from runner.engine.wider import Wider
 from runner.fault.inject import FaultInjector
 from runner.fault.wrap import MicroBatchFaults, wrap_engine
 from runner.health.hang import HangTimeouts
@@ -66,7 +70,7 @@ from runner.train.explaining import ExplainRules
 from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes
 
 # Replays of a step for one incident, and for all incidents as a share of the run's steps.
-_EXPLAINING = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (30, 0.05)}
+_EXPLAINING = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (120, 0.05)}
 _LEAST_INCIDENTS = 6  # incidents that even a short run may replay
 
 Report = Callable[[Incident], None]
@@ -258,7 +262,7 @@ def layout(config: RunConfig, place: RankEnv) -> Layout:
     return Layout(
         replicas=place.world_size // shard_size,
         shard_size=shard_size,
-        bf16=precision is Precision.bf16,
+        dtype=torch.bfloat16 if precision is Precision.bf16 else torch.float32,
         reshard_after_forward=parallel.reshard_after_forward,
         reduce_each_micro_batch=parallel.reduce_each_micro_batch,
         compile=config.model.compile,
@@ -290,16 +294,28 @@ def engine(
     if isinstance(network, DecoderShape):
         network = decoder_blueprint(config, network)
     make = _zero if is_zero(config.parallel.kind) else _fsdp
-    if faults is None or not faults.has_any:
-        made, _, _ = make(config, network, place, device, None)
-    else:
-        inside = MicroBatchFaults()
-        made, model, embedding = make(config, network, place, device, inside)
-        inside.attach(model, embedding)
-        made = wrap_engine(made, faults, inside)
+    made = _with_faults(lambda inside: make(config, network, place, device, inside), faults)
     if has_weights:
         initialise(made, config, network)
     return made
+
+
+# The engine, the module that it calls, and that whose output is the first activation.
+Made = tuple[Engine, nn.Module, nn.Module]
+
+
+def _with_faults(
+    make: Callable[[MicroBatchFaults | None], Made],
+    faults: FaultInjector | None,
+    *,
+    is_twin: bool = False,
+) -> Engine:
+    if faults is None or not faults.has_any:
+        return make(None)[0]
+    inside = MicroBatchFaults()
+    made, model, embedding = make(inside)
+    inside.attach(model, embedding, overflows=() if is_twin else faults.overflows())
+    return wrap_engine(made, faults, inside)
 
 
 class Initial:
@@ -356,14 +372,32 @@ def _fsdp(
     place: RankEnv,
     device: torch.device,
     inside: MicroBatchFaults | None,
-) -> tuple[Engine, nn.Module, nn.Module]:
+) -> Made:
     """Make the engine, the module it calls, and the module of the first activation."""
     plan = layout(config, place)
     mesh = device_mesh(device, plan)
+    how = _Sharding(plan, mesh, device, optimizer_settings(config))
+    return _sharded(config, blueprint, how, inside)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """How an engine of FSDP2 lays a network over the ranks, and what updates it."""
+
+    layout: Layout
+    mesh: DeviceMesh
+    device: torch.device
+    settings: OptimizerSettings
+
+
+def _sharded(
+    config: RunConfig, blueprint: Blueprint, how: _Sharding, inside: MicroBatchFaults | None
+) -> Made:
+    device = how.device
     network = blueprint.on_meta()
-    model = blueprint.objective(network, bf16=plan.bf16)
+    model = blueprint.objective(network, bf16=how.layout.dtype is torch.bfloat16)
     places = parameter_places(network)
-    shard_model(model, blueprint.units(network), mesh=mesh, layout=plan)
+    shard_model(model, blueprint.units(network), mesh=how.mesh, layout=how.layout)
     model.to_empty(device=device)
     retie(network, places)
     blueprint.finish(network, device)
@@ -371,14 +405,43 @@ def _fsdp(
     made = FsdpEngine(
         model,
         embedding=embedding,
-        settings=optimizer_settings(config),
-        layout=plan,
-        mesh=mesh,
+        settings=how.settings,
+        layout=how.layout,
+        mesh=how.mesh,
         device=device,
         probe=config.guard.enabled or inside is not None,
         disturb=inside,
     )
     return made, model, embedding
+
+
+def give_twin(
+    engine: Engine,
+    config: RunConfig,
+    network: Blueprint,
+    place: RankEnv,
+    faults: FaultInjector | None = None,
+) -> None:
+    """Have the engine compute in a wider precision where it is asked to.
+
+    BF16 is arbitrated by FP32; FP32 by FP64, on a CPU, where that costs little.
+    """
+    is_bf16 = config.model.precision is Precision.bf16
+    if not is_bf16 and engine.device.type != "cpu":
+        return
+    dtype = torch.float32 if is_bf16 else torch.float64
+    wide = replace(layout(config, place), dtype=dtype, is_wide=True, compile=False)
+    mesh = getattr(engine, "mesh", None) or device_mesh(engine.device, wide)
+    # It is never updated: plain SGD keeps nothing.
+    settings = OptimizerSettings(kind="sgd", adamw=adamw_settings(config))
+    how = _Sharding(wide, mesh, engine.device, settings)
+
+    def make() -> Engine:
+        return _with_faults(
+            lambda inside: _sharded(config, network, how, inside), faults, is_twin=True
+        )
+
+    engine.twin.give(Wider(dtype=dtype, make=make))
 
 
 def _zero(
@@ -387,7 +450,7 @@ def _zero(
     place: RankEnv,
     device: torch.device,
     inside: MicroBatchFaults | None,
-) -> tuple[Engine, nn.Module, nn.Module]:
+) -> Made:
     """As :func:`_fsdp`."""
     # Imported here only: deepspeed takes seconds, and needs a compiler on some machines.
     from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_plan

@@ -15,17 +15,19 @@ from typing import Protocol
 
 from runner.data.cursor import BatchPlan
 from runner.explain.bundle import Bundles, Told
+from runner.explain.case import Case
 from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Attempt
-from runner.explain.replay import Case, Replay
+from runner.explain.replay import Replay
 from runner.observe.journal import Journal
-from runner.policy.decision.history import MIX, Incident, cause_of
+from runner.policy.decision.history import MIX, NUMERICS, Incident, cause_of
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
 from runner.policy.restart import HARDWARE
 from runner.system.error import RankError
 from runner.train.guard import Guard
 from runner.train.report import Reporter
+from runner.train.retracing import Retracing
 from runner.train.state import TrainState
 from runner.train.step import InFlightStep, StepInfo
 
@@ -60,11 +62,13 @@ class Evidence:
     """What a person reads.
 
     Args:
+        batch: the plan of the batch at a position of the stream.
         names: what the data set calls the samples at these positions of a plan.
         bundles: takes all numbers; on the first rank only.
         incarnation: which start of the run this is.
     """
 
+    batch: Callable[[int], BatchPlan]
     names: Callable[[BatchPlan, Sequence[int]], tuple[str, ...]]
     bundles: Bundles | None = None
     incarnation: int = 1
@@ -75,7 +79,8 @@ class ExplainingGuard:
 
     Args:
         guard: judges, and carries out the ladder.
-        batch: the plan of the batch at a position of the stream.
+        evidence: what a person reads; and the batch at a position of the stream.
+        retracing: what follows a rollback for the weights' sake; None: nothing.
     """
 
     def __init__(
@@ -87,8 +92,8 @@ class ExplainingGuard:
         stepper: Stepper,
         journal: Journal,
         reporter: Reporter,
-        batch: Callable[[int], BatchPlan],
         evidence: Evidence,
+        retracing: Retracing | None = None,
     ) -> None:
         self._guard = guard
         self._replay = replay
@@ -96,7 +101,7 @@ class ExplainingGuard:
         self._stepper = stepper
         self._journal = journal
         self._reporter = reporter
-        self._batch = batch
+        self._retracing = retracing
         self._evidence = evidence
 
     def note_lines(self, info: StepInfo) -> None:
@@ -111,6 +116,8 @@ class ExplainingGuard:
         Raises:
             RankError: a node is to be left out by the next start.
         """
+        if self._retracing is not None and info.known is None:
+            self._retracing.follow(info)
         if not _is_to_explain(info):
             return self._guard.handle(info, state)
         finding = self._explained(info, state)
@@ -119,10 +126,22 @@ class ExplainingGuard:
         self._keep(info, finding, state)
         if finding.remedy is Remedy.leave:
             raise self._leave(info, finding)
-        if finding.remedy in (Remedy.redo, Remedy.skip):
+        if finding.remedy in (Remedy.redo, Remedy.skip, Remedy.widen):
             self._redo(info, finding, state)
             return None
-        return self._guard.handle(replace(info, cause=finding.to_json()), state)
+        return self._decided(info, finding, state)
+
+    def _decided(self, info: StepInfo, finding: Finding, state: TrainState) -> Verdict | None:
+        """The ladder's part, and what is looked at on the way back."""
+        rollbacks, limits = self._journal.history.rollbacks, state.baseline.limits
+        before = len(rollbacks)
+        verdict = self._guard.handle(replace(info, cause=finding.to_json()), state)
+        went_back = len(rollbacks) > before
+        is_open = finding.remedy is Remedy.go_back and finding.cause is not Cause.rate
+        if self._retracing is not None and went_back and is_open:
+            to_step = rollbacks[-1].to_step
+            self._retracing.begin(info, finding, to_step=to_step, limits=limits)
+        return verdict
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
         """What is the matter; None where it was asked often enough."""
@@ -141,14 +160,20 @@ class ExplainingGuard:
             sums=step.sums,
         )
         began = time.monotonic()
+        came_again = self._retracing is not None and self._retracing.has_come_again(signals.step)
         finding = self._replay.explain(
             Case(
                 attempt=attempt,
                 limits=state.baseline.limits,
-                later=self._batch(signals.stop + _LATER * (signals.stop - signals.start)),
+                later=self._evidence.batch(signals.stop + _LATER * (signals.stop - signals.start)),
                 most_steps=self._rules.an_incident,
+                overflowed=self._overflowed(signals),
+                came_again=came_again,
             )
         )
+        if self._retracing is not None and came_again and finding.remedy is Remedy.go_back:
+            rest = self._rules.an_incident - finding.steps
+            finding = self._retracing.rate(info, state, finding, most_steps=rest)
         self._reporter.stalled("discarded", time.monotonic() - began)
         return replace(finding, bundle=self._journal.num_lines)
 
@@ -158,6 +183,13 @@ class ExplainingGuard:
         if before is None or before.samples is None:
             return False
         return before.samples[1] == signals.start and cause_of(before) == MIX
+
+    def _overflowed(self, signals: StepSignals) -> bool:
+        """Whether the step just before this one was computed in a wider precision."""
+        before = self._journal.history.newest_redo()
+        if before is None or before.samples is None:
+            return False
+        return before.samples[1] == signals.start and cause_of(before) == NUMERICS
 
     def _keep(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """Write the evidence down, before the journal refers to it."""
@@ -202,7 +234,7 @@ class ExplainingGuard:
         incident = Incident(
             kind="redo",
             step=signals.step,
-            decision=_decision(len(skipped)),
+            decision=_decision(finding, len(skipped)),
             reason=f"{finding.words()}{self._how_often(finding)}; {verdict.reason}",
             ranks=finding.ranks,
             samples=(signals.start, signals.stop),
@@ -212,6 +244,7 @@ class ExplainingGuard:
             detail={
                 "verdict": verdict.kind.value,
                 "skipped": list(skipped),
+                **({"widened": True} if finding.remedy is Remedy.widen else {}),
                 "cause": finding.to_json(),
             },
         )
@@ -233,7 +266,9 @@ def _is_to_explain(info: StepInfo) -> bool:
     return is_ours and signals.gated
 
 
-def _decision(num_skipped: int) -> str:
+def _decision(finding: Finding, num_skipped: int) -> str:
+    if finding.remedy is Remedy.widen:
+        return "compute the step again in a wider precision, skip nothing"
     if not num_skipped:
         return "compute the step again, skip nothing"
     return f"skip {num_skipped} sample{'s' if num_skipped > 1 else ''}, compute the step again"

@@ -11,7 +11,7 @@ from runner.observe.journal import Journal
 from runner.policy.decision.decide import StepDecision, rule, rule_again
 from runner.policy.decision.history import GO_BACK, MIX
 from runner.policy.decision.judge import Kind, Verdict
-from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules
+from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules, Replayed
 from runner.system.error import Halted
 from runner.train.recovery import Recovery
 from runner.train.report import Reporter
@@ -113,9 +113,7 @@ class Guard:
             history=self._journal.history,
             ring=self._ring.records,
             rules=self._rules,
-            is_mix=info.found == MIX,
-            # Not for a known step: the journal has the decision that was made then.
-            blames_weights=info.cause is not None and info.cause["remedy"] == GO_BACK,
+            replayed=_replayed(info),
         )
         if not ruling.lacks_target:
             return ruling
@@ -124,3 +122,14 @@ class Guard:
         with self._reporter.stall("rollback"):
             self._ring.finish_proofs()
         return rule_again(ruling, baseline=state.baseline, ring=self._ring.records)
+
+
+def _replayed(info: StepInfo) -> Replayed:
+    """What was found of the step. Of one that is known, what was decided on it then stands in the
+    journal: only that its data is another counts once more."""
+    cause = info.cause or {}
+    return Replayed(
+        is_mix=info.found == MIX,
+        blames_weights=cause.get("remedy") == GO_BACK,
+        rate_factor=cause.get("rate_factor"),
+    )

@@ -204,6 +204,7 @@ class Recovery:
                 "metrics_bytes": metrics_bytes,
                 "cut_factor": action.cut_factor,
                 "cut_steps": action.cut_steps,
+                **({"cut_start": restored.step} if action.cuts_at_once else {}),
                 **_cause(info),
                 **self._warned(info),
             },

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,6 +64,7 @@ class StepInfo:
         known: the discard that a restart repeats from the journal, with nothing computed.
         stop_requested: whether some rank was asked to stop.
         keeps_lines: whether rank 0 keeps lines in memory because it cannot write a file.
+        learning_rate: that of its plan.
         jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) are of.
         cause: what replays found out about a bad step, see
             :meth:`runner.explain.finding.Finding.to_json`; None without replays.
@@ -79,6 +81,7 @@ class StepInfo:
     keeps_lines: bool = False
     jobs: Sequence[int] = ()
     job_counts: tuple[float, ...] = ()
+    learning_rate: float = 0.0
     seconds: float = 0.0
     wait_seconds: float = 0.0
     unreadable: tuple[Unreadable, ...] = ()
@@ -99,7 +102,8 @@ class StepPlan:
     """The plan of a step, equal on all ranks but for ``stop``, ``keeps_lines`` and ``progress``.
 
     ``step`` is the number of the update it makes; ``progress`` is that of the ring's jobs;
-    ``decisions`` is a text of the decisions so far, as far as the host knows.
+    ``decisions`` is a text of the decisions so far, as far as the host knows; with
+    ``is_wide`` the step is computed in a wider precision than the run's.
     """
 
     batch: BatchPlan
@@ -110,6 +114,7 @@ class StepPlan:
     keeps_lines: bool
     progress: JobProgress
     decisions: str
+    is_wide: bool = False
 
 
 class InFlightStep:
@@ -262,6 +267,16 @@ class Stepper:
         assert self._newest is not None, "no step was read"
         return self._newest
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is launched and read inside is no step of the run."""
+        kept, late = (self._newest, self._gate_before, self._layers), self._late_layers
+        self._layers = self._late_layers = None
+        try:
+            yield
+        finally:
+            (self._newest, self._gate_before, self._layers), self._late_layers = kept, late
+
     def may_be_speculative(self, step: int) -> bool:
         """Whether a step may be launched that may have to be discarded and launched again."""
         return self._ranks.may_repeat(step)
@@ -281,8 +296,9 @@ class Stepper:
         self._host_seconds.append(time.monotonic() - began)
         self._heart.enter("compute")
         works = self._works(plan.batch, fetched)
-        watch = self._layers if self._layers and self._layers.begin(plan.step) else None
-        sums = self._engine.accumulate(works)
+        watched = None if plan.is_wide else self._layers
+        watch = watched if watched and watched.begin(plan.step) else None
+        sums = self._accumulate(works, is_wide=plan.is_wide)
         if watch:
             watch.before()
         identity = self._identity(plan, fetched)
@@ -327,6 +343,7 @@ class Stepper:
         return StepInfo(
             signals=signals,
             batch=step.plan.batch,
+            learning_rate=step.plan.learning_rate,
             jobs=step.plan.progress.jobs,
             stop_requested=numbers[STOP] > 0,
             keeps_lines=numbers[KEPT] > 0,
@@ -395,6 +412,13 @@ class Stepper:
                 )
             )
         return works
+
+    def _accumulate(self, works: list[MicroStep], *, is_wide: bool) -> LocalSums:
+        if not is_wide:
+            return self._engine.accumulate(works)
+        twin = self._engine.twin
+        self._ranks.all_or_none("building the model in a wider precision", twin.open)
+        return self._engine.accumulate_wider(works)
 
     def _identity(self, plan: StepPlan, fetched: RankBatch) -> dict[str, Any]:
         return {

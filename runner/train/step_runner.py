@@ -53,6 +53,7 @@ class StepPlanner:
             stop=self.stop(),
             progress=self.progress(),
             decisions=self._decisions(),
+            is_wide=batch.start in self.journal.history.widened,
         )
 
     def learning_rate(self, updates: int) -> float:
@@ -84,7 +85,7 @@ class StepRunner:
         is_boundary: Callable[[int], bool],
     ) -> None:
         self._stepper = stepper
-        self._planner = planner
+        self.planner = planner
         self._known_discards = deque(known_discards)
         self._late = late
         self._is_boundary = is_boundary
@@ -106,7 +107,7 @@ class StepRunner:
         """
         step, self._ahead = self._ahead, None
         if step is None:
-            batch = self._planner.batch(state.cursor)
+            batch = self.planner.batch(state.cursor)
             if self._known_discards and _start(self._known_discards[0]) < batch.start:
                 incident = self._known_discards.popleft()
                 return StepInfo(signals=discarded_signals(incident), known=incident)
@@ -124,17 +125,17 @@ class StepRunner:
 
     def learning_rate(self, updates: int) -> float:
         """Of the step after ``updates`` applied ones."""
-        return self._planner.learning_rate(updates)
+        return self.planner.learning_rate(updates)
 
     def _launch(
         self, batch: BatchPlan, updates: int, bounds: Bounds, after: InFlightStep | None = None
     ) -> InFlightStep:
-        plan = self._planner.plan(batch, updates, bounds)
-        return self._stepper.launch(plan, self._planner.journal.history.ledger, after=after)
+        plan = self.planner.plan(batch, updates, bounds)
+        return self._stepper.launch(plan, self.planner.journal.history.ledger, after=after)
 
     def _launch_after(self, step: InFlightStep, state: TrainState) -> InFlightStep:
         """Launch the next step, assuming that ``step`` is applied and clean."""
-        batch = self._planner.batch(step.plan.batch.stop)
+        batch = self.planner.batch(step.plan.batch.stop)
         bounds = state.baseline.bounds_ahead
         return self._launch(batch, state.updates + 1, bounds, after=step)
 

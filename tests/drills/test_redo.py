@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 
 from runner.__main__ import main
 from tests.drills.compare import assert_every_sample_once, assert_same_end
-from tests.run import Result, finish, skip_override, train
+from tests.run import TINY, Result, finish, skip_override, train
+from tests.warm import finished
 
 VERDICT = "guard.remedy=verdict"
 # On each rank in turn; the first before the guard has any limits.
@@ -98,8 +100,7 @@ def test_of_bad_data_only_the_culprits_are_skipped(
     for line in lines:
         cause = line["detail"]["cause"]
         assert cause["is_tried"] and cause["ranks"] == [] and cause["remedy"] == "skip"
-        # In BF16 what is not finite may be good in FP32.
-        assert cause["cause"] == ("unclear" if settings and line is lines[0] else "data")
+        assert cause["cause"] == "data"
         assert cause["steps"] <= 10 and len(line["sample_ids"]) == len(line["detail"]["skipped"])
     assert hit.summary["skipped"] == [[410, 412], [900, 901]]
     assert_evidence(hit, lines[0], capsys)
@@ -127,6 +128,58 @@ def assert_evidence(run: Result, line: dict[str, Any], capsys: pytest.CaptureFix
     assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2
 
 
+OVERFLOW = "faults=[overflow@step=28-30,module=blocks.1.ffn]"
+
+
+def assert_numerics(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        cause = line["detail"]["cause"]
+        assert (cause["cause"], cause["module"]) == ("numerics", "blocks.1.ffn"), cause
+        assert cause["is_tried"] and not cause["ranks"] and not cause["positions"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],  # FP32, which FP64 arbitrates
+        pytest.param(["model.precision=bf16", "guard.sync=false"], marks=pytest.mark.full),
+        pytest.param(["parallel=hsdp", "parallel.shard_size=2"], marks=pytest.mark.full),
+    ],
+    ids=lambda value: " ".join(value)[:40],
+)
+def test_what_overflows_is_computed_in_a_wider_precision(
+    tmp_path: Path, settings: list[str]
+) -> None:
+    """The module is named and nothing is skipped; a rank's death behind it changes nothing."""
+    ranks = 4 if "parallel=hsdp" in settings else 2
+    hit = finish(tmp_path / "hit", VERDICT, OVERFLOW, *settings, ranks=ranks)
+    lines = redone(hit)
+    assert [line["step"] for line in lines] == [28, 29, 30], hit.tail
+    assert_numerics(lines)
+    # The next ones ask for the wider precision first.
+    assert [line["detail"]["cause"]["steps"] for line in lines] == [4, 2, 2]
+    bundle = lines[0]["detail"]["cause"]["bundle"]
+    layers = json.loads((hit.out / "incidents" / f"{bundle:06d}" / "layers.json").read_text())
+    assert layers["blocks.0.ffn"][0] is not None and layers["blocks.1.ffn"][0] is None
+    assert hit.summary["skipped"] == [] and hit.summary["discarded_steps"] == 0
+    kill = OVERFLOW.replace("]", ",kill@step=32,rank=1]")
+    again = finish(tmp_path / "killed", VERDICT, kill, *settings, ranks=ranks, restarts=1)
+    assert again.summary["restarts"] == 1 and len(redone(again)) == 3, again.tail
+    assert_same_end(again, hit)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["zero1", "zero2", "zero3"])
+def test_an_engine_that_takes_no_other_precision_names_the_module(
+    tmp_path: Path, engine: str
+) -> None:
+    hit = train(tmp_path / "hit", VERDICT, OVERFLOW, f"parallel={engine}", "guard.max_rollbacks=0")
+    lines = [line for line in hit.journal() if isinstance(line["detail"].get("cause"), dict)]
+    assert lines, hit.tail
+    assert_numerics(lines)
+    assert hit.summary["status"] == "halted" and not hit.journal("redo"), hit.tail
+
+
 def test_a_device_that_stays_bad_is_named(tmp_path: Path) -> None:
     """Discarded as before; by each discard stands who it is, and that it did not follow."""
     hit = train(
@@ -141,15 +194,77 @@ def test_a_device_that_stays_bad_is_named(tmp_path: Path) -> None:
         assert cause["is_tried"] and cause["hosts"] and cause["steps"] <= 10
 
 
-def test_weights_that_were_spoilt_cost_no_sample(tmp_path: Path, clean: Result) -> None:
-    """It goes back at once and reads all again: the run is the one without the fault."""
-    hit = finish(tmp_path / "hit", VERDICT, "faults=[spoil_state@step=27,rank=1]")
+@pytest.mark.parametrize(
+    ("step", "settings"),
+    [
+        (27, []),
+        pytest.param(21, ["guard.sync=false"], marks=pytest.mark.full),
+        pytest.param(38, ["parallel=zero2"], marks=pytest.mark.full),
+    ],
+)
+def test_weights_that_were_spoilt_cost_no_sample(
+    tmp_path: Path, step: int, settings: list[str], clean: Result
+) -> None:
+    """It goes back at once and reads all again: the run is the one without the fault.
+
+    On the way the step is named whose weights were others.
+    """
+    hit = finish(tmp_path / "hit", VERDICT, f"faults=[spoil_state@step={step},rank=1]", *settings)
     (back,) = hit.journal("rollback")
-    assert back["step"] == 27 and back["detail"]["read_again"], hit.tail
+    assert back["step"] == step and back["detail"]["read_again"], hit.tail
     cause = back["detail"]["cause"]
     assert (cause["cause"], cause["remedy"], cause["ranks"]) == ("unclear", "go back", [])
+    (line,) = hit.journal("explained")
+    cause = line["detail"]["cause"]
+    assert (cause["cause"], cause["step"], line["step"]) == ("state corrupted", step, step)
+    assert cause["is_tried"] and not cause["ranks"] and not cause["positions"]
+    number = cause["bundle"]
+    told = json.loads((hit.out / "incidents" / f"{number:06d}" / "incident.json").read_text())
+    assert told["finding"] == cause
     assert hit.summary["skipped"] == [] and hit.summary["discarded_steps"] == 0
-    assert hit.digest == clean.digest and hit.counted() == clean.counted(), hit.tail
+    peace = finish(tmp_path / "clean", VERDICT, *settings) if settings else clean
+    assert hit.digest == peace.digest and hit.counted() == peace.counted(), hit.tail
+
+
+def jump(updates: int, peak: float = 3e-3, at: int = 24, factor: float = 300.0) -> float:
+    """A schedule with a mistake: from an update on far too high a rate, ever after."""
+    rate = peak * min(1.0, (updates + 1) / 5)
+    return rate * (factor if updates >= at else 1.0)
+
+
+def test_a_rate_that_is_too_high_is_named_and_cut(tmp_path: Path) -> None:
+    """Back to before it, the same again; then lower rates are tried, and other samples."""
+    hit = train(
+        tmp_path / "hit",
+        *(VERDICT, "explain=full", "schedule._target_=tests.drills.test_redo.jump", "steps=45"),
+        *("guard.max_rollbacks=6", "guard.cooldown_steps=1000"),
+    )
+    backs = hit.journal("rollback")
+    causes = [line["detail"]["cause"] for line in backs]
+    assert [cause["cause"] for cause in causes][:2] == ["unclear", "rate"], hit.tail
+    rate = causes[1]
+    assert rate["is_tried"] and not rate["ranks"] and not rate["positions"], rate
+    assert 0 < rate["rate_factor"] < 1
+    assert backs[1]["detail"]["read_again"]
+    assert backs[1]["detail"]["cut_factor"] == rate["rate_factor"]
+    assert hit.summary["skipped"] == [] and not hit.journal("explained"), hit.tail
+
+
+@pytest.mark.full
+def test_an_incident_is_computed_again_elsewhere(tmp_path: Path) -> None:
+    """In one process, from a copy: what samples or an operation did is there again, and what a
+    device did is not."""
+    faults = "faults=[nan_grad@step=24,rank=1,poison@samples=900,overflow@step=38,module=norm]"
+    hit = finish(tmp_path / "hit", VERDICT, faults, "checkpoint.keep=10")
+    lines = redone(hit)
+    assert [line["step"] for line in lines] == [24, 29, 38], hit.tail
+    before = sorted(path.relative_to(hit.out) for path in hit.out.rglob("*"))
+    for line, words in zip(lines, ("the step is good", "900", "module       norm"), strict=True):
+        number = str(line["detail"]["cause"]["bundle"])
+        told = [sys.executable, "-m", "runner", "replay", str(hit.out), "--incident", number, "--"]
+        again = finished([*told, *TINY, VERDICT, faults], timeout=200)
+        assert again.returncode == 0 and words in again.stdout, again.stdout + again.stderr
+    assert sorted(path.relative_to(hit.out) for path in hit.out.rglob("*")) == before
 
 
 @pytest.mark.full

@@ -22,10 +22,13 @@ from runner.distributed.agreement import Ranks
 from runner.distributed.env import place_from
 from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
+from runner.explain.case import Case
 from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Attempt, Bench, left_out
 from runner.explain.reading import Reading, Row, Share, apart, differing_ranks, noise_floor
-from runner.explain.replay import Case, Replay
+from runner.explain.replay import Replay
+from runner.fault.inject import FaultInjector
+from runner.fault.spec import parse_faults
 from runner.health.heartbeat import Heartbeat
 from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.ledger import Ledger
@@ -43,7 +46,6 @@ CPU = torch.device("cpu")
 SIZE = 8
 LIMITS = Limits(loss=4.0, grad_norm=5.0)
 PLAN = BatchPlan(positions=np.arange(SIZE), indices=np.arange(SIZE))
-AFTER = BatchPlan(positions=np.arange(SIZE, 2 * SIZE), indices=np.arange(SIZE, 2 * SIZE))
 
 
 # -- on an engine of ours -------------------------------------------------------------------
@@ -56,38 +58,60 @@ def group() -> Iterator[None]:
     end_group()
 
 
-def test_probes_leave_state_and_randomness_as_they_were() -> None:
-    config = compose(
-        [
-            *("model=tiny", "model.precision=fp32", "data=synthetic", "parallel=single"),
-            *("data.workers=0", "model.dropout=0.1", "batch.global_size=8", "batch.micro_size=4"),
-        ]
-    )
-    place = place_from({})
-    dataset = parts.open_dataset(config)
-    stream = parts.sample_stream(config, dataset)
-    feed = parts.feed(config, dataset, stream, place, CPU)
-    engine = parts.engine(config, parts.blueprint(config, dataset), place, CPU)
-    plan = stream.plan(0, Ledger())
-    batches = feed.fetch(plan, Ledger()).micro_batches
-    seeds = (1, 2)
-    works = [MicroStep(batch=b, seed=s) for b, s in zip(batches, seeds, strict=True)]
-    one = torch.ones(())
-    for _ in range(3):  # moments that are not zero
-        engine.accumulate(works)
-        engine.apply(skip=torch.zeros(()), grad_scale=one * 1000, learning_rate=1e-2)
-    sums = engine.accumulate(works)
-    engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
-    before = digest(engine), drawn()
+@dataclass
+class Real:
+    """A bench on a real engine, and one step that it has computed."""
 
-    bench = Bench(engine=engine, feed=feed, ranks=Ranks(CPU), heart=Heartbeat())
-    attempt = Attempt(plan=plan, batches=batches, seeds=seeds, sums=sums)
-    first = bench.begin(attempt)
+    engine: Engine
+    bench: Bench
+    stream: Any
+    plan: BatchPlan
+    batches: Any
+    first: Reading
+
+    @classmethod
+    def of(cls, *overrides: str, faults: Any = None, updates: int = 3) -> Real:
+        config = compose(
+            [
+                *("model=tiny", "model.precision=fp32", "data=synthetic", "parallel=single"),
+                *("data.workers=0", "batch.global_size=8"),
+                *("batch.micro_size=4", *overrides),
+            ]
+        )
+        place = place_from({})
+        dataset = parts.open_dataset(config)
+        stream = parts.sample_stream(config, dataset)
+        feed = parts.feed(config, dataset, stream, place, CPU)
+        network = parts.blueprint(config, dataset)
+        engine = parts.engine(config, network, place, CPU, faults)
+        parts.give_twin(engine, config, network, place, faults)
+        plan = stream.plan(0, Ledger())
+        batches = feed.fetch(plan, Ledger()).micro_batches
+        seeds = (1, 2)
+        works = [MicroStep(batch=b, seed=s) for b, s in zip(batches, seeds, strict=True)]
+        one = torch.ones(())
+        for _ in range(updates):  # moments that are not zero
+            engine.accumulate(works)
+            engine.apply(skip=torch.zeros(()), grad_scale=one * 1000, learning_rate=1e-2)
+        if faults is not None:
+            faults.before_step(5)
+        sums = engine.accumulate(works)
+        engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
+        bench = Bench(engine=engine, feed=feed, ranks=Ranks(CPU), heart=Heartbeat())
+        first = bench.begin(Attempt(plan=plan, batches=batches, seeds=seeds, sums=sums))
+        return cls(engine, bench, stream, plan, batches, first)
+
+
+def test_probes_leave_state_and_randomness_as_they_were() -> None:
+    real = Real.of("model.dropout=0.1")
+    bench, plan, batches, first = real.bench, real.plan, real.batches, real.first
+    before = digest(real.engine), drawn()
     again = bench.compute(batches)
     assert again == first, "the same bits, dropout and all"
+    assert bench.compute_watched(batches) == first, "whoever looks"
     assert bench.compute(bench.read(plan)) == first
     assert not any(bench.differs(batches, bench.read(plan)))
-    known = bench.known(stream.held_out_indices(8))
+    known = bench.known(real.stream.held_out_indices(8))
     assert len(known.rows) == 8 and all(position < 0 for position in known.rows)
     gone = int(plan.positions[2])
     rest = bench.compute(left_out(batches, {gone}))
@@ -96,8 +120,79 @@ def test_probes_leave_state_and_randomness_as_they_were() -> None:
         p: r.loss for p, r in first.rows.items()
     }.items(), "a sample's loss does not depend on its neighbours"
     assert rest.shares[0].count < first.shares[0].count
-    assert (digest(engine), drawn()) == before
-    assert bench.num_steps == 4
+    wide = bench.compute_wider(batches)
+    assert wide is not None and wide != first, "in FP64 other bits"
+    assert apart(wide.loss, first.loss) < 1e-5 and apart(wide.grad_norm, first.grad_norm) < 1e-4
+    assert bench.first_bad_module()[0] == "" and not bench.strayed_weights()
+    assert (digest(real.engine), drawn()) == before
+    assert bench.num_steps == 6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "module", ["blocks.0.attention", "blocks.1.ffn.up", "embedding", "norm", "blocks.1"]
+)
+def test_the_module_that_overflows_is_named(precision: str, module: str, tmp_path: Path) -> None:
+    spec = parse_faults([f"overflow@step=5-9,module={module}"])
+    faults = FaultInjector(spec, rank=0, markers=tmp_path)
+    real = Real.of(f"model.precision={precision}", faults=faults)
+    assert real.first.nonfinite_ranks == (0,)
+    assert real.bench.compute_watched(real.batches).nonfinite_ranks == (0,)
+    wide = real.bench.compute_wider(real.batches)
+    assert wide is not None and not wide.nonfinite_ranks
+    name, layers = real.bench.first_bad_module()
+    assert name == module
+    assert not math.isfinite(layers[module][0]) and math.isfinite(layers[module][1])
+
+
+class InHalf(torch.nn.Module):
+    """Does one operation in FP16 by itself, whatever it is given, and overflows there."""
+
+    def __init__(self, vocab_size: int, scale: float = 1e6) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab_size, 8)
+        self.inner = HalfScale(scale)
+        self.head = torch.nn.Linear(8, vocab_size)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        result: torch.Tensor = self.head(self.inner(x))
+        return result
+
+
+class HalfScale(torch.nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.mix = torch.nn.Linear(8, 8)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = self.mix(x).half() * self.scale
+        result: torch.Tensor = scaled.to(x.dtype) / self.scale
+        return result
+
+
+def test_an_operation_that_the_model_does_in_fp16_itself() -> None:
+    real = Real.of("model._target_=tests.mechanism.test_explain.InHalf", updates=0)
+    assert real.bench.compute_watched(real.batches).nonfinite_ranks == (0,)
+    wide = real.bench.compute_wider(real.batches)
+    assert wide is not None and not wide.nonfinite_ranks
+    assert real.bench.first_bad_module()[0] == "inner", "between two modules: the one around them"
+
+
+def test_an_update_can_be_made_in_the_wider_precision() -> None:
+    """What the wider computation leaves is what the optimizer takes; to rounding the same."""
+    ends = []
+    for widens in (False, True):
+        real = Real.of()
+        works = [MicroStep(batch=b, seed=1) for b in real.batches]
+        compute = real.engine.accumulate_wider if widens else real.engine.accumulate
+        compute(works)
+        one = torch.ones(())
+        real.engine.apply(skip=one * 0, grad_scale=one * 1000, learning_rate=1e-2)
+        ends.append({s.name: s.local.clone() for s in real.engine.shards()})
+    apart_by = [(ends[0][name] - ends[1][name]).abs().max().item() for name in ends[0]]
+    assert 0 < max(apart_by) < 1e-4
 
 
 def digest(engine: Engine) -> str | None:
@@ -117,31 +212,62 @@ def drawn() -> tuple[bytes, Any, Any]:
 class World:
     """What a computation of samples on ranks comes to; stands in for a :class:`Bench`.
 
-    ``bad`` are positions whose loss is what it says; ``sick`` a rank all of whose samples are NaN;
+    ``bad`` are positions whose loss is what it says; ``sick`` ranks all of whose samples are NaN;
+    ``hidden`` groups that together give a gradient of weights that no sample's number tells of;
     ``weights_only`` a rank whose weights' gradients are; ``passing`` is used up by the first
-    computation; ``state`` is added to each loss.
+    computation; ``state`` is added to each loss;
+    ``overflows`` as well, but not in the wider precision.
     """
 
     world_size: int = 2
     bad: Mapping[int, float] = field(default_factory=dict)
-    sick: int | None = None
+    size: int = SIZE
+    known_level: float = 2.0
+    hidden: list[set[int]] = field(default_factory=list)
+    sick: int | tuple[int, ...] | None = None
     weights_only: int | None = None
     passing: list[int] = field(default_factory=list)
     state: float = 0.0
     noise: float = 0.0
     misread: set[int] = field(default_factory=set)
     one_host: bool = False
+    overflows: float | None = None
+    strayed: bool = False
+    other_copy: bool = False
+    applies_wider: bool = True
     num_steps: int = 0
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
     rank = 0
 
     def begin(self, attempt: Attempt) -> Reading:
-        return self._read(dict.fromkeys(range(SIZE), 0), shift=0)
+        return self._read(dict.fromkeys(range(self.size), 0), shift=0)
 
     def compute(self, batches: Any, names: Any = None) -> Reading:
         self.num_steps += 1
         return self._read(batches, shift=0)
+
+    compute_watched = compute
+
+    @property
+    def wider(self) -> str:
+        return "FP64" if self.overflows is not None else ""
+
+    def compute_wider(self, batches: Any) -> Reading | None:
+        self.num_steps += 1
+        kept, self.overflows = self.overflows, None
+        reading = self._read(batches, shift=0)
+        self.overflows = kept
+        return reading
+
+    def copies_differ(self) -> bool:
+        return self.other_copy
+
+    def strayed_weights(self) -> list[str]:
+        return ["embedding.weight"] if self.strayed else []
+
+    def first_bad_module(self) -> tuple[str, dict[str, list[float]]]:
+        return "blocks.1.ffn", {"blocks.1.ffn": [math.inf, 3.0]}
 
     def rotated(self, plan: BatchPlan, shift: int) -> Reading:
         self.num_steps += 1
@@ -175,10 +301,13 @@ class World:
         passing = self.passing.pop(0) if self.passing else None
         for position, fresh in batch.items():
             rank = (position + shift) % ranks
-            level = self.bad.get(position, 2.0 + 0.01 * (position % 7)) + self.state
+            usual = 2.0 if position >= 0 else self.known_level
+            level = self.bad.get(position, usual + 0.01 * (position % 7)) + self.state
+            level += self.overflows or 0.0
             if position in self.misread and not fresh:
                 level = 9.0
-            if rank in (self.sick, passing):
+            sick = self.sick if isinstance(self.sick, tuple) else (self.sick,)
+            if rank in (*sick, passing):
                 level = math.nan
             level *= 1 + self.noise * self.dice.uniform(-1, 1)
             rows[position] = Row(rank, level * 10, level, 10)
@@ -187,11 +316,12 @@ class World:
             own = [row for row in rows.values() if row.rank == rank]
             loss = sum(row.loss for row in own)
             square = sum(row.norm**2 for row in own) * 100
+            square += 1e12 * sum(not rank and group <= rows.keys() for group in self.hidden)
             if rank == self.weights_only and own:
                 square = math.nan
             is_bad = not math.isfinite(loss)
             shares.append(Share(loss=loss, square=square, nonfinite=is_bad, count=10.0 * len(own)))
-        return Reading(rows=rows, shares=shares, tokens=10.0 * SIZE)
+        return Reading(rows=rows, shares=shares, tokens=10.0 * self.size)
 
 
 class Positions(dict[int, int]):
@@ -200,22 +330,24 @@ class Positions(dict[int, int]):
 
 def explained(world: World, monkeypatch: pytest.MonkeyPatch, most_steps: int = 10) -> Finding:
     monkeypatch.setattr(
-        "runner.explain.replay.left_out",
+        "runner.explain.culprits.left_out",
         lambda batches, gone: Positions({p: f for p, f in batches.items() if p not in gone}),
     )
     bench: Any = world
     given: list[BatchPlan] = []
     replay = Replay(
         bench,
-        known=lambda: np.arange(SIZE),
+        known=lambda: np.arange(world.size),
         host="here",
-        bf16=False,
         reread=lambda plan, batches: given.append(plan),
     )
     nothing: Any = None
-    batches: Any = Positions(dict.fromkeys(range(SIZE), 0))
-    attempt = Attempt(plan=PLAN, batches=batches, seeds=(), sums=nothing)
-    case = Case(attempt=attempt, limits=LIMITS, later=AFTER, most_steps=most_steps)
+    batches: Any = Positions(dict.fromkeys(range(world.size), 0))
+    everybody = np.arange(world.size)
+    plan = BatchPlan(positions=everybody, indices=everybody)
+    attempt = Attempt(plan=plan, batches=batches, seeds=(), sums=nothing)
+    later = BatchPlan(positions=everybody + world.size, indices=everybody + world.size)
+    case = Case(attempt=attempt, limits=LIMITS, later=later, most_steps=most_steps)
     found = replay.explain(case)
     assert found.steps == world.num_steps <= most_steps
     assert bool(given) is (found.cause is Cause.misread)
@@ -234,8 +366,64 @@ def test_what_is_not_there_again_is_transient(
 
 
 def test_what_comes_and_goes_is_not_called_transient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank is named where it was that one each time, and no other."""
     found = explained(World(passing=[1, 9, 1, 9]), monkeypatch)
-    assert found.cause is Cause.not_reproducible and found.remedy is Remedy.ladder
+    assert (found.cause, found.ranks) == (Cause.sticky, (1,))
+    assert explained(World(passing=[1, 9, 1, 9], one_host=True), monkeypatch).remedy is Remedy.redo
+    both = explained(World(passing=[1, 9, 0, 9]), monkeypatch)
+    assert both.cause is Cause.not_reproducible and both.remedy is Remedy.ladder and not both.ranks
+    late = explained(World(world_size=4, passing=[2, 2, 9, 9, 9, 2, 9]), monkeypatch)
+    assert (late.cause, late.ranks) == (Cause.sticky, (2,))
+
+
+@pytest.mark.parametrize("sick", [(0, 1), (1, 2), (0, 3)])
+def test_several_ranks_that_stay_bad(
+    sick: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = explained(World(world_size=4, sick=sick), monkeypatch)
+    assert (found.cause, found.ranks) == (Cause.sticky, sick)
+
+
+# 32 samples, of which some are bad in the gradient of weights alone: no sample stands out.
+HIDDEN = [
+    *[[{at}] for at in (0, 1, 7, 15, 16, 30, 31)],
+    *[[{1, 2}], [{0, 31}], [{14, 17}]],
+    *[[{3}, {20}], [{0}, {9}]],
+]
+
+
+@pytest.mark.parametrize("groups", HIDDEN, ids=str)
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("noise", [0.0, 1e-6])
+def test_halving_finds_what_does_not_stand_out(
+    groups: list[set[int]], ranks: int, noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(world_size=ranks, size=32, hidden=groups, noise=noise)
+    found = explained(world, monkeypatch, most_steps=40)
+    assert (found.cause, found.remedy) == (Cause.data, Remedy.skip), found
+    assert found.positions == tuple(sorted(set().union(*groups))) and found.is_tried
+    tries = sum(name.startswith("E") for name in found.numbers)
+    assert tries <= 8 * len(groups) or len(groups[0]) == 2
+
+
+def test_halving_needs_its_computations(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explained(World(size=32, hidden=[{5}]), monkeypatch, most_steps=8)
+    assert found.cause is Cause.unclear and not found.positions
+    assert any("halving" in words for words in found.not_tried)
+
+
+def test_what_only_tips_the_scale_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All are mildly bad: leaving out any makes the step good, and proves nothing."""
+    mild = World(size=32, bad=dict.fromkeys(range(32), 4.05), known_level=3.9)
+    found = explained(mild, monkeypatch, most_steps=40)
+    assert found.cause is Cause.unclear and not found.positions
+
+
+def test_many_that_are_mildly_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that exceed the largest known sample by half a nat, and no other."""
+    bad = {p: 5.0 + 0.1 * p for p in range(20)}
+    found = explained(World(size=32, bad=bad), monkeypatch, most_steps=40)
+    assert (found.cause, found.positions) == (Cause.data, tuple(range(20)))
 
 
 def test_noise_as_large_as_the_fault_names_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +447,11 @@ def test_a_rank_that_stays_bad(
     assert found.hosts == (f"node{sick}",)
     alone = explained(World(world_size=ranks, sick=sick, one_host=True), monkeypatch)
     assert (alone.cause, alone.ranks, alone.remedy) == (Cause.sticky, (sick,), Remedy.ladder)
+
+
+def test_a_copy_of_the_weights_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explained(World(sick=1, other_copy=True), monkeypatch)
+    assert (found.cause, found.ranks, found.remedy) == (Cause.state, (1,), Remedy.go_back)
 
 
 @pytest.mark.parametrize(("ranks", "sick"), [(2, 1), (4, 2)])
@@ -296,6 +489,30 @@ def test_weights_that_are_bad_on_known_samples_name_no_sample(
     found = explained(World(state=state), monkeypatch)
     assert found.cause is Cause.unclear and not found.positions and not found.ranks
     assert found.remedy is Remedy.go_back
+
+
+@pytest.mark.parametrize("overflow", [math.inf, math.nan, 30.0])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("applies", [True, False])
+def test_what_is_good_in_a_wider_precision_is_numerics(
+    overflow: float, ranks: int, applies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(world_size=ranks, overflows=overflow, applies_wider=applies)
+    found = explained(world, monkeypatch)
+    assert (found.cause, found.module) == (Cause.numerics, "blocks.1.ffn")
+    assert found.remedy is (Remedy.widen if applies else Remedy.ladder)
+    assert found.is_tried and not found.ranks and not found.positions
+    assert "layers" not in found.to_json() and found.layers
+
+
+def test_a_step_near_its_limit_is_no_numerics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hair's breadth between two precisions proves nothing, nor does a weight that is none."""
+    hard = World(bad={p: 4.05 for p in range(SIZE)}, overflows=0.0)
+    assert explained(hard, monkeypatch).cause is not Cause.numerics
+    near = World(bad=dict.fromkeys(range(SIZE), 3.98), overflows=0.05)
+    assert explained(near, monkeypatch).cause is not Cause.numerics
+    flipped = explained(World(overflows=math.inf, strayed=True), monkeypatch)
+    assert flipped.cause is not Cause.numerics and not flipped.module
 
 
 def test_nothing_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,8 +581,9 @@ def test_a_start_ends_for_a_device_that_stays_bad(tmp_path: Path) -> None:
         stepper=parts,
         journal=journal,
         reporter=parts,
-        batch=lambda cursor: PLAN,
-        evidence=Evidence(names=lambda plan, positions: (), incarnation=4),
+        evidence=Evidence(
+            batch=lambda cursor: PLAN, names=lambda plan, positions: (), incarnation=4
+        ),
     )
     with pytest.raises(RankError, match="hardware, sticky: it is"):
         guard.handle(StepInfo(signals=signals, batch=PLAN), state)

@@ -13,6 +13,7 @@ from runner.policy.decision.episode import Diagnosis, Episode, stopped
 from runner.policy.decision.history import History
 from runner.policy.decision.judge import Baseline, Kind, Verdict
 from runner.policy.decision.ladder import (
+    NOT_REPLAYED,
     Action,
     Apply,
     BadStepTracker,
@@ -20,6 +21,7 @@ from runner.policy.decision.ladder import (
     Halt,
     Rebaseline,
     RemedyRules,
+    Replayed,
     Rollback,
     decide,
 )
@@ -59,13 +61,11 @@ def rule(
     history: History,
     ring: Sequence[Record],
     rules: RemedyRules,
-    is_mix: bool = False,
-    blames_weights: bool = False,
+    replayed: Replayed = NOT_REPLAYED,
 ) -> StepDecision:
     """Judge one attempted step and decide on it; only ``trouble`` takes note of it.
 
-    ``ring`` are the checkpoints there are, ``history`` the journal so far; ``is_mix`` and
-    ``blames_weights``: see :class:`DecisionInput`.
+    ``ring`` are the checkpoints there are, ``history`` the journal so far.
     """
     verdict = baseline.judge(signals)
     if signals.withheld is not None:  # nothing was applied, whatever the judge says
@@ -85,8 +85,7 @@ def rule(
         rules=rules,
         untrained_loss=max(baseline.first_loss, rules.untrained_loss) * _UNTRAINED_MARGIN,
         recent=baseline.recent(rules.level_steps),
-        is_mix=is_mix,
-        blames_weights=blames_weights,
+        replayed=replayed,
     )
     return _decided(case, baseline, finding)
 

@@ -92,6 +92,7 @@ class History:
         self.num_starts = 0
         self.num_discarded = 0
         self.num_redone = 0
+        self.widened: set[int] = set()  # where steps begin that are computed in a wider precision
         self.num_probes = 0  # replays of steps so far
         self.unreadable: set[int] = set()  # indices in the data set
         self.mixtures: list[tuple[int, dict[str, float]]] = []  # (position, weights from there on)
@@ -108,9 +109,7 @@ class History:
             self.num_discarded += 1
             self._skip(*incident.samples)
         elif incident.kind == "redo":
-            self.num_redone += 1
-            for position in incident.detail["skipped"]:
-                self._skip(position, position + 1)
+            self._add_redo(incident)
         elif incident.kind == "unreadable":
             self.unreadable.update(incident.detail["indices"])
             for position in incident.detail["positions"]:
@@ -121,6 +120,13 @@ class History:
             self._add_rollback(incident, incident.samples, seq)
         elif incident.kind == "replica_mismatch" and "good_step" in incident.detail:
             self.mismatches.append((incident.detail["next_serial"], incident.detail["good_step"]))
+
+    def _add_redo(self, incident: Incident) -> None:
+        self.num_redone += 1
+        if incident.samples is not None and incident.detail.get("widened") is True:
+            self.widened.add(incident.samples[0])
+        for position in incident.detail["skipped"]:
+            self._skip(position, position + 1)
 
     def _skip(self, start: int, stop: int) -> None:
         self.ledger.add(start, stop)
@@ -144,9 +150,9 @@ class History:
             )
         )
         if detail["cut_steps"]:
-            # From the onset, not from the checkpoint: which checkpoint is proven in time depends on
-            # the disk, and the run must not.
-            start = detail["onset_step"] - 1
+            # From the onset, not from the checkpoint: which one was proven in time depends on
+            # the disk, and the run must not. But where the rate is to blame it was so before.
+            start = detail.get("cut_start", detail["onset_step"] - 1)
             stop = start + detail["cut_steps"]
             self.cuts.append(RateCut(start=start, stop=stop, factor=detail["cut_factor"]))
 
@@ -204,6 +210,15 @@ class History:
         serials = [serial for serial in named if type(serial) is int]
         return set(list(dict.fromkeys(reversed(serials)))[:_KEPT_FOR_WARNINGS])
 
+    def newest_redo(self) -> Incident | None:
+        """Since the last rollback."""
+        for incident in reversed(self.incidents):
+            if incident.kind == "rollback":
+                return None
+            if incident.kind == "redo":
+                return incident
+        return None
+
     def num_transient_on(self, rank: int) -> int:
         """How many steps were redone for a fault on this rank."""
         return sum(i.kind == "redo" and i.ranks == (rank,) for i in self.incidents)
@@ -230,6 +245,7 @@ class History:
 WARNING = "warning"  # a line of it says that the run may be about to diverge
 _QUOTED_STEPS, _MOST_QUOTED = 500, 4
 _KEPT_FOR_WARNINGS = 2
+NUMERICS = "numerics"  # the cause after which the next bad step is computed in FP32 at once
 GO_BACK = "go back"  # the remedy where the weights are the cause, and no sample
 MIX = "data mix"  # the cause after which a level may settle without a rollback
 

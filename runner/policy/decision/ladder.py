@@ -89,7 +89,8 @@ class Rollback:
     """Go back to the first usable of ``targets`` (best first) and never read ``skip``.
 
     ``read_again``: do read it, as a plain restart would (``guard.skip=false``). ``lacks_target``:
-    see :class:`Halt`; the oldest checkpoint has to do.
+    see :class:`Halt`; the oldest checkpoint has to do. ``cuts_at_once``: the rate is lower from the
+    checkpoint on, not from the onset.
     """
 
     reason: str
@@ -100,6 +101,7 @@ class Rollback:
     repeat: int
     cut_factor: float
     cut_steps: int
+    cuts_at_once: bool = False
     lacks_target: bool = False
 
 
@@ -124,6 +126,7 @@ class BadStep:
     finite: bool
 
 
+_FOR_GOOD = 1 << 40  # updates
 # An episode without end or rollback is reported after this many windows.
 _LONGEST_EPISODE = 10
 
@@ -228,13 +231,30 @@ def _bad_step(signals: StepSignals) -> BadStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What computing the step again has shown.
+
+    Args:
+        is_mix: the data is another from here on.
+        blames_weights: known good samples are bad with these weights as well.
+        rate_factor: of the learning rate, with which the same steps are good.
+    """
+
+    is_mix: bool = False
+    blames_weights: bool = False
+    rate_factor: float | None = None
+
+
+NOT_REPLAYED = Replayed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionInput:
     """The inputs of a decision. ``trouble`` has already noted the step.
 
     ``untrained_loss`` (nats per token) bounds what may become a new baseline: a level worse
     than knowing nothing is no data mix. ``recent`` are (loss, grad norm) of the newest clean
-    steps, in order. ``is_mix``: replays have shown that the data is another from here on;
-    ``blames_weights``: that known good samples are bad with these weights as well.
+    steps, in order.
     """
 
     verdict: Verdict
@@ -245,8 +265,13 @@ class DecisionInput:
     rules: RemedyRules
     untrained_loss: float
     recent: Sequence[tuple[float, float]] = ()
-    is_mix: bool = False
-    blames_weights: bool = False
+    replayed: Replayed = NOT_REPLAYED
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether no sample is to blame; once more from an older checkpoint, then the ladder."""
+        told = self.replayed
+        return told.rate_factor is not None or (told.blames_weights and self.repeat <= 1)
 
     @property
     def repeat(self) -> int:
@@ -274,15 +299,15 @@ def decide(case: DecisionInput) -> Action:
     if verdict.kind is not Kind.drift:
         if trouble.in_a_row > rules.max_discards:
             return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
-        if case.blames_weights and not case.repeat:
+        if case.reads_again:
             back = _go_back(case)
             if isinstance(back, Rollback):
                 return back
         if trouble.num_recent() < rules.persist:
             return Discard(reason=verdict.reason)
-        may_settle = case.repeat or case.is_mix
+        may_settle = case.repeat or case.replayed.is_mix
         if may_settle and _is_level(trouble.last_run(), rules, case.untrained_loss):
-            return _settle_or_wait(trouble.last_run(), rules, is_mix=case.is_mix)
+            return _settle_or_wait(trouble.last_run(), rules, is_mix=case.replayed.is_mix)
     elif case.repeat and _has_settled(case.recent, rules):
         why = "came back after a rollback and no longer rises"
         return _accept(case.recent, why, applied=True)
@@ -354,18 +379,43 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
             lacks_target=True,
         )
     is_last = spent + 1 == rules.max_rollbacks
-    cool = rules.cooldown_steps if repeat >= 2 and (is_last or not _blames_data(case)) else 0
+    cut = Cut.of(case, may_cool=is_last or not _blames_data(case))
+    # The rate was tried from the newest one.
+    older = 0 if case.replayed.rate_factor is not None else repeat
     return Rollback(
-        reason=_explain(case, cool),
-        targets=tuple(older_targets(targets, repeat)),
+        reason=_explain(case, cut),
+        targets=tuple(older_targets(targets, older)),
         skip=skip,
-        read_again=not rules.skip or (case.blames_weights and not repeat),
+        read_again=not rules.skip or case.reads_again,
         onset_step=onset_step,
         repeat=repeat,
-        cut_factor=rules.cooldown if cool else 1.0,
-        cut_steps=cool,
+        cut_factor=cut.factor,
+        cut_steps=cut.steps,
+        cuts_at_once=case.replayed.rate_factor is not None,
         lacks_target=lacks_target,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A lower learning rate for so many updates; none for none."""
+
+    factor: float = 1.0
+    steps: int = 0
+
+    @classmethod
+    def of(cls, case: DecisionInput, *, may_cool: bool) -> Cut:
+        """``may_cool``: the ladder may cut, too."""
+        rules = case.rules
+        if case.replayed.rate_factor is not None:
+            # A rate that was too high once more is so for good.
+            for_good = any(cut.factor != rules.cooldown for cut in case.history.cuts)
+            return cls(
+                case.replayed.rate_factor, _FOR_GOOD if for_good else max(1, rules.cooldown_steps)
+            )
+        if case.repeat >= 2 and may_cool and not case.reads_again and rules.cooldown_steps:
+            return cls(rules.cooldown, rules.cooldown_steps)
+        return cls()
 
 
 def _blames_data(case: DecisionInput) -> bool:
@@ -402,19 +452,24 @@ def _skip_range(case: DecisionInput) -> tuple[int, int]:
     return start, case.signals.stop + ahead * rules.batch
 
 
-def _explain(case: DecisionInput, cool: int) -> str:
+def _wider(case: DecisionInput) -> str:
+    return "" if case.reads_again else " and a wider range"
+
+
+def _explain(case: DecisionInput, cut: Cut) -> str:
     rules, repeat = case.rules, case.repeat
     words = [case.verdict.reason]
     if case.verdict.kind is not Kind.drift:
         words.append(
             f"{case.trouble.num_recent()} bad steps among the last {rules.persist_window} attempted"
         )
-    if case.blames_weights and not repeat:
+    if case.reads_again:
         words.append("samples known to be good are bad with these weights too: nothing is skipped")
-    if repeat:
-        words.append(f"repeat {repeat}: an older checkpoint and a wider range")
-    if cool:
-        words.append(f"learning rate times {rules.cooldown:g} for {cool} updates from the onset")
+    if repeat and case.replayed.rate_factor is None:
+        words.append(f"repeat {repeat}: an older checkpoint{_wider(case)}")
+    if cut.steps:
+        since = "here" if case.replayed.rate_factor is not None else "the onset"
+        words.append(f"learning rate times {cut.factor:.3g} for {cut.steps} updates from {since}")
     elif repeat >= 2 and rules.cooldown_steps:
         words.append("the data is suspected: the learning rate stays")
     return "; ".join(words)

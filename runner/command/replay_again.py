@@ -1,0 +1,115 @@
+"""``holdfast replay OUT --incident N -- SETTINGS``: the probes once more, elsewhere.
+
+In one process, on a CPU if need be: from the newest checkpoint before the incident the run is taken
+up in a copy, with the journal as it was then, up to the bad step. What was wrong with weights or
+samples is there again; what a device did is not. The run itself is only read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.config.compose import compose
+from runner.distributed.env import place_from
+from runner.policy.decision.history import Incident
+from runner.policy.retention.records import State
+from runner.run_dir.paths import RunDir
+from runner.session.group import join
+from runner.session.phases import Run
+from runner.session.session import open_run
+from runner.system.error import ConfigError
+
+# Behind what the user says: one process, which asks for everything and writes next to nothing.
+_ALONE = (
+    *("parallel=single", "resume.allow_change=true", "explain=full", "guard.remedy=verdict"),
+    *("checkpoint.every=1000000000", "eval.every=0", "track.read=false", "checkpoint.remote=null"),
+)
+
+
+def replay_again(
+    run_dir: RunDir, number: int, told: Mapping[str, Any], settings: Sequence[str], copy: Path
+) -> tuple[int, Mapping[str, Any] | None]:
+    """Compute the steps up to an incident again, and explain it.
+
+    Args:
+        told: what :func:`runner.explain.bundle.read` gives for incident ``number``.
+        settings: of the run, as on its command line; stored ones are never instantiated.
+        copy: an empty folder.
+
+    Returns:
+        The step of the checkpoint, and what was found; None: the step is good here.
+
+    Raises:
+        ConfigError: no checkpoint from before the incident is left, or the settings do not fit.
+    """
+    step, start = int(told["step"]), int(told["samples"][0])
+    entry = _checkpoint_before(run_dir, step, start)
+    _copy(run_dir, entry, number, copy)
+    config = compose([*settings, *_ALONE, f"out={copy}"])
+    with join(config, place_from({})) as group:
+        run = open_run(config, group)
+        try:
+            found = _found(run, step)
+        finally:
+            run.ring.close(wait=False, forget=True)
+            run.feed.close()
+            run.reporter.close()
+    return entry.record.step, found
+
+
+def _found(run: Run, step: int) -> Mapping[str, Any] | None:
+    """The cause of the bad step, as its first line has it."""
+    history = run.opened.written.journal.history
+    known = len(history.incidents)
+    run.loop.begin()
+    while run.state.updates < step:
+        run.loop.step()
+        causes = [cause for line in history.incidents[known:] if (cause := _cause(line, step))]
+        if causes:
+            return causes[0]
+    return None
+
+
+def _cause(line: Incident, step: int) -> Mapping[str, Any] | None:
+    cause = line.detail.get("cause")
+    return cause if line.step == step and isinstance(cause, Mapping) else None
+
+
+def _checkpoint_before(run_dir: RunDir, step: int, start: int) -> Entry:
+    entries, _ = CheckpointDirectory(run_dir.ring).entries()
+    usable = [
+        entry
+        for entry in entries
+        if entry.record.state is not State.tainted
+        and entry.record.step < step
+        and entry.record.cursor <= start
+    ]
+    if not usable:
+        known = ", ".join(str(entry.record.step) for entry in entries) or "none"
+        raise ConfigError(
+            f"{run_dir.ring}: no checkpoint from before step {step} is left (there are those of "
+            f"steps {known}); checkpoint.keep and checkpoint.keep_every keep more"
+        )
+    return max(usable, key=lambda entry: entry.record.serial)
+
+
+def _copy(run_dir: RunDir, entry: Entry, number: int, copy: Path) -> None:
+    """What the run was when the incident came; never the lock of whoever writes to it."""
+    target = RunDir(copy)
+    target.ring.mkdir(parents=True)
+    shutil.copytree(entry.folder, target.ring / entry.folder.name)
+    shutil.copyfile(run_dir.config, target.config)
+    if run_dir.metrics.exists():
+        shutil.copyfile(run_dir.metrics, target.metrics)
+    if run_dir.faults.exists():
+        shutil.copytree(run_dir.faults, target.faults)
+    with run_dir.journal.open("rb") as lines, target.journal.open("wb") as cut:
+        for _ in range(number):
+            cut.write(lines.readline())
+        cut.flush()
+        os.fsync(cut.fileno())

@@ -1,0 +1,163 @@
+"""Probe G: the way from a clean checkpoint to a bad step once more, at lower rates; in earnest but
+for the run's files, and with the state put back afterwards, bit for bit.
+
+What a lower rate cures and another choice of samples does not, the rate has done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from runner.checkpoint.protocol import Restored
+from runner.engine.protocol import Engine
+from runner.policy.decision.history import History
+from runner.policy.decision.judge import Kind
+from runner.policy.decision.signals import StepSignals
+from runner.policy.retention.records import Record
+from runner.train.state import TrainState
+from runner.train.step import Stepper
+from runner.train.step_runner import StepPlanner
+
+FACTORS = (1 / 3, 1 / 9, 1 / 27)  # of the rate: the largest that cures lies within three times
+_BEYOND = 2  # steps behind the bad one that must be clean as well
+
+
+class Ring(Protocol):
+    """The part of :class:`runner.checkpoint.ring.Ring` that is needed."""
+
+    def restore(self, candidates: Sequence[Record]) -> Restored: ...
+    def before_update(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """What came of it.
+
+    Args:
+        factor: of the rate, the first that cured; None: none did.
+        control_cures: other samples at the full rate cure as well.
+        steps: that were computed.
+        told: why it was not done, or not to its end; empty where it was.
+    """
+
+    factor: float | None = None
+    control_cures: bool = False
+    steps: int = 0
+    told: str = ""
+
+
+class Rehearsal:
+    """Computes steps again from a checkpoint.
+
+    Args:
+        fresh: a state to load.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        stepper: Stepper,
+        planner: StepPlanner,
+        ring: Ring,
+        history: History,
+        fresh: Callable[[], TrainState],
+    ) -> None:
+        self._engine = engine
+        self._stepper = stepper
+        self._planner = planner
+        self._ring = ring
+        self._history = history
+        self._fresh = fresh
+        self._num_steps = 0
+
+    def try_rates(self, record: Record, bad: StepSignals, *, most_steps: int) -> Rehearsed:
+        """Whether a lower rate leads past the bad step. Collective; the state is as before.
+
+        Args:
+            record: the checkpoint to begin at.
+            most_steps: that may be computed.
+        """
+        length = bad.step - record.step + _BEYOND
+        if length * 2 > most_steps:
+            return Rehearsed(
+                told=f"G: {length} steps at each of two rates at least, {most_steps} computations "
+                "are left (explain=full)"
+            )
+        self._num_steps = 0
+        with self._stepper.aside():
+            kept = _Kept(self._engine)
+            try:
+                return self._tried(record, bad.step, length, most_steps)
+            finally:
+                self._ring.before_update()
+                kept.put_back(self._engine)
+
+    def _tried(self, record: Record, bad: int, length: int, most_steps: int) -> Rehearsed:
+        def has_room() -> bool:
+            return self._num_steps + length <= most_steps
+
+        factor = None
+        for one in FACTORS:
+            if not has_room():
+                break
+            if self._is_cured(record, bad, factor=one):
+                factor = one
+                break
+        if factor is None:
+            return Rehearsed(steps=self._num_steps, told="G: no lower rate that was tried cures it")
+        if not has_room():
+            return Rehearsed(steps=self._num_steps, told="G: no computations left for the control")
+        control = self._is_cured(record, bad, factor=1.0, leaves_out=True)
+        return Rehearsed(factor=factor, control_cures=control, steps=self._num_steps)
+
+    def _is_cured(
+        self, record: Record, bad: int, *, factor: float, leaves_out: bool = False
+    ) -> bool:
+        """Whether all steps up to the bad one and a few more are clean.
+
+        Args:
+            leaves_out: the control: one sample of each batch is another.
+        """
+        restored, state = self._ring.restore([record]), self._fresh()
+        state.load_json(restored.train_state)
+        ledger = self._history.ledger.copy()
+        while state.updates < bad + _BEYOND:
+            batch = self._planner.stream.plan(state.cursor, ledger)
+            if leaves_out:
+                position = int(batch.positions[0])
+                ledger.add(position, position + 1)
+                batch = self._planner.stream.plan(state.cursor, ledger)
+            plan = self._planner.plan(batch, state.updates, state.baseline.bounds)
+            plan = replace(plan, learning_rate=plan.learning_rate * factor)
+            info = self._stepper.read(self._stepper.launch(plan, ledger))
+            self._num_steps += 1
+            signals = info.signals
+            if signals.gated or info.unreadable or not math.isfinite(signals.loss):
+                return False
+            if state.baseline.judge(signals).kind is not Kind.clean:
+                return False
+            state.advance(signals)
+        return True
+
+
+class _Kept:
+    """The state of an engine, in the host's memory."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._shards = [shard.local.detach().to("cpu", copy=True) for shard in engine.shards()]
+        self._counts = engine.update_counts()
+        self._buffers = {n: b.detach().to("cpu", copy=True) for n, b in engine.buffers().items()}
+
+    @torch.no_grad()
+    def put_back(self, engine: Engine) -> None:
+        for shard, kept in zip(engine.shards(), self._shards, strict=True):
+            shard.local.copy_(kept)
+        for name, buffer in engine.buffers().items():
+            buffer.copy_(self._buffers[name])
+        engine.finish_load(self._counts)

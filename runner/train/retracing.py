@@ -1,0 +1,157 @@
+"""What follows a rollback for the weights' sake: which step spoilt them, or whether the rate did.
+
+The run is on its way back anyway, and computes the undone steps again from the clean checkpoint:
+they are compared with what they told then (:mod:`runner.policy.decision.way_back`). Where all of
+them come again, the next verdict asks for lower rates (:mod:`runner.train.rehearsal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from runner.explain.bundle import Bundles
+from runner.explain.finding import Cause, Finding, Remedy
+from runner.explain.reading import Reading
+from runner.explain.replay import Replay
+from runner.policy.decision.history import Incident
+from runner.policy.decision.signals import Limits, StepSignals
+from runner.policy.decision.way_back import Outcome, Recorded, WayBack
+from runner.policy.retention.records import Record
+from runner.train.rehearsal import Rehearsal
+from runner.train.state import TrainState
+from runner.train.step import StepInfo
+
+_NOT_RATE = "a lower rate does not lead past the bad step, or other samples at the same rate do too"
+
+
+class Retracing:
+    """The way back of one rollback after the other.
+
+    Args:
+        recorded: what the steps in a half-open range told; collective.
+        is_exact: the machine repeats its bits.
+        target: the checkpoint that a rollback for this step would go to; None without any.
+        tell: takes a journal line.
+        bundles: on the first rank only.
+    """
+
+    def __init__(
+        self,
+        *,
+        replay: Replay,
+        recorded: Callable[[int, int], Mapping[int, Recorded]],
+        is_exact: bool,
+        target: Callable[[StepSignals, TrainState], Record | None],
+        rehearsal: Rehearsal,
+        tell: Callable[[Incident], None],
+        bundles: Bundles | None,
+    ) -> None:
+        self._replay = replay
+        self._recorded = recorded
+        self._is_exact = is_exact
+        self._target = target
+        self._rehearsal = rehearsal
+        self._tell = tell
+        self._bundles = bundles
+        self._way: WayBack | None = None
+        self._finding: Finding | None = None
+        self._from = 0
+        self._known: Reading | None = None
+        self._limits = Limits()
+        self._came_again: int | None = None
+
+    def has_come_again(self, step: int) -> bool:
+        """Whether this bad step is what its weights and samples make of it: it was bad before, and
+        every step from the checkpoint up to it told the same numbers."""
+        return self._came_again == step
+
+    def begin(self, info: StepInfo, finding: Finding, *, to_step: int, limits: Limits) -> None:
+        """The run went back to ``to_step`` because of ``finding``. Collective.
+
+        Args:
+            limits: that held the bad step.
+        """
+        bad = info.signals
+        recorded = dict(self._recorded(to_step + 1, bad.step))
+        # Its rate is that of the plan, which is not recorded for a step that was not applied.
+        recorded[bad.step] = Recorded.of(bad, info.learning_rate)
+        self._way = WayBack(recorded, bad=bad.step, is_exact=self._is_exact)
+        self._finding, self._from, self._limits = finding, to_step, limits
+        self._came_again = None
+        self._known = self._replay.known_now()
+
+    def follow(self, info: StepInfo) -> None:
+        """Compare one more step, live and attempted."""
+        if self._way is None or info.unreadable or info.batch is None:
+            return
+        now = Recorded.of(info.signals, info.learning_rate)
+        outcome = self._way.compare(now, gated=info.signals.gated)
+        if outcome is None:
+            return
+        way, self._way = self._way, None
+        if outcome is Outcome.again:
+            self._came_again = way.bad
+        elif outcome is Outcome.differs:
+            self._conclude(way.recorded[now.step], now)
+
+    def _conclude(self, before: Recorded, now: Recorded) -> None:
+        """The step before which the state was another than its steps had made."""
+        first, known = self._finding, self._known
+        assert first is not None
+        if known is None or not known.is_good(self._limits):
+            return  # the checkpoint is no better: nothing is proven
+        finding = replace(
+            first,
+            cause=Cause.state,
+            why="samples that are known to be good are bad with these weights and good with those "
+            f"of the clean checkpoint of step {self._from}; computed again from there on the same "
+            f"samples, step {now.step} is the first that tells other numbers (loss "
+            f"{before.loss:.6g} then, {now.loss:.6g} now)",
+            refutation="every step comes out as it did the first time",
+            is_tried=True,
+            step=now.step,
+            steps=1,
+            not_tried=(),
+            numbers={**first.numbers, f"known, step {self._from}": known.to_json()},
+        )
+        self._write(finding, now.step)
+
+    def _write(self, finding: Finding, step: int) -> None:
+        if self._bundles is not None and finding.bundle is not None:
+            self._bundles.conclude(finding.bundle, finding)
+        self._tell(
+            Incident(
+                kind="explained",
+                step=step,
+                decision="go on",
+                reason=finding.words(),
+                detail={"cause": finding.to_json()},
+            )
+        )
+
+    def rate(
+        self, info: StepInfo, state: TrainState, finding: Finding, *, most_steps: int
+    ) -> Finding:
+        """The same finding, or the rate as the cause of a step that has come again. Collective."""
+        record = self._target(info.signals, state)
+        if record is None:
+            return finding
+        tried = self._rehearsal.try_rates(record, info.signals, most_steps=most_steps)
+        steps = finding.steps + tried.steps
+        if tried.factor is None or tried.control_cures:
+            words = tried.told or "G: other samples at the same rate are good as well"
+            return replace(finding, steps=steps, not_tried=(*finding.not_tried, words))
+        return replace(
+            finding,
+            cause=Cause.rate,
+            remedy=Remedy.go_back,
+            why=f"from the clean checkpoint of step {record.step} the same steps are good at "
+            f"{tried.factor:.3g} times the learning rate, and bad at the full one whichever "
+            "samples come",
+            refutation=_NOT_RATE,
+            is_tried=True,
+            rate_factor=tried.factor,
+            steps=steps,
+            not_tried=(),
+        )
