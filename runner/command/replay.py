@@ -31,10 +31,10 @@ def replay_command(arguments: Sequence[str]) -> int:
     run_dir = RunDir(Path(options.out))
     if not Path(options.out).is_dir():
         raise ConfigError(f"{options.out}: no such run directory")
-    numbers = bundles(run_dir.incidents)
+    numbers = bundles(run_dir.explanations, run_dir.incidents)
     if not numbers:
         raise ConfigError(
-            f"{run_dir.incidents}: has no evidence; a run leaves some for each bad step that it "
+            f"{run_dir.explanations}: has no evidence; a run leaves some for each bad step that it "
             "looks into (explain=quick, guard.remedy=verdict)"
         )
     number = numbers[-1] if options.incident is None else options.incident
@@ -84,7 +84,7 @@ def _again(run_dir: RunDir, number: int, told: Mapping[str, Any], settings: list
 
 def _read(run_dir: RunDir, number: int) -> dict[str, Any]:
     try:
-        return read(run_dir.incident(number))
+        return read(run_dir.explanation(number))
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"incident {number} cannot be read: {error}") from None
 
@@ -123,7 +123,7 @@ def _story(number: int, evidence: Mapping[str, Any], run_dir: RunDir) -> list[st
             bad = ", ".join(map(str, _list(probe, "nonfinite_ranks")))
             loss, norm = _number(probe.get("loss")), _number(probe.get("grad_norm"))
             lines.append(f"  {_shown(name)[:26]:26} {loss:>10} {norm:>12}  {bad or '-'}")
-    return [*lines, "", f"samples: {run_dir.incident(number) / SAMPLES}"]
+    return [*lines, "", f"samples: {run_dir.explanation(number) / SAMPLES}"]
 
 
 def _number(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The evidence of one bad step on disk, for a person and for `holdfast replay`.
 
-``OUT/incidents/NNNNNN/``, where NNNNNN is the number of the journal line (``seq``) behind which the
-step was looked into:
+``OUT/explanations/NNNNNN/``, where NNNNNN is the number of the journal line (``seq``) behind which
+the step was looked into:
 
     incident.json       verdict, why, what was tried and not, and the numbers of every probe
     batch.safetensors   tokens of the samples to suspect; positions and indices of all
@@ -58,7 +58,7 @@ class Bundles:
     """Writes evidence; on one rank.
 
     Args:
-        folder: ``OUT/incidents``.
+        folder: ``OUT/explanations``.
         facts: of this machine and its software.
         check: raises where another start of the run may write now.
         say: takes a warning where nothing can be written.
@@ -159,9 +159,12 @@ def read(folder: Path) -> dict[str, Any]:
     return tree
 
 
-def bundles(folder: Path) -> list[int]:
-    """Numbers of the bundles in ``OUT/incidents``, the oldest first."""
-    names = [path.parent.name for path in folder.glob(f"*/{INCIDENT}")]
+def bundles(*folders: Path) -> list[int]:
+    """Numbers of the bundles in ``OUT/explanations``, the oldest first.
+
+    And of those in further folders: earlier releases had them in ``OUT/incidents``.
+    """
+    names = {path.parent.name for folder in folders for path in folder.glob(f"*/{INCIDENT}")}
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 

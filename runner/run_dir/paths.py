@@ -56,12 +56,22 @@ class RunDir:
         self.tensorboard = out / "tensorboard"
         self.incarnation = out / "incarnation"
         self.incidents = out / "incidents"
+        self.explanations = out / "explanations"
         self.run_id = out / "run_id"
         self.pretrained = out / "pretrained"
 
     def incident(self, number: int) -> Path:
         """The folder for the failure reports of an incarnation."""
         return self.incidents / f"{number:06d}"
+
+    def explanation(self, number: int) -> Path:
+        """The evidence of a bad step, by the number of its journal line.
+
+        Runs from before this folder have it among the reports of crashes.
+        """
+        before = self.incident(number)
+        folder = self.explanations / before.name
+        return folder if folder.exists() or not before.exists() else before
 
     def attempts(self, tracker: str) -> Path:
         """The file with the number of steps attempted so far, for a tracker."""

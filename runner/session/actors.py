@@ -264,7 +264,7 @@ def _retracing(
 def _bundles(opened: Opened) -> Bundles:
     group = opened.group
     return Bundles(
-        group.run_dir.incidents,
+        group.run_dir.explanations,
         opened.corpus.dataset,
         facts={"host": host_name(), **versions(), **group.device_versions},
         check=opened.lease.fence.check,

@@ -7,15 +7,16 @@ has been verified and loaded: from that moment on a restart repeats it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import BatchPlan
+from runner.explain.finding import Cause
 from runner.observe.journal import Journal
-from runner.policy.decision.episode import Diagnosis
-from runner.policy.decision.history import Incident, discard_incident
+from runner.policy.decision.episode import Diagnosis, Episode
+from runner.policy.decision.history import Incident, discard_incident, verdict_within
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Discard, Halt, Rebaseline, RemedyRules, Rollback
 from runner.policy.decision.unreadable import GiveUp, decide
@@ -30,6 +31,7 @@ _ONLY_UNGUARDED = (
     "A run told to skip the same samples (data.skip) ends bit-identical only with guard=off: its "
     "guard would take this level for trouble"
 )
+_NAMES_NOTHING = frozenset({Cause.unclear.value, Cause.not_reproducible.value})
 
 
 class Stepper(Protocol):
@@ -218,18 +220,35 @@ class Recovery:
         self._reporter.incident(incident)
 
     def conclude(self, info: StepInfo, finding: Diagnosis) -> None:
-        """Report the episode that ended with this step; this changes nothing."""
+        """Say what the trouble was that ended with this step. Nothing follows from it.
+
+        A verdict of replays takes the place of what the course alone makes one suspect.
+        """
         episode = finding.episode
+        found = self._verdict(info, episode)
         incident = Incident(
             kind="episode",
             step=info.signals.step,
             decision=finding.shape,
-            reason=finding.words(),
+            reason=finding.words(found=found),
             samples=(episode.start, episode.stop),
-            detail={"shape": finding.shape, "cause": finding.cause, "episode": episode.to_json()},
+            detail={
+                "shape": finding.shape,
+                "cause": finding.cause if found is None else str(found["cause"]),
+                "suspected": finding.cause,
+                "episode": episode.to_json(),
+            },
         )
         if self._journal.add_once(incident):
             self._reporter.incident(incident)
+
+    def _verdict(self, info: StepInfo, episode: Episode) -> Mapping[str, Any] | None:
+        """What replays found of the episode's steps, the present one included."""
+        if info.cause is not None and info.cause["cause"] not in _NAMES_NOTHING:
+            return info.cause
+        known = self._journal.history.incidents
+        before = verdict_within(known, (episode.start, episode.stop), _NAMES_NOTHING)
+        return info.cause if before is None else before
 
     def halt(self, info: StepInfo, verdict: Verdict, action: Halt) -> None:
         """Journal why the run halts and a person must look."""

@@ -113,7 +113,7 @@ def test_of_bad_data_only_the_culprits_are_skipped(
 def assert_evidence(run: Result, line: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """What a redo refers to lies there, and ``holdfast replay`` tells it."""
     number = line["detail"]["cause"]["bundle"]
-    folder = run.out / "incidents" / f"{number:06d}"
+    folder = run.out / "explanations" / f"{number:06d}"
     told = json.loads((folder / "incident.json").read_text())
     assert told["finding"] == line["detail"]["cause"] and told["suspects"] == [410, 411]
     assert {"first", "A", "known", "B"} <= told["probes"].keys()
@@ -219,8 +219,11 @@ def test_weights_that_were_spoilt_cost_no_sample(
     assert (cause["cause"], cause["step"], line["step"]) == ("state corrupted", step, step)
     assert cause["is_tried"] and not cause["ranks"] and not cause["positions"]
     number = cause["bundle"]
-    told = json.loads((hit.out / "incidents" / f"{number:06d}" / "incident.json").read_text())
+    told = json.loads((hit.out / "explanations" / f"{number:06d}" / "incident.json").read_text())
     assert told["finding"] == cause
+    (episode,) = hit.journal("episode")
+    assert episode["detail"]["cause"] == "unclear", hit.tail
+    assert "suspected" not in episode["reason"]
     assert hit.summary["skipped"] == [] and hit.summary["discarded_steps"] == 0
     peace = finish(tmp_path / "clean", VERDICT, *settings) if settings else clean
     assert hit.digest == peace.digest and hit.counted() == peace.counted(), hit.tail

@@ -531,17 +531,18 @@ def test_nothing_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_evidence_that_nobody_wrote_is_refused_in_words(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "incidents" / "000003"
+    folder = tmp_path / "explanations" / "000003"
     folder.mkdir(parents=True)
     (folder / "incident.json").write_text(text)
     assert replay_fails(tmp_path).startswith("incident 3 cannot be read: ")
 
 
+@pytest.mark.parametrize("place", ["explanations", "incidents"])  # the latter of old runs
 def test_evidence_is_shown_without_what_a_terminal_acts_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "has no evidence" in replay_fails(tmp_path)
-    folder = tmp_path / "incidents" / "000003"
+    folder = tmp_path / place / "000003"
     folder.mkdir(parents=True)
     finding = {"cause": "\x1b[2J", "ranks": ["\x1b"], "steps": "\n\n", "positions": 3}
     told = {"version": 1, "step": 3, "finding": finding, "probes": {"A\x1b": {}, "B": 7}}

@@ -70,6 +70,10 @@ def test_one_hard_batch_is_transient_and_the_datas() -> None:
     assert (finding.episode.num_bad, finding.episode.worst_loss) == (1, 5.0)
     assert finding.episode.stop - finding.episode.start == 8, "the one batch"
     assert finding.words().startswith("transient from step 101: 1 bad step, then clean again")
+    assert finding.words().endswith(f"; suspected cause: data ({finding.why})")
+    found = {"cause": "hardware, sticky", "why": "it did not follow the sample"}
+    told = finding.words(found=found)
+    assert told.endswith("; cause: hardware, sticky (it did not follow the sample)")
     assert guarded.trouble.episode is None
     assert guarded.healthy(30) == [], "told once"
 

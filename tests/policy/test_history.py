@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.policy.decision.history import History, Incident, discard_incident, discarded_signals
+from runner.policy.decision.history import (
+    History,
+    Incident,
+    discard_incident,
+    discarded_signals,
+    verdict_within,
+)
 from runner.policy.schedule import RateCut
 from tests.policy.steps import attempted
 
@@ -85,6 +92,23 @@ def test_a_line_that_lacks_a_key_is_no_incident(missing: str) -> None:
     del line[missing]
     with pytest.raises(KeyError, match=missing):
         Incident.from_json(line)
+
+
+def test_a_verdict_that_names_something_goes_before_one_that_does_not() -> None:
+    def explained(start: int, cause: str) -> Incident:
+        line = discard(start, start + 8)
+        return replace(line, detail=line.detail | {"cause": {"cause": cause, "steps": 1}})
+
+    lines = [explained(0, "sticky"), explained(8, "data"), explained(16, "unclear"), START]
+
+    def found(start: int, stop: int) -> str | None:
+        verdict = verdict_within(lines, (start, stop), {"unclear"})
+        return None if verdict is None else str(verdict["cause"])
+
+    assert found(0, 24) == "data"
+    assert found(0, 8) == "sticky"
+    assert found(16, 24) == "unclear"
+    assert found(24, 99) is None
 
 
 def test_the_ledger_holds_what_was_told_discarded_and_rolled_back_over() -> None:

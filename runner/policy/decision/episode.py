@@ -101,13 +101,18 @@ class Diagnosis:
     cause: str
     why: str
 
-    def words(self, onset_step: int | None = None) -> str:
-        """One sentence; a replay passes the recorded step number."""
+    def words(
+        self, onset_step: int | None = None, *, found: Mapping[str, Any] | None = None
+    ) -> str:
+        """One sentence; a replay gives the step as it was recorded.
+
+        ``found`` is the verdict of replays where there is one: then nothing is suspected.
+        """
         step = self.episode.onset_step if onset_step is None else onset_step
-        return (
-            f"{self.shape} from step {step}: {self.course}; "
-            f"suspected cause: {self.cause} ({self.why})"
-        )
+        told = f"{self.shape} from step {step}: {self.course}"
+        if found is not None:
+            return f"{told}; cause: {found['cause']} ({found['why']})"
+        return f"{told}; suspected cause: {self.cause} ({self.why})"
 
 
 def transient(episode: Episode) -> Diagnosis:

@@ -7,7 +7,7 @@ cuts, the number of attempts. Every rank holds the same one; rank 0's copy is on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -254,6 +254,21 @@ def cause_of(incident: Incident) -> str | None:
     """The name of the cause that replays found; None without replays."""
     cause = incident.detail.get("cause")
     return str(cause["cause"]) if isinstance(cause, Mapping) else None
+
+
+def verdict_within(
+    incidents: Sequence[Incident], span: tuple[int, int], names_nothing: Collection[str]
+) -> Mapping[str, Any] | None:
+    """The newest verdict of replays on samples in ``span``, rather one that names something."""
+    found = [
+        incident.detail["cause"]
+        for incident in reversed(incidents)
+        if cause_of(incident) is not None
+        and incident.samples is not None
+        and span[0] <= incident.samples[0] < span[1]
+    ]
+    named = (cause for cause in found if cause["cause"] not in names_nothing)
+    return next(named, found[0] if found else None)
 
 
 def probes_of(incident: Incident) -> int:
