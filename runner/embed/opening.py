@@ -39,6 +39,7 @@ from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.opening import acquire_lease, open_journal, open_slots
 from runner.session.phases import Inventory, Lease, RunJournal
+from runner.session.side_lines import ring_lines
 from runner.startup.resume import Resumed, resume_from, scan
 from runner.system.environment import variables
 from runner.system.error import ConfigError
@@ -267,6 +268,7 @@ def _reporter(
                 trackers=[],
                 console=group.console,
                 journal=journal.add,
+                ring_lines=ring_lines(lease, group, ring, journal),
             ),
             throughput=Throughput(flops_per_token=0.0, peak_flops=None),
             history=journal.history,

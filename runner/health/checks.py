@@ -34,6 +34,7 @@ class PaceInspector:
     Args:
         take_seconds: gives the seconds of the steps since its last call: of each before its first
             collective, and of each in all.
+        note: takes the step and what was measured, by rank.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class PaceInspector:
         stragglers: Stragglers,
         take_seconds: Callable[[], tuple[list[float], list[float]]],
         report: Callable[[Incident], None],
+        note: Callable[[int, Sequence[Pace]], None] = lambda step, paces: None,
     ) -> None:
         self._ranks = ranks
         self._device = device
@@ -51,6 +53,7 @@ class PaceInspector:
         self._slow_runs = SlowRuns()
         self._take_seconds = take_seconds
         self._report = report
+        self._note = note
         size = _PROBE_SIZE.get(device.type, 512)
         # In training's precision: a throttled GPU is slow in its matrix units.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -68,6 +71,7 @@ class PaceInspector:
             RankPace(host=sums[3 * r], device=sums[3 * r + 1], step=sums[3 * r + 2])
             for r in range(world)
         ]
+        self._note(step, paces)
         for found in self._stragglers.note(paces):
             self._report(
                 Incident(

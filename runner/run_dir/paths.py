@@ -49,6 +49,8 @@ class RunDir:
         self.journal = out / "journal.jsonl"
         self.metrics = out / "metrics.jsonl"
         self.layers = out / "layers.jsonl"
+        self.rank_times = out / "ranks.jsonl"
+        self.ring_lines = out / "ring.jsonl"
         self.summary = out / "summary.json"
         self.ring = out / "ring"
         self.faults = out / "faults"

@@ -76,7 +76,7 @@ def make_actors(
     periodic = Periodic(
         evaluate=evaluate,
         evaluate_every=config.eval.every,
-        inspect=_inspector(opened, machinery, resumed, feed, stepper),
+        inspect=_inspector(opened, machinery, resumed, feed, stepper, reporter),
         inspect_every=(
             config.watchdog.straggler_every,
             config.debug.replica_check_every,
@@ -340,7 +340,12 @@ def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: in
 
 
 def _inspector(
-    opened: Opened, machinery: Machinery, resumed: Resumed, feed: Feed, stepper: Stepper
+    opened: Opened,
+    machinery: Machinery,
+    resumed: Resumed,
+    feed: Feed,
+    stepper: Stepper,
+    reporter: Reporter,
 ) -> Callable[[int], None]:
     """Make the checks that follow an update."""
     group, config, ring = opened.group, opened.lease.config, machinery.ring
@@ -355,6 +360,7 @@ def _inspector(
         ),
         take_seconds=stepper.take_seconds,
         report=opened.written.report,
+        note=reporter.paces,
     )
     replicas = ReplicaInspector(
         ranks=group.ranks,

@@ -26,6 +26,7 @@ from runner.session import parts
 from runner.session.actors import make_actors, make_loop
 from runner.session.layers import Columns, make_layers
 from runner.session.phases import Machinery, Opened, Run
+from runner.session.side_lines import rank_times, ring_lines
 from runner.startup.mixture import settle_mixture
 from runner.startup.resume import Resumed
 from runner.system import output
@@ -163,6 +164,8 @@ def _reporter(
         lost=lambda: _losses(pages, opened.written.alerts) if group.is_first else (),
         journal=journal.add,
         columns=columns.of,
+        ring_lines=ring_lines(lease, group, machinery.ring, journal),
+        rank_times=rank_times(lease, group, journal),
     )
     reader = _curve_reader(opened, resumed)
     if reader is not None:

@@ -12,11 +12,13 @@ from typing import Protocol
 from runner.observe.console import Console, Progress
 from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics, MetricsLine
+from runner.observe.side_lines import RankTimes, RingLines
 from runner.observe.throughput import Pace, Throughput
 from runner.policy.decision.history import History, Incident
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record, State
+from runner.policy.straggler import Pace as RankPace
 from runner.system.json_lines import LineFile
 from runner.system.output import Loss
 from runner.train.state import TrainState
@@ -42,10 +44,12 @@ class Outputs:
     """Where numbers and messages go.
 
     Args:
-        lost: errors of this process's own output so far.
-        journal: takes a line about each lost output, once.
-        columns: returns further numbers of a step by name; takes whether it was evaluated.
-        applied: called with the line of each applied step.
+        lost: what went wrong with this process's own output so far.
+        journal: takes a line about each output that is lost, the first time.
+        columns: further numbers of a step, by name; told whether it was evaluated.
+        applied: takes the line of each applied step, behind it.
+        ring_lines: looks at the checkpoints after each step; on the first rank.
+        rank_times: takes what the ranks' speeds were; on the first rank.
     """
 
     metrics: Metrics
@@ -55,6 +59,8 @@ class Outputs:
     journal: Callable[[Incident], None] = lambda _: None
     columns: Callable[[StepInfo, bool], Mapping[str, float]] = lambda *_: {}
     applied: Callable[[MetricsLine], None] = lambda _: None
+    ring_lines: RingLines | None = None
+    rank_times: RankTimes | None = None
 
 
 class Reporter:
@@ -95,6 +101,8 @@ class Reporter:
         self._journal = outputs.journal
         self._columns = outputs.columns
         self._applied = outputs.applied
+        self._ring_lines = outputs.ring_lines
+        self._rank_times = outputs.rank_times
         self._told_lost: set[str] = set()
         self._step = 0
 
@@ -138,6 +146,8 @@ class Reporter:
         for tracker in self._trackers:
             tracker.write(line)
         self._tell_losses(signals.step)
+        if self._ring_lines is not None:
+            self._ring_lines.note(signals.step)
         if state is not None and action == "apply":
             self._applied(line)
             self._tell_progress(line, signals, state)
@@ -237,6 +247,11 @@ class Reporter:
                     )
                 )
 
+    def paces(self, step: int, paces: Sequence[RankPace]) -> None:
+        """Seconds of each rank, as they were compared after ``step``."""
+        if self._rank_times is not None:
+            self._rank_times.note(step, paces)
+
     def incident(self, incident: Incident) -> None:
         """Print one line that stays."""
         self._console.incident(incident)
@@ -255,6 +270,11 @@ class Reporter:
         for tracker in self._trackers:
             tracker.close()
         self._tell_losses(self._step)
+        if self._ring_lines is not None:
+            self._ring_lines.note(self._step)
+            self._ring_lines.close()
+        if self._rank_times is not None:
+            self._rank_times.close()
         self._console.close()
 
 

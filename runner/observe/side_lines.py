@@ -1,0 +1,197 @@
+"""Lines beside the metrics, for whoever looks at a run later: nothing follows from them.
+
+``ranks.jsonl``: how long each rank took. ``ring.jsonl``: what became of each checkpoint. Both only
+grow; what is done again after a restart or a rollback stands there twice, in its order in time.
+Both are bounded: lines come more seldom as a run grows long.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from runner.policy.retention.records import Record, State, Tier
+from runner.policy.straggler import Pace
+from runner.system.json_lines import LineFile, iter_lines, whole_bytes
+
+_MOST_KEPT_BYTES = 1 << 20  # while the disk takes nothing
+_MOST_RANKS = 256  # numbers of a line; with more ranks each stands for several
+_LINES_A_FOLD = 1000  # that a run grows by a factor of e: 4,000 lines in 10^6 steps, every 50
+_SNAPSHOTS_A_FOLD = 500
+REMOTE = "remote"
+_GONE = "gone"
+
+
+class SideLines:
+    """One such file. A disk that takes nothing loses lines, and stops nothing.
+
+    Args:
+        check: raises when this process may not write here any more.
+        clock: seconds since the epoch.
+        attempt: which start of the run this is.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        check: Callable[[], None],
+        attempt: Callable[[], int],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = path
+        self._attempt = attempt
+        self._clock = clock
+        self._file: LineFile | None = None
+        try:
+            self._file = LineFile(path, length=whole_bytes(path), check=check)
+        except OSError:  # metrics.jsonl lies on the same disk, and there it is told
+            return
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Add a line, with its time and attempt."""
+        if self._file is None:
+            return
+        kept = self._file.kept
+        if kept is None or kept.num_bytes < _MOST_KEPT_BYTES:
+            head = {"time": round(self._clock(), 3), "attempt": self._attempt()}
+            self._file.append(head | dict(line), durably=False)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class RankTimes:
+    """``ranks.jsonl``: seconds of each rank, the highest of the looks since the line before.
+
+    Args:
+        every: steps between looks.
+    """
+
+    def __init__(self, lines: SideLines, *, every: int) -> None:
+        self._lines = lines
+        self._every = every
+        self._next = 0
+        self._highest: list[list[float]] = []
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def note(self, step: int, paces: Sequence[Pace]) -> None:
+        """Take what was measured after ``step``, by rank."""
+        size = math.ceil(len(paces) / _MOST_RANKS)
+        told = [
+            _highest([pace.host for pace in paces], size),
+            _highest([pace.device for pace in paces], size),
+            _highest([pace.step for pace in paces], size),
+        ]
+        if self._highest:
+            told = [
+                [max(pair) for pair in zip(*two, strict=True)]
+                for two in zip(told, self._highest, strict=True)
+            ]
+        self._highest = told
+        if step < self._next:
+            return
+        self._next = step + max(self._every, step // _LINES_A_FOLD)
+        own, device, whole = ([_short(one) for one in row] for row in self._highest)
+        self._highest = []
+        self._lines.write(
+            {
+                "step": step,
+                "ranks": len(paces),
+                "ranks_a_value": size,
+                "own_seconds": own,
+                "device_seconds": device,
+                "step_seconds": whole,
+            }
+        )
+
+
+class RingLines:
+    """``ring.jsonl``: saved, proven, tainted, gone, of each copy in memory, on disk, remote.
+
+    It sees what changed between two steps; nobody has to tell it.
+
+    Args:
+        records: the copies that are whole.
+        stored: those at the remote.
+    """
+
+    def __init__(
+        self,
+        lines: SideLines,
+        *,
+        records: Callable[[], Sequence[Record]],
+        stored: Callable[[], Sequence[Record]] = tuple,
+    ) -> None:
+        self._lines = lines
+        self._records = records
+        self._stored = stored
+        self._known = fold(iter_lines(lines.path))
+        self._passed_over: set[tuple[str, int]] = set()
+        self._told_snapshot = 0
+
+    def note(self, step: int) -> None:
+        """Write what is new after ``step``, if anything."""
+        found = {(r.tier.value, r.serial): r for r in self._records()}
+        found |= {(REMOTE, r.serial): r for r in self._stored()}
+        states = {key: record.state.value for key, record in found.items()}
+        if states == self._known:
+            return
+        known = {key: state for key, state in self._known.items() if key not in self._passed_over}
+        for key in known.keys() - found.keys():
+            self._write(step, key, _GONE)
+        self._passed_over &= found.keys()
+        for key, record in found.items():
+            if key in self._passed_over or self._passes_over(key, record):
+                self._passed_over.add(key)
+                continue
+            before = known.get(key)
+            if before is None:
+                self._write(step, key, State.committed.value, record.step)
+            if record.state.value != (before or State.committed.value):
+                self._write(step, key, record.state.value, record.step)
+        self._known = states
+
+    def _passes_over(self, key: tuple[str, int], record: Record) -> bool:
+        """Snapshots come every few steps: of a long run not each is told."""
+        if key[0] != Tier.memory.value or key in self._known:
+            return False
+        last = self._told_snapshot
+        if last <= record.step < last + last // _SNAPSHOTS_A_FOLD:
+            return True
+        self._told_snapshot = record.step  # after a rollback it is an earlier one
+        return False
+
+    def _write(self, step: int, key: tuple[str, int], state: str, of: int | None = None) -> None:
+        told = {} if of is None else {"of": of}
+        self._lines.write({"step": step, "tier": key[0], "serial": key[1], "state": state} | told)
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def fold(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], str]:
+    """The state of each copy by tier and serial, after all lines; what makes no sense is left."""
+    found: dict[tuple[str, int], str] = {}
+    for line in lines:
+        tier, serial, state = line.get("tier"), line.get("serial"), line.get("state")
+        if isinstance(tier, str) and type(serial) is int and isinstance(state, str):
+            if state == _GONE:
+                found.pop((tier, serial), None)
+            else:
+                found[tier, serial] = state
+    return found
+
+
+def _highest(values: Sequence[float], size: int) -> list[float]:
+    return [max(values[at : at + size]) for at in range(0, len(values), size)]
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
