@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,10 @@ class Made:
 
     ``spike_at``: a step whose loss is ten times its neighbours', and which was applied.
     ``bad_at``: steps before which a batch was discarded; ``back_at``: where the run went back ten.
+    ``redo_at``: steps that were computed again, with a verdict and evidence on disk.
+    ``layers``: of these names, looked at every ``look_every`` steps; ``hot``: a layer and a step
+    whose gradient was a hundred times larger for one look. ``sources``: of a mixture.
+    ``slow_rank``: one that takes three times as long. ``reading``: evidence of a signature.
     """
 
     steps: int = 300
@@ -31,6 +35,14 @@ class Made:
     status: str | None = "done"
     warnings: Sequence[str] = ()
     base: float = 2.0
+    redo_at: Sequence[int] = ()
+    layers: Sequence[str] = ()
+    look_every: int = 5
+    hot: tuple[str, int] | None = None
+    sources: Sequence[str] = ()
+    slow_rank: int | None = None
+    reading: str | None = None
+    excerpt: str = "Once upon a time"
     _lines: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, out: Path) -> Path:
@@ -40,6 +52,13 @@ class Made:
         with (out / "metrics.jsonl").open("w") as file:
             for line in self.metrics():
                 file.write(json.dumps(line) + "\n")
+        if self.reading is not None:
+            read = {"signature": "plateau", "try": self.reading, "confidence": "high"}
+            reason = f"plateau: {self.reading}"
+            self._lines.append(incident("reading", self.steps // 2, reason=reason, detail=read))
+        for seq, line in enumerate(self._lines):
+            if line["kind"] == "redo":
+                self._write_evidence(out, seq, line)
         for place, words in enumerate(self.warnings):
             self._lines.append(incident("straggler", place + 1, reason=words, ranks=[1]))
         text = "".join(
@@ -47,7 +66,11 @@ class Made:
             for seq, line in enumerate(self._lines)
         )
         (out / "journal.jsonl").write_text(text)
-        (out / "config.yaml").write_text(f"out: {out}\nsteps: {self.steps}\nseed: 0\n")
+        (out / "config.yaml").write_text(
+            f"out: {out}\nsteps: {self.steps}\nseed: 0\n"
+            f"batch: {{global_size: {BATCH}}}\ndata: {{held_out: 0.05}}\n"
+        )
+        self._write_sides(out)
         checkpoint(out, serial=3, step=max(1, self.steps - 20), mark="CLEAN")
         checkpoint(out, serial=4, step=self.steps, mark=None)
         if self.status is not None:
@@ -62,6 +85,10 @@ class Made:
             clock += 1.0
             span = [cursor, cursor + BATCH]
             cursor += BATCH
+            if step in self.redo_at:
+                self._journal("redo", step, clock, span)
+                yield self._line(step, clock, span, action="redo", verdict="NonFinite")
+                clock += 1.0
             if step in self.bad_at and not has_gone_back:
                 self._journal("discard", step, clock, span)
                 yield self._line(step, clock, span, action="discard", verdict="NonFinite")
@@ -95,7 +122,16 @@ class Made:
             "eval_loss": self.base + 0.1 if step % 100 == 0 and action == "apply" else None,
             "loss_limit": None if step < 20 else self.base + 1.5 + 3.0 * math.exp(-step / 60),
             "norm_limit": None if step < 20 else 8.0, "time": clock, "stalls": {},
-        } | flags  # fmt: skip
+        } | flags | self._columns(step)  # fmt: skip
+
+    def _columns(self, step: int) -> dict[str, float]:
+        told: dict[str, float] = {
+            f"samples/{name}": BATCH // len(self.sources) for name in self.sources
+        }
+        if step % 100 == 0:
+            for at, name in enumerate(self.sources):
+                told[f"eval_loss/{name}"] = self.base + 0.3 * at + 2.0 * math.exp(-step / 90)
+        return told
 
     def _journal(
         self, kind: str, step: int, clock: float, span: list[int], *, to_step: int = 0
@@ -104,6 +140,13 @@ class Made:
             "verdict": "NonFinite", "loss": "nan", "grad_norm": "nan", "tokens": 2048,
             "nonfinite_ranks": 1, "suspects": [span[0]],
         }  # fmt: skip
+        if kind == "redo":
+            detail |= {"skipped": [span[0] + 3], "cause": {
+                "cause": "data", "remedy": "skip", "why": f"1 sample stands out: {self.reason}",
+                "refutation": "still bad without it", "is_tried": True, "ranks": [1],
+                "hosts": ["node-1"], "positions": [span[0] + 3], "steps": 4, "bundle": 0,
+                "not_tried": ["another precision"],
+            }}  # fmt: skip
         if kind == "rollback":
             detail |= {
                 "onset_step": step, "to_step": to_step, "cursor": span[0] - 320, "serial": 2,
@@ -111,6 +154,7 @@ class Made:
                 "cut_factor": 1.0, "cut_steps": 0, "tier": "disk",
             }  # fmt: skip
         decision = "discard" if kind == "discard" else f"back to step {to_step} (disk)"
+        decision = "skip 1 sample, compute the step again" if kind == "redo" else decision
         self._lines.append(
             incident(
                 kind, step, decision=decision, reason=self.reason, time=clock - 0.1, samples=span,
@@ -118,6 +162,69 @@ class Made:
                 detail=detail,
             )
         )  # fmt: skip
+
+    def _write_evidence(self, out: Path, number: int, line: dict[str, Any]) -> None:
+        """As an explained step leaves it."""
+        line["detail"]["cause"]["bundle"] = number
+        folder = out / "explanations" / f"{number:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        probes = {
+            "first": {"loss": "nan", "grad_norm": "nan", "nonfinite_ranks": [1]},
+            "E without it": {"loss": 2.2, "grad_norm": 0.5, "nonfinite_ranks": []},
+        }
+        finding = line["detail"]["cause"]
+        told = {"version": 1, "step": line["step"], "finding": finding, "probes": probes}
+        (folder / "incident.json").write_text(json.dumps(told))
+        (folder / "samples.txt").write_text(f"step: data\n\nposition 3: {self.excerpt}\n")
+
+    def _write_sides(self, out: Path) -> None:
+        """What lies beside the metrics."""
+        looks = range(self.look_every, self.steps + 1, self.look_every)
+        if self.layers:
+            write_lines(out / "layers.jsonl", (self._look(step) for step in looks))
+        if self.slow_rank is not None:
+            write_lines(out / "ranks.jsonl", (self._ranks(step) for step in looks))
+            write_lines(out / "ring.jsonl", self._ring())
+
+    def _look(self, step: int) -> dict[str, Any]:
+        layers = {}
+        for at, name in enumerate(self.layers):
+            size = 0.3 * (1 + at / 8) * (1 + math.exp(-step / 40)) * (1 + 0.1 * math.sin(step + at))
+            if self.hot == (name, step):
+                size *= 100
+            layers[name] = {
+                "grad": size, "update": 2e-3 / (1 + step / 90), "weight": 12.0 + at,
+                "adam_rms": 1.0, "residual_rms": 1.0 + at / 4, "attention_logit": 4.0 + at / 3,
+            }  # fmt: skip
+        told: dict[str, Any] = {"step": step, "attempt": 1, "layers": layers}
+        told["model"] = {"grad_ratio": 9.0 + math.sin(step), "update_ratio": 3e-3}
+        if step % (10 * self.look_every) == 0:
+            fall = [self.base + 2 * math.exp(-step / 90) + 1.5 / (1 + at) for at in range(32)]
+            told |= {"loss_by_position": fall, "positions": 256, "position_steps": [1, step]}
+        return told
+
+    def _ranks(self, step: int) -> dict[str, Any]:
+        own = [0.1 + 0.01 * math.sin(step + rank) for rank in range(self.world_size)]
+        own[self.slow_rank or 0] *= 3
+        device = [0.002] * self.world_size
+        return {
+            "time": BEGAN + 1 + step, "attempt": 1, "step": step, "ranks": self.world_size,
+            "ranks_a_value": 1, "own_seconds": own, "device_seconds": device,
+            "step_seconds": [0.9] * self.world_size,
+        }  # fmt: skip
+
+    def _ring(self) -> Iterator[dict[str, Any]]:
+        """Saved every twentieth step, proven ten steps later, three kept."""
+        for step in range(20, self.steps + 1, 10):
+            at = {"time": BEGAN + 1 + step, "attempt": 1, "step": step}
+            if step % 20 == 0:
+                for tier in ("disk", "memory"):
+                    yield at | {"tier": tier, "serial": step, "state": "committed", "of": step}
+                if step > 80:
+                    yield at | {"tier": "disk", "serial": step - 60, "state": "gone"}
+                yield at | {"tier": "memory", "serial": step - 20, "state": "gone"}
+            else:
+                yield at | {"tier": "disk", "serial": step - 10, "state": "clean", "of": step - 10}
 
     def _start(self) -> dict[str, Any]:
         return {
@@ -131,6 +238,12 @@ class Made:
             "status": self.status, "reason": "all steps applied", "steps": self.steps,
             "incarnation": 1, "final_loss": 2.0, "time": spent, "cursor": BATCH * self.steps,
         }  # fmt: skip
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """A file of JSON lines."""
+    with path.open("w") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def incident(kind: str, step: int, **more: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from runner.observe.console import duration
 from runner.report.curve import evaluations
 from runner.report.drawing import HEIGHT, WIDTH, bounds, number
+from runner.report.figure import sign
 from runner.report.markup import Html, join, table, tag
 from runner.report.rows import Row
 from runner.report.run import RunReader
@@ -56,7 +57,7 @@ def comparison_data(runs: Sequence[RunReader], names: Sequence[str]) -> dict[str
 
 def _row(place: int, name: str, now: Standing) -> list[object]:
     return [
-        tag("span", cls=f"sign line{place % _LINES}"),
+        sign(place),
         name,
         now.status,
         f"{now.step:,}",

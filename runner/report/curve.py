@@ -81,7 +81,7 @@ def evaluations(rows: Sequence[Row]) -> list[list[Any]]:
 
 def marks_of(marks: Sequence[Mark]) -> list[dict[str, Any]]:
     """What is drawn over the curves, the newest where there are too many."""
-    drawn = [mark for mark in marks if mark.line.kind in _DRAWN and _is_news(mark)]
+    drawn = [mark for mark in marks if mark.line.kind in _DRAWN and is_news(mark)]
     return [
         {
             "attempt": mark.attempt,
@@ -127,7 +127,8 @@ def script_json(tree: Mapping[str, Any]) -> str:
     return told.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _is_news(mark: Mark) -> bool:
+def is_news(mark: Mark) -> bool:
+    """All but the first start."""
     return mark.line.kind != "start" or mark.line.attempt_number > 1
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from runner.report.curve import Curve
+from runner.report.curve import Curve, is_news
 from runner.report.markup import Html, join, tag
 from runner.report.rows import Row
 from runner.report.run import Mark
@@ -13,6 +14,7 @@ from runner.report.run import Mark
 WIDTH, HEIGHT = 1000, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 8, 16, 26
 _COLUMNS = 500
+_LIMIT_COLUMNS = 250
 _MOST_CROSSES = 400
 # A curve's own scale ends so far above what 98 % of it span; what lies higher is shown at the edge.
 _SPANS = 6.0
@@ -38,10 +40,24 @@ def bounds(values: Sequence[float], *, is_log: bool) -> tuple[float, float] | No
     return (10**low, 10**high) if is_log else (low, high)
 
 
-def drawing(curve: Curve, rows: Sequence[Row], marks: Sequence[Mark]) -> Html:
-    """The whole run; every column's lowest and highest value."""
+def drawing(
+    curve: Curve,
+    rows: Sequence[Row],
+    marks: Sequence[Mark],
+    *,
+    evaluations: Sequence[Row] = (),
+    ring: Sequence[Mapping[str, Any]] = (),
+) -> Html:
+    """The whole run; every column's lowest and highest value.
+
+    ``evaluations`` and ``ring``, as :func:`runner.report.curve.ring_of` has it, are drawn into the
+    loss alone.
+    """
     applied = [row for row in rows if row.is_applied]
-    scale = bounds([getattr(row, curve.key) for row in applied], is_log=curve.is_log)
+    is_loss = curve.key == "loss"
+    held_out = [row.eval_loss for row in evaluations] if is_loss else []
+    values = [*(getattr(row, curve.key) for row in applied), *held_out]
+    scale = bounds(values, is_log=curve.is_log)
     assert scale is not None, "only curves with values are drawn"
     low, high = (math.log10(end) for end in scale) if curve.is_log else scale
     last = max(1, rows[-1].attempt)
@@ -57,9 +73,13 @@ def drawing(curve: Curve, rows: Sequence[Row], marks: Sequence[Mark]) -> Html:
     return tag(
         "svg",
         tag("title", f"{curve.title} over all attempted steps"),
+        *(_undone(mark, across) for mark in marks[-_MOST_CROSSES:]),
+        *(_limit(rows, curve.limit, across, up) if curve.limit else []),
         *_rulers(curve, scale, rows, across, up),
         *(_over(mark, across) for mark in marks[-_MOST_CROSSES:]),
         tag("path", d=_lines(applied, marks, curve.key, across, up), cls="curve"),
+        *(_evaluations(evaluations, across, up) if is_loss else []),
+        *(_ring(ring, across) if is_loss else []),
         _crosses(curve, rows, across, up),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         cls=f"still {curve.key}",
@@ -105,6 +125,77 @@ def _line(
     return f"M{'L'.join(words)}" if words else ""
 
 
+def _undone(mark: Mark, across: Callable[[float], float]) -> Html:
+    if mark.line.kind != "rollback" or mark.back_to is None:
+        return Html("")
+    x = across(mark.back_to)
+    width = max(1.0, across(mark.attempt) - x)
+    height = HEIGHT - _TOP - _BOTTOM
+    return tag("rect", x=f"{x:.1f}", y=_TOP, width=f"{width:.1f}", height=height, cls="undone")
+
+
+def _limit(
+    rows: Sequence[Row], key: str, across: Callable[[float], float], up: Callable[[float], float]
+) -> list[Html]:
+    """What the gate would not have let pass: of each column the lowest limit, and all above it."""
+    spans: dict[int, float] = {}
+    step = (WIDTH - _LEFT - _RIGHT) / _LIMIT_COLUMNS
+    for row in rows:
+        value = getattr(row, key)
+        if math.isfinite(value):
+            column = int((across(row.attempt) - _LEFT) / step)
+            spans[column] = min(value, spans.get(column, value))
+    # A column without a limit ends the band, but not one without any row.
+    known = {int((across(row.attempt) - _LEFT) / step) for row in rows}
+    made, open_ = [], []
+    for column in sorted(known):
+        if column in spans:
+            open_.append((_LEFT + column * step, up(spans[column])))
+        elif open_:
+            made += _band(open_)
+            open_ = []
+    return [*made, *_band(open_)]
+
+
+def _band(points: Sequence[tuple[float, float]]) -> list[Html]:
+    if not points:
+        return []
+    edge = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    area = f"M{points[0][0]:.1f} {_TOP}L{edge}L{points[-1][0]:.1f} {_TOP}Z"
+    return [tag("path", d=area, cls="limit"), tag("path", d=f"M{edge}", cls="limit-edge")]
+
+
+def _evaluations(
+    rows: Sequence[Row], across: Callable[[float], float], up: Callable[[float], float]
+) -> list[Html]:
+    """The held-out loss: a line, and a ring at each where there is room."""
+    known = [row for row in rows if math.isfinite(row.eval_loss)]
+    if not known:
+        return []
+    points = [(across(row.attempt), up(row.eval_loss)) for row in known]
+    line = tag("path", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), cls="evaluated")
+    rings, before = [], -math.inf
+    for x, y in points:
+        if x - before >= 12:
+            rings.append(tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=3.4, cls="evaluation-at"))
+            before = x
+    return [line, *rings]
+
+
+def _ring(ring: Sequence[Mapping[str, Any]], across: Callable[[float], float]) -> list[Html]:
+    """A triangle at each checkpoint that is there."""
+    bottom = HEIGHT - _BOTTOM
+    return [
+        tag(
+            "path",
+            d=f"M{across(one['attempt']):.1f} {bottom - 9}l5 9h-10z",
+            cls=f"at-{_safe(one['state'])}",
+        )
+        for one in ring[-_MOST_CROSSES:]
+        if one["state"] != "tainted"
+    ]
+
+
 def _crosses(
     curve: Curve,
     rows: Sequence[Row],
@@ -114,12 +205,19 @@ def _crosses(
     odd = [row for row in rows if not row.is_applied][-_MOST_CROSSES:]
     if curve.key not in ("loss", "grad_norm"):
         return Html("")
-    words = []
+    crosses, redone = [], []
     for row in odd:
         value = getattr(row, curve.key)
         x, y = across(row.attempt), up(value) if math.isfinite(value) else _TOP
-        words.append(f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
-    return tag("path", d="".join(words), cls="cross") if words else Html("")
+        if row.action == "redo":  # a ring that is open above right, as of going round
+            redone.append(f"M{x + 4:.1f} {y - 2:.1f}a4.6 4.6 0 1 0 1 3m-1 -3v-5m0 5h-5")
+        else:
+            crosses.append(f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
+    return join(
+        tag("path", d="".join(words), cls=name)
+        for words, name in ((crosses, "cross"), (redone, "redone"))
+        if words
+    )
 
 
 def _over(mark: Mark, across: Callable[[float], float]) -> Html:
@@ -128,7 +226,7 @@ def _over(mark: Mark, across: Callable[[float], float]) -> Html:
         back = across(mark.back_to)
         way = f"M{x:.1f} {_TOP + 16}Q{(x + back) / 2:.1f} {_TOP - 14} {back:.1f} {_TOP + 16}"
         return tag("path", d=f"{way}l5 -7m-5 7l8 -2", cls="arc")
-    if mark.line.kind in ("start", "crash", "rebaseline", "halt"):
+    if mark.line.kind in ("start", "crash", "rebaseline", "halt") and is_news(mark):
         bottom = HEIGHT - _BOTTOM
         return tag("path", d=f"M{x:.1f} {_TOP}V{bottom}", cls=f"over {_safe(mark.line.kind)}")
     return Html("")
@@ -146,7 +244,7 @@ def _rulers(
     up: Callable[[float], float],
 ) -> list[Html]:
     made = []
-    for value in _ticks(scale, is_log=curve.is_log):
+    for value in ticks(scale, is_log=curve.is_log):
         y = up(value)
         made.append(tag("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", cls="grid"))
         made.append(
@@ -170,7 +268,8 @@ def _spread(rows: Sequence[Row], count: int = 8) -> Iterable[Row]:
     return found.values()
 
 
-def _ticks(scale: tuple[float, float], *, is_log: bool) -> list[float]:
+def ticks(scale: tuple[float, float], *, is_log: bool) -> list[float]:
+    """Round numbers on a scale, about four."""
     low, high = scale
     if is_log:
         first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
@@ -193,6 +292,8 @@ def number(value: float) -> str:
         for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
             if abs(value) >= size:
                 return f"{value / size:.3g}{unit}"
+    if abs(value) >= 1e3:
+        return f"{value:.0f}"
     return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
 
 

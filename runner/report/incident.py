@@ -10,8 +10,11 @@ from typing import Any
 TROUBLE = frozenset(
     {"discard", "redo", "rollback", "rebaseline", "halt", "crash", "unreadable", "evaluation"}
 )
+READING = "reading"  # a signature that the run found in its own curve
+CHANGES = frozenset({"setting_changed", "mixture", "interval"})
 # No trouble, and nothing to warn of.
-CALM = frozenset({"start", "setting_changed", "restored", "interval", "episode", "stable"})
+CALM = frozenset({"start", "restored", "episode", "stable", READING}) | CHANGES
+_NAMES_NOTHING = ("unclear", "not reproducible")
 _FAR_STEPS = 30  # where no episode tells, trouble so much later is another
 _WORDS = 2000  # of one text of a line
 _NAMES = 64
@@ -91,6 +94,20 @@ def troubles(lines: Iterable[Line]) -> list[Trouble]:
             if line.kind not in ("discard", "redo"):
                 open_ = None
     return found
+
+
+def verdicts(trouble: Trouble) -> list[Mapping[str, Any]]:
+    """What replays found of a trouble, the newest first; those that name something before others.
+
+    Equal ones once.
+    """
+    found = [line.detail.get("cause") for line in reversed(trouble.lines)]
+    told: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    for one in found:
+        if isinstance(one, dict) and one.get("cause"):
+            names = (str(one.get("cause")), str(one.get("why")), str(one.get("positions")))
+            told.setdefault(names, one)
+    return sorted(told.values(), key=lambda one: one.get("cause") in _NAMES_NOTHING)
 
 
 def notices(lines: Iterable[Line]) -> list[Line]:

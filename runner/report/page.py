@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runner.report import section
+from runner.report import checkpoint, inside, section, trouble
 from runner.report.compare import comparison, comparison_data
 from runner.report.curve import data_of, script_json
 from runner.report.markup import Html, join, tag, void
@@ -34,6 +34,11 @@ _COLUMNS = 1024
 _LEAST_COLUMNS = 128
 MOST_RUNS = 16
 _STILL_STEPS = 500
+_AGES_SECONDS = 10
+_ORDER = (
+    "head", "time", "curves", "warnings", "incidents", "layers", "position", "source", "stream",
+    "ranks", "ring", "settings",
+)  # fmt: skip
 
 
 @cache
@@ -145,21 +150,39 @@ def parts_of(run: RunReader, number: int) -> list[tuple[str, str, Callable[[], H
     ready: list[tuple[str, Html | None]] = [
         ("head", join([tag("h2", name_of(run)), section.head(run, now)])),
         ("time", section.where_time_went(run, now)),
-        ("warnings", section.warnings(run)),
-        ("incidents", section.incidents(run)),
+        ("warnings", trouble.warnings(run)),
+        ("incidents", trouble.incidents(run)),
         ("stream", section.stream(run)),
-        ("ring", section.ring(run, now)),
         ("settings", section.settings(run)),
     ]
-    made = [(name, part or Html(""), _always(part or Html(""))) for name, part in ready]
-    # The still drawings are large: they need not follow every step.
-    key = f"{run.generation} {len(run.fold.places) // _STILL_STEPS} {section.legend_of(run)}"
-    curves = ("curves", Html(key), lambda: section.curves(run, number) or Html(""))
-    return [*made[:2], curves, *made[2:]]
+    made = {name: (name, part or Html(""), _always(part or Html(""))) for name, part in ready}
+    # Drawings are large: they need not follow every step.
+    key = f"{run.generation} {len(run.fold.places) // _STILL_STEPS}"
+    looks = f"{run.generation} {run.sides.version}"
+    late: list[tuple[str, str, Callable[[], Html | None]]] = [
+        ("curves", f"{key} {section.legend_of(run)}", lambda: section.curves(run, number)),
+        ("layers", looks, lambda: inside.layers(run)),
+        ("position", looks, lambda: inside.position(run)),
+        ("source", f"{key} {run.fold.sources.losses.num_looks}", lambda: inside.source(run)),
+        ("ranks", looks, lambda: inside.ranks(run)),
+        ("ring", f"{looks} {key} {_ring_key(run)}", lambda: checkpoint.ring(run)),
+    ]
+    made |= {name: (name, state, _or_empty(make)) for name, state, make in late}
+    return [made[name] for name in _ORDER]
 
 
 def _always(part: Html) -> Callable[[], Html]:
     return lambda: part
+
+
+def _or_empty(make: Callable[[], Html | None]) -> Callable[[], Html]:
+    return lambda: make() or Html("")
+
+
+def _ring_key(run: RunReader) -> str:
+    """Changes with the checkpoints, and now and then for their ages."""
+    found = ",".join(f"{one.serial}{one.state.value}" for one in run.checkpoints())
+    return f"{found} {int(run.clock()) // _AGES_SECONDS} {run.is_alive()}"
 
 
 def name_of(run: RunReader) -> str:

@@ -206,6 +206,9 @@ class Places:
             at -= max(1, steps[at] - step) if steps[at] > step else 1
         return None
 
+    def step_of(self, attempt: int) -> int:
+        return self._steps[attempt]
+
     def time_of(self, attempt: int) -> float:
         return self._times[attempt]
 

@@ -13,9 +13,12 @@ from runner.checkpoint.disk.directory import parse_name
 from runner.observe.goodput import KINDS, TimeAccount, account
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import State
+from runner.report.evidence import Evidence, evidence
 from runner.report.follow import Follower
 from runner.report.incident import Line, line_of
 from runner.report.rows import Places, Row, Thinned, is_odd, row_of
+from runner.report.side import Sides
+from runner.report.source import SourceFold
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from runner.system.files import read_bounded
@@ -24,6 +27,8 @@ from runner.system.parsing import parse_json
 _SUMMARY_BYTES = 4 << 20
 _HOUR = 3600.0
 _MOST_RECENT = 100_000  # lines kept for what the last hour was spent on
+_PLAIN_KEYS = 17  # of a metrics line without columns of its own
+_EVIDENCE_CHARACTERS = 2000
 _ALIVE_SECONDS = 60.0  # an owner beats every second or so; a busy file system is slow to say it
 
 
@@ -53,6 +58,7 @@ class _Fold:
 
     thinned: Thinned
     evaluated: Thinned
+    sources: SourceFold
     places: Places = field(default_factory=Places)
     lines: list[Line] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -92,6 +98,8 @@ class RunReader:
         self._columns = columns
         self._metrics = Follower(self.run_dir.metrics)
         self._journal = Follower(self.run_dir.journal)
+        self.sides = Sides(self.run_dir, columns=max(32, columns // 5))
+        self._evidence: dict[int, Evidence] = {}
         self.fold = self._new_fold()
 
     def _new_fold(self) -> _Fold:
@@ -99,6 +107,7 @@ class RunReader:
         return _Fold(
             thinned=Thinned(columns=columns),
             evaluated=Thinned(columns=max(64, columns // 4), near=0, most_near=0),
+            sources=SourceFold(max(32, columns // 5)),
         )
 
     def update(self) -> list[Row]:
@@ -112,6 +121,8 @@ class RunReader:
             self._metrics.begin_anew()
             self._journal.begin_anew()
             self.fold = self._new_fold()
+            self._evidence.clear()
+        self.sides.update()
         # The journal first: a decision is written there before the step's own line.
         for told in self._journal.lines():
             self._add_journal(told)
@@ -129,7 +140,8 @@ class RunReader:
     @property
     def num_damaged(self) -> int:
         """Lines that could not be read, or made no sense."""
-        return self._metrics.num_damaged + self._journal.num_damaged + self.fold.num_odd
+        followed = self._metrics.num_damaged + self._journal.num_damaged + self.sides.num_damaged
+        return followed + self.fold.num_odd
 
     def _add_journal(self, told: dict[str, Any]) -> None:
         fold = self.fold
@@ -158,6 +170,8 @@ class RunReader:
         if row.eval_loss == row.eval_loss:
             fold.eval_loss = row.eval_loss
             fold.evaluated.add(row, odd=False)
+        if len(told) > _PLAIN_KEYS:
+            fold.sources.add(told)
         fold.cursor = max(fold.cursor, _whole(told.get("cursor")))
         while fold.undone and fold.undone[0].time <= row.time:
             fold.account.undo(_whole(fold.undone.popleft().detail.get("to_step")))
@@ -194,6 +208,15 @@ class RunReader:
         """Every journal line at its place; what came after the last step stands behind it."""
         end = len(self.fold.places)
         return [*self.fold.marks, *(self._mark(line, end) for line in self.fold.waiting)]
+
+    def evidence(self, number: int) -> Evidence | None:
+        """What was written of an explained step; looked for once it is there."""
+        found = self._evidence.get(number)
+        if found is None:
+            found = evidence(self.run_dir, number, most_characters=_EVIDENCE_CHARACTERS)
+            if found is not None:
+                self._evidence[number] = found
+        return found
 
     # -- what the files say of the whole ----------------------------------------------------
 

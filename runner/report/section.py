@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from runner.observe.console import duration
 from runner.policy.retention.records import State
-from runner.report.curve import shown
+from runner.report.curve import ring_of, shown
 from runner.report.drawing import WIDTH, bar, drawing
-from runner.report.incident import Line, Trouble, notices, troubles
+from runner.report.incident import CHANGES, Line
 from runner.report.markup import Html, join, table, tag
 from runner.report.run import RunReader
 from runner.report.state import Standing, sentence
-from runner.system.units import format_bytes
+from runner.report.words import status_class, took, when
 
-_MOST_TROUBLES = 300
 _MOST_RANGES = 100
-_MOST_NAMES = 16
+_STRIP = 22
 _KIND_WORDS = {
     "productive": "steps that count",
     "recomputed": "steps that had to be computed again",
@@ -33,6 +31,7 @@ _KIND_WORDS = {
 _KEYS = (
     ("curve", "applied steps"),
     ("cross", "not applied"),
+    ("redo", "computed again, nothing skipped"),
     ("arc", "rollback, back to"),
     ("start", "restart"),
     ("rebaseline", "new baseline"),
@@ -42,7 +41,6 @@ _KEYS = (
     ("eval", "held-out loss"),
     ("proven", "proven checkpoint on disk"),
 )
-_BY_SCRIPT = ("limit", "undone", "eval", "proven")  # not in the still drawings
 
 
 def head(run: RunReader, now: Standing) -> Html:
@@ -62,7 +60,7 @@ def head(run: RunReader, now: Standing) -> Html:
     damaged = run.num_damaged
     return join(
         [
-            tag("p", sentence(now), cls=f"state {_status_class(now.status)}"),
+            tag("p", sentence(now), cls=f"state {status_class(now.status)}"),
             tag("dl", *tiles, cls="tiles"),
             tag("p", f"{damaged:,} lines could not be read and are left out.", cls="note")
             if damaged
@@ -110,7 +108,8 @@ def curves(run: RunReader, number: int) -> Html | None:
     found = shown(rows)
     if not found:
         return None
-    marks = run.marks()
+    marks, ring = run.marks(), ring_of(run)
+    evaluated = run.fold.evaluated.rows()
     return tag(
         "section",
         tag("h3", "Curves"),
@@ -126,7 +125,7 @@ def curves(run: RunReader, number: int) -> Html | None:
             tag(
                 "figure",
                 tag("figcaption", curve.title, tag("small", f" {curve.unit}")),
-                drawing(curve, rows, marks),
+                drawing(curve, rows, marks, evaluations=evaluated, ring=ring),
                 cls="chart",
                 data_curve=curve.key,
             )
@@ -143,7 +142,8 @@ def legend_of(run: RunReader) -> Html:
     kinds = {mark.line.kind for mark in run.marks()}
     there = {
         "curve": True,
-        "cross": any(not row.is_applied for row in rows),
+        "cross": any(not row.is_applied and row.action != "redo" for row in rows),
+        "redo": any(row.action == "redo" for row in rows),
         "arc": "rollback" in kinds,
         "start": run.fold.history.num_starts > 1,
         "rebaseline": "rebaseline" in kinds,
@@ -154,138 +154,9 @@ def legend_of(run: RunReader) -> Html:
         "proven": any(one.state is State.clean for one in run.checkpoints()),
     }
     keys = (
-        tag(
-            "li",
-            tag("span", cls=f"sign {name}"),
-            words,
-            cls="by-script" if name in _BY_SCRIPT else None,
-        )
-        for name, words in _KEYS
-        if there[name]
+        tag("li", tag("span", cls=f"sign {name}"), words) for name, words in _KEYS if there[name]
     )
     return tag("ul", *keys, cls="legend")
-
-
-def warnings(run: RunReader) -> Html | None:
-    """What the run warned of, beside steps."""
-    told = notices(run.fold.lines)
-    if not told:
-        return None
-    rows = [
-        [_when(line.time), line.kind.replace("_", " "), f"{line.step:,}", _ranks(line), line.reason]
-        for line in told[-_MOST_TROUBLES:]
-    ]
-    return tag(
-        "section",
-        tag("h3", "Warnings"),
-        table(["when", "what", "step", "ranks", "why"], rows),
-        cls="warnings",
-    )
-
-
-def incidents(run: RunReader) -> Html | None:
-    """Each trouble: what it was, why, who, what it cost, what was done."""
-    found = troubles(run.fold.lines)
-    if not found:
-        return None
-    places = _places(run, found)
-    left_out = len(found) - _MOST_TROUBLES
-    shown_ = found[-_MOST_TROUBLES:]
-    more = f"The first {left_out:,} of {len(found):,} are left out; journal.jsonl has them all."
-    return tag(
-        "section",
-        tag("h3", f"Incidents ({len(found):,})"),
-        tag("p", more, cls="note") if left_out > 0 else None,
-        tag(
-            "ol",
-            *(_incident(one, places.get(id(one))) for one in shown_),
-            start=max(1, left_out + 1),
-        ),
-        cls="incidents",
-    )
-
-
-def _places(run: RunReader, found: Sequence[Trouble]) -> dict[int, tuple[int, int]]:
-    """First and last attempt of each trouble."""
-    at = {id(mark.line): mark.attempt for mark in run.marks()}
-    made = {}
-    for one in found:
-        known = [at[id(line)] for line in one.lines if id(line) in at and line.kind != "episode"]
-        if known:
-            made[id(one)] = min(known), max(known)
-    return made
-
-
-def _incident(trouble: Trouble, place: tuple[int, int] | None) -> Html:
-    first, lines = trouble.first, [line for line in trouble.lines if line.kind != "episode"]
-    episode = trouble.last_of("episode")
-    last = lines[-1]
-    kinds = [line.kind for line in lines]
-    what = " then ".join(_counted(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
-    steps = sum(line.cost_steps for line in lines)
-    seconds = sum(line.cost_seconds for line in lines)
-    names = list(dict.fromkeys(name for line in lines for name in line.sample_ids))
-    spans = [line.samples for line in lines if line.samples]
-    ranks = sorted({rank for line in lines for rank in line.ranks})
-    facts = [
-        ("when", _when(first.time)),
-        ("why", _reasons(lines)),
-        ("suspected cause", str(episode.detail.get("cause", "")) if episode else ""),
-        ("shape", episode.reason.partition("; suspected")[0] if episode else ""),
-        ("ranks", ", ".join(map(str, ranks))),
-        ("samples", _span(spans)),
-        ("cost", _cost(steps, seconds)),
-        ("done", last.decision),
-    ]
-    zoom = None
-    if place is not None:
-        zoom = tag(
-            "button", "show in the curves", type="button", cls="zoom",
-            data_from=place[0], data_to=place[1], hidden=True,
-        )  # fmt: skip
-    return tag(
-        "li",
-        tag("h4", tag("span", f"Step {first.step:,}: {what}"), zoom),
-        tag("dl", *(join([tag("dt", n), tag("dd", v)]) for n, v in facts if v)),
-        _names(names),
-        cls=f"incident {_status_class(last.kind)}",
-        data_step=first.step,
-    )
-
-
-def _names(names: Sequence[str]) -> Html | None:
-    if not names:
-        return None
-    items = [tag("li", name) for name in names[:_MOST_NAMES]]
-    if len(names) > _MOST_NAMES:
-        items.append(tag("li", f"and {len(names) - _MOST_NAMES} more in journal.jsonl"))
-    summary = "1 suspected sample" if len(names) == 1 else f"{len(names)} suspected samples"
-    return tag("details", tag("summary", summary), tag("ul", *items))
-
-
-def _reasons(lines: Sequence[Line]) -> Html:
-    told = list(dict.fromkeys(line.reason for line in lines))
-    more = f"and {len(told) - 4} more" if len(told) > 4 else None
-    return join([*(tag("p", words) for words in told[:4]), tag("p", more) if more else ""])
-
-
-def _counted(kind: str, count: int) -> str:
-    words = kind.replace("_", " ")
-    return words if count == 1 else f"{words} x{count}"
-
-
-def _cost(steps: int, seconds: float) -> str:
-    told = [
-        *(["1 step" if steps == 1 else f"{steps:,} steps"] if steps else []),
-        *([took(seconds)] if seconds else []),
-    ]
-    return ", ".join(told)
-
-
-def _span(spans: Sequence[tuple[int, int]]) -> str:
-    if not spans:
-        return ""
-    return f"positions {min(a for a, _ in spans):,} to {max(b for _, b in spans) - 1:,}"
 
 
 def stream(run: RunReader) -> Html | None:
@@ -295,22 +166,23 @@ def stream(run: RunReader) -> Html | None:
     ranges = sorted([*ledger, *told])
     if not cursor:
         return None
-    end = max([cursor, *(stop for _, stop in ranges)])
     skipped = sum(stop - start for start, stop in ranges)
-    held_out = run.settings().get("data.held_out")
+    end = max([cursor, *(stop for _, stop in ranges)])
+    planned = max(end, _planned(run) + skipped)
     words = f"{cursor:,} positions read or skipped"
+    words += f" of about {planned:,}" if planned > end else ""
     words += (
         f"; {skipped:,} skipped for good in {len(ranges):,} ranges" if ranges else "; none skipped"
     )
-    if isinstance(held_out, int | float) and held_out:
-        words += f"; {held_out:.2%} of all samples are held out of the stream"
     rows = [[f"{start:,}", f"{stop - 1:,}", f"{stop - start:,}"] for start, stop in ranges]
     more = len(rows) - _MOST_RANGES
     return tag(
         "section",
         tag("h3", "The stream"),
-        _strip(end, cursor, ranges),
+        _strip(planned, cursor, ranges),
         tag("p", f"{words}."),
+        *_held_out(run),
+        _stream_legend(bool(ranges), planned > end),
         tag(
             "details",
             tag("summary", f"{len(rows):,} skipped ranges"),
@@ -323,6 +195,51 @@ def stream(run: RunReader) -> Html | None:
     )
 
 
+def _planned(run: RunReader) -> int:
+    """Positions that the whole run reads; 0 where nobody knows."""
+    settings = run.settings()
+    steps, size = settings.get("steps"), settings.get("batch.global_size")
+    if type(steps) is not int or type(size) is not int or min(steps, size) < 0:
+        return 0
+    return min(steps * size, 1 << 60)
+
+
+def _held_out(run: RunReader) -> list[Html]:
+    """The samples that the stream never has, as a share of all."""
+    settings = run.settings()
+    if settings.get("data.val_path"):
+        return [tag("p", "The held-out loss is of files of its own (data.val_path).", cls="note")]
+    share = settings.get("data.held_out")
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share < 1:
+        return []
+    width = max(3.0, WIDTH * share)
+    drawn = tag(
+        "svg",
+        tag("title", f"All samples: {share:.2%} held out"),
+        tag("rect", x=0, y=0, width=f"{WIDTH - width:.2f}", height=_STRIP, cls="streamed"),
+        tag("rect", x=f"{WIDTH - width:.2f}", y=0, width=f"{width:.2f}", height=_STRIP, cls="held"),
+        viewBox=f"0 0 {WIDTH} {_STRIP}",
+        preserveAspectRatio="none",
+        cls="bar",
+        role="img",
+    )
+    return [drawn, tag("p", f"{share:.2%} of all samples are held out of the stream.")]
+
+
+def _stream_legend(is_skipped: bool, is_planned: bool) -> Html:
+    keys = [
+        ("read", "read", True),
+        ("skipped", "skipped for good", is_skipped),
+        ("to-come", "to come", is_planned),
+        ("streamed", "in the stream", True),
+        ("held", "held out", True),
+    ]
+    items = (
+        tag("li", tag("span", cls=f"key {name}"), words) for name, words, there in keys if there
+    )
+    return tag("ul", *items, cls="legend")
+
+
 def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
     def rect(start: float, stop: float, cls: str, words: str) -> Html:
         width = max(2.0 if cls == "skipped" else 0.0, WIDTH * (stop - start) / end)
@@ -333,7 +250,7 @@ def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
             x=f"{at:.2f}",
             y=0,
             width=f"{width:.2f}",
-            height=22,
+            height=_STRIP,
             cls=cls,
         )
 
@@ -341,7 +258,7 @@ def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
     parts += [rect(a, b, "skipped", f"skipped {a:,} to {b - 1:,}") for a, b in ranges[-2000:]]
     return tag(
         "svg", tag("title", "The stream of samples: read and skipped"), *parts,
-        viewBox=f"0 0 {WIDTH} 22", preserveAspectRatio="none", cls="bar", role="img",
+        viewBox=f"0 0 {WIDTH} {_STRIP}", preserveAspectRatio="none", cls="bar", role="img",
     )  # fmt: skip
 
 
@@ -352,38 +269,6 @@ def _told_to_skip(value: Any) -> list[tuple[int, int]]:
         for pair in pairs
         if isinstance(pair, list) and len(pair) == 2 and all(type(at) is int for at in pair)
     ]
-
-
-def ring(run: RunReader, now: Standing) -> Html | None:
-    """The checkpoints that are there."""
-    found = run.checkpoints()
-    if not found:
-        return None
-    clock = float(run.clock())
-    rows = [
-        [
-            f"{one.step:,}",
-            tag("span", _state_words(one.state), cls=f"badge {one.state.value}"),
-            "disk",
-            format_bytes(one.num_bytes),
-            f"{duration(max(0.0, clock - one.time))} ago",
-        ]
-        for one in reversed(found)
-    ]
-    return tag(
-        "section",
-        tag("h3", "The ring"),
-        table(["step", "state", "tier", "size", "saved"], rows),
-        cls="ring",
-    )
-
-
-def _state_words(state: State) -> str:
-    return {
-        State.clean: "proven",
-        State.committed: "whole, not proven yet",
-        State.tainted: "not to be used",
-    }[state]
 
 
 def settings(run: RunReader) -> Html | None:
@@ -399,22 +284,24 @@ def settings(run: RunReader) -> Html | None:
                 table(["key", "value"], rows),
             )
         )
-    return tag("section", tag("h3", "Settings"), *parts, cls="settings") if parts else None
+    title = tag("h3", "Settings and their changes")
+    return tag("section", title, *parts, cls="settings") if parts else None
 
 
 def _changes(lines: Iterable[Line]) -> list[Html]:
     rows = [
-        [_when(line.time), f"{line.step:,}", line.reason, line.decision]
+        [when(line.time), f"{line.step:,}", line.kind.replace("_", " "), line.reason, line.decision]
         for line in lines
-        if line.kind == "setting_changed"
+        if line.kind in CHANGES
     ]
-    return [table(["when", "at step", "what changed", "decision"], rows)] if rows else []
+    heads = ["when", "at step", "what", "why", "decision"]
+    return [table(heads, rows[-_MOST_RANGES:])] if rows else []
 
 
 def _starts(lines: Iterable[Line]) -> list[Html]:
     rows = [
         [
-            _when(line.time),
+            when(line.time),
             line.decision,
             str(line.detail.get("world_size", "")),
             _hosts(line.detail.get("hosts")),
@@ -438,23 +325,3 @@ def _hosts(value: object) -> str:
 
 def _value(value: object) -> str:
     return "-" if value is None else str(value)[:500]
-
-
-def _ranks(line: Line) -> str:
-    return ", ".join(map(str, line.ranks[:32]))
-
-
-def _when(seconds: float) -> str:
-    if not seconds:
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def _status_class(status: str) -> str:
-    known = ("done", "running", "halted", "failed", "crash", "halt", "silent", "preempted")
-    return status if status in known else "plain"
-
-
-def took(seconds: float) -> str:
-    """0.7s, 12s, 3m07s."""
-    return f"{seconds:.1f}s" if 0 < seconds < 10 else duration(seconds)

@@ -17,8 +17,8 @@ from runner.report.incident import notices, troubles
 from runner.report.markup import plain
 from runner.report.rows import Row
 from runner.report.run import RunReader
-from runner.report.section import took
 from runner.report.state import Standing, sentence, standing
+from runner.report.words import took
 from runner.system.units import format_bytes
 
 _HEIGHT = 7  # lines of the chart

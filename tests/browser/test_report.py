@@ -77,7 +77,7 @@ def bluish(pixels: np.ndarray) -> np.ndarray:
 def test_it_asks_nobody_and_complains_of_nothing(watched: Watched, troubled: Path) -> None:
     page = watched.open(troubled)
     page.locator("figure.chart canvas").first.wait_for()
-    page.locator("text=All 3 settings").click()
+    page.locator("text=All 5 settings").click()
     assert watched.requests == [troubled.as_uri()]
     assert watched.complaints == []
     assert page.locator("figure.chart.drawn").count() == 4

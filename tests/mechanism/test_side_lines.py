@@ -42,7 +42,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
 
 def test_a_disk_that_takes_nothing_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "ranks.jsonl").mkdir()
-    with pytest.raises(Exception, match="ranks.jsonl"):
+    with pytest.raises(Exception, match=r"ranks\.jsonl"):
         side(tmp_path / "ranks.jsonl")
     lines = side(tmp_path / "no such folder" / "ranks.jsonl")
     lines.write({"step": 1})

@@ -332,18 +332,24 @@
 
     drawOdd(u, name) {
       const pen = u.ctx, { top, height } = u.bbox, ratio = devicePixelRatio, arm = 4.5 * ratio;
-      pen.strokeStyle = css("--red");
       for (const [at, [action]] of this.odd) {
         if (action === "apply") continue;
         const x = u.valToPos(this.attempt[at], "x", true), value = this.columns[name][at];
         if (!this.inside(u, x)) continue;
         const y = value === null ? top + arm : Math.max(top + arm, Math.min(top + height - arm, u.valToPos(value, "y", true)));
+        pen.strokeStyle = css(action === "redo" ? "--green" : "--red");
         pen.lineWidth = ratio;
         pen.globalAlpha = 0.45;
         pen.beginPath(); pen.moveTo(x, top + height); pen.lineTo(x, y); pen.stroke();
         pen.globalAlpha = 1;
         pen.lineWidth = 2 * ratio;
         pen.beginPath();
+        if (action === "redo") { // going round: an open ring with a head
+          pen.arc(x, y, arm, 0.9, 2 * Math.PI - 0.3);
+          pen.moveTo(x + arm + 1.5 * ratio, y - arm); pen.lineTo(x + arm, y - 0.5 * ratio); pen.lineTo(x + 0.5 * ratio, y - 2 * ratio);
+          pen.stroke();
+          continue;
+        }
         pen.moveTo(x - arm, y - arm); pen.lineTo(x + arm, y + arm);
         pen.moveTo(x - arm, y + arm); pen.lineTo(x + arm, y - arm);
         pen.stroke();
@@ -536,9 +542,73 @@
     views.push({ redraw: () => chart.redraw(false, true) });
   }
 
+  // -- colours over time ---------------------------------------------------------------------
+
+  class HeatView {
+    constructor(figure) {
+      const told = JSON.parse(figure.dataset.heat);
+      this.told = told;
+      this.cells = Uint8Array.from(atob(told.cells), (one) => one.charCodeAt(0));
+      this.image = figure.querySelector(".cells");
+      this.row = this.column = -1;
+      this.line = document.createElement("p");
+      this.line.className = "told";
+      this.line.textContent = "Point at a cell to read it.";
+      figure.querySelector(".framed").before(this.line);
+      this.here = document.createElementNS("http://www.w3.org/2000/svg", "rect");
+      this.here.setAttribute("class", "here");
+      figure.tabIndex = 0;
+      figure.setAttribute("role", "group");
+      figure.setAttribute("aria-label", figure.querySelector("figcaption").textContent);
+      figure.querySelector(".plane").addEventListener("pointermove", (event) => this.point(event));
+      figure.addEventListener("keydown", (event) => this.key(event));
+    }
+
+    point(event) {
+      const box = this.image.getBoundingClientRect();
+      const across = (event.clientX - box.left) / box.width, down = (event.clientY - box.top) / box.height;
+      if (across < 0 || across >= 1 || down < 0 || down >= 1) return;
+      this.show(Math.floor(down * this.told.names.length), Math.floor(across * this.told.steps.length));
+    }
+
+    key(event) {
+      const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
+      const move = moves[event.key];
+      if (!move || event.ctrlKey || event.altKey || event.metaKey) return;
+      event.preventDefault();
+      this.show(Math.max(0, this.row) + (this.row < 0 ? 0 : move[0]), Math.max(0, this.column) + (this.column < 0 ? 0 : move[1]));
+    }
+
+    show(row, column) {
+      const { names, steps, last } = this.told;
+      this.row = Math.max(0, Math.min(names.length - 1, row));
+      this.column = Math.max(0, Math.min(steps.length - 1, column));
+      const from = steps[this.column], to = this.column + 1 < steps.length ? steps[this.column + 1] : last;
+      const when = to > from + 1 && this.column + 1 < steps.length ? `from step ${group.format(from)}` : `step ${group.format(from)}`;
+      this.line.textContent = [names[this.row], when, this.value(this.cells[this.row * steps.length + this.column])].join(" \u00b7 ");
+      const height = Number(this.image.getAttribute("height")) / names.length;
+      this.here.setAttribute("x", `${(100 * this.column) / steps.length}%`);
+      this.here.setAttribute("y", this.row * height);
+      this.here.setAttribute("width", `${Math.max(0.4, 100 / steps.length)}%`);
+      this.here.setAttribute("height", Math.max(3, height));
+      if (!this.here.parentNode) this.image.parentNode.append(this.here);
+    }
+
+    value(place) {
+      const { low, high, log } = this.told;
+      if (place === 0) return "not finite, or not measured";
+      if (place === 255) return `far above ${short(high)}`;
+      const share = (place - 1) / 253;
+      const value = log ? low * (high / low) ** share : low + share * (high - low);
+      const ends = place === 1 ? "at most " : place === 254 ? "at least " : "about ";
+      return ends + short(Number(value.toPrecision(2)));
+    }
+  }
+
   // -- all together --------------------------------------------------------------------------
 
   function listen(scope) {
+    for (const figure of scope.querySelectorAll("figure.heat")) new HeatView(figure);
     for (const button of scope.querySelectorAll("button.zoom")) {
       button.hidden = false;
       button.addEventListener("click", () => {

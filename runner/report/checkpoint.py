@@ -1,0 +1,176 @@
+"""The section of the ring: which checkpoints there are, and how long each of them lived."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from runner.observe.console import duration
+from runner.policy.retention.records import State
+from runner.report.drawing import WIDTH
+from runner.report.figure import Label, framed, stretched
+from runner.report.markup import Html, table, tag
+from runner.report.run import RunReader
+from runner.report.side import TIERS, Copy
+from runner.report.words import when
+from runner.system.units import format_bytes
+
+_MOST_BARS = 250
+_MOST_ROWS = 60
+_LANE = 84
+_WORDS = {
+    State.clean: "proven",
+    State.committed: "whole, not proven yet",
+    State.tainted: "not to be used",
+}
+
+
+def ring(run: RunReader) -> Html | None:
+    """The checkpoints that are there, and the life of all that were."""
+    drawn, rows = _drawing(run), _rows(run)
+    if drawn is None and not rows:
+        return None
+    return tag(
+        "section",
+        tag("h3", "The ring"),
+        drawn,
+        table(["step", "state", "tier", "size", "saved"], rows[:_MOST_ROWS]) if rows else None,
+        cls="ring",
+    )
+
+
+def _rows(run: RunReader) -> list[list[object]]:
+    clock = float(run.clock())
+    rows: list[tuple[int, int, list[object]]] = []
+    for found in run.checkpoints():
+        age = f"{duration(max(0.0, clock - found.time))} ago"
+        size = format_bytes(found.num_bytes)
+        rows.append((found.serial, 1, [f"{found.step:,}", _badge(found.state), "disk", size, age]))
+    for order, tier in ((0, "memory"), (2, "remote")):
+        # What was in memory is gone with the processes that held it.
+        for copy in run.sides.ring.live(tier) if tier == "remote" or run.is_alive() else []:
+            age = f"{duration(max(0.0, clock - copy.saved))} ago"
+            told: list[object] = [f"{copy.step:,}", _badge(_state(copy)), tier, "", age]
+            rows.append((copy.serial, order, told))
+    return [told for _, _, told in sorted(rows, key=lambda one: (-one[0], one[1]))]
+
+
+def _badge(state: State) -> Html:
+    return tag("span", _WORDS[state], cls=f"badge {state.value}")
+
+
+def _state(copy: Copy) -> State:
+    if copy.tainted is not None:
+        return State.tainted
+    return State.committed if copy.proven is None else State.clean
+
+
+def _drawing(run: RunReader) -> Html | None:
+    """Each copy a bar from its save to its end, a lane a tier; higher is a later step."""
+    fold = run.sides.ring
+    lanes = [(tier, fold.copies(tier)) for tier in TIERS]
+    lanes = [(tier, copies) for tier, copies in lanes if copies]
+    if not lanes:
+        return None
+    last_step = max(1, *(copy.step for _, copies in lanes for copy in copies))
+    saved = [copy.saved for _, copies in lanes for copy in copies]
+    end = max(run.last_time(), min(saved) + 1.0, *saved)
+    across = _scale(run, min(saved), end)
+    figures = []
+    for order, (tier, copies) in enumerate(lanes):
+        shapes = _lane(tier, copies, last_step, end, across)
+        names = [Label(at=15, text=tier), Label(at=_LANE - 6, text=f"{len(copies):,} in all")]
+        figures.append(
+            framed(
+                [stretched(shapes, _LANE)],
+                height=_LANE,
+                left=names,
+                below=_steps(run) if order == len(lanes) - 1 else [],
+                title=f"Checkpoints on tier {tier}, from their save to their end",
+            )
+        )
+    caption = tag(
+        "figcaption",
+        "Over time",
+        tag("small", " a bar is a checkpoint from its save to its end; higher is a later step"),
+    )
+    return tag("figure", caption, *figures, _legend(), cls="life")
+
+
+def _scale(run: RunReader, first: float, end: float) -> Callable[[float], float]:
+    """From seconds since the epoch to units: over attempts as the curves are, where there are."""
+    places = run.fold.places
+    last = len(places) - 1
+
+    def across(time: float) -> float:
+        if last > 0:
+            share = bisect_left(range(last + 1), time, key=places.time_of) / last
+        else:
+            share = (time - first) / (end - first)
+        return WIDTH * min(1.0, max(0.0, share))
+
+    return across
+
+
+def _lane(
+    tier: str,
+    copies: Sequence[Copy],
+    last_step: int,
+    end: float,
+    across: Callable[[float], float],
+) -> list[Html]:
+    made = [tag("rect", x=0, y=0, width=WIDTH, height=_LANE, cls="lane")]
+    for copy in _most_telling(copies):
+        y = 5 + (_LANE - 10) * (1 - copy.step / last_step)
+        over = end if copy.gone is None else copy.gone
+        changes = [
+            (copy.saved, "committed"),
+            *([(copy.proven, "clean")] if copy.proven is not None else []),
+            *([(copy.tainted, "tainted")] if copy.tainted is not None else []),
+        ]
+        words = f"step {copy.step:,}, {tier}: saved {when(copy.saved)}"
+        bars = []
+        for at, (since, state) in enumerate(changes):
+            until = changes[at + 1][0] if at + 1 < len(changes) else over
+            x, stop = across(since), max(across(until), across(since) + 1.5)
+            bars.append(tag("path", d=f"M{x:.1f} {y:.1f}H{stop:.1f}", cls=f"life {state}"))
+        made.append(tag("g", tag("title", words), *bars))
+    return made
+
+
+def _most_telling(copies: Sequence[Copy]) -> list[Copy]:
+    """All, or those that are there, those that were tainted, and the longest lived."""
+    if len(copies) <= _MOST_BARS:
+        return list(copies)
+
+    def weight(copy: Copy) -> tuple[bool, bool, float]:
+        return copy.gone is None, copy.tainted is not None, copy.lived()
+
+    chosen = sorted(copies, key=weight, reverse=True)[:_MOST_BARS]
+    return sorted(chosen, key=lambda one: one.saved)
+
+
+def _steps(run: RunReader) -> list[Label]:
+    places = run.fold.places
+    last = len(places) - 1
+    if last <= 0:
+        return []
+    return [
+        Label(
+            at=order / 4,
+            text=f"{places.step_of(round(order * last / 4)):,}",
+            is_minor=order % 2 == 1,
+        )
+        for order in range(5)
+    ]
+
+
+def _legend() -> Html:
+    return tag(
+        "ul",
+        *(
+            tag("li", tag("span", cls=f"sign life-{state.value}"), _WORDS[state])
+            for state in (State.committed, State.clean, State.tainted)
+        ),
+        cls="legend",
+    )

@@ -1,0 +1,89 @@
+"""The evidence of explained steps, as the run left it: what was computed again, and the samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runner.run_dir.paths import RunDir
+from runner.system.files import read_bounded
+from runner.system.parsing import parse_json
+
+_JSON_BYTES = 4 << 20
+_TEXT_BYTES = 1 << 20
+_MOST_PROBES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One computation of the step: what was changed in it, nats per token, gradient norm.
+
+    ``None`` for what is not finite. ``nonfinite_ranks``: which ranks had NaN or Inf.
+    """
+
+    name: str
+    loss: float | None
+    grad_norm: float | None
+    nonfinite_ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Of one step: the probes, and what ``samples.txt`` says."""
+
+    number: int
+    probes: tuple[Probe, ...]
+    samples: str
+
+
+def number_of(cause: Mapping[str, Any]) -> int | None:
+    """Of the evidence that a verdict names."""
+    told = cause.get("bundle")
+    return told if type(told) is int and 0 <= told < 10**12 else None
+
+
+def evidence(run_dir: RunDir, number: int, *, most_characters: int) -> Evidence | None:
+    """What lies in ``out`` of it; None where nothing does, or nothing that can be read."""
+    folder = run_dir.explanation(number)
+    try:
+        told = parse_json(read_bounded(folder / "incident.json", _JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    try:
+        text = read_bounded(folder / "samples.txt", _TEXT_BYTES).decode(errors="replace")
+    except OSError:
+        text = ""
+    probes = told.get("probes") if isinstance(told, dict) else None
+    return Evidence(
+        number=number,
+        probes=tuple(
+            _probe(name, probe)
+            for name, probe in list((probes if isinstance(probes, dict) else {}).items())
+            if isinstance(probe, dict)
+        )[:_MOST_PROBES],
+        samples=_without_head(text)[:most_characters],
+    )
+
+
+def _probe(name: str, told: Mapping[str, Any]) -> Probe:
+    ranks = told.get("nonfinite_ranks")
+    return Probe(
+        name=name[:60],
+        loss=_finite(told.get("loss")),
+        grad_norm=_finite(told.get("grad_norm")),
+        nonfinite_ranks=tuple(
+            rank for rank in (ranks if isinstance(ranks, list) else []) if type(rank) is int
+        )[:64],
+    )
+
+
+def _without_head(text: str) -> str:
+    """The first line repeats the verdict."""
+    return text.partition("\n")[2].strip()
+
+
+def _finite(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None

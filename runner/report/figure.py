@@ -1,0 +1,320 @@
+"""Still figures: colours over time, lines beside each other, small curves of a number each."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from runner.report.drawing import WIDTH, bounds, number, ticks
+from runner.report.heat import ABOVE, Picture
+from runner.report.markup import Html, join, tag
+from runner.report.words import cut
+from runner.system.parsing import json_text
+
+_ROWS_HEIGHT, _LEAST_ROW, _MOST_ROW = 220, 1.8, 20  # pixels
+_LABEL = 15  # pixels that a row's label takes
+_LABEL_CHARACTERS = 12
+_MOST_DOTS = 200
+_NAMES, _NUMBERS = 96, 48  # pixels to the left
+_BELOW = 22  # pixels for what stands under a figure
+_HEIGHT = 170
+MOST_LINES = 8  # colours and dashes that are told apart
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A line of a figure, its points in the order of ``x``; a NaN leaves a gap."""
+
+    name: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """Text at a place: pixels from the top, or a share of the width. ``is_minor``: for wide ones.
+
+    ``full`` is shown to who points at it.
+    """
+
+    at: float
+    text: str
+    is_minor: bool = False
+    full: str | None = None
+
+
+def framed(
+    plane: Sequence[Html],
+    *,
+    height: float,
+    left: Sequence[Label],
+    below: Sequence[Label],
+    title: str,
+    names: bool = True,
+) -> Html:
+    """A figure as high on a phone as on a wide screen: only the plane is stretched.
+
+    Args:
+        plane: what is drawn, its x in shares of the width.
+        names: whether names stand to the left, which take more room than numbers.
+    """
+    width = _NAMES if names else _NUMBERS
+    whole = math.ceil(height) + (_BELOW if below else 6)
+    texts = (
+        tag(
+            "text", one.text, tag("title", one.full) if one.full else None,
+            x=width - 6, y=f"{one.at:.1f}", text_anchor="end", cls="tick",
+        )
+        for one in left
+    )  # fmt: skip
+    ends = (
+        tag(
+            "text",
+            one.text,
+            x=f"{100 * one.at:.2f}%",
+            y=whole - 5,
+            text_anchor="start" if one.at < 0.02 else "end" if one.at > 0.95 else "middle",
+            cls="tick wide" if one.is_minor else "tick",
+        )
+        for one in below
+    )
+    return tag(
+        "div",
+        tag("svg", *texts, width=width, height=whole, cls="names", aria_hidden="true"),
+        tag("svg", tag("title", title), *plane, *ends, height=whole, cls="plane", role="img"),
+        cls="framed",
+    )
+
+
+def stretched(shapes: Sequence[Html], height: float) -> Html:
+    """Shapes on 1000 units of width, as wide as the plane."""
+    return tag(
+        "svg",
+        *shapes,
+        viewBox=f"0 0 {WIDTH} {height:g}",
+        preserveAspectRatio="none",
+        height=f"{height:g}",
+        width="100%",
+    )
+
+
+def heat(picture: Picture, title: str, unit: str) -> Html:
+    """Rows over looks; the script tells the numbers under the pointer."""
+    rows, columns = len(picture.names), len(picture.steps)
+    height = min(_MOST_ROW, max(_LEAST_ROW, _ROWS_HEIGHT / rows))
+    whole = rows * height
+    words = f"{title}: {rows} rows over {columns} looks, from step {picture.steps[0]:,}"
+    cells = tag(
+        "image",
+        href=picture.png(),
+        x=0,
+        y=0,
+        width="100%",
+        height=f"{whole:.1f}",
+        preserveAspectRatio="none",
+        cls="cells",
+    )
+    frame = tag("rect", x=0, y=0, width="100%", height=f"{whole:.1f}", cls="frame")
+    return tag(
+        "figure",
+        tag("figcaption", title, tag("small", f" {unit}")),
+        framed(
+            [cells, frame, *_above(picture, height)],
+            height=whole,
+            left=_row_labels(picture.names, height),
+            below=_look_labels(picture),
+            title=words,
+        ),
+        _scale(picture),
+        cls="heat",
+        data_heat=_for_script(picture),
+    )
+
+
+def _above(picture: Picture, height: float) -> list[Html]:
+    """A dot on what is far above the scale: seen without colours, and where a cell is a line."""
+    columns = len(picture.steps)
+    places = [at for at, place in enumerate(picture.places) if place == ABOVE]
+    return [
+        tag(
+            "circle",
+            cx=f"{100 * (at % columns + 0.5) / columns:.2f}%",
+            cy=f"{(at // columns + 0.5) * height:.1f}",
+            r=3.2,
+            cls="spike",
+        )
+        for at in places[:_MOST_DOTS]
+    ]
+
+
+def _row_labels(names: Sequence[str], height: float) -> list[Label]:
+    stride = math.ceil(_LABEL / height)
+    return [
+        Label(at=max(11.0, (at + 0.5) * height + 4.5), text=cut(name, _LABEL_CHARACTERS), full=name)
+        for at, name in enumerate(names)
+        if at % stride == 0
+    ]
+
+
+def _look_labels(picture: Picture) -> list[Label]:
+    columns = len(picture.steps)
+    places = sorted({round(at * (columns - 1) / 4) for at in range(5)})
+    return [
+        Label(
+            at=(at + 0.5) / columns if columns < 12 else at / (columns - 1),
+            text=f"{picture.last_step if at == columns - 1 else picture.steps[at]:,}",
+            is_minor=order % 2 == 1,
+        )
+        for order, at in enumerate(places)
+    ]
+
+
+def _scale(picture: Picture) -> Html:
+    """What the colours mean."""
+    above = join([tag("span", cls="above"), "far above"]) if picture.has_above else None
+    return tag(
+        "p",
+        tag("span", number(picture.low)),
+        tag("span", cls="ramp"),
+        tag("span", number(picture.high)),
+        tag("span", above) if above else None,
+        tag("span", "log scale" if picture.is_log else "linear scale"),
+        cls="scale",
+    )
+
+
+def _for_script(picture: Picture) -> str:
+    return json_text(
+        {
+            "names": list(picture.names),
+            "steps": list(picture.steps),
+            "last": picture.last_step,
+            "low": float(f"{picture.low:.6g}"),
+            "high": float(f"{picture.high:.6g}"),
+            "log": picture.is_log,
+            "cells": base64.b64encode(picture.places).decode(),
+        },
+        is_compact=True,
+    )
+
+
+def lines(title: str, unit: str, told: Sequence[Named], *, x_words: str) -> Html | None:
+    """A few lines over the same axis, and which is which; None without a number."""
+    told = [one for one in told if any(math.isfinite(y) for _, y in one.points)][:MOST_LINES]
+    points = [point for one in told for point in one.points if math.isfinite(point[1])]
+    scale = bounds([y for _, y in points], is_log=False)
+    if scale is None:
+        return None
+    low, high = scale
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+
+    def across(x: float) -> float:
+        return WIDTH * (x - first) / max(1e-9, last - first)
+
+    def up(y: float) -> float:
+        share = min(1.0, max(0.0, (y - low) / (high - low)))
+        return 6 + (_HEIGHT - 12) * (1 - share)
+
+    grid = [(up(value), number(value)) for value in ticks(scale, is_log=False)]
+    shapes = [
+        *(tag("path", d=f"M0 {y:.1f}H{WIDTH}", cls="grid") for y, _ in grid),
+        *(
+            tag("path", d=path(one.points, across, up), cls=f"curve line{place}")
+            for place, one in enumerate(told)
+        ),
+    ]
+    drawn = framed(
+        [stretched(shapes, _HEIGHT)],
+        height=_HEIGHT,
+        left=[Label(at=y + 4, text=words) for y, words in grid],
+        below=_whole_labels(first, last),
+        title=title,
+        names=False,
+    )
+    return tag(
+        "figure",
+        tag("figcaption", title, tag("small", f" {unit}, over {x_words}")),
+        drawn,
+        key([one.name for one in told]),
+    )
+
+
+def _whole_labels(first: float, last: float) -> list[Label]:
+    """Steps and positions are whole."""
+    if last <= first:
+        return [Label(at=0.0, text=f"{first:,.0f}")]
+    found = [value for value in ticks((first, last), is_log=False) if value == round(value)]
+    return [
+        Label(at=(value - first) / (last - first), text=f"{value:,.0f}", is_minor=order % 2 == 1)
+        for order, value in enumerate(found)
+    ]
+
+
+def key(names: Sequence[str]) -> Html:
+    """Which line is which."""
+    return tag(
+        "ul",
+        *(tag("li", sign(place), name) for place, name in enumerate(names)),
+        cls="legend",
+    )
+
+
+def sign(place: int) -> Html:
+    """A piece of a line, as it is drawn."""
+    piece = tag("path", d="M0 4H30", cls=f"curve line{place % MOST_LINES}")
+    return tag(
+        "svg", piece, viewBox="0 0 30 8", width=30, height=8, cls="piece", aria_hidden="true"
+    )
+
+
+def path(
+    points: Sequence[Point], across: Callable[[float], float], up: Callable[[float], float]
+) -> str:
+    """Lines between the points; what is not a number is a gap."""
+    words, is_open = [], False
+    for x, y in points:
+        if math.isfinite(y):
+            words.append(f"{'L' if is_open else 'M'}{across(x):.1f} {up(y):.1f}")
+        is_open = math.isfinite(y)
+    return "".join(words)
+
+
+def small(title: str, points: Sequence[Point]) -> Html | None:
+    """One number over time, with its extremes; None without a number."""
+    known = [y for _, y in points if math.isfinite(y)]
+    if not known:
+        return None
+    low, high = min(known), max(known)
+    is_log = low > 0 and high > 30 * low
+    width, height = 300, 64
+
+    def height_of(value: float) -> float:
+        return math.log(value) if is_log else value
+
+    span = max(1e-12, height_of(high) - height_of(low))
+    last = max(1, len(points) - 1)
+    drawn = tag(
+        "svg",
+        tag("title", f"{title}: {number(low)} to {number(high)}"),
+        tag(
+            "path",
+            d=path(
+                [(float(at), y) for at, (_, y) in enumerate(points)],
+                lambda at: 2 + (width - 4) * at / last,
+                lambda y: height - 4 - (height - 8) * (height_of(y) - height_of(low)) / span,
+            ),
+            cls="curve",
+        ),
+        viewBox=f"0 0 {width} {height}",
+        preserveAspectRatio="none",
+        role="img",
+    )
+    words = f"{number(low)} to {number(high)}{', log scale' if is_log else ''}"
+    return tag(
+        "figure",
+        tag("figcaption", title, " ", tag("b", number(known[-1]))),
+        drawn,
+        tag("small", words),
+    )

@@ -1,0 +1,263 @@
+"""What lies beside metrics and journal: the layers, the ranks' times, the life of checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from runner.report.follow import Follower
+from runner.report.heat import Grid
+from runner.run_dir.paths import RunDir
+
+# Of a layer, in the order in which they are shown, and of the model; see docs/warnings.md.
+LAYER_QUANTITIES = {
+    "grad": "gradient norm",
+    "update": "update relative to the weights",
+    "residual_rms": "residual stream, RMS",
+    "attention_logit": "largest attention logit",
+    "weight": "weight norm",
+    "adam_rms": "RMS of g/sqrt(v), Adam",
+}
+_MOST_QUANTITIES = 10
+_MOST_POSITIONS = 512
+_MOST_PROFILES = 64
+_MOST_RANKS = 4096
+TIERS = ("memory", "disk", "remote")
+_MOST_GONE = 1000  # copies of each tier; those that lived longest stay
+
+
+class Fold(Protocol):
+    """Takes the lines of one file, whatever they hold."""
+
+    def add(self, told: Mapping[str, Any]) -> None: ...
+
+
+class LayerFold:
+    """``layers.jsonl``.
+
+    Attributes:
+        grids: by quantity, a row a layer.
+        model: a row a number of the whole model.
+        profiles: some looks at the loss by position: step, and nats per token in equal stretches.
+        positions: tokens of a sequence.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self.grids: dict[str, Grid] = {}
+        self.model = Grid(most_columns=columns)
+        self.profiles: list[tuple[int, tuple[float, ...]]] = []
+        self.positions = 0
+        self._profile_stride = 1
+        self._num_profiles = 0
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        step = whole(told.get("step"))
+        layers, model = told.get("layers"), told.get("model")
+        if isinstance(layers, dict):
+            self._add_layers(step, layers)
+        if isinstance(model, dict):
+            self.model.add(step, {str(name): number(one) for name, one in model.items()})
+        profile = told.get("loss_by_position")
+        if isinstance(profile, list) and 1 < len(profile) <= _MOST_POSITIONS:
+            self.positions = whole(told.get("positions")) or len(profile)
+            self._add_profile(step, tuple(_or_nan(number(one)) for one in profile))
+
+    def _add_layers(self, step: int, layers: Mapping[str, Any]) -> None:
+        by_quantity: dict[str, dict[str, float | None]] = {name: {} for name in self.grids}
+        for layer, numbers in layers.items():
+            for name, value in numbers.items() if isinstance(numbers, dict) else ():
+                if name in by_quantity or len(by_quantity) < _MOST_QUANTITIES:
+                    by_quantity.setdefault(name, {})[layer] = number(value)
+        for name, values in by_quantity.items():
+            if name not in self.grids:
+                self.grids[name] = Grid(most_columns=self._columns)
+            self.grids[name].add(step, values)
+
+    def _add_profile(self, step: int, profile: tuple[float, ...]) -> None:
+        """The first, the last, and some between."""
+        if self.profiles and (self._num_profiles - 1) % self._profile_stride:
+            self.profiles.pop()  # it was there as the last one only
+        self._num_profiles += 1
+        self.profiles.append((step, profile))
+        if len(self.profiles) > _MOST_PROFILES:
+            self.profiles = self.profiles[::2]
+            self._profile_stride *= 2
+
+
+class RankFold:
+    """``ranks.jsonl``: seconds of each rank.
+
+    Attributes:
+        own: before a step's first collective.
+        device: for one fixed computation.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.own = Grid(most_columns=columns)
+        self.device = Grid(most_columns=columns)
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        step, size = whole(told.get("step")), max(1, whole(told.get("ranks_a_value")))
+        for grid, name in ((self.own, "own_seconds"), (self.device, "device_seconds")):
+            values = told.get(name)
+            if isinstance(values, list) and len(values) <= _MOST_RANKS:
+                grid.add(step, {_rank_name(at, size): number(one) for at, one in enumerate(values)})
+
+
+@dataclass(slots=True, kw_only=True)
+class Copy:
+    """A checkpoint's life in one tier; times in seconds since the epoch, None: not (yet)."""
+
+    serial: int
+    step: int
+    saved: float
+    proven: float | None = None
+    tainted: float | None = None
+    gone: float | None = None
+
+    def lived(self) -> float:
+        """Seconds, of one that is gone."""
+        return (self.gone or self.saved) - self.saved
+
+
+@dataclass(slots=True)
+class _Tier:
+    live: dict[int, Copy] = field(default_factory=dict)
+    gone: list[Copy] = field(default_factory=list)
+
+
+class RingFold:
+    """``ring.jsonl``: what became of each copy of a checkpoint."""
+
+    def __init__(self) -> None:
+        self._tiers = {tier: _Tier() for tier in TIERS}
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        tier, serial, at = told.get("tier"), told.get("serial"), number(told.get("time"))
+        found = self._tiers.get(tier) if isinstance(tier, str) else None
+        if found is None or type(serial) is not int or at is None:
+            return
+        state, copy = told.get("state"), found.live.get(serial)
+        if state == "committed":
+            found.live[serial] = Copy(serial=serial, step=whole(told.get("of")), saved=at)
+        elif copy is None:
+            return
+        elif state == "clean":
+            copy.proven = at
+        elif state == "tainted":
+            copy.tainted = at
+        elif state == "gone":
+            copy.gone = at
+            found.gone.append(found.live.pop(serial))
+            if len(found.gone) > 2 * _MOST_GONE:
+                longest = sorted(found.gone, key=Copy.lived, reverse=True)[:_MOST_GONE]
+                found.gone = sorted(longest, key=lambda one: one.saved)
+
+    def copies(self, tier: str) -> list[Copy]:
+        """Of one tier, in the order in which they were saved; of very many the longest lived."""
+        found = self._tiers[tier]
+        return sorted([*found.gone, *found.live.values()], key=lambda one: one.saved)
+
+    def live(self, tier: str) -> list[Copy]:
+        """Those that are not gone, by serial."""
+        return sorted(self._tiers[tier].live.values(), key=lambda one: one.serial)
+
+
+T = TypeVar("T", bound=Fold)
+
+
+class _Side(Generic[T]):
+    """One file, followed."""
+
+    def __init__(self, follower: Follower, make: Callable[[], T]) -> None:
+        self._follower = follower
+        self._make = make
+        self.fold = make()
+        self.version = 0
+
+    def update(self) -> None:
+        if self._follower.was_replaced():
+            self._follower.begin_anew()
+            self.fold = self._make()
+            self.version += 1
+        before = self._follower.offset
+        for told in self._follower.lines():
+            self.fold.add(told)
+        self.version += self._follower.offset != before
+
+    @property
+    def num_damaged(self) -> int:
+        return self._follower.num_damaged
+
+
+class Sides:
+    """The three files of one run.
+
+    Args:
+        columns: about how many columns a picture of them has.
+    """
+
+    def __init__(self, run_dir: RunDir, *, columns: int) -> None:
+        self._layers = _Side(Follower(run_dir.layers), lambda: LayerFold(columns))
+        self._ranks = _Side(Follower(run_dir.rank_times), lambda: RankFold(columns))
+        self._ring = _Side(Follower(run_dir.ring_lines), RingFold)
+
+    def update(self) -> None:
+        """Read what is new.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        self._layers.update()
+        self._ranks.update()
+        self._ring.update()
+
+    @property
+    def layers(self) -> LayerFold:
+        return self._layers.fold
+
+    @property
+    def ranks(self) -> RankFold:
+        return self._ranks.fold
+
+    @property
+    def ring(self) -> RingFold:
+        return self._ring.fold
+
+    @property
+    def version(self) -> str:
+        """Another one whenever there was anything new."""
+        return f"{self._layers.version} {self._ranks.version} {self._ring.version}"
+
+    @property
+    def num_damaged(self) -> int:
+        """Lines that could not be read."""
+        return sum(one.num_damaged for one in (self._layers, self._ranks, self._ring))
+
+
+def number(value: Any) -> float | None:
+    """A finite number; None for all else."""
+    if type(value) is not float and type(value) is not int:
+        return None
+    try:
+        told = float(value)
+    except OverflowError:
+        return None
+    return told if math.isfinite(told) else None
+
+
+def whole(value: Any) -> int:
+    """A count; 0 for what is none."""
+    return value if type(value) is int and 0 <= value < 1 << 53 else 0
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _rank_name(at: int, size: int) -> str:
+    first = at * size
+    return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}"

@@ -1,0 +1,41 @@
+"""What metrics tell of each source of a mixture: a fold over columns, see ``source_columns``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from runner.report.heat import Grid
+from runner.report.side import number, whole
+
+_MOST_SOURCES = 256
+_SAMPLES, _LOSS = "samples/", "eval_loss/"
+
+
+class SourceFold:
+    """Samples and held-out losses by the source's name.
+
+    Attributes:
+        samples: how many of the attempted steps came from each.
+        losses: a row a source, a look an evaluation.
+        newest: the last held-out loss of each.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.samples: dict[str, int] = {}
+        self.losses = Grid(most_columns=columns)
+        self.newest: dict[str, float] = {}
+
+    def add(self, told: Mapping[str, Any]) -> None:
+        """Take one line of the metrics."""
+        losses: dict[str, float | None] = {}
+        for key, value in told.items():
+            if key.startswith(_SAMPLES):
+                name = key[len(_SAMPLES) :]
+                if name in self.samples or len(self.samples) < _MOST_SOURCES:
+                    self.samples[name] = self.samples.get(name, 0) + whole(value)
+            elif key.startswith(_LOSS) and len(losses) < _MOST_SOURCES:
+                losses[key[len(_LOSS) :]] = number(value)
+        if losses:
+            self.losses.add(whole(told.get("step")), losses)
+            self.newest |= {name: one for name, one in losses.items() if one is not None}
