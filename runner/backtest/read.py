@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from runner.backtest.event import event_files, read_events
-from runner.backtest.table import Names, Row, Table, opened, read_csv, read_json
+from runner.backtest.table import Moved, Names, Row, Table, nobody, opened, read_csv, read_json
 from runner.policy.decision.replay import Curve
 from runner.system.error import ConfigError
 
@@ -43,9 +43,9 @@ class Columns:
 _LATE_BEGINNING = 10
 
 
-def read_columns(path: str, names: Names) -> Columns:
+def read_columns(path: str, names: Names, *, moved: Moved = nobody) -> Columns:
     """Read one run, all that was asked for. Raises as :func:`read_curve`."""
-    table, notes = _readable(path, names)
+    table, notes = _readable(path, names, moved)
     if not any(row[1] is not None for row in table.rows):
         raise ConfigError(f"{path}: no row has a loss; name its column: --loss NAME")
     by_column = [list(column) for column in zip(*table.rows, strict=True)]
@@ -63,7 +63,9 @@ def read_columns(path: str, names: Names) -> Columns:
     )
 
 
-def read_curve(path: str, names: Names | None = None, *, memory: int = 64) -> Recording:
+def read_curve(
+    path: str, names: Names | None = None, *, memory: int = 64, moved: Moved = nobody
+) -> Recording:
     """Read one run.
 
     Args:
@@ -71,11 +73,12 @@ def read_curve(path: str, names: Names | None = None, *, memory: int = 64) -> Re
         names: columns, where the common names do not find them.
         memory: the guard's window; after a gap in the steps longer than that many usual
             distances nothing is known of the rows that follow.
+        moved: told now and then how far a file of lines is read.
 
     Raises:
         ConfigError: no such file, no loss in it, or nothing that can be read.
     """
-    table, notes = _readable(path, names or Names())
+    table, notes = _readable(path, names or Names(), moved)
     rows = _once([row for row in table.rows if row[1] is not None], notes)
     if not rows:
         raise ConfigError(f"{path}: no row has a loss; name its column: --loss NAME")
@@ -92,9 +95,9 @@ def read_curve(path: str, names: Names | None = None, *, memory: int = 64) -> Re
     return Recording(path=path, curve=curve, notes=tuple(notes))
 
 
-def _readable(path: str, names: Names) -> tuple[Table, list[str]]:
+def _readable(path: str, names: Names, moved: Moved) -> tuple[Table, list[str]]:
     """With what was odd; more lines that cannot be read than others are no curve."""
-    table = _read(Path(path), names)
+    table = _read(Path(path), names, moved)
     notes = []
     if table.num_unreadable:
         notes.append(f"{table.num_unreadable} line(s) could not be read and were left out")
@@ -107,9 +110,9 @@ def _readable(path: str, names: Names) -> tuple[Table, list[str]]:
     return table, notes
 
 
-def _read(path: Path, names: Names) -> Table:
+def _read(path: Path, names: Names, moved: Moved) -> Table:
     if path.is_dir():
-        return _read_folder(path, names)
+        return _read_folder(path, names, moved)
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give CSV, JSONL or TensorBoard event files")
     if "tfevents" in path.name:
@@ -118,14 +121,14 @@ def _read(path: Path, names: Names) -> Table:
         with opened(path) as file:
             first = file.read(256).lstrip()
         read = read_json if first.startswith(("{", "[")) else read_csv
-        return read(path, names)
+        return read(path, names, moved)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: cannot be unpacked: {error}; is it whole?") from None
 
 
-def _read_folder(path: Path, names: Names) -> Table:
+def _read_folder(path: Path, names: Names, moved: Moved) -> Table:
     if (path / "metrics.jsonl").is_file():
-        return read_json(path / "metrics.jsonl", names)
+        return read_json(path / "metrics.jsonl", names, moved)
     events = event_files(path)
     if not events:
         raise ConfigError(f"{path}: neither metrics.jsonl nor TensorBoard event files in it")

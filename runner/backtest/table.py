@@ -9,7 +9,7 @@ import csv
 import gzip
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +20,12 @@ from runner.system.error import ConfigError
 Row = tuple[float | None, ...]  # step, loss, grad norm, and what Names.further asks for
 # Sampled for the names of the columns: the first lines of a log may lack the gradient norm.
 _LINES_FOR_NAMES = 1000
+Moved = Callable[[int, int], None]  # takes bytes that were read, and those of the file
+_ROWS_BETWEEN = 4096
+
+
+def nobody(done: int, total: int) -> None:
+    """For who need not be told how far it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +75,14 @@ def opened(path: Path, newline: str | None = None) -> TextIO:
     return path.open(newline=newline, encoding="utf-8-sig", errors="replace")
 
 
-def read_csv(path: Path, names: Names) -> Table:
+def _told(file: TextIO, path: Path, count: int, moved: Moved) -> None:
+    """Tell now and then how far the file is read."""
+    if count % _ROWS_BETWEEN == 0:
+        packed = file.buffer  # of a .gz the bytes as they lie on the disk
+        moved(getattr(packed, "fileobj", packed).tell(), path.stat().st_size)
+
+
+def read_csv(path: Path, names: Names, moved: Moved = nobody) -> Table:
     """A CSV with one line of names; a tab or semicolon between columns is noticed."""
     with opened(path, newline="") as file:
         head = file.readline()
@@ -80,7 +93,8 @@ def read_csv(path: Path, names: Names) -> Table:
         columns = chosen(fields, names, str(path))
         places = [fields.index(name) if name is not None else None for name in columns]
         table = _table(columns)
-        for line in _readable(lines):
+        for count, line in enumerate(_readable(lines)):
+            _told(file, path, count, moved)
             try:
                 table.rows.append(_numbers(line or [], places))
             except (ValueError, IndexError):
@@ -113,7 +127,7 @@ def _number(text: str) -> float | None:
     return float(text) if text and text not in ("null", "None", "-") else None
 
 
-def read_json(path: Path, names: Names) -> Table:
+def read_json(path: Path, names: Names, moved: Moved = nobody) -> Table:
     """A JSON object a line: our ``metrics.jsonl``, or a log of that kind; or one document.
 
     A document is a list of objects, or an object whose ``log_history`` is one, as the trainer of
@@ -131,7 +145,7 @@ def read_json(path: Path, names: Names) -> Table:
     columns = chosen(fields, names, str(path))
     is_ours = {"verdict", "action", "cursor"} <= set(fields)
     table = _table(columns)
-    for values in _objects(path):
+    for values in _objects(path, moved):
         if is_ours and values is not None and values.get("action") == "redo":
             continue  # the same step follows as it was computed again: this one never happened
         try:
@@ -153,14 +167,15 @@ def _row(values: dict[str, Any] | None, columns: Sequence[str | None], is_ours: 
     return tuple(numbers)
 
 
-def _objects(path: Path) -> Iterator[dict[str, Any] | None]:
+def _objects(path: Path, moved: Moved = nobody) -> Iterator[dict[str, Any] | None]:
     """Each line's object; None for a line that is none, such as the torn last one of a crash."""
     document = _document(path)
     if document is not None:
         yield from (values if isinstance(values, dict) else None for values in document)
         return
     with opened(path) as file:
-        for line in file:
+        for count, line in enumerate(file):
+            _told(file, path, count, moved)
             if line.strip():
                 values = _parsed(line)
                 yield values if isinstance(values, dict) else None

@@ -621,6 +621,10 @@ class Ring:
             + ("; ".join(faults) or "there is none")
         )
 
+    def show_restoring(self, show: Callable[[str, int, int], None]) -> None:
+        """From now on ``show`` is told what is done, how many bytes of it, and of how many."""
+        self._disk.show = show
+
     def _load(self, record: Record) -> Restored:
         self.before_load(record)
         if record.tier is Tier.disk:

@@ -58,7 +58,8 @@ def backtest_command(given: Sequence[str]) -> int:
     names = Names(step=options.step, loss=options.loss, grad_norm=options.grad_norm)
     for number, file in enumerate(files, start=1):
         began = time.monotonic()
-        recording = read_curve(file, names, memory=config.guard.window)
+        with Bar("reading", 0) as bar:
+            recording = read_curve(file, names, memory=config.guard.window, moved=bar.at)
         replay = Replay(
             recording.curve,
             judge=judge_rules(config),

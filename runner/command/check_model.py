@@ -32,6 +32,7 @@ from runner.distributed.env import place_from
 from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import Blueprint, GuestBlueprint
+from runner.observe.bar import Bar
 from runner.session import parts
 from runner.startup.model_check import Check, quick_checks, repeated_step, works_of
 from runner.system.environment import variables
@@ -40,6 +41,7 @@ from runner.system.extras import is_installed
 
 _CPU = torch.device("cpu")
 _ROWS = 4
+_IN_PROCESS = 9  # checks, about
 _CLOSE = 1e-4  # relative; sums in another order
 _RATE = 1e-3
 # Of the short runs: what the user gave comes first, and these settings win.
@@ -72,8 +74,14 @@ def check_model_command(arguments: Sequence[str]) -> int:
     if config.model.precision.value == "auto":
         config.model.precision = type(config.model.precision).fp32
     start_group(place_from({}), _CPU, timeout_seconds=600)
+    found: list[Check] = []
     try:
-        found = list(_in_process(config))
+        with Bar("preparing the data", 0) as bar:
+            dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
+        with Bar("trying the model", _IN_PROCESS, unit="checks") as bar:
+            for one in _in_process(config, dataset):
+                found.append(one)
+                bar.at(len(found), max(_IN_PROCESS, len(found) + 1))
     finally:
         end_group()
     if not options.quick:
@@ -87,8 +95,7 @@ def check_model_command(arguments: Sequence[str]) -> int:
 # -- in this process -----------------------------------------------------------------------
 
 
-def _in_process(config: RunConfig) -> Iterator[Check]:
-    dataset = parts.open_dataset(config)
+def _in_process(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
     network = parts.blueprint(config, dataset)
     engine = parts.engine(config, network, place_from({}), _CPU)
     batch = few(dataset, config.data.seq_len, _ROWS)

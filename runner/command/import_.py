@@ -10,10 +10,11 @@ refused.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -34,6 +35,7 @@ from runner.convert.stored import Moments, Source, Stored
 from runner.distributed.env import place_from
 from runner.model.decoder import Decoder, default_ffn_dim
 from runner.model.frozen import frozen_names
+from runner.observe.bar import Bar
 from runner.run_dir.paths import RunDir
 from runner.session import parts
 from runner.system.environment import variables
@@ -43,6 +45,7 @@ from runner.train.state import TrainState
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 _SHOWN = 5
 _SERIAL = 1
+_FP32_BYTES = 4
 
 
 def import_command(arguments: Sequence[str]) -> int:
@@ -62,7 +65,8 @@ def import_command(arguments: Sequence[str]) -> int:
     check(config, world_size=config.parallel.shard_size or 1)
     run_dir = RunDir(Path(config.out))
     _refuse_used(run_dir)
-    dataset = parts.open_dataset(config)
+    with Bar("preparing the data", 0) as bar:
+        dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
     with torch.device("meta"):
         model = Decoder(parts.model_shape(config, dataset))
     wanted = {name: tuple(value.shape) for name, value in sorted(model.named_parameters())}
@@ -292,7 +296,9 @@ def _write(
     folder = store.writing_folder(_SERIAL)
     tensors = _tensors(weights, moments, trained)
     try:
-        write_rank_file(folder, 0, _Snapshots(tensors))
+        num_bytes = sum(_FP32_BYTES * math.prod(stored.shape) for stored in tensors.values())
+        with Bar("importing", num_bytes) as bar:
+            write_rank_file(folder, 0, _Snapshots(tensors, bar.add))
         pieces, files = collect_pieces(folder, 1)
         state = TrainState(parts.judge_rules(config), parts.remedy_rules(config))
         manifest = Manifest(
@@ -342,8 +348,9 @@ def _zeros(shape: tuple[int, ...]) -> Stored:
 class _Snapshots(Sequence[Snapshot]):
     """Reads each tensor when it is its turn: of a large model only one is in memory."""
 
-    def __init__(self, tensors: Mapping[str, Stored]) -> None:
+    def __init__(self, tensors: Mapping[str, Stored], moved: Callable[[int], None]) -> None:
         self._items = list(tensors.items())
+        self._moved = moved
 
     def __len__(self) -> int:
         return len(self._items)
@@ -356,7 +363,9 @@ class _Snapshots(Sequence[Snapshot]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         name, stored = self._items[index]
-        return Snapshot(name=name, start=0, values=_clean(name, stored))
+        values = _clean(name, stored)
+        self._moved(_FP32_BYTES * values.numel())
+        return Snapshot(name=name, start=0, values=values)
 
 
 def _clean(name: str, stored: Stored) -> torch.Tensor:

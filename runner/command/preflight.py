@@ -22,6 +22,7 @@ from runner.config.validate import check as check_settings
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
 from runner.data.feed import few_of
+from runner.observe.bar import Bar
 from runner.session import parts
 from runner.session.optim import optimizer_settings
 from runner.startup.model_check import Check
@@ -62,15 +63,20 @@ def preflight_command(arguments: Sequence[str]) -> int:
     began = time.monotonic()
     config = compose([*options.overrides, "parallel=single"], config_dir=options.config_dir)
     check_settings(config, world_size=1)
-    found = list(_tried(config))
+    with Bar("preparing the data", 0) as bar:
+        dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
+    found = []
+    with Bar("trying", len(TRIALS), unit="checks") as bar:
+        for one in _tried(config, dataset):
+            found.append(one)
+            bar.at(len(found), max(len(TRIALS), len(found) + 1))
     if options.json:
         return print_json(found)
     return print_checks("preflight", "what was tried", found, time.monotonic() - began)
 
 
-def _tried(config: RunConfig) -> Iterator[Check]:
+def _tried(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
     device = _device(config)
-    dataset = parts.open_dataset(config)
     stream = parts.sample_stream(config, dataset)
     corpus = _corpus(config, dataset, stream)
     return chain(

@@ -52,16 +52,15 @@ def read_command(given: Sequence[str]) -> int:
     if entropy is not None:
         chosen[column.CORPUS_ENTROPY] = None
     names = Names(step=options.step, loss=options.loss, grad_norm=options.grad_norm, further=chosen)
-    with Bar("reading", len(options.files), unit="files") as bar:
-        for file in options.files:
-            columns = read_columns(file, names)
+    for file in options.files:
+        with Bar("reading", 0) as bar:
+            columns = read_columns(file, names, moved=bar.at)
             curve = curve_of(columns, entropy)
             found = read(curve)
-            text = _json_line(file, curve, found) if options.json else _report(file, curve, found)
-            if not options.json:
-                text += "".join(f"\n  note: {note}" for note in columns.notes)
-            sys.stdout.write(text + "\n")
-            bar.add(1)
+        text = _json_line(file, curve, found) if options.json else _report(file, curve, found)
+        if not options.json:
+            text += "".join(f"\n  note: {note}" for note in columns.notes)
+        sys.stdout.write(text + "\n")
     return 0
 
 

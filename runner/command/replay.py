@@ -16,6 +16,7 @@ from typing import Any
 
 from runner.command.arguments import Parser
 from runner.explain.bundle import SAMPLES, bundles, read
+from runner.observe.bar import Bar
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
@@ -48,8 +49,12 @@ def replay_command(arguments: Sequence[str]) -> int:
         sys.stdout.write(json_text({"incident": number, **evidence}) + "\n")
         return 0
     if options.incident is None:
-        for one in numbers:
-            sys.stdout.write(_line(one, _read(run_dir, one)) + "\n")
+        with Bar("reading", len(numbers), unit="incidents") as bar:
+            lines = []
+            for one in numbers:
+                lines.append(_line(one, _read(run_dir, one)))
+                bar.add(1)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.write("\n")
     sys.stdout.write("\n".join(_story(number, evidence, run_dir)) + "\n")
     return 0

@@ -81,6 +81,7 @@ def duration(seconds: float) -> str:
 
 _BAR = 24
 _PLAIN_SECONDS = 30.0
+_QUIET_SECONDS, _LIVE_SECONDS = 2.0, 0.1
 
 
 class Working:
@@ -97,6 +98,7 @@ class Working:
         self._unit = unit
         self._clock = clock
         self._began = self._told = clock()
+        self._shown = -_LIVE_SECONDS
         self._first: int | None = None
 
     def is_due(self) -> bool:
@@ -105,6 +107,14 @@ class Working:
         if now < self._told + _PLAIN_SECONDS:
             return False
         self._told = now
+        return True
+
+    def is_due_live(self) -> bool:
+        """Whether the live line is to show it: not for work of two seconds, nor all the time."""
+        now = self._clock()
+        if now < max(self._began + _QUIET_SECONDS, self._shown + _LIVE_SECONDS):
+            return False
+        self._shown = now
         return True
 
     def begin(self, done: int) -> None:
@@ -147,6 +157,7 @@ class Console:
         self._has_live = self._rich.is_terminal and not as_json
         self._live: Live | None = None
         self._working: Working | None = None
+        self._work_done = 0
 
     def say(self, text: str) -> None:
         """One line that stays; a warning where it begins with ``warning: ``."""
@@ -201,10 +212,12 @@ class Console:
         """Show how far some long work is, in bytes: a live line, or a plain one now and then."""
         if self._silent or not total:
             return
-        if self._working is None or self._working.what != what:
+        if self._working is None or self._working.what != what or done < self._work_done:
             self._working = Working(what)
-        text = self._working.text(done, total)
-        if self._has_live or self._working.is_due():
+        self._work_done = done
+        self._working.begin(done)
+        if self._working.is_due_live() if self._has_live else self._working.is_due():
+            text = self._working.text(done, total)
             self._show(text, {"bytes_done": done, "bytes_total": total})
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -84,17 +84,17 @@ class RankTimes:
     def note(self, step: int, paces: Sequence[Pace]) -> None:
         """Take what was measured after ``step``, by rank."""
         size = math.ceil(len(paces) / _MOST_RANKS)
-        told = [
+        highest = [
             _highest([pace.host for pace in paces], size),
             _highest([pace.device for pace in paces], size),
             _highest([pace.step for pace in paces], size),
         ]
         if self._highest:
-            told = [
+            highest = [
                 [max(pair) for pair in zip(*two, strict=True)]
-                for two in zip(told, self._highest, strict=True)
+                for two in zip(highest, self._highest, strict=True)
             ]
-        self._highest = told
+        self._highest = highest
         if step < self._next:
             return
         self._next = step + max(self._every, step // _LINES_A_FOLD)
@@ -169,8 +169,10 @@ class RingLines:
         return False
 
     def _write(self, step: int, key: tuple[str, int], state: str, of: int | None = None) -> None:
-        told = {} if of is None else {"of": of}
-        self._lines.write({"step": step, "tier": key[0], "serial": key[1], "state": state} | told)
+        further = {} if of is None else {"of": of}
+        self._lines.write(
+            {"step": step, "tier": key[0], "serial": key[1], "state": state} | further
+        )
 
     def close(self) -> None:
         self._lines.close()

@@ -50,9 +50,9 @@ def _rows(run: RunReader) -> list[list[object]]:
         # What was in memory is gone with the processes that held it.
         for copy in run.sides.ring.live(tier) if tier == "remote" or run.is_alive() else []:
             age = f"{duration(max(0.0, clock - copy.saved))} ago"
-            told: list[object] = [f"{copy.step:,}", _badge(_state(copy)), tier, "", age]
-            rows.append((copy.serial, order, told))
-    return [told for _, _, told in sorted(rows, key=lambda one: (-one[0], one[1]))]
+            row: list[object] = [f"{copy.step:,}", _badge(_state(copy)), tier, "", age]
+            rows.append((copy.serial, order, row))
+    return [row for _, _, row in sorted(rows, key=lambda one: (-one[0], one[1]))]
 
 
 def _badge(state: State) -> Html:

@@ -40,22 +40,22 @@ class Evidence:
 
 def number_of(cause: Mapping[str, Any]) -> int | None:
     """Of the evidence that a verdict names."""
-    told = cause.get("bundle")
-    return told if type(told) is int and 0 <= told < 10**12 else None
+    number = cause.get("bundle")
+    return number if type(number) is int and 0 <= number < 10**12 else None
 
 
 def evidence(run_dir: RunDir, number: int, *, most_characters: int) -> Evidence | None:
     """What lies in ``out`` of it; None where nothing does, or nothing that can be read."""
     folder = run_dir.explanation(number)
     try:
-        told = parse_json(read_bounded(folder / "incident.json", _JSON_BYTES))
+        incident = parse_json(read_bounded(folder / "incident.json", _JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     try:
         text = read_bounded(folder / "samples.txt", _TEXT_BYTES).decode(errors="replace")
     except OSError:
         text = ""
-    probes = told.get("probes") if isinstance(told, dict) else None
+    probes = incident.get("probes") if isinstance(incident, dict) else None
     return Evidence(
         number=number,
         probes=tuple(
@@ -67,12 +67,12 @@ def evidence(run_dir: RunDir, number: int, *, most_characters: int) -> Evidence 
     )
 
 
-def _probe(name: str, told: Mapping[str, Any]) -> Probe:
-    ranks = told.get("nonfinite_ranks")
+def _probe(name: str, probe: Mapping[str, Any]) -> Probe:
+    ranks = probe.get("nonfinite_ranks")
     return Probe(
         name=name[:60],
-        loss=_finite(told.get("loss")),
-        grad_norm=_finite(told.get("grad_norm")),
+        loss=_finite(probe.get("loss")),
+        grad_norm=_finite(probe.get("grad_norm")),
         nonfinite_ranks=tuple(
             rank for rank in (ranks if isinstance(ranks, list) else []) if type(rank) is int
         )[:64],

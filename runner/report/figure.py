@@ -190,7 +190,7 @@ def _for_script(picture: Picture) -> str:
         {
             "names": list(picture.names),
             "steps": list(picture.steps),
-            "last": picture.last_step,
+            "width": picture.width,
             "low": float(f"{picture.low:.6g}"),
             "high": float(f"{picture.high:.6g}"),
             "log": picture.is_log,
@@ -200,10 +200,10 @@ def _for_script(picture: Picture) -> str:
     )
 
 
-def lines(title: str, unit: str, told: Sequence[Named], *, x_words: str) -> Html | None:
+def lines(title: str, unit: str, named: Sequence[Named], *, x_words: str) -> Html | None:
     """A few lines over the same axis, and which is which; None without a number."""
-    told = [one for one in told if any(math.isfinite(y) for _, y in one.points)][:MOST_LINES]
-    points = [point for one in told for point in one.points if math.isfinite(point[1])]
+    named = [one for one in named if any(math.isfinite(y) for _, y in one.points)][:MOST_LINES]
+    points = [point for one in named for point in one.points if math.isfinite(point[1])]
     scale = bounds([y for _, y in points], is_log=False)
     if scale is None:
         return None
@@ -222,7 +222,7 @@ def lines(title: str, unit: str, told: Sequence[Named], *, x_words: str) -> Html
         *(tag("path", d=f"M0 {y:.1f}H{WIDTH}", cls="grid") for y, _ in grid),
         *(
             tag("path", d=path(one.points, across, up), cls=f"curve line{place}")
-            for place, one in enumerate(told)
+            for place, one in enumerate(named)
         ),
     ]
     drawn = framed(
@@ -237,7 +237,7 @@ def lines(title: str, unit: str, told: Sequence[Named], *, x_words: str) -> Html
         "figure",
         tag("figcaption", title, tag("small", f" {unit}, over {x_words}")),
         drawn,
-        key([one.name for one in told]),
+        key([one.name for one in named]),
     )
 
 
@@ -293,6 +293,8 @@ def small(title: str, points: Sequence[Point]) -> Html | None:
     def height_of(value: float) -> float:
         return math.log(value) if is_log else value
 
+    if len(known) < 2:
+        return tag("figure", tag("figcaption", title, " ", tag("b", number(known[-1]))))
     span = max(1e-12, height_of(high) - height_of(low))
     last = max(1, len(points) - 1)
     drawn = tag(

@@ -37,7 +37,7 @@ class Grid:
         self._most_columns = max(2, most_columns)
         self.names: list[str] = []
         self._places: dict[str, int] = {}
-        self._width = 1  # looks of a column
+        self.width = 1  # looks of a column
         self._in_last = 0
         self.steps: list[int] = []  # of each column's first look
         self._columns: list[dict[int, tuple[float, float]]] = []  # lowest and highest by row
@@ -46,10 +46,10 @@ class Grid:
 
     def add(self, step: int, values: Mapping[str, float | None]) -> None:
         """The next look. What is not finite leaves its cell empty."""
-        if not self._columns or self._in_last >= self._width:
+        if not self._columns or self._in_last >= self.width:
             if len(self._columns) >= self._most_columns:
                 self._double()
-            if self._in_last >= self._width or not self._columns:
+            if self._in_last >= self.width or not self._columns:
                 self._columns.append({})
                 self.steps.append(step)
                 self._in_last = 0
@@ -95,22 +95,23 @@ class Grid:
                 column[row] = min(low, known[0]), max(high, known[1])
             joined.append(column)
         if len(self._columns) % 2 == 0:
-            self._in_last += self._width
+            self._in_last += self.width
         self._columns, self.steps = joined, self.steps[::2]
-        self._width *= 2
+        self.width *= 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
     """A grid in colours: ``places`` has for each cell its place on the scale, row by row.
 
-    A place is :data:`NONE`, :data:`ABOVE`, or 1 at ``low`` to 254 at ``high``, evenly in the
-    logarithm where ``is_log``.
+    A column stands for ``width`` looks. A place is :data:`NONE`, :data:`ABOVE`, or 1 at ``low`` to
+    254 at ``high``, evenly in the logarithm where ``is_log``.
     """
 
     names: tuple[str, ...]
     steps: tuple[int, ...]
     last_step: int
+    width: int
     low: float
     high: float
     is_log: bool
@@ -132,10 +133,13 @@ def picture(grid: Grid, *, most_rows: int = 128) -> Picture | None:
     if not known:
         return None
     is_log = known[0] >= 0 and known[len(known) // 2] > 0
-    told = [math.log(value) for value in known if value > 0] if is_log else known
-    low, high = told[int(_LOW_SHARE * (len(told) - 1))], told[int(_HIGH_SHARE * (len(told) - 1))]
-    if told[-1] <= high + _FAR * (high - low):
-        high = told[-1]
+    placed = [math.log(value) for value in known if value > 0] if is_log else known
+    low, high = (
+        placed[int(_LOW_SHARE * (len(placed) - 1))],
+        placed[int(_HIGH_SHARE * (len(placed) - 1))],
+    )
+    if placed[-1] <= high + _FAR * (high - low):
+        high = placed[-1]
     if high - low < 1e-6:
         low, high = low - 0.05, high + 0.05
     places = bytearray()
@@ -147,6 +151,7 @@ def picture(grid: Grid, *, most_rows: int = 128) -> Picture | None:
         names=tuple(names),
         steps=tuple(grid.steps),
         last_step=grid.last_step,
+        width=grid.width,
         low=ends[0],
         high=ends[1],
         is_log=is_log,
@@ -157,8 +162,8 @@ def picture(grid: Grid, *, most_rows: int = 128) -> Picture | None:
 def _place(value: float, low: float, high: float, *, is_log: bool) -> int:
     if not math.isfinite(value):
         return NONE
-    told = (math.log(value) if value > 0 else low) if is_log else value
-    share = (told - low) / (high - low)
+    placed = (math.log(value) if value > 0 else low) if is_log else value
+    share = (placed - low) / (high - low)
     if share > 1 + _FAR:
         return ABOVE
     return 1 + round(253 * min(1.0, max(0.0, share)))
@@ -171,12 +176,12 @@ def _joined(
     size = math.ceil(len(names) / most_rows) if names else 1
     if size == 1:
         return list(names), [list(row) for row in cells]
-    told, made = [], []
+    labels, made = [], []
     for at in range(0, len(names), size):
         several = list(names[at : at + size])
-        told.append(several[0] if len(several) == 1 else f"{several[0]} to {several[-1]}")
+        labels.append(several[0] if len(several) == 1 else f"{several[0]} to {several[-1]}")
         made.append([_highest(column) for column in zip(*cells[at : at + size], strict=True)])
-    return told, made
+    return labels, made
 
 
 def _highest(values: Sequence[float]) -> float:

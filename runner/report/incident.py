@@ -110,6 +110,11 @@ def verdicts(trouble: Trouble) -> list[Mapping[str, Any]]:
     return sorted(told.values(), key=lambda one: one.get("cause") in _NAMES_NOTHING)
 
 
+def readings(lines: Iterable[Line]) -> list[Line]:
+    """Signatures that the run read in its own curve."""
+    return [line for line in lines if line.kind == READING]
+
+
 def notices(lines: Iterable[Line]) -> list[Line]:
     """Lines that warn of something beside the steps, the same ones once."""
     known = TROUBLE | CALM

@@ -62,7 +62,7 @@ def layers(run: RunReader) -> Html | None:
 
 
 def _model_numbers(grid: Grid) -> list[Html]:
-    made = []
+    made: list[Html] = []
     for name, row in zip(grid.names, grid.cells(), strict=True):
         if len(made) >= _MOST_SMALL:
             break
@@ -77,13 +77,13 @@ def position(run: RunReader) -> Html | None:
     """The loss along the sequence, early and late in the run."""
     fold = run.sides.layers
     some = _spread(fold.profiles, _PROFILES)
-    told = []
+    profiles = []
     for step, profile in reversed(some):
         width = fold.positions / len(profile)
         points = [((at + 0.5) * width, loss) for at, loss in enumerate(profile)]
-        told.append(Named(name=f"step {step:,}", points=points))
+        profiles.append(Named(name=f"step {step:,}", points=points))
     drawn = lines(
-        "Early and late in the run", "nats per token", told, x_words="positions of a sequence"
+        "Early and late in the run", "nats per token", profiles, x_words="positions of a sequence"
     )
     if drawn is None:
         return None
@@ -105,7 +105,7 @@ def source(run: RunReader) -> Html | None:
     if not names:
         return None
     grid = fold.losses
-    told = [
+    curves = [
         Named(
             name=name,
             points=[(float(step), loss) for step, loss in zip(grid.steps, row, strict=True)],
@@ -126,7 +126,7 @@ def source(run: RunReader) -> Html | None:
     return tag(
         "section",
         tag("h3", "Loss by source"),
-        lines("Held-out loss", "nats per token", told, x_words="steps"),
+        lines("Held-out loss", "nats per token", curves, x_words="steps"),
         table(["source", "samples in attempted steps", "share", "held-out loss"], rows),
         tag("p", f"and {more:,} more sources", cls="note") if more > 0 else None,
         cls="source",
@@ -152,13 +152,13 @@ def ranks(run: RunReader) -> Html | None:
     return tag(
         "section",
         tag("h3", "Ranks over time"),
-        tag("p", _slowest(fold.own), cls="note"),
+        tag("p", slowest(fold.own), cls="note"),
         *drawn,
         cls="ranks",
     )
 
 
-def _slowest(grid: Grid) -> str:
+def slowest(grid: Grid) -> str:
     """Whose median is the highest, in words."""
     medians = {}
     for name, row in zip(grid.names, grid.cells(), strict=True):

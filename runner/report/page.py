@@ -155,7 +155,9 @@ def parts_of(run: RunReader, number: int) -> list[tuple[str, str, Callable[[], H
         ("stream", section.stream(run)),
         ("settings", section.settings(run)),
     ]
-    made = {name: (name, part or Html(""), _always(part or Html(""))) for name, part in ready}
+    made: dict[str, tuple[str, str, Callable[[], Html]]] = {
+        name: (name, part or Html(""), _always(part or Html(""))) for name, part in ready
+    }
     # Drawings are large: they need not follow every step.
     key = f"{run.generation} {len(run.fold.places) // _STILL_STEPS}"
     looks = f"{run.generation} {run.sides.version}"

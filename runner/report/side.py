@@ -31,7 +31,7 @@ _MOST_GONE = 1000  # copies of each tier; those that lived longest stay
 class Fold(Protocol):
     """Takes the lines of one file, whatever they hold."""
 
-    def add(self, told: Mapping[str, Any]) -> None: ...
+    def add(self, line: Mapping[str, Any]) -> None: ...
 
 
 class LayerFold:
@@ -53,16 +53,16 @@ class LayerFold:
         self._profile_stride = 1
         self._num_profiles = 0
 
-    def add(self, told: Mapping[str, Any]) -> None:
-        step = whole(told.get("step"))
-        layers, model = told.get("layers"), told.get("model")
+    def add(self, line: Mapping[str, Any]) -> None:
+        step = whole(line.get("step"))
+        layers, model = line.get("layers"), line.get("model")
         if isinstance(layers, dict):
             self._add_layers(step, layers)
         if isinstance(model, dict):
             self.model.add(step, {str(name): number(one) for name, one in model.items()})
-        profile = told.get("loss_by_position")
+        profile = line.get("loss_by_position")
         if isinstance(profile, list) and 1 < len(profile) <= _MOST_POSITIONS:
-            self.positions = whole(told.get("positions")) or len(profile)
+            self.positions = whole(line.get("positions")) or len(profile)
             self._add_profile(step, tuple(_or_nan(number(one)) for one in profile))
 
     def _add_layers(self, step: int, layers: Mapping[str, Any]) -> None:
@@ -99,10 +99,10 @@ class RankFold:
         self.own = Grid(most_columns=columns)
         self.device = Grid(most_columns=columns)
 
-    def add(self, told: Mapping[str, Any]) -> None:
-        step, size = whole(told.get("step")), max(1, whole(told.get("ranks_a_value")))
+    def add(self, line: Mapping[str, Any]) -> None:
+        step, size = whole(line.get("step")), max(1, whole(line.get("ranks_a_value")))
         for grid, name in ((self.own, "own_seconds"), (self.device, "device_seconds")):
-            values = told.get(name)
+            values = line.get(name)
             if isinstance(values, list) and len(values) <= _MOST_RANKS:
                 grid.add(step, {_rank_name(at, size): number(one) for at, one in enumerate(values)})
 
@@ -135,14 +135,14 @@ class RingFold:
     def __init__(self) -> None:
         self._tiers = {tier: _Tier() for tier in TIERS}
 
-    def add(self, told: Mapping[str, Any]) -> None:
-        tier, serial, at = told.get("tier"), told.get("serial"), number(told.get("time"))
+    def add(self, line: Mapping[str, Any]) -> None:
+        tier, serial, at = line.get("tier"), line.get("serial"), number(line.get("time"))
         found = self._tiers.get(tier) if isinstance(tier, str) else None
         if found is None or type(serial) is not int or at is None:
             return
-        state, copy = told.get("state"), found.live.get(serial)
+        state, copy = line.get("state"), found.live.get(serial)
         if state == "committed":
-            found.live[serial] = Copy(serial=serial, step=whole(told.get("of")), saved=at)
+            found.live[serial] = Copy(serial=serial, step=whole(line.get("of")), saved=at)
         elif copy is None:
             return
         elif state == "clean":
@@ -184,8 +184,8 @@ class _Side(Generic[T]):
             self.fold = self._make()
             self.version += 1
         before = self._follower.offset
-        for told in self._follower.lines():
-            self.fold.add(told)
+        for line in self._follower.lines():
+            self.fold.add(line)
         self.version += self._follower.offset != before
 
     @property
@@ -243,10 +243,10 @@ def number(value: Any) -> float | None:
     if type(value) is not float and type(value) is not int:
         return None
     try:
-        told = float(value)
+        found = float(value)
     except OverflowError:
         return None
-    return told if math.isfinite(told) else None
+    return found if math.isfinite(found) else None
 
 
 def whole(value: Any) -> int:

@@ -26,10 +26,10 @@ class SourceFold:
         self.losses = Grid(most_columns=columns)
         self.newest: dict[str, float] = {}
 
-    def add(self, told: Mapping[str, Any]) -> None:
+    def add(self, line: Mapping[str, Any]) -> None:
         """Take one line of the metrics."""
         losses: dict[str, float | None] = {}
-        for key, value in told.items():
+        for key, value in line.items():
             if key.startswith(_SAMPLES):
                 name = key[len(_SAMPLES) :]
                 if name in self.samples or len(self.samples) < _MOST_SOURCES:
@@ -37,5 +37,5 @@ class SourceFold:
             elif key.startswith(_LOSS) and len(losses) < _MOST_SOURCES:
                 losses[key[len(_LOSS) :]] = number(value)
         if losses:
-            self.losses.add(whole(told.get("step")), losses)
+            self.losses.add(whole(line.get("step")), losses)
             self.newest |= {name: one for name, one in losses.items() if one is not None}

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from runner.observe.console import duration
 from runner.report.drawing import bounds, number
-from runner.report.incident import notices, troubles
+from runner.report.incident import notices, readings, troubles, verdicts
+from runner.report.inside import slowest
 from runner.report.markup import plain
 from runner.report.rows import Row
 from runner.report.run import RunReader
@@ -47,6 +48,8 @@ def frame(run: RunReader, *, width: int) -> Group:
     if any(row.is_applied for row in rows):
         parts.append(_chart(rows, max(20, width - 14)))
     parts += _incidents(run, width)
+    if len(run.sides.ranks.own.names) > 1:
+        parts.append(Text(slowest(run.sides.ranks.own)))
     parts.append(_time(run))
     parts += _ring(run)
     return Group(*parts)
@@ -100,19 +103,21 @@ def _cell(value: float | None, low: float, high: float, line: int) -> str:
 
 def _incidents(run: RunReader, width: int) -> list[RenderableType]:
     found = troubles(run.fold.lines)
-    warned = notices(run.fold.lines)
+    warned = [*notices(run.fold.lines), *readings(run.fold.lines)]
     if not found and not warned:
         return []
     table = _table(f"incidents ({len(found):,})", "step", "what", "ranks", "why", "done")
     room = max(20, width - 42)
     for one in found[-_MOST:]:
         line = next((one for one in reversed(one.lines) if one.kind != "episode"), one.first)
+        verdict = next(iter(verdicts(one)), None)
+        why = line.reason if verdict is None else f"{verdict.get('cause')}: {verdict.get('why')}"
         _add(
             table,
             f"{one.first.step:,}",
             line.kind,
             ",".join(map(str, line.ranks[:8])),
-            _cut(line.reason, 0.6 * room),
+            _cut(why, 0.6 * room),
             _cut(line.decision, 0.4 * room),
         )
     for line in warned[-2:]:

@@ -9,35 +9,36 @@ from typing import Any
 from runner.reading.finding import SIGNATURES
 from runner.report.drawing import number
 from runner.report.evidence import Evidence, Probe, number_of
-from runner.report.incident import READING, Line, Trouble, notices, troubles, verdicts
+from runner.report.incident import Line, Trouble, notices, readings, troubles, verdicts
 from runner.report.markup import Html, join, table, tag
 from runner.report.run import RunReader
 from runner.report.words import ranks_of, status_class, took, when
 
 MOST_TROUBLES = 300
 _MOST_EVIDENCE = 40  # the newest ones are told with their samples
-_MOST_NAMES = 16
+_MOST_NAMES, _FEW_NAMES = 16, 4  # of the newest ones, and of the others
+_MOST_WORDS, _FEW_WORDS = 2000, 400
 _MOST_POSITIONS = 16
 _MOST_WARNINGS = 300
 
 
 def warnings(run: RunReader) -> Html | None:
     """What was read in the curve, and what the run warned of beside steps."""
-    read = [line for line in run.fold.lines if line.kind == READING]
-    told = notices(run.fold.lines)
-    if not told and not read:
+    read = readings(run.fold.lines)
+    noticed = notices(run.fold.lines)
+    if not noticed and not read:
         return None
     rows = [
         [when(one.time), one.kind.replace("_", " "), f"{one.step:,}", ranks_of(one), one.reason]
-        for one in told[-_MOST_WARNINGS:]
+        for one in noticed[-_MOST_WARNINGS:]
     ]
-    more = f"The first {len(told) - len(rows):,} are left out; journal.jsonl has them all."
+    more = f"The first {len(noticed) - len(rows):,} are left out; journal.jsonl has them all."
     return tag(
         "section",
         tag("h3", "Signatures and warnings"),
         _signatures(read) if read else None,
         table(["when", "what", "step", "ranks", "why"], rows) if rows else None,
-        tag("p", more, cls="note") if len(told) > len(rows) else None,
+        tag("p", more, cls="note") if len(noticed) > len(rows) else None,
         cls="warnings",
     )
 
@@ -53,7 +54,7 @@ def _signatures(lines: Sequence[Line]) -> Html:
         facts = [
             ("seen", evidence),
             ("to try", remedy),
-            ("told", f"at step {line.step:,}" + (f", confidence {sure}" if sure else "")),
+            ("when", f"step {line.step:,}" + (f", confidence {sure}" if sure else "")),
         ]
         meaning = SIGNATURES.get(name, "")
         items.append(
@@ -91,6 +92,8 @@ def incidents(run: RunReader) -> Html | None:
 
 def _places(run: RunReader, found: Sequence[Trouble]) -> dict[int, tuple[int, int]]:
     """First and last attempt of each trouble."""
+    if not len(run.fold.places):  # then there are no curves to show them in
+        return {}
     at = {id(mark.line): mark.attempt for mark in run.marks()}
     made = {}
     for one in found:
@@ -109,6 +112,8 @@ def _incident(
     what = " then ".join(_counted(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))
     numbers = [number for one in found if (number := number_of(one)) is not None]
     evidence = run.evidence(numbers[0]) if numbers and with_evidence else None
+    names = list(dict.fromkeys(name for line in lines for name in line.sample_ids))
+    most_words = _MOST_WORDS if with_evidence else _FEW_WORDS
     zoom = None
     if place is not None:
         zoom = tag(
@@ -121,8 +126,8 @@ def _incident(
     return tag(
         "li",
         tag("h4", tag("span", *title), zoom),
-        _facts(_told(run, trouble, lines, found, numbers)),
-        _names(list(dict.fromkeys(name for line in lines for name in line.sample_ids))),
+        _facts(_told(run, trouble, lines, found, numbers, most_words)),
+        _names(names, _MOST_NAMES if with_evidence else _FEW_NAMES),
         *(_evidence(evidence) if evidence is not None else []),
         cls=f"incident {status_class(last.kind)}",
         data_step=trouble.first.step,
@@ -135,6 +140,7 @@ def _told(
     lines: Sequence[Line],
     found: Sequence[Mapping[str, Any]],
     numbers: Sequence[int],
+    most_words: int,
 ) -> list[tuple[str, object]]:
     """Name and value of each fact; the empty ones are left out."""
     episode, best = trouble.last_of("episode"), found[0] if found else None
@@ -145,10 +151,10 @@ def _told(
     seconds = sum(line.cost_seconds for line in lines)
     return [
         ("when", when(trouble.first.time)),
-        ("why", str(best.get("why", ""))[:2000] if best is not None else ""),
+        ("why", str(best.get("why", ""))[:most_words] if best is not None else ""),
         ("refuted if", _refutation(best) if best is not None else ""),
         ("not tried", "; ".join(_words(best.get("not_tried"))) if best is not None else ""),
-        ("seen" if found else "why", _reasons(lines, found)),
+        ("seen" if found else "why", _reasons(lines, found, most_words)),
         ("suspected cause", suspected),
         ("shape", shape),
         ("who", _who(lines, found)),
@@ -165,10 +171,12 @@ def _facts(facts: Iterable[tuple[str, object]]) -> Html:
 
 
 def _refutation(verdict: Mapping[str, Any]) -> str:
-    told = str(verdict.get("refutation", ""))[:500]
-    if not told:
+    refutation = str(verdict.get("refutation", ""))[:500]
+    if not refutation:
         return ""
-    return f"{told} ({'tried, and not so' if verdict.get('is_tried') is True else 'not tried'})"
+    return (
+        f"{refutation} ({'tried, and not so' if verdict.get('is_tried') is True else 'not tried'})"
+    )
 
 
 def _who(lines: Sequence[Line], found: Sequence[Mapping[str, Any]]) -> str:
@@ -195,8 +203,8 @@ def _samples(spans: Sequence[tuple[int, int]], verdict: Mapping[str, Any] | None
 
 def _commands(run: RunReader, numbers: Sequence[int]) -> Html | str:
     out = shlex.quote(str(run.run_dir.out))
-    told = [f"holdfast replay {out} --incident {one}" for one in numbers[:3]]
-    return join(tag("p", tag("code", one)) for one in told) if told else ""
+    commands = [f"holdfast replay {out} --incident {one}" for one in numbers[:3]]
+    return join(tag("p", tag("code", one)) for one in commands) if commands else ""
 
 
 def _reports(run: RunReader, lines: Sequence[Line]) -> Html | str:
@@ -228,27 +236,30 @@ def _evidence(evidence: Evidence) -> list[Html]:
 
 def _probe(one: Probe) -> list[str]:
     ranks = ", ".join(map(str, one.nonfinite_ranks)) or "-"
-    told = ["not finite" if value is None else number(value) for value in (one.loss, one.grad_norm)]
-    return [one.name, *told, ranks]
+    numbers = [
+        "not finite" if value is None else number(value) for value in (one.loss, one.grad_norm)
+    ]
+    return [one.name, *numbers, ranks]
 
 
-def _names(names: Sequence[str]) -> Html | None:
+def _names(names: Sequence[str], most: int) -> Html | None:
     if not names:
         return None
-    items = [tag("li", name) for name in names[:_MOST_NAMES]]
-    if len(names) > _MOST_NAMES:
-        items.append(tag("li", f"and {len(names) - _MOST_NAMES} more in journal.jsonl"))
+    items = [tag("li", name) for name in names[:most]]
+    if len(names) > most:
+        items.append(tag("li", f"and {len(names) - most} more in journal.jsonl"))
     summary = "1 suspected sample" if len(names) == 1 else f"{len(names)} suspected samples"
     return tag("details", tag("summary", summary), tag("ul", *items))
 
 
-def _reasons(lines: Sequence[Line], found: Sequence[Mapping[str, Any]]) -> Html:
+def _reasons(lines: Sequence[Line], found: Sequence[Mapping[str, Any]], most_words: int) -> Html:
     """What was seen in the steps; what a verdict says already stands beside it."""
     heads = [f"{one.get('cause', '')}: {one.get('why', '')}" for one in found]
-    told = dict.fromkeys(_without(line.reason, heads) for line in lines)
-    reasons = [reason for reason in told if reason]
+    different = dict.fromkeys(_without(line.reason, heads) for line in lines)
+    reasons = [reason for reason in different if reason]
     more = f"and {len(reasons) - 4} more" if len(reasons) > 4 else None
-    return join([*(tag("p", words) for words in reasons[:4]), tag("p", more) if more else ""])
+    told = [tag("p", words[:most_words]) for words in reasons[:4]]
+    return join([*told, tag("p", more) if more else ""])
 
 
 def _without(reason: str, heads: Sequence[str]) -> str:
@@ -264,11 +275,11 @@ def _counted(kind: str, count: int) -> str:
 
 
 def _cost(steps: int, seconds: float) -> str:
-    told = [
+    costs = [
         *(["1 step" if steps == 1 else f"{steps:,} steps"] if steps else []),
         *([took(seconds)] if seconds else []),
     ]
-    return ", ".join(told)
+    return ", ".join(costs)
 
 
 def _ints(value: object) -> list[int]:

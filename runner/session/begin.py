@@ -339,7 +339,7 @@ def _uploads(opened: Opened, machinery: Machinery, resumed: Resumed) -> Uploads 
         return None
     for incident in lease.remote.incidents(resumed.step):
         written.report(incident)
-    return lease.remote.uploads(
+    uploads = lease.remote.uploads(
         lease.config,
         lease.directory(opened.group),
         queue=ring.upload_queue,
@@ -348,3 +348,5 @@ def _uploads(opened: Opened, machinery: Machinery, resumed: Resumed) -> Uploads 
         tainted=written.journal.history.abandoned_serials(),
         report=written.report,
     )
+    uploads.show = opened.group.console.work
+    return uploads

@@ -56,6 +56,7 @@ def build(opened: Opened) -> Machinery:
         before_write=before_write,
         memory=tier,
     )
+    ring.show_restoring(group.console.work)
     return Machinery(
         engine=engine,
         faults=faults,
@@ -75,6 +76,7 @@ def resume(opened: Opened, machinery: Machinery) -> Resumed:
         RankError: no checkpoint can be loaded, and the object store does not answer.
     """
     resumed = _resume(opened, machinery)
+    opened.group.console.close()  # of how far that was
     if resumed.is_fresh:
         # Not earlier: a load overwrites all of it, and drawing random numbers takes time.
         config, ranks = opened.lease.config, opened.group.ranks

@@ -46,18 +46,24 @@ def prepare_data(config: RunConfig, tell: Tell) -> list[Prepared | None]:
     return made
 
 
-def open_dataset(config: RunConfig, prepared: Places | None = None) -> Dataset:
+def open_dataset(
+    config: RunConfig,
+    prepared: Places | None = None,
+    *,
+    tell: Tell = lambda what, done, total: None,
+) -> Dataset:
     """Open the corpus.
 
     Args:
         prepared: the places that :func:`prepare_data` gave to some process of this node; None:
             this process is alone, and does it itself.
+        tell: told how far that is.
 
     Raises:
         DataError: it cannot be trained on.
     """
     if prepared is None:
-        prepared = [str(p.place) if p else "" for p in prepare_data(config, lambda *_: None)]
+        prepared = [str(p.place) if p else "" for p in prepare_data(config, tell)]
     opened = [
         _open(data, seed, place)
         for (data, seed), place in zip(_parts(config), prepared, strict=False)

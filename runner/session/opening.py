@@ -115,6 +115,7 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
             fingerprint,
             group.ranks,
         )
+        restorer.show = group.console.work
         restored = restorer.restore_if_lost()
     found = scan(
         group.run_dir,

@@ -227,7 +227,11 @@ def _abandoned(run_dir: RunDir) -> set[int]:
 
 class Restorer:
     """Copies the newest clean checkpoint back into ``out``, and the journal, the metrics
-    and the settings as well where ``out`` has lost its journal."""
+    and the settings as well where ``out`` has lost its journal.
+
+    Attributes:
+        show: told how far this rank's share is, in bytes.
+    """
 
     def __init__(
         self,
@@ -244,6 +248,7 @@ class Restorer:
         self._config = config
         self._fingerprint = fingerprint
         self._ranks = ranks
+        self.show: Callable[[str, int, int], None] = lambda what, done, total: None
 
     @property
     def silence(self) -> str:
@@ -367,7 +372,16 @@ class Restorer:
     def _fetch(self, folder: str, manifest: Manifest) -> None:
         """Fetch this rank's share of the files."""
         writing = self._store.writing_folder(manifest.serial)
-        for name in by_kind(manifest.files)[self._ranks.rank :: self._ranks.world_size]:
+        names = by_kind(manifest.files)[self._ranks.rank :: self._ranks.world_size]
+        due, done = sum(manifest.files[name].num_bytes for name in names), 0
+
+        def moved(count: int) -> None:
+            nonlocal done
+            done += count
+            self.show("taking back", min(done, due), due)
+
+        self._remote.ring.files.moved = moved
+        for name in names:
             self._get(f"ring/{folder}/{name}", writing / name, manifest.files[name])
 
     def _get(self, name: str, target: Path, facts: FileFacts) -> None:

@@ -86,6 +86,32 @@ def test_the_page_follows_and_a_torn_line_waits(watched: Watched, tmp_path: Path
     assert not [words for words in watched.complaints if "ERR_CONNECTION" not in words]
 
 
+def test_looks_into_the_model_are_followed(watched: Watched, tmp_path: Path) -> None:
+    begun(tmp_path, 200)
+    made = Made(steps=400, layers=("embedding", "blocks.0"), slow_rank=1)
+    made.write(tmp_path / "other")
+    with serving(tmp_path) as port:
+        page = watched.open(f"http://{ADDRESS}:{port}/")
+        page.locator("text=Running").wait_for()
+        assert page.locator("section.layers").count() == 0
+        for name in ("layers.jsonl", "ranks.jsonl", "ring.jsonl"):
+            lines = (tmp_path / "other" / name).read_text().splitlines(keepends=True)
+            (tmp_path / name).write_text("".join(lines[:20]) + lines[20][:30])
+        page.locator("section.layers figure.heat .told").first.wait_for()
+        page.locator("section.ranks").wait_for()
+        page.locator("section.ring .life").first.wait_for()
+        looks = "JSON.parse(document.querySelector('figure.heat').dataset.heat).steps.length"
+        assert page.evaluate(looks) == 20
+        with (tmp_path / "layers.jsonl").open("a") as file:
+            text = (tmp_path / "other" / "layers.jsonl").read_text()
+            file.write("".join(text.splitlines(keepends=True)[20:25])[30:])
+        page.wait_for_event("response", predicate=lambda one: "/news" in one.url)
+        page.wait_for_event("response", predicate=lambda one: "/news" in one.url)
+        page.locator("figure.heat .told").first.wait_for()
+        assert page.evaluate(looks) == 25
+    assert not [words for words in watched.complaints if "ERR_CONNECTION" not in words]
+
+
 def test_a_zoom_stays_while_steps_come_in(watched: Watched, tmp_path: Path) -> None:
     coming = begun(tmp_path, 200)
     with serving(tmp_path) as port:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,20 @@ TROUBLED = Made(
 )
 
 
+LAYERS = ("embedding", *(f"blocks.{number}" for number in range(12)), HOSTILE)
+INSIDE = Made(
+    steps=400,
+    redo_at=(150,),
+    layers=LAYERS,
+    hot=("blocks.7", 220),
+    sources=("web", HOSTILE),
+    slow_rank=5,
+    world_size=8,
+    reading=f"a longer warm-up {HOSTILE}",
+    excerpt=f"once upon a time {HOSTILE}",
+)
+
+
 def report(folder: Path, *made: Made) -> Path:
     """The page of made runs."""
     outs = [one.write(folder / f"run-{place}") for place, one in enumerate(made)]
@@ -37,6 +52,11 @@ def report(folder: Path, *made: Made) -> Path:
 @pytest.fixture(scope="module")
 def troubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(tmp_path_factory.mktemp("report"), TROUBLED)
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report(tmp_path_factory.mktemp("inside"), INSIDE)
 
 
 def picture(page: Any, curve: str) -> np.ndarray:
@@ -179,7 +199,13 @@ def luminance(colour: list[float]) -> float:
 
 
 @pytest.mark.parametrize("watched", [{"viewport": {"width": 360, "height": 740}}], indirect=True)
-def test_a_narrow_screen_needs_no_sideways_scrolling(watched: Watched, troubled: Path) -> None:
+def test_a_narrow_screen_needs_no_sideways_scrolling(
+    watched: Watched, troubled: Path, inside: Path
+) -> None:
+    page = watched.open(inside)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    box = page.locator("figure.heat .cells").first.bounding_box()
+    assert box["height"] > 150 and box["width"] > 200
     page = watched.open(troubled)
     page.locator("figure.chart canvas").first.wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") == 360
@@ -196,6 +222,92 @@ def test_without_its_script_it_still_tells_all(watched: Watched, troubled: Path)
     assert page.locator("li.incident").count() == 2
     assert not page.locator("button.zoom").first.is_visible()
     assert not page.locator(".readout").is_visible()
+
+
+# -- what is inside ------------------------------------------------------------------------------
+
+
+def cell(page: Any, row: str, step: int) -> tuple[float, float]:
+    """Where a layer's look lies in the first heat map, in pixels from the plane's corner."""
+    box = page.locator("figure.heat .cells").first.bounding_box()
+    steps = list(range(INSIDE.look_every, INSIDE.steps + 1, INSIDE.look_every))
+    across = (steps.index(step) + 0.5) / len(steps) * box["width"]
+    return across, (LAYERS.index(row) + 0.5) / len(LAYERS) * box["height"]
+
+
+def magenta(pixels: np.ndarray) -> np.ndarray:
+    """Pixels of what is far above a scale."""
+    red, green, blue = (pixels[..., at] for at in range(3))
+    return (red > 200) & (green < 60) & (blue > 80)
+
+
+def test_one_look_of_one_layer_is_seen_at_its_place(watched: Watched, inside: Path) -> None:
+    page = watched.open(inside)
+    x, y = (round(at) for at in cell(page, "blocks.7", 220))
+    found = magenta(pixels_of(page, "figure.heat .plane >> nth=0"))
+    assert found[y - 4 : y + 5, x - 4 : x + 5].any()
+    found[y - 12 : y + 13, x - 14 : x + 15] = False
+    assert not found.any(), "and nowhere else"
+    page.hover("figure.heat .plane >> nth=0", position={"x": x, "y": y})
+    words = page.locator("figure.heat .told").first.inner_text()
+    assert words.startswith("blocks.7 · step 220 · far above"), words
+    page.locator("figure.heat").first.focus()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowRight")
+    words = page.locator("figure.heat .told").first.inner_text()
+    assert words.startswith("blocks.6 · step 225 · about 0."), words
+    assert watched.complaints == []
+
+
+def test_the_slow_rank_is_the_bright_row(watched: Watched, inside: Path) -> None:
+    page = watched.open(inside)
+    box = page.locator("section.ranks .cells").first.bounding_box()
+    shown = pixels_of(page, "section.ranks .plane >> nth=0")[: int(box["height"])]
+    rows = [part.mean() for part in np.array_split(shown, INSIDE.world_size)]
+    assert int(np.argmax(rows)) == INSIDE.slow_rank
+    assert max(rows) > 1.5 * sorted(rows)[-2]
+    assert page.locator("text=Slowest: rank 5").count() == 1
+
+
+def test_an_incident_tells_its_verdict_and_the_samples(watched: Watched, inside: Path) -> None:
+    page = watched.open(inside)
+    found = page.locator("li.incident", has_text="redo")
+    assert found.locator(".verdict").inner_text() == "data"
+    assert "still bad without it (tried, and not so)" in found.inner_text()
+    assert "rank 1 on node-1" in found.inner_text()
+    assert " --incident 1" in found.locator("code").inner_text()
+    found.locator("summary", has_text="What the samples say").click()
+    assert HOSTILE in found.locator("pre").inner_text()
+    found.locator("summary", has_text="computed again").click()
+    assert found.locator("td", has_text="E without it").is_visible()
+    signature = page.locator("li.signature").inner_text()
+    assert "plateau" in signature and HOSTILE in signature
+    assert page.locator("section.source td", has_text="onerror").count() == 1
+    assert page.locator("img").count() == 0 and page.locator("script").count() == 3
+    assert watched.complaints == []
+
+
+@pytest.mark.parametrize("watched", [{"java_script_enabled": False}], indirect=True)
+def test_what_is_inside_is_there_without_its_script(watched: Watched, inside: Path) -> None:
+    page = watched.open(inside)
+    for what in ("layers", "position", "source", "stream", "ranks", "ring"):
+        shown = page.locator(f"section.{what} svg").first
+        assert shown.is_visible() and shown.bounding_box()["width"] > 20, what
+    titles = page.locator("h3").all_inner_texts()
+    assert [title.split(" (")[0] for title in titles] == [
+        "Where the time went",
+        "Curves",
+        "Signatures and warnings",
+        "Incidents",
+        "Layers over time",
+        "Loss by position",
+        "Loss by source",
+        "The stream",
+        "Ranks over time",
+        "The ring",
+        "Settings and their changes",
+    ]
+    assert page.locator("svg.still .redone").count() == 2, "in the loss and in the norm"
 
 
 def test_it_prints(watched: Watched, troubled: Path) -> None:
@@ -231,7 +343,17 @@ def test_a_million_steps_are_a_small_page_that_is_there_at_once(
     watched: Watched, tmp_path: Path
 ) -> None:
     bad = tuple(range(3_000, 1_000_000, 3_000))
-    path = report(tmp_path, Made(steps=1_000_000, spike_at=765_432, bad_at=bad))
+    made = replace(
+        INSIDE,
+        steps=1_000_000,
+        spike_at=765_432,
+        bad_at=bad,
+        layers=tuple(f"blocks.{number}" for number in range(96)),
+        hot=("blocks.41", 654_300),
+        look_every=50,
+        world_size=128,
+    )
+    path = report(tmp_path, made)
     assert path.stat().st_size <= 2e6
     page = watched.open(path)
     page.locator("figure.chart.drawn canvas").last.wait_for()
@@ -240,5 +362,9 @@ def test_a_million_steps_are_a_small_page_that_is_there_at_once(
     assert seconds < 9, "3 s on an idle machine"
     at = column_of(page, "loss", 765_432)
     assert bluish(picture(page, "loss"))[:40, at - 3 : at + 4].any()
+    found = magenta(pixels_of(page, "figure.heat .plane >> nth=0"))
+    rows, columns = np.nonzero(found)
+    share = (columns.mean() / found.shape[1], rows.mean() / found.shape[0])
+    assert abs(share[0] - 0.654) < 0.02 and abs(share[1] - 0.41) < 0.06, share
     page.mouse.wheel(0, 3000)
     assert page.evaluate("window.scrollY") > 0

@@ -924,8 +924,11 @@ def test_a_slow_disk_holds_no_snapshot_up(rig: Rig) -> None:
     assert ring.saved_step == 4
     entry = CheckpointDirectory(rig.folder / "ring").entries()[0][0]
     assert entry.manifest.update_counts == {"a": 4}, "what was written is of step 4"
+    shown: list[tuple[str, int, int]] = []
+    ring.show_restoring(lambda *far: shown.append(far))
     restored = ring.restore([r for r in ring.records if r.tier is Tier.disk])
     assert (restored.step, rig.state.count) == (4, 4)
+    assert shown[-1][0] == "restoring" and shown[-1][1] == shown[-1][2] > 0, "compared and copied"
     assert float(rig.state.a[0]) == 4.0
     ring.close()
 

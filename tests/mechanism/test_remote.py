@@ -223,6 +223,16 @@ def test_a_checkpoint_of_the_same_name_and_other_bytes_is_replaced(out: Path, ur
     assert marker.read_bytes() == (out / "ring" / name / "COMMITTED").read_bytes()
 
 
+def test_the_end_of_a_run_shows_how_far_it_is(out: Path, url: str) -> None:
+    made, said = uploads(out, url)
+    shown: list[tuple[str, int, int]] = []
+    made.show = lambda *far: shown.append(far)
+    made.finish(local(out), seconds=30)
+    assert said == [] and shown and {what for what, _, _ in shown} == {"uploading"}
+    assert all(0 <= done <= due for _, done, due in shown)
+    assert made._moved == made._due > 0, "sent and read back"
+
+
 def test_what_a_rollback_leaves_behind_is_withdrawn(out: Path, url: str) -> None:
     made, said = uploads(out, url)
     known = local(out)
@@ -463,8 +473,14 @@ def restorer(into: Path, url: str, *overrides: str, fingerprint: str = "d") -> R
 def test_a_lost_directory_comes_back(out: Path, url: str, tmp_path: Path) -> None:
     send(out, url)
     made = restorer(tmp_path / "new", url)
+    shown: list[tuple[str, int, int]] = []
+    made.show = lambda *far: shown.append(far)
     restored = made.restore_if_lost()
     assert restored is not None and restored.record.step == 40
+    store = CheckpointDirectory(tmp_path / "new" / "ring")
+    files = store.read(store.folder_of(restored.record)).manifest.files.values()
+    size = sum(file.num_bytes for file in files)
+    assert shown[-1] == ("taking back", size, size), "how far it is, in bytes"
     (entry,), damaged = CheckpointDirectory(tmp_path / "new" / "ring").entries()
     assert damaged == [] and entry.record == local(out)[-1]
     for path in entry.folder.iterdir():

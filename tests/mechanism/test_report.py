@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import pty
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -15,20 +18,28 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from runner.__main__ import main
 from runner.report import page as pages
 from runner.report.curve import script_json
 from runner.report.follow import Follower
+from runner.report.heat import ABOVE, ABOVE_COLOUR, NONE, Grid, picture
 from runner.report.incident import line_of, troubles
 from runner.report.markup import tag
 from runner.report.rows import Row, Thinned, row_of
 from runner.report.run import RunReader
+from runner.report.side import LayerFold, RingFold
 from runner.report.state import sentence, standing
 from runner.report.writer import PageWriter
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from tests.made_run import Made, checkpoint, incident
+
+SIDE = (
+    "step", "time", "layers", "model", "loss_by_position", "positions", "own_seconds",
+    "device_seconds", "ranks_a_value", "tier", "serial", "of", "state",
+)  # fmt: skip
 
 # -- following a file ---------------------------------------------------------------------------
 
@@ -272,6 +283,153 @@ def test_a_page_that_takes_long_is_not_waited_for(
     assert writer.loss is not None and "longer than 0.2 s" in writer.loss.reason
 
 
+# -- what is inside ------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(1, 300), st.integers(0, 10**9), st.integers(2, 40), st.sampled_from([0.01, 50.0])
+)
+def test_no_look_is_lost_in_a_grid(looks: int, seed: int, columns: int, factor: float) -> None:
+    """Whatever columns are joined, the one odd value is in the column of its step."""
+    grid = Grid(most_columns=columns)
+    odd = seed % looks
+    for look in range(looks):
+        values = {"a": 1.0 + 0.01 * (look % 7), "b": 2.0}
+        grid.add(look, values | ({"a": factor} if look == odd else {}))
+    assert len(grid.steps) <= columns and grid.steps == sorted(grid.steps)
+    assert grid.steps == [at * grid.width for at in range(len(grid.steps))]
+    row = grid.cells()[0]
+    assert row[odd // grid.width] == factor
+    assert sum(value == factor for value in row) == 1
+
+
+def test_a_picture_shows_what_is_far_above_and_what_is_not_there() -> None:
+    grid = Grid()
+    for look in range(100):
+        grid.add(look, {"a": 1.0, "b": 0.1 * (1 + look / 100), "c": None if look < 50 else 0.5})
+    grid.add(100, {"a": 900.0, "b": float("nan")})
+    made = picture(grid)
+    assert made is not None and made.is_log and made.has_above
+    rows = [made.places[at * 101 : (at + 1) * 101] for at in range(3)]
+    assert rows[0][100] == ABOVE and ABOVE not in rows[1] + rows[2]
+    assert rows[1][100] == NONE and rows[2][:50] == bytes([NONE] * 50)
+    assert rows[1][0] < rows[1][99] < rows[2][60] < rows[0][0]
+    image = Image.open(io.BytesIO(base64.b64decode(made.png().partition(",")[2])))
+    assert image.size == (101, 3)
+    colours = image.convert("RGBA")
+    assert colours.getpixel((100, 0)) == (*ABOVE_COLOUR, 255)
+    assert colours.getpixel((0, 2))[3] == 0
+
+
+def test_many_rows_are_joined_and_lose_no_spike() -> None:
+    grid = Grid()
+    for look in range(20):
+        values = {f"layer {row}": 1.0 + row / 1000 for row in range(300)}
+        grid.add(look, values | ({"layer 217": 500.0} if look == 9 else {}))
+    made = picture(grid, most_rows=128)
+    assert made is not None and len(made.names) == 100
+    assert made.names[72] == "layer 216 to layer 218" and made.places[72 * 20 + 9] == ABOVE
+    assert picture(Grid()) is None
+
+
+def test_the_profiles_that_are_kept_are_the_first_the_last_and_some_between() -> None:
+    fold = LayerFold(100)
+    for step in range(1, 1001):
+        fold.add({"step": step, "loss_by_position": [float(step), 1.0, None, "x"]})
+    steps = [step for step, _ in fold.profiles]
+    assert steps[0] == 1 and steps[-1] == 1000 and 30 < len(steps) <= 65
+    assert steps == sorted(set(steps))
+
+
+def test_the_life_of_checkpoints_is_bounded_and_keeps_the_long_ones() -> None:
+    fold = RingFold()
+    for serial in range(1, 10_001):
+        at = {"tier": "memory", "serial": serial, "of": serial}
+        fold.add(at | {"state": "committed", "time": float(serial)})
+        gone = serial + (5000.0 if serial == 77 else 1.0)
+        fold.add(at | {"state": "gone", "time": gone})
+    assert len(fold.copies("memory")) <= 2001
+    assert 77 in [copy.serial for copy in fold.copies("memory")]
+    fold.add({"tier": "disk", "serial": 1, "state": "clean", "time": 3.0})
+    assert fold.copies("disk") == [], "of one that was never saved nothing is known"
+
+
+def test_a_verdict_takes_the_place_of_what_was_suspected(tmp_path: Path) -> None:
+    cause = {"cause": "hardware, sticky", "why": "rank 1 stays bad", "ranks": [1], "bundle": 7}
+    lines = [
+        incident("start", 0),
+        incident("discard", 30, samples=[100, 110], detail={"cause": cause}),
+        incident(
+            "episode", 30, samples=[100, 130], reason="s; suspected cause: data (flat)",
+            detail={"cause": "data"},
+        ),
+    ]  # fmt: skip
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = pages.page(pages.read_runs([out]))
+    assert "hardware, sticky" in text and "rank 1 stays bad" in text
+    assert "suspected cause" not in text
+    assert f"holdfast replay {out} --incident 7" in text
+    del lines[1]["detail"]["cause"]
+    (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "suspected cause" in pages.page(pages.read_runs([out]))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.sampled_from(["layers", "ranks", "ring"]),
+    st.lists(st.dictionaries(st.sampled_from(SIDE), JSON), max_size=4),
+    st.binary(max_size=30),
+)
+@example("layers", [{"layers": {"a": {"grad": 10**400}}, "model": {"b": "c"}}], b"{")
+@example("ranks", [{"own_seconds": [1, None, "x"], "ranks_a_value": -3}], b"")
+@example("ring", [{"tier": [], "serial": 1, "state": {}, "time": "x"}], b"")
+def test_no_line_beside_ends_it(name: str, lines: list[Any], torn: bytes) -> None:
+    made = Made(steps=20, layers=("a", "b"), slow_rank=1)
+    with tempfile.TemporaryDirectory() as folder:
+        out = made.write(Path(folder) / "run")
+        good = json.loads((out / f"{name}.jsonl").read_text().splitlines()[0])
+        text = "".join(json.dumps(good | line) + "\n" for line in lines)
+        (out / f"{name}.jsonl").write_bytes(text.encode() + torn)
+        assert "</html>" in pages.page(pages.read_runs([out]))
+
+
+def test_a_run_that_is_being_written_is_shown_as_far_as_it_is(tmp_path: Path) -> None:
+    """Half lines, an empty file, no settings, no ring: as a start leaves them for a moment."""
+    made = Made(steps=40, layers=("a", "b"), slow_rank=1, redo_at=(30,), sources=("web",))
+    out = made.write(tmp_path / "run")
+    for name in ("metrics", "journal", "layers", "ranks", "ring"):
+        whole = (out / f"{name}.jsonl").read_bytes()
+        for length in (0, 1, len(whole) // 2, len(whole) - 1):
+            (out / f"{name}.jsonl").write_bytes(whole[:length])
+            assert "</html>" in pages.page(pages.read_runs([out])), (name, length)
+        (out / f"{name}.jsonl").write_bytes(whole)
+    for name in ("explanations", "ring"):
+        shutil.rmtree(out / name)
+    for name in ("config.yaml", "summary.json", "layers.jsonl"):
+        (out / name).unlink()
+    assert "</html>" in pages.page(pages.read_runs([out]))
+
+
+def test_very_many_incidents_are_a_page_of_bounded_size(tmp_path: Path) -> None:
+    out = Made(steps=50).write(tmp_path / "run")
+    names = [f"file {number} " + "x" * 300 for number in range(64)]
+    with (out / "journal.jsonl").open("a") as file:
+        for number in range(4_000):
+            kind = ("discard", "straggler", "redo", "crash")[number % 4]
+            span = [100 * number, 100 * number + 8]
+            line = incident(
+                kind, number, reason=f"r{number} " + "y" * 1000, samples=span, sample_ids=names,
+                detail={"skipped": [span[0]]},
+            )  # fmt: skip
+            file.write(json.dumps(line) + "\n")
+    text = pages.page(pages.read_runs([out]))
+    assert len(text) < 2_000_000, len(text)
+    assert re.search(r"Incidents \(2,\d\d\d\)", text) and "are left out" in text
+
+
 # -- in a terminal -------------------------------------------------------------------------------
 
 
@@ -279,12 +437,16 @@ def test_top_shows_one_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    made = Made(steps=300, bad_at=(100, 101), reason="loss nan \x1b[2J[bold]x[/bold]", status=None)
+    made = Made(
+        steps=300, bad_at=(100, 101), reason="loss nan \x1b[2J[bold]x[/bold]", status=None,
+        redo_at=(200,), slow_rank=1, reading="a longer warm-up",
+    )  # fmt: skip
     out = made.write(tmp_path / "run")
     assert main(["top", str(out), "--once"]) == 0
     shown = capsys.readouterr().out
     assert "No sign of life" in shown and "step 300 of 300" in shown
     assert "discard" in shown and "productive" in shown and "clean" in shown
+    assert "plateau" in shown and "data: 1 sample" in shown and "Slowest: rank 1" in shown
     assert "\x1b" not in shown and "\\x1b[2J[bold]x" in shown
     assert "█" in shown
 

@@ -41,12 +41,17 @@ from runner.checkpoint.protocol import (
 from runner.policy.retention.records import Record, State, Tier
 from runner.system.error import CheckpointError
 
+_FP32_BYTES = 4
+
 
 class DiskTier:
     """
     Args:
         queue: the queue of its jobs.
         before_write: called with the step in the background, before this rank's file.
+
+    Attributes:
+        show: told in bytes how far a load is, on each rank of its own share.
     """
 
     most_listed = MOST_LISTED_RANKS  # ranks up to which a manifest lists every piece
@@ -69,7 +74,8 @@ class DiskTier:
         self._queue = queue
         self._pace = pace
         self._before_write = before_write
-        self._layout: Layout | None = None  # layout of the last save, on rank 0
+        self._layout: Layout | None = None  # of the last save, on rank 0
+        self.show: Callable[[str, int, int], None] = lambda what, done, total: None
 
     @property
     def folder(self) -> Path:
@@ -206,10 +212,13 @@ class DiskTier:
             "opening a checkpoint", lambda: self._look_at(record)
         )
         entry, seen = looked
+        moved = self._counter(entry)
         # The slowest disk may take longer than a collective waits.
         self._ranks.all_or_none_patiently(
             "verifying a checkpoint",
-            lambda: verify_files(entry, self._share_of(entry), finite=False, seen=seen),
+            lambda: verify_files(
+                entry, self._share_of(entry), finite=False, seen=seen, moved=moved
+            ),
         )
 
         def copy_in() -> None:
@@ -219,6 +228,7 @@ class DiskTier:
             with ShardReader(entry, seen=seen) as reader:
                 for shard in self._sharded.shards():
                     shard.local.copy_(reader.read(shard.name, shard.start, len(shard.local)))
+                    moved(_FP32_BYTES * len(shard.local))
 
         self._ranks.all_or_none_patiently("loading a checkpoint", copy_in)
         manifest = entry.manifest
@@ -233,6 +243,19 @@ class DiskTier:
             metrics_bytes=manifest.metrics_bytes,
             tier=Tier.disk,
         )
+
+    def _counter(self, entry: Entry) -> Callable[[int], None]:
+        """Takes bytes that were read, of those to compare and those to copy, and shows them."""
+        verified = sum(entry.manifest.files[name].num_bytes for name in self._share_of(entry))
+        copied = sum(_FP32_BYTES * len(shard.local) for shard in self._sharded.shards())
+        done = 0
+
+        def moved(count: int) -> None:
+            nonlocal done
+            done += count
+            self.show("restoring", done, verified + copied)
+
+        return moved
 
     def _look_at(self, record: Record) -> tuple[Entry, dict[str, Stamp]]:
         entry = self._directory.read(self._directory.folder_of(record))

@@ -51,6 +51,9 @@ class RemoteFiles:
     Args:
         pauses: seconds before each further attempt.
 
+    Attributes:
+        moved: told how many bytes were read, or sent by :meth:`put`.
+
     Raises:
         ConfigError: the URL's scheme is unknown, or its package is not installed.
     """
@@ -79,6 +82,7 @@ class RemoteFiles:
         self._makes_folders = scheme not in _FLAT
         self._pauses = pauses
         self._stopped = threading.Event()
+        self.moved: Callable[[int], None] = lambda count: None
 
     def stop(self) -> None:
         """Stop all retries."""
@@ -160,6 +164,7 @@ class RemoteFiles:
             raise CorruptCheckpoint(f"{self.url}/{name}: is missing") from None
         with opened as file:
             while block := file.read(_BLOCK_BYTES):
+                self.moved(len(block))
                 yield block
 
     def put(self, source: Path, name: str, facts: FileFacts) -> None:
@@ -174,6 +179,7 @@ class RemoteFiles:
                 return
             self._make_folder_of(name)
             self._files.put_file(str(source), self._at(name))
+            self.moved(facts.num_bytes)
             try:
                 self._compare(name, facts)
             except CorruptCheckpoint as error:

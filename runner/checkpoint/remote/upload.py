@@ -60,6 +60,9 @@ class Uploads:
         tainted: serials that a rollback left behind.
         queue: the ring's queue for it.
         report: takes incidents, alike on every rank.
+
+    Attributes:
+        show: told at the end of a run how far this rank's share is, in bytes.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Uploads:
         self._sending: Record | None = None
         self._step = 0
         self._queue = queue
+        self._moved = self._due = 0  # bytes of this rank's share: sent and read back, and of all
+        self.show: Callable[[str, int, int], None] = lambda what, done, total: None
 
     @property
     def pinned(self) -> set[int]:
@@ -124,6 +129,7 @@ class Uploads:
         self.after_step(records, self._step)
         while len(self._queue):
             self._queue.wait(_PATIENCE_SECONDS)
+            self.show("uploading", min(self._moved, self._due), self._due)
             late = float(time.monotonic() > limit)
             num_done, num_failed, num_late = self._ranks.sum([*self._queue.progress(), late])
             self._queue.apply_progress(num_done, num_failed, self._ranks.world_size)
@@ -211,9 +217,15 @@ class Uploads:
         """Upload this rank's files, or its share of them after a change of the world size."""
         entry = self._directory.read(self._directory.folder_of(record))
         names = by_kind(entry.manifest.files)[self._ranks.rank :: self._ranks.world_size]
+        self._moved, self._due = 0, 2 * sum(entry.manifest.files[name].num_bytes for name in names)
+        self._remote.files.moved = self._count
         for name in names:
             there = f"ring/{entry.folder.name}/{name}"
             self._remote.files.put(entry.folder / name, there, entry.manifest.files[name])
+        self._remote.files.moved = lambda count: None
+
+    def _count(self, num_bytes: int) -> None:
+        self._moved += num_bytes
 
     def _publish(self, record: Record) -> None:
         folder = self._directory.folder_of(record)

@@ -580,11 +580,10 @@
     }
 
     show(row, column) {
-      const { names, steps, last } = this.told;
+      const { names, steps, width: looks } = this.told;
       this.row = Math.max(0, Math.min(names.length - 1, row));
       this.column = Math.max(0, Math.min(steps.length - 1, column));
-      const from = steps[this.column], to = this.column + 1 < steps.length ? steps[this.column + 1] : last;
-      const when = to > from + 1 && this.column + 1 < steps.length ? `from step ${group.format(from)}` : `step ${group.format(from)}`;
+      const when = `${looks > 1 ? "from step" : "step"} ${group.format(steps[this.column])}`;
       this.line.textContent = [names[this.row], when, this.value(this.cells[this.row * steps.length + this.column])].join(" \u00b7 ");
       const height = Number(this.image.getAttribute("height")) / names.length;
       this.here.setAttribute("x", `${(100 * this.column) / steps.length}%`);
