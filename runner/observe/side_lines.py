@@ -15,9 +15,10 @@ from typing import Any
 
 from runner.policy.retention.records import Record, State, Tier
 from runner.policy.straggler import Pace
-from runner.system.json_lines import LineFile, iter_lines, whole_bytes
+from runner.system.json_lines import LineFile, iter_lines, tail
 
 _MOST_KEPT_BYTES = 1 << 20  # while the disk takes nothing
+_TAIL_BYTES = 1 << 16  # more than a line has
 _MOST_RANKS = 256  # numbers of a line; with more ranks each stands for several
 _LINES_A_FOLD = 1000  # that a run grows by a factor of e: 4,000 lines in 10^6 steps, every 50
 _SNAPSHOTS_A_FOLD = 500
@@ -47,7 +48,8 @@ class SideLines:
         self._clock = clock
         self._file: LineFile | None = None
         try:
-            self._file = LineFile(path, length=whole_bytes(path), check=check)
+            _, length = tail(path, _TAIL_BYTES)
+            self._file = LineFile(path, length=length, check=check)
         except OSError:  # metrics.jsonl lies on the same disk, and there it is told
             return
 

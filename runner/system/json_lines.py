@@ -125,26 +125,6 @@ def _line_after(path: Path, position: int) -> int:
         return file.tell()
 
 
-def whole_bytes(path: Path) -> int:
-    """Where the last whole line of a file ends, in bytes; 0 where there is none.
-
-    Raises:
-        ConfigError: as :func:`iter_lines`.
-    """
-    if not path.exists():
-        return 0
-    with naming(path), _open(path) as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            begin = max(0, end - _TAIL_BYTES)
-            file.seek(begin)
-            at = file.read(end - begin).rfind(b"\n")
-            if at >= 0:
-                return begin + at + 1
-            end = begin
-    return 0
-
-
 def step_of(line: dict[str, Any]) -> int:
     """A metrics line's step; 0 where it has none."""
     step = line.get("step")
