@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from runner.system.extras import is_installed
 
 _CPU = torch.device("cpu")
 _ROWS = 4
-_IN_PROCESS = 9  # checks, about
+_IN_PROCESS, _SHORT_RUNS = 9, 10  # checks and runs, about
 _CLOSE = 1e-4  # relative; sums in another order
 _RATE = 1e-3
 # Of the short runs: what the user gave comes first, and these settings win.
@@ -58,6 +58,14 @@ _SHORT = (
     "track.every=1000",
     "parallel.device=cpu",
 )
+
+
+class _Run(Protocol):
+    """Runs it in a folder with these settings; returns its exit code."""
+
+    def __call__(self, out: Path, *settings: str, ranks: int = 1) -> int: ...
+
+
 _POISON = "faults=[poison@samples=40-49]"
 _KILL = "faults=[kill@step=15,rank=0]"
 
@@ -87,8 +95,17 @@ def check_model_command(arguments: Sequence[str]) -> int:
     if not options.quick:
         overrides = list(options.overrides)
         overrides += [f"--config-dir={options.config_dir}"] if options.config_dir else []
-        with tempfile.TemporaryDirectory(prefix="holdfast-check-") as folder:
-            found += [_engines(Path(folder), overrides), *_faults(Path(folder), overrides)]
+        with (
+            tempfile.TemporaryDirectory(prefix="holdfast-check-") as folder,
+            Bar("short runs", _SHORT_RUNS, unit="runs") as bar,
+        ):
+
+            def run(out: Path, *settings: str, ranks: int = 1) -> int:
+                code = _run(out, overrides, *settings, ranks=ranks)
+                bar.add(1)
+                return code
+
+            found += [_engines(Path(folder), run), *_faults(Path(folder), run)]
     return print_checks("check-model", "what exactness asks", found, time.monotonic() - began)
 
 
@@ -268,7 +285,7 @@ def _padded(batch: MicroBatch) -> MicroBatch:
 # -- short real runs -----------------------------------------------------------------------
 
 
-def _engines(folder: Path, overrides: Sequence[str]) -> Check:
+def _engines(folder: Path, run: _Run) -> Check:
     """Five steps on each engine, two ranks each."""
     kinds = [ParallelKind.ddp, ParallelKind.fsdp]
     kinds += [ParallelKind.zero1, ParallelKind.zero3] if is_installed("zero") else []
@@ -277,7 +294,7 @@ def _engines(folder: Path, overrides: Sequence[str]) -> Check:
     for kind in [ParallelKind.single, *kinds]:
         ranks = 1 if kind is ParallelKind.single else 2
         out = folder / kind.value
-        code = _run(out, overrides, f"parallel={kind.value}", precision, "steps=5", ranks=ranks)
+        code = run(out, f"parallel={kind.value}", precision, "steps=5", ranks=ranks)
         summary = _summary(out) if code == EXIT_DONE else None
         if summary is None:
             failed = True
@@ -295,19 +312,19 @@ def _engines(folder: Path, overrides: Sequence[str]) -> Check:
     )
 
 
-def _faults(folder: Path, overrides: Sequence[str]) -> Iterator[Check]:
+def _faults(folder: Path, run: _Run) -> Iterator[Check]:
     single = ("parallel=single", "steps=30", "schedule.total=30")
-    code = _run(folder / "poisoned", overrides, *single, _POISON)
+    code = run(folder / "poisoned", *single, _POISON)
     poisoned = _summary(folder / "poisoned") if code == EXIT_DONE else None
     never = None
     if poisoned is not None:
         skip = skip_override(poisoned["skipped"])
-        _run(folder / "never", overrides, *single, skip)
+        run(folder / "never", *single, skip)
         never = _summary(folder / "never")
     yield _compared("poison against told", poisoned, never, f"the poisoned run ended with {code}")
-    _run(folder / "whole", overrides, *single)
-    _run(folder / "killed", overrides, *single, _KILL)
-    code = _run(folder / "killed", overrides, *single, _KILL)
+    run(folder / "whole", *single)
+    run(folder / "killed", *single, _KILL)
+    code = run(folder / "killed", *single, _KILL)
     killed, whole = _summary(folder / "killed"), _summary(folder / "whole")
     yield _compared("killed against not killed", killed, whole, f"the runs ended with {code}")
 
