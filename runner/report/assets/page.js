@@ -494,9 +494,11 @@
   function filterLog(u, splits) {
     const tens = splits.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-6 ? v : null));
     const { min, max } = u.scales.y;
-    const seen = tens.filter((v) => v !== null && v >= min && v <= max).length;
-    if (seen >= 2) return tens;
-    return splits.map((v) => ([1, 2, 5].includes(Number((v / 10 ** Math.floor(Math.log10(v) + 1e-9)).toPrecision(2))) ? v : null));
+    const seen = (values) => values.filter((v) => v !== null && v >= min && v <= max).length;
+    if (seen(tens) >= 2) return tens;
+    const few = splits.map((v) => ([1, 2, 5].includes(Number((v / 10 ** Math.floor(Math.log10(v) + 1e-9)).toPrecision(2))) ? v : null));
+    if (seen(few) >= 2) return few;
+    return splits.map((v) => (Math.abs(Number(v.toPrecision(1)) / v - 1) < 1e-6 ? v : null));
   }
 
   // -- several runs --------------------------------------------------------------------------
