@@ -45,7 +45,7 @@ class PaceInspector:
         stragglers: Stragglers,
         take_seconds: Callable[[], tuple[list[float], list[float]]],
         report: Callable[[Incident], None],
-        note: Callable[[int, Sequence[Pace]], None] = lambda step, paces: None,
+        note: Callable[[int, Sequence[RankPace]], None] = lambda step, paces: None,
     ) -> None:
         self._ranks = ranks
         self._device = device

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.policy.retention.records import Record, State, Tier
-from runner.policy.straggler import Pace
+from runner.policy.straggler import RankPace
 from runner.system.json_lines import LineFile, iter_lines, tail
 
 _MOST_KEPT_BYTES = 1 << 20  # while the disk takes nothing
@@ -83,7 +83,7 @@ class RankTimes:
     def close(self) -> None:
         self._lines.close()
 
-    def note(self, step: int, paces: Sequence[Pace]) -> None:
+    def note(self, step: int, paces: Sequence[RankPace]) -> None:
         """Take what was measured after ``step``, by rank."""
         size = math.ceil(len(paces) / _MOST_RANKS)
         highest = [

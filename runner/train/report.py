@@ -18,7 +18,7 @@ from runner.policy.decision.history import History, Incident
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record, State
-from runner.policy.straggler import Pace as RankPace
+from runner.policy.straggler import RankPace
 from runner.system.json_lines import LineFile
 from runner.system.output import Loss
 from runner.train.state import TrainState

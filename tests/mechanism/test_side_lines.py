@@ -10,7 +10,7 @@ import pytest
 
 from runner.observe.side_lines import RankTimes, RingLines, SideLines
 from runner.policy.retention.records import Record, State, Tier
-from runner.policy.straggler import Pace
+from runner.policy.straggler import RankPace
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -111,19 +111,20 @@ def test_the_slowest_look_between_two_lines_is_kept(tmp_path: Path) -> None:
     for step in range(50, 1_000_001, 50):
         slow = 9.0 if step == 765_400 else 0.1
         times.note(
-            step, [Pace(host=0.1, device=0.01, step=0.2), Pace(host=slow, device=1e-3, step=1)]
+            step,
+            [RankPace(host=0.1, device=0.01, step=0.2), RankPace(host=slow, device=1e-3, step=1)],
         )
     times.close()
     told = lines_of(path)
     assert len(told) < 5_000, "one each 50 steps would be 20,000"
     assert max(line["own_seconds"][1] for line in told) == 9.0
-    assert told[0]["step"] == 50 and told[0]["device_seconds"] == [0.01, 0.001]
+    assert told[0]["step"] == 50 and told[0]["device_seconds"] == [0.01, 0.01]
 
 
 def test_many_ranks_share_numbers(tmp_path: Path) -> None:
     path = tmp_path / "ranks.jsonl"
     times = RankTimes(side(path), every=50)
-    paces = [Pace(host=float(rank == 777), device=0.0, step=0.0) for rank in range(1000)]
+    paces = [RankPace(host=float(rank == 777), device=0.0, step=0.0) for rank in range(1000)]
     times.note(50, paces)
     times.close()
     (told,) = lines_of(path)
