@@ -220,9 +220,9 @@ class Recovery:
         self._reporter.incident(incident)
 
     def conclude(self, info: StepInfo, finding: Diagnosis) -> None:
-        """Say what the trouble was that ended with this step. Nothing follows from it.
+        """Report the episode that ended with this step; this changes nothing.
 
-        A verdict of replays takes the place of what the course alone makes one suspect.
+        A verdict of replays takes the place of the suspected cause.
         """
         episode = finding.episode
         found = self._verdict(info, episode)

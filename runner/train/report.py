@@ -44,12 +44,12 @@ class Outputs:
     """Where numbers and messages go.
 
     Args:
-        lost: what went wrong with this process's own output so far.
-        journal: takes a line about each output that is lost, the first time.
-        columns: further numbers of a step, by name; told whether it was evaluated.
-        applied: takes the line of each applied step, behind it.
-        ring_lines: looks at the checkpoints after each step; on the first rank.
-        rank_times: takes what the ranks' speeds were; on the first rank.
+        lost: errors of this process's own output so far.
+        journal: takes a line about each lost output, once.
+        columns: returns further numbers of a step by name; takes whether it was evaluated.
+        applied: called with the line of each applied step.
+        ring_lines: records changes of the checkpoints after each step; on the first rank.
+        rank_times: records how long the ranks took; on the first rank.
     """
 
     metrics: Metrics
@@ -248,7 +248,7 @@ class Reporter:
                 )
 
     def paces(self, step: int, paces: Sequence[RankPace]) -> None:
-        """Seconds of each rank, as they were compared after ``step``."""
+        """Record the seconds of each rank, as they were compared after ``step``."""
         if self._rank_times is not None:
             self._rank_times.note(step, paces)
 

@@ -74,7 +74,7 @@ class DiskTier:
         self._queue = queue
         self._pace = pace
         self._before_write = before_write
-        self._layout: Layout | None = None  # of the last save, on rank 0
+        self._layout: Layout | None = None  # layout of the last save, on rank 0
         self.show: Callable[[str, int, int], None] = lambda what, done, total: None
 
     @property

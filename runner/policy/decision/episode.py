@@ -104,9 +104,9 @@ class Diagnosis:
     def words(
         self, onset_step: int | None = None, *, found: Mapping[str, Any] | None = None
     ) -> str:
-        """One sentence; a replay gives the step as it was recorded.
+        """One sentence; a replay passes the recorded step number.
 
-        ``found`` is the verdict of replays where there is one: then nothing is suspected.
+        ``found`` is the verdict of replays; without one the cause is only suspected.
         """
         step = self.episode.onset_step if onset_step is None else onset_step
         told = f"{self.shape} from step {step}: {self.course}"
