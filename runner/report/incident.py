@@ -13,7 +13,9 @@ TROUBLE = frozenset(
 READING = "reading"  # a signature that the run found in its own curve
 CHANGES = frozenset({"setting_changed", "mixture", "interval"})
 # No trouble, and nothing to warn of.
-CALM = frozenset({"start", "restored", "episode", "stable", READING}) | CHANGES
+CALM = frozenset({"start", "restored", "episode", "explained", "stable", READING}) | CHANGES
+# What is said of a trouble, beside the lines that are it.
+REMARKS = frozenset({"episode", "explained"})
 _NAMES_NOTHING = ("unclear", "not reproducible")
 _FAR_STEPS = 30  # where no episode tells, trouble so much later is another
 _WORDS = 2000  # of one text of a line
@@ -83,6 +85,8 @@ def troubles(lines: Iterable[Line]) -> list[Trouble]:
         if line.kind == "episode":
             _conclude(found, line)
             open_ = None if line.decision != "persistent" else open_
+        elif line.kind == "explained":
+            _explain(found, line)
         elif line.kind not in TROUBLE:
             open_ = None if line.kind == "start" else open_
         elif open_ is not None and _belongs(line, open_):
@@ -138,6 +142,20 @@ def _conclude(found: Sequence[Trouble], line: Line) -> None:
         if span is None or mine is None or span[0] <= mine[0] < span[1]:
             trouble.lines.append(line)
             return
+
+
+def _explain(found: Sequence[Trouble], line: Line) -> None:
+    """Add a verdict that came later to the trouble of the same evidence."""
+    number = _bundle(line)
+    for trouble in reversed(found):
+        if number is not None and any(_bundle(one) == number for one in trouble.lines):
+            trouble.lines.append(line)
+            return
+
+
+def _bundle(line: Line) -> object:
+    cause = line.detail.get("cause")
+    return cause.get("bundle") if isinstance(cause, dict) else None
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from runner.observe.console import duration
 from runner.report.drawing import bounds, number
-from runner.report.incident import notices, readings, troubles, verdicts
+from runner.report.incident import REMARKS, notices, readings, troubles, verdicts
 from runner.report.inside import slowest
 from runner.report.markup import plain
 from runner.report.rows import Row
@@ -109,7 +109,7 @@ def _incidents(run: RunReader, width: int) -> list[RenderableType]:
     table = _table(f"incidents ({len(found):,})", "step", "what", "ranks", "why", "done")
     room = max(20, width - 42)
     for one in found[-_MOST:]:
-        line = next((one for one in reversed(one.lines) if one.kind != "episode"), one.first)
+        line = next((one for one in reversed(one.lines) if one.kind not in REMARKS), one.first)
         verdict = next(iter(verdicts(one)), None)
         why = line.reason if verdict is None else f"{verdict.get('cause')}: {verdict.get('why')}"
         _add(

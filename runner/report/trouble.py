@@ -9,7 +9,7 @@ from typing import Any
 from runner.reading.finding import SIGNATURES
 from runner.report.drawing import number
 from runner.report.evidence import Evidence, Probe, number_of
-from runner.report.incident import Line, Trouble, notices, readings, troubles, verdicts
+from runner.report.incident import REMARKS, Line, Trouble, notices, readings, troubles, verdicts
 from runner.report.markup import Html, join, table, tag
 from runner.report.run import RunReader
 from runner.report.words import ranks_of, status_class, took, when
@@ -97,7 +97,7 @@ def _places(run: RunReader, found: Sequence[Trouble]) -> dict[int, tuple[int, in
     at = {id(mark.line): mark.attempt for mark in run.marks()}
     made = {}
     for one in found:
-        known = [at[id(line)] for line in one.lines if id(line) in at and line.kind != "episode"]
+        known = [at[id(line)] for line in one.lines if id(line) in at and line.kind not in REMARKS]
         if known:
             made[id(one)] = min(known), max(known)
     return made
@@ -106,7 +106,7 @@ def _places(run: RunReader, found: Sequence[Trouble]) -> dict[int, tuple[int, in
 def _incident(
     run: RunReader, trouble: Trouble, place: tuple[int, int] | None, *, with_evidence: bool
 ) -> Html:
-    lines = [line for line in trouble.lines if line.kind != "episode"]
+    lines = [line for line in trouble.lines if line.kind not in REMARKS]
     last, found = lines[-1], verdicts(trouble)
     kinds = [line.kind for line in lines]
     what = " then ".join(_counted(kind, kinds.count(kind)) for kind in dict.fromkeys(kinds))

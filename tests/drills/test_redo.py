@@ -159,7 +159,7 @@ def test_what_overflows_is_computed_in_a_wider_precision(
     # The next ones ask for the wider precision first.
     assert [line["detail"]["cause"]["steps"] for line in lines] == [4, 2, 2]
     bundle = lines[0]["detail"]["cause"]["bundle"]
-    layers = json.loads((hit.out / "incidents" / f"{bundle:06d}" / "layers.json").read_text())
+    layers = json.loads((hit.out / "explanations" / f"{bundle:06d}" / "layers.json").read_text())
     assert layers["blocks.0.ffn"][0] is not None and layers["blocks.1.ffn"][0] is None
     assert hit.summary["skipped"] == [] and hit.summary["discarded_steps"] == 0
     kill = OVERFLOW.replace("]", ",kill@step=32,rank=1]")

@@ -372,6 +372,12 @@ def test_a_verdict_takes_the_place_of_what_was_suspected(tmp_path: Path) -> None
     assert "hardware, sticky" in text and "rank 1 stays bad" in text
     assert "suspected cause" not in text
     assert f"holdfast replay {out} --incident 7" in text
+    late = cause | {"cause": "state corrupted", "why": "step 30 is the first with other numbers"}
+    told = [*lines, incident("explained", 30, decision="go on", detail={"cause": late})]
+    (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    text = pages.page(pages.read_runs([out]))
+    assert "Incidents (1)" in text and "the first with other numbers" in text
+    assert '<span class="verdict">state corrupted</span>' in text
     del lines[1]["detail"]["cause"]
     (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert "suspected cause" in pages.page(pages.read_runs([out]))
