@@ -45,7 +45,7 @@ COMMANDS = {
     "top": "runner.command.top:top_command",
     "live": "runner.command.live:live_command",
 }
-# Those that watch over a run: nobody who reads, or does not, may stop them.
+# These supervise a run: a closed or stalled output must not stop them.
 _LASTING = ("launch", "supervise", "run", "slurm-job")
 
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wants_json(given: Sequence[str]) -> bool:
-    """Before the settings are composed, for what is wrong with them."""
+    """Whether errors should be JSON, known before the settings are composed."""
     formats = [word for word in given if word.startswith("track.log=")]
     return formats[-1:] == ["track.log=json"]
 
@@ -102,10 +102,10 @@ def _train_command(given: Sequence[str]) -> int:
 
 
 def _refuse_unknown_command(given: Sequence[str]) -> None:
-    """A first word that is neither an option nor a setting was meant to be a command.
+    """Refuse a first word that is not an option, a setting or a command.
 
     Raises:
-        ConfigError: with the commands that there are.
+        ConfigError: names the commands that exist.
     """
     first = given[0] if given else "="
     if re.fullmatch(r"[A-Za-z][\w-]*", first):
@@ -128,31 +128,31 @@ def _parser() -> Parser:
 
 
 def _is_known_here_alone(error: RunnerError) -> bool:
-    """Whether the first rank may not know of it, so that this one has to say it."""
+    """Whether rank 0 may not know of the error, so that this rank must report it."""
     if isinstance(error, MissingPackage):  # a node's
         return own_local_rank(variables()) == 0
     return isinstance(error, StartError) and error.is_local
 
 
 def _is_first() -> bool:
-    """Every rank fails alike; one of them saying it is enough."""
+    """Whether this process is rank 0: every rank fails alike, and one report is enough."""
     return own_rank(variables()) == 0
 
 
 def _print_once(text: str) -> None:
     if _is_first():
         sys.stdout.write(text + "\n")
-        output.finish(None)  # all of it, however slow the reader: there is nothing else to do
+        output.finish(None)  # wait for a slow reader: there is nothing else to do
 
 
 def run() -> None:
-    """The process's whole life: what ``holdfast`` and ``python -m runner`` call."""
+    """Run a command and end the process: the entry point of ``holdfast``."""
     command = sys.argv[1] if sys.argv[1:] else ""
     is_rank = command not in COMMANDS
     if is_rank or command in _LASTING:
         output.install()
     if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN and is_rank:
-        # Inherited from a torchrun that was shielded from it. Until the run listens to it, a
+        # Inherited from a torchrun that ignores it. Until the run handles the signal, a
         # rank must die of it, or torchrun waits 30 s for each that waits for a dead one.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not is_rank:
@@ -163,12 +163,12 @@ def run() -> None:
     try:
         code = _code()
     finally:
-        # Whatever came: an interpreter that ends by itself waits for threads and processes.
+        # On any error: a normal interpreter exit would wait for threads and processes.
         leave(code)
 
 
 def _code() -> int:
-    """The exit code, also of what no command expected."""
+    """Run the command and return its exit code, also after an unexpected exception."""
     try:
         return main()
     except SystemExit as error:
@@ -178,7 +178,7 @@ def _code() -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
-        # This rank alone is ill. Leaving at once, the others see the connection close, where
+        # Only this rank failed. If it leaves at once, the others see the connection close, where
         # an orderly shutdown would wait for collectives that will never come.
         _log.critical("%s: %s", type(error).__name__, error, exc_info=True)
         return EXIT_CRASH

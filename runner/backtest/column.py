@@ -1,4 +1,4 @@
-"""Which column is the step, the loss, the rate and so on: by common names, or as told."""
+"""Finds the column of the step, the loss, the rate and so on: by common names, or as configured."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from runner.system.error import ConfigError
 
-_SHOWN = 80  # characters of a name: what is no curve may have one line of a megabyte
+_SHOWN = 80  # characters of a name: a file that is not a curve may have one line of a megabyte
 STEP, LOSS, GRAD_NORM = "--step", "--loss", "--grad-norm"
-# Read where they are there and somebody asks for them; nothing needs them.
+# Optional columns, read on request if they exist.
 LR, EPOCH, EVAL_LOSS = "--lr", "--epoch", "--eval-loss"
 UPDATE_RATIO, LAYER_RATIO = "--update-ratio", "--layer-ratio"
 ENTROPY, CORPUS_ENTROPY = "--entropy", "--corpus-entropy"
 FURTHER = (LR, EPOCH, EVAL_LOSS, UPDATE_RATIO, LAYER_RATIO, ENTROPY, CORPUS_ENTROPY)
 
-# Best first, written as `plain` writes them. "train" and "loss" may stand either way round.
+# Best first, as `plain` writes them. "train" and "loss" may come in either order.
 _STEPS = """step global_step iteration iter update updates num_updates batch trainer_global_step
 train_global_step train_step iterations steps"""
 _LOSSES = """loss train_loss training_loss loss_train lm_loss train_lm_loss lm_loss_training
@@ -37,7 +37,7 @@ update_norm_ratio train_update_ratio""",
     ENTROPY: "entropy token_entropy batch_entropy batch_token_entropy data_entropy",
     CORPUS_ENTROPY: "corpus_entropy unigram_entropy corpus_token_entropy",
 }
-# Else the only column that looks like it, held-out losses aside.
+# Else the only column that looks like it, apart from held-out losses.
 _LOOKS = {
     STEP: re.compile(r"(^|_)(step|iteration|iter|update)s?$"),
     LOSS: re.compile(r"^(?!.*(val|eval|test|held|aux|balanc|z_loss|min|max)).*loss"),
@@ -57,16 +57,16 @@ _COMMON = {
 
 
 def plain(name: str) -> str:
-    """Lower case, one underscore for what is not a letter or digit, W&B's run name left out."""
+    """Normalise a name: lower case, underscores for other characters, no W&B run name."""
     metric = name.rsplit(" - ", 1)[-1]
     return re.sub(r"[^a-z0-9]+", "_", metric.lower()).strip("_")
 
 
 def find(option: str, names: Sequence[str], asked: str | None, source: str) -> str | None:
-    """The name among ``names`` for this option; None where no common one is there.
+    """Find the name among ``names`` for this option; None if no common one is there.
 
     Raises:
-        ConfigError: the told one is not there, or several fit equally well.
+        ConfigError: the configured one is missing, or several fit equally well.
     """
     names = [name for name in names if not name.endswith(("__MIN", "__MAX"))]
     if asked is not None:
@@ -101,7 +101,7 @@ def _listed(names: Sequence[str], most: int = 20) -> str:
 
 
 def missing(option: str, names: Sequence[str], source: str) -> ConfigError:
-    """The error for a column that must be there."""
+    """The error for a required column that is missing."""
     hint = f"name it: {option} NAME"
     if names and all(re.fullmatch(r"[-+0-9.eE ]+", name) for name in names):
         hint = "the first line must name the columns"

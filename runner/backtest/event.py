@@ -16,7 +16,7 @@ def read_events(paths: Sequence[Path], names: Names, source: str) -> Table:
     """Scalars of one run's event files, oldest file first; a restart writes a new file.
 
     A loss begins a row; the other columns of the same step join it, whichever came first. What
-    :attr:`Names.further` asks for has a row of its own where its step has no loss.
+    :attr:`Names.further` requests has a row of its own if its step has no loss.
     """
     tags = list(dict.fromkeys(tag for path in paths for tag, _, _ in _scalars(path)))
     if not tags:
@@ -46,7 +46,7 @@ def read_events(paths: Sequence[Path], names: Names, source: str) -> Table:
 def _with_lone_rows(
     table: list[Row], early: dict[int, list[float | None]], place: dict[int, int]
 ) -> list[Row]:
-    """Those of steps without a loss, after the last row of an earlier step."""
+    """Insert rows of steps without a loss after the last row of an earlier step."""
     lone = sorted(step for step in early if step not in place)
     known_steps = sorted(place)
     after: dict[int, list[Row]] = {}
@@ -62,8 +62,8 @@ def _with_lone_rows(
 
 
 def _scalars(path: Path) -> Iterator[tuple[str, int, float]]:
-    """(tag, step, value). Parsed from the raw records: the loader's own classes take ten times
-    as long and drop what a restart overwrote, which is what we want to see."""
+    """Yield (tag, step, value) from the raw records: the loader's own classes take ten times
+    as long, and drop what a restart overwrote, which is needed here."""
     try:
         from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event
@@ -90,5 +90,5 @@ def _scalar(value: Any) -> float | None:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """The event files right in a folder, in order of their names: of the times they began."""
+    """The event files directly in a folder, in order of their names, which is that of time."""
     return sorted(path for path in folder.glob("*tfevents*") if path.is_file())

@@ -1,4 +1,4 @@
-"""A picture of a replay: loss and gradient norm, what the gate would have let pass, the marks."""
+"""Draws a replay: loss and gradient norm, the gate's limits, and the decisions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLOURS = {
     "rebaseline": "tab:purple",
     "halt": "black",
 }
-# More points than a picture has columns only make it slow; a bin's lowest and highest stay.
+# More points than pixels only make it slow; each bin keeps its lowest and highest value.
 _BINS = 3000
 _TABLE_ROWS = 500
 
@@ -31,7 +31,7 @@ def plot(recording: Recording, replay: Replay, path: Path) -> None:
     """Write ``path`` (.png or .html); ``replay`` must have kept its limits.
 
     Raises:
-        ConfigError: matplotlib is not installed, or another ending.
+        ConfigError: matplotlib is not installed, or the ending is unknown.
     """
     if path.suffix not in (".png", ".html"):
         raise ConfigError(f"--plot {path}: must end in .png or .html")
@@ -76,7 +76,7 @@ def _figure(recording: Recording, replay: Replay) -> Any:
 
 
 def _line(axes: Any, steps: Sequence[int], values: Sequence[float], **style: Any) -> None:
-    """One line, lifted off the paper where a restart goes back to an earlier step."""
+    """Draw one line, with a gap where a restart goes back to an earlier step."""
     where, shown = _thinned(steps, values)
     begins = [0, *(at for at in range(1, len(where)) if where[at] < where[at - 1]), len(where)]
     for begin, end in pairwise(begins):
@@ -85,7 +85,7 @@ def _line(axes: Any, steps: Sequence[int], values: Sequence[float], **style: Any
 
 
 def _band(axes: Any, steps: Sequence[int], limits: Sequence[float]) -> None:
-    """The limit; what lies above is not applied."""
+    """Shade the values above the limit, which are not applied."""
     finite = [(step, limit) for step, limit in zip(steps, limits, strict=True) if limit < math.inf]
     if finite:
         where, values = [step for step, _ in finite], [limit for _, limit in finite]

@@ -1,4 +1,4 @@
-"""One recorded curve from a file or folder, whatever wrote it, with what was odd about it."""
+"""Reads one recorded curve from a file or folder, with notes about oddities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.system.error import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A curve ready for a replay. ``notes`` say in words what was missing or strange."""
+    """A curve ready for a replay. ``notes`` are sentences about what was missing or odd."""
 
     path: str
     curve: Curve
@@ -27,9 +27,9 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """All rows of a file by column, None where a cell is empty; nothing is left out or filled.
+    """All rows of a file by column, None for an empty cell; nothing is dropped or filled.
 
-    ``further`` has the columns that :attr:`Names.further` asked for and that are there, by option.
+    ``further`` has the existing columns that :attr:`Names.further` requests, by option.
     """
 
     steps: list[float | None]
@@ -39,12 +39,12 @@ class Columns:
     notes: tuple[str, ...]
 
 
-# A first step beyond so many usual distances: the training began before the recording.
+# A first step after this many usual distances: the training began before the recording.
 _LATE_BEGINNING = 10
 
 
 def read_columns(path: str, names: Names, *, moved: Moved = nobody) -> Columns:
-    """Read one run, all that was asked for. Raises as :func:`read_curve`."""
+    """Read all requested columns of one run. Raises as :func:`read_curve`."""
     table, notes = _readable(path, names, moved)
     if not any(row[1] is not None for row in table.rows):
         raise ConfigError(f"{path}: no row has a loss; name its column: --loss NAME")
@@ -72,11 +72,11 @@ def read_curve(
         path: CSV, JSONL, a TensorBoard event file, or a folder with ``metrics.jsonl`` or events.
         names: columns, where the common names do not find them.
         memory: the guard's window; after a gap in the steps longer than that many usual
-            distances nothing is known of the rows that follow.
+            distances the statistics begin anew.
         moved: told now and then how far a file of lines is read.
 
     Raises:
-        ConfigError: no such file, no loss in it, or nothing that can be read.
+        ConfigError: no such file, no loss in it, or nothing readable.
     """
     table, notes = _readable(path, names or Names(), moved)
     rows = _once([row for row in table.rows if row[1] is not None], notes)
@@ -96,7 +96,7 @@ def read_curve(
 
 
 def _readable(path: str, names: Names, moved: Moved) -> tuple[Table, list[str]]:
-    """With what was odd; more lines that cannot be read than others are no curve."""
+    """The rows, with notes; a file with more unreadable than readable lines is refused."""
     table = _read(Path(path), names, moved)
     notes = []
     if table.num_unreadable:
@@ -136,7 +136,7 @@ def _read_folder(path: Path, names: Names, moved: Moved) -> Table:
 
 
 def _once(rows: list[Row], notes: list[str]) -> list[Row]:
-    """Rows that repeat the one before, as several loggers of one run leave them, are one step."""
+    """Merge rows that repeat the one before, as several loggers of one run leave them."""
     once = rows[:1]
     for before, row in pairwise(rows):
         # NaN twice is two attempts at one step, of ours, or a run that has ended: never one row.
@@ -150,7 +150,7 @@ def _once(rows: list[Row], notes: list[str]) -> list[Row]:
 
 
 def _steps(numbers: list[float | None]) -> list[int]:
-    """Whole steps; a row without one follows the row before."""
+    """The steps as whole numbers; a row without one follows the row before."""
     steps: list[int] = []
     for step in numbers:
         usable = step is not None and math.isfinite(step)
@@ -159,7 +159,7 @@ def _steps(numbers: list[float | None]) -> list[int]:
 
 
 def _norms(norms_read: list[float | None], notes: list[str]) -> list[float]:
-    """A norm that is not there is no news: the last known one, or one for all, never trouble."""
+    """The norms; a missing one repeats the last known one, so that it never looks bad."""
     num_missing = sum(norm is None for norm in norms_read)
     if num_missing == len(norms_read):
         notes.append("no grad norm: judged on the loss alone")
@@ -179,7 +179,7 @@ def _norms(norms_read: list[float | None], notes: list[str]) -> list[float]:
 def _breaks(
     steps: list[int], memory: int, notes: list[str]
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Rows after a gap, and rows that begin again at an earlier step."""
+    """Rows after a gap, and rows that restart at an earlier step."""
     distances = [(row, after - before) for row, (before, after) in enumerate(pairwise(steps), 1)]
     ahead = [distance for _, distance in distances if distance > 0]
     usual = statistics.median(ahead) if ahead else 1

@@ -1,6 +1,6 @@
-"""Rows of CSV and JSONL files as (step, loss, grad norm), and further columns on request.
+"""Reads CSV and JSONL files as rows of (step, loss, grad norm), with further columns on request.
 
-A value that is not there is None; NaN and Inf are themselves, for they are trouble.
+A missing value is None; NaN and Inf stay, because they matter to the judge.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, TextIO
 from runner.backtest import column
 from runner.system.error import ConfigError
 
-Row = tuple[float | None, ...]  # step, loss, grad norm, and what Names.further asks for
-# Sampled for the names of the columns: the first lines of a log may lack the gradient norm.
+Row = tuple[float | None, ...]  # step, loss, grad norm, and the columns of Names.further
+# Lines sampled for column names: the first lines of a log may lack the gradient norm.
 _LINES_FOR_NAMES = 1000
 Moved = Callable[[int, int], None]  # takes bytes that were read, and those of the file
 _ROWS_BETWEEN = 4096
@@ -30,7 +30,7 @@ def nobody(done: int, total: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Columns as told on the command line, or None.
+    """Column names from the command line, or None.
 
     ``further`` are the options of :data:`runner.backtest.column.FURTHER` to be read beside, each
     with the column's name where it was told.
@@ -57,7 +57,7 @@ def chosen(fields: list[str], names: Names, source: str) -> list[str | None]:
     """The columns of step, loss (never None), grad norm and the further ones, in their order.
 
     Raises:
-        ConfigError: there is no loss, or a told one is missing.
+        ConfigError: there is no loss, or a configured column is missing.
     """
     loss = column.find(column.LOSS, fields, names.loss, source)
     if loss is None:
@@ -69,7 +69,7 @@ def chosen(fields: list[str], names: Names, source: str) -> list[str | None]:
 
 
 def opened(path: Path, newline: str | None = None) -> TextIO:
-    """The file's text, unpacked if its name ends in .gz; a byte order mark is left out."""
+    """Open a text file, unpacked if its name ends in .gz, without a byte order mark."""
     if path.suffix == ".gz":
         return gzip.open(path, "rt", newline=newline, encoding="utf-8-sig", errors="replace")
     return path.open(newline=newline, encoding="utf-8-sig", errors="replace")
@@ -83,7 +83,7 @@ def _told(file: TextIO, path: Path, count: int, moved: Moved) -> None:
 
 
 def read_csv(path: Path, names: Names, moved: Moved = nobody) -> Table:
-    """A CSV with one line of names; a tab or semicolon between columns is noticed."""
+    """Read a CSV with a header; detects a tab or semicolon between columns."""
     with opened(path, newline="") as file:
         head = file.readline()
         file.seek(0)
@@ -104,7 +104,7 @@ def read_csv(path: Path, names: Names, moved: Moved = nobody) -> Table:
 
 
 def _readable(lines: Iterator[list[str]]) -> Iterator[list[str] | None]:
-    """Each line's cells; None for one that is no CSV, such as a cell without end."""
+    """Yield each line's cells; None for one that is not CSV, such as an unclosed quote."""
     while True:
         try:
             yield next(lines)
@@ -128,12 +128,12 @@ def _number(text: str) -> float | None:
 
 
 def read_json(path: Path, names: Names, moved: Moved = nobody) -> Table:
-    """A JSON object a line: our ``metrics.jsonl``, or a log of that kind; or one document.
+    """Read a JSON object a line, as our ``metrics.jsonl`` or a similar log; or one document.
 
     A document is a list of objects, or an object whose ``log_history`` is one, as the trainer of
     Hugging Face leaves in ``trainer_state.json``.
 
-    In ours a value that was not finite is null; elsewhere null means that it is not there.
+    In ours null stands for a value that was not finite; elsewhere null means a missing value.
     """
     sample = [values for values, _ in zip(_objects(path), range(_LINES_FOR_NAMES), strict=False)]
     fields = list(dict.fromkeys(name for values in sample for name in values or {}))
@@ -147,7 +147,7 @@ def read_json(path: Path, names: Names, moved: Moved = nobody) -> Table:
     table = _table(columns)
     for values in _objects(path, moved):
         if is_ours and values is not None and values.get("action") == "redo":
-            continue  # the same step follows as it was computed again: this one never happened
+            continue  # the redone step follows: this one never happened
         try:
             table.rows.append(_row(values, columns, is_ours))
         except (ValueError, TypeError, OverflowError):
@@ -168,7 +168,7 @@ def _row(values: dict[str, Any] | None, columns: Sequence[str | None], is_ours: 
 
 
 def _objects(path: Path, moved: Moved = nobody) -> Iterator[dict[str, Any] | None]:
-    """Each line's object; None for a line that is none, such as the torn last one of a crash."""
+    """Yield each line's object; None for an invalid line, such as a torn last one."""
     document = _document(path)
     if document is not None:
         yield from (values if isinstance(values, dict) else None for values in document)
@@ -182,7 +182,7 @@ def _objects(path: Path, moved: Moved = nobody) -> Iterator[dict[str, Any] | Non
 
 
 def _document(path: Path) -> list[Any] | None:
-    """The entries of a file that is one JSON document; None where it is an object a line."""
+    """The entries of a file that is one JSON document; None if it has an object a line."""
     with opened(path) as file:
         first = file.readline()
         if isinstance(_parsed(first), dict) and "log_history" not in first:
@@ -194,7 +194,7 @@ def _document(path: Path) -> list[Any] | None:
 
 
 def _parsed(text: str) -> Any:
-    """The JSON value, None for what is none: the torn last line of a crash, for one."""
+    """Parse a JSON value; None for invalid text, such as the torn last line of a crash."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

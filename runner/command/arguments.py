@@ -1,4 +1,4 @@
-"""Option parsing whose mistakes end like any other wrong setting: one line, exit code 2."""
+"""Option parsing whose errors look like those of any wrong setting: one line, exit code 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``backtest FILE...``: what the guard would have done to runs of the past."""
+"""``backtest FILE...``: what the guard would have done to recorded runs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _is_override(text: str) -> bool:
 
 
 def _refuse_other_keys(overrides: Sequence[str]) -> None:
-    """A key that changes nothing here would be obeyed in silence."""
+    """Refuse keys that have no effect here, which would otherwise be ignored in silence."""
     for text in overrides:
         if not text.lstrip("+~").startswith(("guard.", "guard=", "checkpoint.", "checkpoint=")):
             raise ConfigError(f"{text}: a backtest knows guard.* and checkpoint.* only")
@@ -129,7 +129,7 @@ def _json_line(recording: Recording, replay: Replay) -> str:
 
 
 def _with_scale(recording: Recording, floor: float) -> Recording:
-    """With a note where the thresholds, which are in nats, are larger than the losses."""
+    """Add a note where thresholds, which are in nats, are larger than the losses."""
     finite = [loss for loss in recording.curve.losses if math.isfinite(loss)]
     if not finite or abs(statistics.median(finite)) >= floor:
         return recording
@@ -164,7 +164,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _episodes(decisions: Sequence[Decision]) -> list[list[Decision]]:
-    """Decisions that share an onset, up to the one that ended the matter."""
+    """Group decisions that share an onset, up to the one that ended the episode."""
     groups: list[list[Decision]] = []
     for decision in decisions:
         last = groups[-1][-1] if groups else None

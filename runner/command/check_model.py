@@ -1,8 +1,8 @@
-"""``holdfast check-model key=value ...``: what exactness asks of this model and this data.
+"""``holdfast check-model key=value ...``: tests what exactness needs of a model and its data.
 
-Takes the settings of a run and trains nothing of it: trials in this process on a few samples, then
-(without ``--quick``) short real runs in a temporary folder: on each engine, and with poison and a
-kill against runs that met neither.
+Takes the settings of a run without training it: trials in this process on a few samples, then
+(without ``--quick``) short real runs in a temporary folder: on each engine, and with poison and
+a kill against undisturbed runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROWS = 4
 _IN_PROCESS, _SHORT_RUNS = 9, 10  # checks and runs, about
 _CLOSE = 1e-4  # relative; sums in another order
 _RATE = 1e-3
-# Of the short runs: what the user gave comes first, and these settings win.
+# For the short runs: the user's settings come first, and these win.
 _SHORT = (
     "batch.global_size=4",
     "batch.micro_size=2",
@@ -71,7 +71,7 @@ _KILL = "faults=[kill@step=15,rank=0]"
 
 
 def check_model_command(arguments: Sequence[str]) -> int:
-    """Parse, try, print a table; 0 where everything holds that could be tried, else 2."""
+    """Parse, run the trials, print a table; returns 0 if all trials that could run hold, else 2."""
     options = _parser().parse_args(arguments)
     began = time.monotonic()
     config = compose(
@@ -146,7 +146,7 @@ def _other_sources(engine: Engine, works: Sequence[MicroStep]) -> Check:
 
 
 def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
-    """Without dropout, which is drawn for the batch as a whole."""
+    """The model's sums without dropout, which is drawn for the batch as a whole."""
     whole = _evaluated(engine, batch)
     halves = torch.cat([_evaluated(engine, part) for part in _halves(batch)])
     apart = float(((whole - halves).abs() / whole.abs().clamp(min=1e-9)).max())
@@ -240,7 +240,7 @@ def _plain(value: Any) -> Any:
 
 
 def _losses(engine: Engine, works: Sequence[MicroStep]) -> torch.Tensor:
-    """Of each sample; nothing is updated."""
+    """The loss of each sample, without an update."""
     sums = engine.accumulate(works)
     losses = torch.cat(sums.sequences.losses).detach().double()
     engine.apply(skip=torch.ones(()), grad_scale=torch.ones(()), learning_rate=0.0)
@@ -265,7 +265,7 @@ def _rows(batch: MicroBatch, rows: slice) -> MicroBatch:
 
 
 def _padded(batch: MicroBatch) -> MicroBatch:
-    """With the last row as padding."""
+    """The batch with its last row as padding."""
     made = _rows(batch, slice(None))
     targets = batch.targets.clone()
     targets[-1] = -100
@@ -286,7 +286,7 @@ def _padded(batch: MicroBatch) -> MicroBatch:
 
 
 def _engines(folder: Path, run: _Run) -> Check:
-    """Five steps on each engine, two ranks each."""
+    """Run five steps on each engine, on two ranks each."""
     kinds = [ParallelKind.ddp, ParallelKind.fsdp]
     kinds += [ParallelKind.zero1, ParallelKind.zero3] if is_installed("zero") else []
     precision = "compute.precision=bf16" if is_installed("zero") else "compute.precision=fp32"

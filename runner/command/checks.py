@@ -1,4 +1,4 @@
-"""The table of what was tried, as ``check-model`` and ``preflight`` print it."""
+"""The table of checks that ``check-model`` and ``preflight`` print."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.system.parsing import json_text
 
 
 def print_checks(title: str, heading: str, found: Sequence[Check], seconds: float) -> int:
-    """On standard output; gives the exit code: 2 where something fails that is no warning."""
+    """Print the checks; returns the exit code: 2 if one fails that is not a warning."""
     table = Table(title=f"{title} ({seconds:.0f} s)", title_justify="left")
     for text in (heading, "", "what was seen, and what to do"):
         table.add_column(text)
@@ -26,7 +26,7 @@ def print_checks(title: str, heading: str, found: Sequence[Check], seconds: floa
 
 
 def print_json(found: Sequence[Check]) -> int:
-    """A JSON line for each; gives the exit code as :func:`print_checks`."""
+    """Print a JSON line for each; returns the exit code as :func:`print_checks`."""
     for check in found:
         line = {"check": check.name, "result": mark(check), "found": check.found}
         if check.holds is False:
@@ -36,13 +36,13 @@ def print_json(found: Sequence[Check]) -> int:
 
 
 def mark(check: Check) -> str:
-    """How it ended, in a word."""
+    """The result of a check in one word."""
     if check.holds is False:
         return "warns" if check.is_warning else "FAILS"
     return "ok" if check.holds else "-"
 
 
 def exit_code(found: Sequence[Check]) -> int:
-    """Of the command."""
+    """The exit code of the command."""
     fails = any(check.holds is False and not check.is_warning for check in found)
     return EXIT_CONFIG if fails else EXIT_DONE

@@ -1,4 +1,4 @@
-"""``python -m runner demo``: poison a range, kill a rank, and compare with a run that met neither.
+"""``python -m runner demo``: poison a range, kill a rank, compare with an undisturbed run.
 
 Both runs are real: two ranks each, started as ``launch`` starts any run. The first reads samples
 that give NaN and later loses a rank to SIGKILL. The second is told to skip what the first skipped.
@@ -22,7 +22,7 @@ from runner.system.environment import variables
 from runner.system.exit_codes import EXIT_CRASH, EXIT_DONE
 from runner.system.json_lines import read_lines
 
-# A tiny decoder and a language that is computed from the seed. FP32 is fast on every processor.
+# A tiny decoder and a synthetic language. FP32 is fast on every processor.
 SETTINGS = (
     "model=tiny",
     "model.precision=fp32",
@@ -36,7 +36,7 @@ SETTINGS = (
     "guard.min_history=10",
     "track.every=20",
     "watchdog.settle_seconds=1",
-    "guard.remedy=discard",  # the ladder is to be seen
+    "guard.remedy=discard",  # the demo shows the ladder
 )
 # Three steps read these samples; the rank dies after the run has gone back and skipped them.
 FAULTS = "faults=[poison@samples=700-790,kill@step=40,rank=1]"
@@ -45,7 +45,7 @@ _LAUNCH = ("launch", "--nproc", "2", "--restarts", "0", "--torchrun-restarts", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What one run left."""
+    """The results of one run."""
 
     digest: str
     skipped: Sequence[Sequence[int]]
@@ -82,7 +82,7 @@ def demo_command(arguments: Sequence[str]) -> int:
 
 
 def verdict(healed: Ended, skipping: Ended) -> str | None:
-    """What the demo failed to show; None where it showed everything."""
+    """What the demo failed to show; None if it showed everything."""
     if "rollback" not in healed.kinds or not healed.skipped:
         return "the first run did not go back and skip the poisoned range"
     if "crash" not in healed.kinds or not healed.restarts:
@@ -95,7 +95,7 @@ def verdict(healed: Ended, skipping: Ended) -> str | None:
 
 
 def _run(out: Path, *settings: str) -> Ended | None:
-    """Train to the end. None, after a message, where that failed."""
+    """Train to the end; None, after a message, if that failed."""
     command = [sys.executable, "-m", "runner", *_LAUNCH, f"out={out}", *SETTINGS, *settings]
     sys.stdout.flush()
     environment = {"OMP_NUM_THREADS": "1", **variables()}

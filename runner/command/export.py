@@ -1,7 +1,7 @@
-"""``python -m runner export OUT DIR``: a run's weights as safetensors, loadable without us.
+"""``python -m runner export OUT DIR``: writes a run's weights as safetensors.
 
-With ``--format hf`` a folder that ``AutoModelForCausalLM.from_pretrained`` loads. Takes the newest
-checkpoint that is proven (clean); where that is not the last one it says why. Only reads OUT; a run
+``--format hf`` writes a folder for ``AutoModelForCausalLM.from_pretrained``. Takes the newest
+proven (clean) checkpoint; where that is not the last one it says why. Only reads OUT; a run
 may be going on meanwhile.
 """
 
@@ -62,7 +62,7 @@ def export_command(arguments: Sequence[str]) -> int:
 def _layout_of(options: argparse.Namespace, run: Path) -> LayoutOf:
     dtype = _DTYPES[options.dtype]
     if options.format == "hf":
-        # Not for a plain export: it brings the model's own code.
+        # Imported here: a plain export does not need the model's code.
         from runner.command.export_hf import HfExport
 
         refuse_weights_in(Path(options.folder))
@@ -75,7 +75,7 @@ def _layout_of(options: argparse.Namespace, run: Path) -> LayoutOf:
 def refuse_weights_in(folder: Path) -> None:
     """
     Raises:
-        ConfigError: there are weights, of which a loader might take some beside ours.
+        ConfigError: there are other weights, which a loader might mix with ours.
     """
     kinds = ("*.safetensors", "*.bin", "*.safetensors.index.json")
     if found := sorted(path.name for kind in kinds for path in folder.glob(kind)):
@@ -129,7 +129,7 @@ def run_of(run: Path) -> RunDir:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was written, what is to be said of it, and why no newer checkpoint was."""
+    """What was written, notes for the user, and why no newer checkpoint was taken."""
 
     entry: Entry
     said: tuple[str, ...] = ()
@@ -144,14 +144,14 @@ def export_run(
     serial: int | None = None,
     layout: LayoutOf = plain_layout,
 ) -> list[str]:
-    """Write the weights of one checkpoint; what a person is told about it.
+    """Write the weights of one checkpoint; returns what to tell the user.
 
     Args:
-        step, serial: that one, whatever is known of it; None: the newest proven one.
-        layout: what is written of it.
+        step, serial: this checkpoint, proven or not; None: the newest proven one.
+        layout: which tensors to write.
 
     Raises:
-        CheckpointError: there is none that can be exported.
+        CheckpointError: no checkpoint can be exported.
     """
     ring = ring_folder(run)
     entries, damaged = CheckpointDirectory(ring).entries()
@@ -210,7 +210,7 @@ def _why_not(entry: Entry, unproven: Mapping[int, str]) -> str:
 
 
 def _asked_for(entries: Sequence[Entry], *, step: int | None, serial: int | None) -> Entry:
-    """By its step the newest one that is not tainted, by its serial whichever."""
+    """The checkpoint of this serial, or the newest untainted one of this step."""
     chosen = [
         entry
         for entry in entries
@@ -234,7 +234,7 @@ def _listed(entries: Sequence[Entry]) -> str:
 
 
 def _unproven(out: RunDir) -> dict[int, str]:
-    """Step to why the last checkpoint of a finished run did not prove, from the journal."""
+    """Steps whose last checkpoint could not be proven, and why, from the journal."""
     if not out.journal.exists():
         return {}
     lines = (line for line in iter_lines(out.journal) if line.get("kind") == "unproven")
@@ -242,13 +242,13 @@ def _unproven(out: RunDir) -> dict[int, str]:
 
 
 def _shown(reason: object) -> str:
-    """A stored sentence on a terminal: not without end, and without control characters."""
+    """A stored sentence for a terminal: shortened, and without control characters."""
     text = str(reason)[:_WORDS]
     return text if text.isprintable() else repr(text)
 
 
 def _steps(out: RunDir) -> int | None:
-    """How many the run was told to take; None where that is not known."""
+    """The number of steps that the run was configured for; None if unknown."""
     try:
         text = read_bounded(out.config, _CONFIG_BYTES, follow=True).decode()
         steps = from_yaml(text, source=out.config).get("steps")
@@ -265,7 +265,7 @@ def export(entry: Entry, folder: Path, layout_of: LayoutOf = plain_layout) -> tu
     ``summary.json`` has it.
 
     Returns:
-        What a person is told about what was written beside them.
+        Notes for the user about further files.
 
     Raises:
         CorruptCheckpoint: the checkpoint is damaged; nothing is written.
@@ -318,7 +318,7 @@ def _write(entry: Entry, folder: Path, layout: Layout, metadata: Mapping[str, st
             for name in group:
                 tensors[name] = layout.tensors[name].make(read).to(layout.dtype).contiguous()
                 bar.add(_num_bytes(layout, name))
-            # Under its own name only when it is whole.
+            # Rename it only when it is whole.
             unfinished = folder / f".{file}.writing"
             save_file(tensors, unfinished, metadata={"format": "pt", **metadata})
             os.replace(unfinished, folder / file)

@@ -53,7 +53,7 @@ class HfExport:
 
     Args:
         dtype: of the weights to be written.
-        merge: adapters go into the weights, not beside them.
+        merge: whether adapters are merged into the weights.
     """
 
     run: RunDir
@@ -63,7 +63,7 @@ class HfExport:
     def __call__(self, entry: Entry) -> Layout:
         """
         Raises:
-            ConfigError: the run's settings are not there, or name a model that has no such layout.
+            ConfigError: the run's settings are missing, or name a model without such a layout.
         """
         settings = _settings(self.run)
         if settings.get("model._target_") is not None:
@@ -96,7 +96,7 @@ class HfExport:
         )
 
     def _whole(self, entry: Entry, model: _Model) -> Layout:
-        """All weights; what has an adapter, merged with it."""
+        """All weights, with their adapters merged."""
         shapes = shapes_in(entry)
         tensors = {}
         for name, shape in shapes.items():
@@ -135,10 +135,10 @@ def _lora(settings: Mapping[str, Any]) -> Lora | None:
 
 
 class _Model:
-    """The Hugging Face model of a run, without memory, and the small files that go with it.
+    """The Hugging Face model of a run on the meta device, and its small files.
 
     Args:
-        path: the folder that the run was begun from.
+        path: the folder from which the run began.
     """
 
     def __init__(self, run: RunDir, path: str, lora: Lora | None) -> None:
@@ -160,7 +160,7 @@ class _Model:
         return read(f"{layer}{_ADAPTED}") + delta
 
     def buffers(self) -> dict[str, Output]:
-        """What belongs to the weights and is not trained, as the folder had it."""
+        """Untrained tensors that belong to the weights, as the folder had them."""
         found: dict[str, Output] = {}
         for name, buffer in kept_buffers(self._network).items():
             weights, own = PretrainedWeights(self._path), base_name(name)
@@ -200,7 +200,7 @@ def _given(values: torch.Tensor, read: Read) -> torch.Tensor:
 
 
 def _settings(run: RunDir) -> dict[str, Any]:
-    """Of the run, by dotted key, with the defaults of what its time had no key for.
+    """The run's settings by dotted key, with defaults for keys that are newer than the run.
 
     Raises:
         ConfigError: they are not there.
@@ -228,7 +228,7 @@ def _write_decoder(
 def _write_tokenizer(
     folder: Path, settings: Mapping[str, Any], vocab_size: int
 ) -> tuple[list[str], int | None]:
-    """What is said of it, and the token that ends a document."""
+    """Copy the tokenizer; returns notes about it, and the token that ends a document."""
     kind, named = settings.get("data.kind"), settings.get("data.tokenizer")
     if settings.get("data._target_") is not None or kind not in ("text", "hf"):
         return [f"no tokenizer: the data (data={kind}) had none"], None
@@ -247,6 +247,6 @@ def _write_tokenizer(
 def _end_token(source: Path, settings: Mapping[str, Any]) -> int | None:
     try:
         codec = open_codec(str(source), begin_token="", end_token=settings.get("data.end_token"))
-    except DataError:  # it does not say, as a tokenizer of chats alone may
+    except DataError:  # a chat-only tokenizer may not say
         return None
     return codec.end_token

@@ -1,4 +1,4 @@
-"""What an export writes: the name, shape and making of each tensor, and the files beside them."""
+"""The layout of an export: name, shape and source of each tensor, and further files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All of an export.
+    """The layout of an export.
 
     Args:
         stem: of the weights' file names, ``model`` for ``model.safetensors``.
         tensors: by name.
         dtype: they are written in it.
-        finish: writes what else belongs into the folder; sentences for a person.
+        finish: writes further files into the folder; returns notes for the user.
     """
 
     stem: str
@@ -68,7 +68,7 @@ def exported_name(entry: Entry, name: str) -> str:
 
 
 def as_it_is(name: str, shape: tuple[int, ...]) -> Output:
-    """The parameter of this name, unchanged."""
+    """The unchanged parameter of this name."""
     return Output(shape=shape, make=partial(_read, name))
 
 

@@ -1,9 +1,9 @@
-"""``python -m runner import SOURCE key=value ...``: begin a run from another program's weights.
+"""``python -m runner import SOURCE key=value ...``: begins a run from another program's weights.
 
 Writes one ordinary checkpoint of step 0 into ``out``; the training command with the same settings
 then starts from it. SOURCE: a DeepSpeed directory, a torch DCP directory, a torch file,
 safetensors. A config.json beside the weights (Hugging Face: llama, mistral, qwen3) gives the
-model's settings and the names of its parameters; what it asks for and this decoder cannot do is
+model's settings and the names of its parameters; anything that this decoder cannot do is
 refused.
 """
 
@@ -93,7 +93,7 @@ def import_command(arguments: Sequence[str]) -> int:
 
 
 def _foreign_model(options: argparse.Namespace, place: Path) -> ForeignModel | None:
-    """What the weights' own ``config.json`` says; None where there is none."""
+    """The model in the ``config.json`` of the weights; None without one."""
     given = options.model_config
     path = config_beside(place) if given is None else Path(given)
     if given == "none" or path is None:
@@ -105,10 +105,10 @@ def _foreign_model(options: argparse.Namespace, place: Path) -> ForeignModel | N
 
 
 def _with_model(options: argparse.Namespace, foreign: ForeignModel | None) -> list[str]:
-    """The overrides, and behind them what ``config.json`` says and they do not.
+    """The overrides, and after them the settings from ``config.json`` that they lack.
 
     Raises:
-        ConfigError: they say something else; every such key is named.
+        ConfigError: they contradict it; names every such key.
     """
     if foreign is None:
         return list(options.overrides)
@@ -131,7 +131,7 @@ def _with_model(options: argparse.Namespace, foreign: ForeignModel | None) -> li
 
 
 def _nulls(foreign: ForeignModel) -> dict[str, Any]:
-    """What null stands for in a model of the other sizes."""
+    """The values that null stands for in a model of the given sizes."""
     sizes = foreign.settings
     dim = sizes.get("model.dim")
     return {
@@ -176,7 +176,7 @@ def _parser() -> Parser:
 
 def _refuse_used(run_dir: RunDir) -> None:
     ring = run_dir.ring
-    # What an import that was killed had not committed is in nobody's way.
+    # An import that was killed leaves only uncommitted files.
     kept = [p for p in ring.iterdir() if not p.name.startswith("writing-")] if ring.is_dir() else []
     if kept or run_dir.journal.exists():
         raise ConfigError(
@@ -200,12 +200,12 @@ def _rename(text: str) -> Rename:
 
 
 def named(source: Source, renames: Sequence[Rename]) -> dict[str, str]:
-    """The model's names of the source's weights, each with the source's own.
+    """Map the model's names to the source's names of weights.
 
     Prefixes that wrappers add are taken off where all names have them; then ``renames``.
 
     Raises:
-        ConfigError: two weights get one name.
+        ConfigError: two weights get the same name.
     """
     names = list(source.weights)
     short = _without_prefixes(names)
@@ -319,7 +319,7 @@ def _write(
         run_dir.store_config(config)
         store.commit(manifest)
     except BaseException as error:
-        # Nothing is committed: what is there is worth nothing.
+        # Nothing is committed, so its files are worthless.
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise ConfigError(f"out={run_dir.out}: cannot be written ({error})") from None
@@ -329,7 +329,7 @@ def _write(
 def _tensors(
     weights: Mapping[str, Stored], moments: Mapping[str, Moments] | None, trained: set[str]
 ) -> dict[str, Stored]:
-    """The whole state by its names in the ring, in sorted order."""
+    """Tensors of the whole state by their names in the ring, sorted."""
     found: dict[str, Stored] = {}
     for name, stored in weights.items():
         found[f"param/{name}"] = stored
@@ -346,7 +346,7 @@ def _zeros(shape: tuple[int, ...]) -> Stored:
 
 
 class _Snapshots(Sequence[Snapshot]):
-    """Reads each tensor when it is its turn: of a large model only one is in memory."""
+    """Reads each tensor when it is needed: only one of a large model is in memory."""
 
     def __init__(self, tensors: Mapping[str, Stored], moved: Callable[[int], None]) -> None:
         self._items = list(tensors.items())

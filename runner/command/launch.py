@@ -1,7 +1,7 @@
-"""``python -m runner launch key=value ...``: torchrun on this node, well set and supervised.
+"""``python -m runner launch key=value ...``: runs torchrun on this node, supervised.
 
 The same command on each node: with --nodes 4 --head HOST. With --nodes 2:4 the run goes on with
-two nodes when others are lost, and takes them back. Prints nothing of its own while all is well.
+two nodes when others are lost, and takes them back. Prints nothing while all is well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def launch_command(arguments: Sequence[str]) -> int:
     met = meeting(variables())
     nodes = torchrun.parse_nodes(options.nodes or str(met.num_nodes if met else 1))
     num_ranks = _num_ranks(options.nproc)
-    # A wrong setting is told here, in one line, before any process is started.
+    # Report a wrong setting here, in one line, before any process starts.
     config = command_line.settings(overrides)
     check(config, world_size=nodes.least * num_ranks)
     parse_faults(config.faults)

@@ -1,8 +1,8 @@
-"""``holdfast live OUT [--port N]``: the page of a run that goes on, for this machine's browser.
+"""``holdfast live OUT [--port N]``: serves the page of a running run to this machine's browser.
 
 It listens on 127.0.0.1 only, reads the files in OUT and writes nothing. From another machine:
-``ssh -L 8765:127.0.0.1:8765 HOST``, then open http://127.0.0.1:8765/ there. Whoever may log in to
-this machine can look at the page as well.
+``ssh -L 8765:127.0.0.1:8765 HOST``, then open http://127.0.0.1:8765/ there. Any user of
+this machine can open the page as well.
 """
 
 from __future__ import annotations

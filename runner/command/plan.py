@@ -1,8 +1,8 @@
-"""``python -m runner plan``: what failures and checkpoints will cost a large run.
+"""``python -m runner plan``: predicts what failures and checkpoints will cost a large run.
 
-Compares checkpoints that training waits for, checkpoints written behind the training, and
-snapshots in memory with a disk ring under them, each at its best interval. What is not given
-comes from a run's own records (--run), then from a preset.
+Compares synchronous checkpoints, checkpoints written in the background, and
+snapshots in memory with a disk ring below them, each at its best interval. Missing numbers
+come from a run's own records (--run), then from a preset.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TIERS = {"sync": Strategy.synchronous, "async": Strategy.asynchronous, "ring": 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A number and where it is from."""
+    """A number and its source."""
 
     number: float
     source: str
@@ -55,7 +55,7 @@ class Value:
 
 Values = dict[str, Value]
 
-# Keys as the options spell them. The least that is allowed, and whether that itself is.
+# Keys as the options spell them. The lower bound, and whether it is allowed itself.
 _BOUNDS = {
     "nodes": (1.0, True),
     "mtbf_node_hours": (0.0, False),
@@ -70,7 +70,7 @@ _BOUNDS = {
     "slots": (1.0, True),
 }
 
-_DERIVED = ("memory_restart_seconds",)  # from another, where it is not given
+_DERIVED = ("memory_restart_seconds",)  # derived from another, if not given
 
 
 def plan_command(arguments: Sequence[str]) -> int:
@@ -129,7 +129,7 @@ def _tiers(text: str) -> list[str]:
 
 
 def _values(options: Any) -> Values:
-    """Defaults, then the preset, then what a run measured, then what is given."""
+    """Merge defaults, the preset, a run's measurements and the options, in this order."""
     share = share_in_memory(LLAMA3_FAILURES, mirrored=options.mirror)
     values = {
         "detect_seconds": Value(0.0, "default"),
@@ -178,7 +178,7 @@ def _option(name: str) -> str:
 
 
 def _llama3() -> Values:
-    """Llama 3 405B (arXiv 2407.21783), what the paper does not tell marked as assumed."""
+    """Llama 3 405B (arXiv 2407.21783); numbers that the paper lacks are marked as assumed."""
     state = LLAMA3_PARAMETERS * BYTES_PER_PARAMETER
     paper = "Llama 3 paper"
     # 16M tokens a step, 400 TFLOP/s on each of 16,384 GPUs; 2 TB/s sustained by the storage.
@@ -197,7 +197,7 @@ def _llama3() -> Values:
 
 
 def measured(out: Path) -> Values:
-    """What a run's records tell; what they do not tell is left out.
+    """Numbers from a run's records, as far as they have them.
 
     Raises:
         ConfigError: there is no run, or its journal is not one.
@@ -253,7 +253,7 @@ def _ring(out: Path, when: dict[int, float]) -> tuple[list[int], list[float]]:
         marker = entry.folder / "COMMITTED"
         if entry.record.step in when and marker.exists():
             seconds = marker.stat().st_mtime - when[entry.record.step]
-            if seconds > 0:  # else that step was done again since
+            if seconds > 0:  # else that step was redone since
                 writes.append(seconds)
     return sizes, writes
 
@@ -296,7 +296,7 @@ def _costs(values: Values, *, mirrored: bool) -> Costs:
 
 
 def _formulas(costs: Costs) -> dict[str, float]:
-    """Closed forms for checkpoints that training waits for, in seconds."""
+    """Closed forms for synchronous checkpoints, in seconds."""
     save, mtbf = costs.save_seconds, costs.mtbf_seconds
     return {
         "young": young_interval(save, mtbf),
@@ -319,7 +319,7 @@ def _json(values: Values, costs: Costs, plans: Sequence[Plan]) -> dict[str, Any]
 
 
 def _finite(numbers: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity; null says it."""
+    """Replace infinity, which JSON lacks, by null."""
     return {name: None if value == float("inf") else value for name, value in numbers.items()}
 
 

@@ -1,8 +1,8 @@
-"""``holdfast preflight key=value ...``: tries the model and the data of a run before it begins.
+"""``holdfast preflight key=value ...``: tests the model and data of a run before it begins.
 
-Takes the settings of the run, as ``check-model`` does, and trains nothing of it: copies of the
-model are asked what they look at, learn a few samples by heart, and are compared in FP64, FP32 and
-BF16. In about a minute, on the GPU where there is one.
+Takes the settings of the run, as ``check-model`` does, without training it: copies of the
+model are tested for what they attend to, overfit a few samples, and are compared in FP64, FP32 and
+BF16. It takes about a minute, and uses the GPU if there is one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runner.startup.preflight import hardware, learning, numerics, probes
 from runner.startup.preflight.corpus import Corpus, corpus_checks
 from runner.startup.preflight.subject import Subject, Trial, tried
 
-_SECONDS = 45.0  # for what is tried of the model; a trial that has begun goes on
+_SECONDS = 45.0  # time limit for the model's trials; a trial that has begun goes on
 _BATCHES, _ROWS = 16, 8
 _HELD_OUT = 2000
 _MOST_INDICES = 200_000
@@ -53,7 +53,7 @@ TRIALS = (
 
 
 def preflight_command(arguments: Sequence[str]) -> int:
-    """Parse, try, print a table; 0 where nothing fails (a warning does not), else 2.
+    """Parse, run the trials, print a table; returns 0 if nothing fails (warnings do not), else 2.
 
     Raises:
         ConfigError: the settings, the model or the data cannot be used at all.
@@ -90,7 +90,7 @@ def _device(config: RunConfig) -> torch.device:
 
 
 def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus:
-    """Training samples in an order spread over all of them, and what is held out."""
+    """Training samples in an order spread over all of them, and the held-out samples."""
     random = np.random.default_rng(config.seed)
     number = len(dataset)
     some = (

@@ -1,4 +1,4 @@
-"""``read FILE...``: what recorded training curves show, and what to try."""
+"""``read FILE...``: says what recorded training curves show, and what to try."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``holdfast report OUT [OUT2 ...]``: what a run did, on one page that opens anywhere.
+"""``holdfast report OUT [OUT2 ...]``: writes what a run did as one HTML page.
 
-The page is a single file without a request to anybody. It is made from the files in OUT, of a run
-that goes on or has ended. Several runs come side by side.
+The page is a single file that loads nothing else. It is made from the files in OUT, of a run
+that is running or has ended. Several runs are shown side by side.
 """
 
 from __future__ import annotations

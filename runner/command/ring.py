@@ -1,7 +1,7 @@
-"""``python -m runner ring DIR|URL``: list, verify and export a run's checkpoints.
+"""``python -m runner ring DIR|URL``: lists, verifies and exports a run's checkpoints.
 
-Only reads; a run may be going on meanwhile. Snapshots in this node's memory are listed as well. Of
-a ``checkpoint.remote`` the whole clean ones are listed; to export one, copy it back first.
+Only reads; the run may be active. Snapshots in this node's memory are listed as well. Of
+a ``checkpoint.remote`` it lists the whole clean ones; to export one, copy it back first.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def _parser() -> Parser:
 
 
 def _snapshots(out: Path) -> list[str]:
-    """What of the run lies in this node's memory; which of it is clean only the run knows."""
+    """The run's snapshots in this node's memory; only the run knows which are clean."""
     try:
         run_id = RunDir(out).known_identity()
-    except OSError:  # somebody else's run
+    except OSError:  # another user's run
         return []
     if run_id is None:
         return []
@@ -97,7 +97,7 @@ def _snapshots(out: Path) -> list[str]:
 
 
 def _verify(entries: Sequence[Entry]) -> dict[int, str]:
-    """Serial to fault, for those that are not as they were written."""
+    """The fault of each damaged checkpoint, by serial."""
     faults: dict[int, str] = {}
     with Bar("verifying", sum(entry.num_bytes for entry in entries)) as bar:
         for entry in entries:

@@ -1,8 +1,8 @@
-"""``python -m runner run -- COMMAND``: any training script, restarted while that helps.
+"""``python -m runner run -- COMMAND``: supervises any script and restarts it while that helps.
 
-Nothing in the script is changed. How far it is, is read from what it says; when it says nothing for
-``--quiet`` seconds its ranks are asked where they are, and it is started again. What it died of is
-told from tracebacks, torchrun's summary, signals and NCCL's flight recorder.
+The script is not changed. Its progress is read from its output; when it prints nothing for
+``--quiet`` seconds its ranks are asked where they are, and it is restarted. The cause of a crash is
+read from tracebacks, torchrun's summary, signals and NCCL's flight recorder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit code of the script.
 
     Raises:
-        ConfigError: there is no command, or an option cannot be.
+        ConfigError: there is no command, or an option is invalid.
     """
     words = list(arguments)
     place = words.index("--") if "--" in words else len(words)

@@ -1,4 +1,4 @@
-"""``python -m runner slurm --nodes 4 key=value ...``: print the batch script, or submit it.
+"""``python -m runner slurm --nodes 4 key=value ...``: prints the batch script, or submits it.
 
 A job that is preempted, runs into its time limit or loses a node goes back into the queue and
 resumes. With --spares it goes on at once on a node that stood by. With --chain K, K jobs of one
@@ -19,7 +19,7 @@ from runner.system.error import ConfigError
 def slurm_command(arguments: Sequence[str]) -> int:
     """Parse, print or submit; returns the exit code."""
     options, overrides = _parser().parse_known_args(arguments)
-    # A mistake is told now, not when the job has come to its turn.
+    # Report a mistake now, not when the job starts.
     config = command_line.settings(overrides)
     if options.python == sys.executable:
         check_extras(config)

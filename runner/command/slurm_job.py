@@ -17,7 +17,7 @@ def slurm_job_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit code of the batch job.
 
     Raises:
-        ConfigError: this is no Slurm job, or it has no node beside its spares.
+        ConfigError: this is not a Slurm job, or it has no nodes besides its spares.
     """
     options, overrides = _parser().parse_known_args(arguments)
     if "SLURM_JOB_ID" not in variables():

@@ -1,7 +1,7 @@
-"""``python -m runner supervise -- COMMAND``: start a job again after a crash, while that helps.
+"""``python -m runner supervise -- COMMAND``: restarts a job after a crash, while that helps.
 
 For places without a scheduler. The budget of restarts is counted in progress: an attempt that
-brings the newest clean checkpoint further renews it. Exit codes 2, 3 and 4 are not restarted, 75
+advances the newest clean checkpoint renews it. Exit codes 2, 3 and 4 are not restarted, 75
 is; the same failure at the same step three times ends it with 3.
 """
 
@@ -99,7 +99,7 @@ def run_supervised(
     """Supervise a command that may or may not start the runner; returns the exit code.
 
     Args:
-        rendezvous: where this is one of several nodes, each with a supervisor: its name.
+        rendezvous: the rendezvous id, where several nodes have a supervisor each.
     """
     diagnose, begin_seconds = False, None
     if "runner" in command:
@@ -136,15 +136,15 @@ def run_supervised(
 
 
 def begin_limit(config: RunConfig) -> float:
-    """Seconds in which ranks that are there begin, or end by themselves."""
+    """Seconds within which ranks must begin, or end by themselves."""
     parallel = config.parallel
     return parallel.start_seconds + parallel.timeout_seconds + config.watchdog.slow_seconds
 
 
 def _run_as_a_part(job: Job, out: Path) -> int:
-    """One attempt on one node of a larger job, which decides what follows."""
+    """Run one attempt on one node of a larger job, which decides what follows."""
     part_of = Path(job.environment[EXIT_DIR])
-    # Within a step Slurm signals every process by itself.
+    # Within a job step Slurm itself signals every process.
     forward = StopTarget.step if "SLURM_STEP_ID" in job.environment else StopTarget.ranks
     stop = Stop()
     stop.listen()
@@ -160,5 +160,5 @@ def _run_as_a_part(job: Job, out: Path) -> int:
 
 
 def say(text: str) -> None:
-    """A line for a person, told apart from the job's own."""
+    """Print a line that is distinguishable from the job's own."""
     _log.info("supervise: %s", text)

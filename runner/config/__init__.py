@@ -1,5 +1,5 @@
 """Settings: their schema, composing them from YAML and overrides, and refusing impossible ones.
 
-``compose`` is the only module that knows Hydra and OmegaConf. Knows :mod:`runner.policy` for the
+Only ``compose`` knows Hydra and OmegaConf. Knows :mod:`runner.policy` for the
 rules that settings become; must not know files of a run, ranks or torch.
 """

@@ -83,7 +83,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
         added = ", ".join(text for text in arguments if text.startswith("+")) or "your configs"
         raise ConfigError(f"{added}: adds a key that does not exist. `--help` lists all.") from None
     except Exception as error:
-        # Hydra lets YAML's errors, ValueError and AssertionError out as they are.
+        # Hydra does not wrap YAML's errors, ValueError and AssertionError.
         words = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"cannot compose {' '.join(overrides)}: {words}") from None
     # A YAML without "- schema" would switch all type checking off in silence.
@@ -98,7 +98,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
 
 
 def _settle_compute(config: RunConfig) -> None:
-    """``compute.*`` are names of keys of ``model``, where settings of old runs have them."""
+    """Copy ``compute.*`` to the keys of ``model`` where stored settings have them."""
     for spec in dataclasses.fields(config.compute):
         value = getattr(config.compute, spec.name)
         if value is not None and spec.name in COMPUTE_KEYS:
@@ -107,7 +107,7 @@ def _settle_compute(config: RunConfig) -> None:
 
 
 def _settle_tokenizer(config: RunConfig) -> None:
-    """Text goes to a Hugging Face model through the tokenizer in its folder, if no other is set."""
+    """Use the tokenizer in a Hugging Face model's folder, if no other is set."""
     model, data = config.model, config.data
     is_read = model._target_ is None and model.kind == "hf" and isinstance(model.path, str)
     if not is_read or data._target_ is not None or data.kind not in (DataKind.text, DataKind.hf):
@@ -118,7 +118,7 @@ def _settle_tokenizer(config: RunConfig) -> None:
 
 
 def open_groups() -> list[str]:
-    """Groups that may name code of the user's own: their other keys are its arguments."""
+    """Groups that may name the user's own code: their other keys are its arguments."""
     groups = (
         (spec.name, getattr(RunConfig(), spec.name)) for spec in dataclasses.fields(RunConfig)
     )
@@ -127,9 +127,9 @@ def open_groups() -> list[str]:
 
 @functools.cache
 def _store_schema() -> None:
-    """Typed throughout, but for keys that nobody knows yet in the open groups.
+    """Register the schema: fully typed, except unknown keys of open groups.
 
-    Once a process: it is a fifth of a composition, and Hydra takes a copy of what is stored.
+    Once per process: it takes a fifth of a composition, and Hydra copies what is stored.
     """
     schema: DictConfig = OmegaConf.structured(RunConfig)
     for group in open_groups():
@@ -138,12 +138,12 @@ def _store_schema() -> None:
 
 
 def _gather_arguments(tree: DictConfig, overrides: Sequence[str], config_dir: str | None) -> None:
-    """Unknown keys of an open group become ``arguments`` where ``_target_`` is to take them.
+    """Turn unknown keys of an open group into ``arguments`` of its ``_target_``.
 
     So do keys of the decoder's sizes that the user gave beside ``model._target_``.
 
     Raises:
-        ConfigError: nothing takes them.
+        ConfigError: there is no ``_target_`` to take them.
     """
     for group in open_groups():
         node = tree[group]
@@ -167,7 +167,7 @@ def _gather_arguments(tree: DictConfig, overrides: Sequence[str], config_dir: st
 
 
 def _given_by_user(group: str, overrides: Sequence[str], config_dir: str | None) -> set[str]:
-    """Keys of a group that stand on the command line, or in the user's own preset of it."""
+    """Keys of a group that the command line or the user's own preset sets."""
     given = set()
     for text in overrides:
         name, _, value = text.lstrip("+").partition("=")
@@ -197,7 +197,7 @@ def _reject_launcher_keys(text: str) -> None:
 
 
 def _reject_deletion(text: str) -> None:
-    """Hydra takes it for a group as well, and leaves the key as it was, in silence."""
+    """Refuse ``~key``: Hydra takes it for a group, and silently keeps the key."""
     if text.startswith("~"):
         key = text[1:].partition("=")[0].partition("@")[0]
         known = {name for name, _, _ in fields(RunConfig())}
@@ -235,7 +235,7 @@ def suggestion(key: str, known: Collection[str]) -> str:
 
 
 def _same_leaf(key: str, known: Collection[str]) -> list[str]:
-    """Keys that end with the one typed: who types ``lr`` means ``optim.lr``."""
+    """Keys that end with the typed one: ``lr`` suggests ``optim.lr``."""
     return [name for name in known if name.endswith(f".{key}")]
 
 
@@ -438,7 +438,7 @@ def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
 
 
 def _refuse_bombs(text: str) -> None:
-    """An alias is copied where it stands, so a few lines of them unfold to any size."""
+    """Refuse aliases, which are copied on use, so that a few lines unfold to any size."""
     if len(text) > _YAML_BYTES:
         raise ValueError(f"{len(text)} characters, at most {_YAML_BYTES} are read")
     depth = 0

@@ -14,7 +14,7 @@ def check_extras(config: RunConfig) -> None:
     """Look for every package that the settings need, before any process waits for another.
 
     Raises:
-        MissingPackage: naming each setting whose extra is not installed, one a line.
+        MissingPackage: names each setting whose extra is not installed, one per line.
     """
     problems = [lacking(what, extra) for what, extra in _needed(config) if not is_installed(extra)]
     if problems:
@@ -22,7 +22,7 @@ def check_extras(config: RunConfig) -> None:
 
 
 def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Each setting that needs an extra, and the extra."""
+    """Pairs of a setting that needs an extra, and that extra."""
     kind = config.parallel.kind.value
     if kind.startswith("zero"):
         yield f"parallel={kind}", "zero"

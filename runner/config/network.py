@@ -1,4 +1,4 @@
-"""Which network ``model`` names, and its mappings whose keys stand in no dataclass.
+"""Which network ``model`` names, and its mappings with keys outside of the dataclass.
 
 Pure: reads settings, touches no file.
 """
@@ -33,7 +33,7 @@ class LoraSettings:
         targets: ends of the names of layers that get one, or "all-linear".
         alpha: the adapters' product is multiplied by ``alpha / r``, or ``alpha / sqrt(r)`` with
             ``rslora``.
-        dropout: of what goes into an adapter.
+        dropout: of an adapter's input.
     """
 
     r: int
@@ -52,7 +52,7 @@ def rope_scaling_of(value: Any) -> dict[str, float] | None:
     """``model.rope_scaling`` as four numbers by name; None where it is null.
 
     Raises:
-        ConfigError: it is no such mapping.
+        ConfigError: it is not such a mapping.
     """
     if value is None:
         return None
@@ -76,7 +76,7 @@ def lora_of(value: Any) -> LoraSettings | None:
     """``model.lora`` with its defaults; None where it is null.
 
     Raises:
-        ConfigError: a key is missing, unknown, or has a value that it cannot have.
+        ConfigError: a key is missing, unknown, or has an invalid value.
     """
     if value is None:
         return None
@@ -123,7 +123,7 @@ def _refuse_keys(shown: str, given: Mapping[str, Any], known: tuple[str, ...]) -
 
 
 def network_problems(config: RunConfig) -> list[str]:
-    """What cannot be meant, a sentence each."""
+    """Sentences about settings that contradict each other."""
     model = config.model
     if model._target_ is not None:
         return []
@@ -158,13 +158,13 @@ def _misread(model: ModelConfig) -> list[str]:
 
 
 def _set_in(model: ModelConfig, names: Iterable[str]) -> list[str]:
-    """Those that have another value than by default."""
+    """The keys that differ from their defaults."""
     usual = ModelConfig()
     return [name for name in names if getattr(model, name) != getattr(usual, name)]
 
 
 def stretch_as_begun(model: ModelConfig, stored: Mapping[str, Any]) -> ModelConfig:
-    """Without ``rope_scaling`` where the run began before there was such a key.
+    """Drop ``rope_scaling`` for a run that began before that key existed.
 
     Args:
         stored: dotted keys of the settings that the run began with; empty before it has.

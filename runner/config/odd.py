@@ -1,16 +1,16 @@
-"""Settings that can be meant, and mostly are not: a line each at the first start. Pure."""
+"""Warns of valid settings that are mostly mistakes: a line each at the first start. Pure."""
 
 from __future__ import annotations
 
 from runner.config.schema import OptimKind, RunConfig
 
 _LOW_BETA2 = 0.9
-_LONG = 10  # memories of the second moment; a trial of a few steps is nobody's long run
+_LONG = 10  # memories of the second moment; shorter runs are trials
 _HIGH_RATE = 0.02  # of AdamW, whose steps are about as large as its rate
 
 
 def odd_settings(config: RunConfig) -> list[str]:
-    """Sentences that name the key, its value and what usually follows; none where all is usual."""
+    """Sentences that name the key, its value and its usual effect; none if all is usual."""
     optim, found = config.optim, []
     is_adamw = optim.kind is OptimKind.adamw and optim._target_ is None
     if is_adamw and optim.beta2 < _LOW_BETA2:

@@ -1,4 +1,4 @@
-"""From the settings to the guard's rules. No torch here: a backtest starts in a moment."""
+"""Turns settings into the guard's rules. Imports no torch, so that a backtest starts quickly."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def remedy_rules(config: RunConfig, *, untrained_loss: float = 0.0) -> RemedyRul
         **named(RemedyRules, config.guard),
     )
     if not config.guard.enabled:
-        # Nothing is rolled back then; what an engine itself skips is discarded.
+        # Nothing is rolled back then; a step that the engine itself skips is discarded.
         rules = dataclasses.replace(rules, persist=rules.persist_window + 1)
     return rules
 
 
 def save_rules(config: RunConfig) -> SaveRules:
-    """When the ring would have saved, for a replay."""
+    """When the ring would have saved, for the replay of a curve."""
     return SaveRules(**named(SaveRules, config.checkpoint))
 
 

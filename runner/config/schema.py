@@ -24,7 +24,7 @@ def key(
     shown: str = "",
     **bounds: float,
 ) -> Any:
-    """A config field: its default, its one-line help, its bounds, words beside numbers.
+    """A config field: its default, its one-line help, its bounds, allowed words.
 
     ``shown``: its type for a reader, where the annotation does not tell it.
     """
@@ -279,7 +279,7 @@ class DataConfig:
         "text: file name endings read from directories; .jsonl also for .jsonl.gz and .jsonl.zst",
         trajectory=True,
     )
-    # Not of the trajectory: what it changes is in the corpus' fingerprint, and runs begun without
+    # Not part of the trajectory: its effect is in the corpus' fingerprint, and runs begun without
     # the key, on files that have no such lines, go on.
     field: str | None = key(
         "text",
@@ -683,7 +683,7 @@ class WatchdogConfig:
 
 @dataclass(slots=True, kw_only=True)
 class PreemptConfig:
-    """What is done with a request to stop."""
+    """How a run handles a request to stop."""
 
     grace_seconds: float = key(
         25.0, "from the signal to the exit; a save that takes longer is given up", gt=0
@@ -772,7 +772,7 @@ class ResumeConfig:
 
 @dataclass(slots=True, kw_only=True)
 class RunConfig:
-    """Everything a run is told."""
+    """All settings of a run."""
 
     out: str = key("runs/default", "directory of the run; the same command again resumes it")
     steps: int = key(250, "applied updates", ge=1)

@@ -1,4 +1,4 @@
-"""``data.sources``: from the list a person types to a name, a weight and data settings each."""
+"""``data.sources``: parses the user's list into a name, a weight and data settings each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.config.compose import suggestion
 from runner.config.schema import DataConfig
 from runner.system.error import ConfigError
 
-# What a source may say for itself; everything else of the group is for all of them.
+# Keys that a source may set for itself; all other keys of the group apply to all sources.
 OWN_KEYS: Final = (
     "path", "kind", "suffixes", "field", "messages", "token_dtype", "end_token", "begin_token",
     "vocab_size", "samples", "_target_", "arguments",
@@ -41,7 +41,7 @@ def sources_of(data: DataConfig) -> list[SourceSettings]:
     """The sources of a mixture; empty where there is none.
 
     Raises:
-        ConfigError: an entry is none; it is named with what is allowed.
+        ConfigError: an entry is not valid; names it and what is allowed.
     """
     if data.sources is None:
         return []
@@ -112,7 +112,7 @@ def _seed(place: str, seed: Any) -> int | None:
 
 
 def _typed(place: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Words of an enumeration as its members, the rest as the group's own fields have it."""
+    """Convert values to the types of the group's fields."""
     typed: dict[str, Any] = {}
     usual = DataConfig()
     for key, value in own.items():

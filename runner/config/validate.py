@@ -1,4 +1,4 @@
-"""Refuses impossible settings before anything starts, naming key, value and what is allowed.
+"""Refuses impossible settings before anything starts; names key, value and what is allowed.
 
 Pure: reads a :class:`RunConfig` and the world size, touches nothing.
 """
@@ -17,7 +17,7 @@ from runner.config.schema import DataConfig, DataKind, ParallelKind, Precision, 
 from runner.config.sources import sources_of
 from runner.system.error import ConfigError
 
-_LAST_SAMPLE = 1 << 60  # positions are computed with in 64 bits
+_LAST_SAMPLE = 1 << 60  # positions are 64-bit numbers
 
 _RULE_KEYS = {"match", "rate", "weight_decay"}
 _HOLDS: dict[str, tuple[str, Callable[[Any, float], bool]]] = {
@@ -32,7 +32,7 @@ def check(config: RunConfig, *, world_size: int) -> None:
     """Raise on settings that cannot work.
 
     Raises:
-        ConfigError: naming every problem found, one a line.
+        ConfigError: names every problem, one per line.
     """
     problems = [
         *_bounds(config),
@@ -155,7 +155,7 @@ def _is_parameter_rule(group: Any) -> bool:
 
 
 def _allowed(keys: list[str]) -> list[str]:
-    """``resume.allow`` names what can be changed; a typing mistake would allow nothing."""
+    """Check the names in ``resume.allow``: a typing mistake would allow nothing."""
     known = {name for name, spec, _ in fields(RunConfig()) if spec.metadata["trajectory"]}
     known |= {name.partition(".")[0] for name in known} | {"steps"}
     return [
@@ -183,7 +183,7 @@ def _combinations(config: RunConfig, world_size: int) -> list[str]:
 
 
 def _run_rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
-    """Whether each is broken, and what to say then; so do the next two."""
+    """Pairs: whether a rule is broken, and its message. The next two functions are alike."""
     batch, guard = config.batch, config.guard
     return [
         (
@@ -202,7 +202,7 @@ def _run_rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
             f"{guard.persist_window}; a rollback could never happen",
         ),
         (
-            # A run that ends within its warm-up may be told so: so does a run that is continued
+            # A run may end within its warm-up on purpose: so does one that is continued
             # by the schedule of a shorter one.
             config.schedule.total is not None
             and config.schedule.total <= config.schedule.warmup < config.steps,
@@ -288,12 +288,12 @@ def _remote(config: RunConfig) -> list[str]:
 
 
 def is_zero(kind: ParallelKind) -> bool:
-    """Whether DeepSpeed is asked for."""
+    """Whether the settings choose DeepSpeed."""
     return kind in (ParallelKind.zero1, ParallelKind.zero2, ParallelKind.zero3)
 
 
 def url_problem(url: str) -> str:
-    """What is wrong with an URL as text; empty when nothing is."""
+    """What is wrong with a URL; empty if nothing is."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -311,6 +311,6 @@ def url_problem(url: str) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """The URL as it may be shown."""
+    """The URL without secrets."""
     head, mark, tail = url.partition("://")
     return f"{head}{mark}{tail.split('?')[0].split('#')[0].rpartition('@')[2]}"

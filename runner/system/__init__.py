@@ -1,4 +1,4 @@
-"""The machine below: files, JSON lines, processes, output, strict parsing, errors.
+"""The ground floor: files, JSON lines, processes, output, strict parsing, errors.
 
 Knows nothing of training, ranks or torch.
 """

@@ -1,8 +1,8 @@
 """This process's environment variables: the only place that touches ``os.environ``.
 
-What a launcher's variables mean stands in :mod:`runner.distributed.env`, where no torch is needed
-either; this module is for those below it, and for what no launcher sets. A change is asked for by
-another name than a look, so that the few who make one are found.
+:mod:`runner.distributed.env`, which needs no torch either, interprets a launcher's
+variables; this module serves all others. A change has
+another name than a read, so that the few changes are easy to find.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Mapping, MutableMapping
 
 
 def variables() -> Mapping[str, str]:
-    """To read; as they are now."""
+    """The present variables, to read."""
     return os.environ
 
 
 def changeable() -> MutableMapping[str, str]:
-    """To set some for a library that reads them later, and for child processes."""
+    """The variables to change, for a library that reads them later or for child processes."""
     return os.environ

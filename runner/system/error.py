@@ -7,7 +7,7 @@
     ├── Halted               3   the guard gave up; starting again would not help
     ├── CheckpointError      4   no checkpoint can be loaded
     │   └── CorruptCheckpoint     one checkpoint failed its digest or is torn
-    │       └── UnreadableCheckpoint  the disk would not give it: it may be sound
+    │       └── UnreadableCheckpoint  the disk refused to read it: it may be sound
     ├── ReadError            1   no checkpoint can be read, and none is damaged; start me again
     ├── Preempted           75   asked to stop; saved; start me again
     ├── SaveError            1   the end state could not be saved; start me again
@@ -30,7 +30,7 @@ from runner.system.exit_codes import (
 
 
 class RunnerError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base of every error that this project raises on purpose."""
 
     exit_code = EXIT_CRASH
 
@@ -66,7 +66,7 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class UnreadableCheckpoint(CorruptCheckpoint):
-    """The system refused to read a file of it. It may be as sound as ever: another try tells."""
+    """The system refused to read a file of it. It may be sound: another attempt may show it."""
 
 
 class ReadError(RunnerError):
@@ -92,9 +92,9 @@ class RankError(RunnerError):
 
 
 class StartError(RunnerError):
-    """The ranks did not come together; the message names who is absent or not reachable.
+    """The rendezvous failed; the message names who is absent or not reachable.
 
-    ``is_local``: the other ranks do not know, so that this one has to say it.
+    ``is_local``: the other ranks do not know of it, so that this one must report it.
     """
 
     def __init__(self, words: str, *, is_local: bool = False) -> None:
@@ -105,7 +105,7 @@ class StartError(RunnerError):
 class Superseded(RunnerError):
     """Another incarnation owns the run; this process must write nothing more.
 
-    Its code is the one that nobody restarts: a restart would take the run away again.
+    Its exit code prevents a restart, which would take the run away again.
     """
 
     exit_code = EXIT_CONFIG

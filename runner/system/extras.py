@@ -1,6 +1,6 @@
 """Optional packages: whether an extra is installed, and the command that installs it.
 
-The extras stand in ``pyproject.toml``; here packages are looked up, never imported. Which setting
+``pyproject.toml`` defines the extras; here packages are looked up, never imported. Which setting
 needs which extra is in :mod:`runner.config.extras`.
 """
 
@@ -24,12 +24,12 @@ PACKAGES: Final = {
 
 
 def install_command(extra: str) -> str:
-    """What a person types to have the extra."""
+    """The command that installs an extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def lacking(what: str, extra: str) -> str:
-    """The sentence for a setting or file whose extra is not installed."""
+    """The message for a setting or file whose extra is not installed."""
     return (
         f"{what}: needs the package {PACKAGES[extra]}, which is not installed: "
         f"{install_command(extra)}"

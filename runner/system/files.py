@@ -1,4 +1,4 @@
-"""File operations that survive a crash, and nothing about checkpoints.
+"""File operations that survive a crash. Knows nothing of checkpoints.
 
 The rule behind all of them: data is fsynced before the name that publishes it, and the
 directory is fsynced after, or a power cut may show the name without the data.
@@ -24,7 +24,7 @@ _BLOCK_BYTES = 1 << 22
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An error of the system within says which file it was: of a descriptor, none does."""
+    """Add the file's name to a system error, which lacks it for a descriptor."""
     try:
         yield
     except OSError as error:
@@ -44,14 +44,14 @@ def sync_directory(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each name durable: what lies in it is no safer than it."""
+    """Make a folder and its parents durable: a file is no safer than its folder's name."""
     missing = []
     path = folder
     while not path.exists():
         missing.append(path)
         path = path.parent
     for path in reversed(missing):
-        path.mkdir(exist_ok=True)  # another process may be as fast
+        path.mkdir(exist_ok=True)  # another process may make it at the same time
         sync_directory(path.parent)
 
 
@@ -76,7 +76,7 @@ def write_json(
     """:func:`write_durably` of canonical JSON; see :func:`runner.system.parsing.json_text`.
 
     Raises:
-        OSError: also where it would have more than ``most_bytes``; nothing is written then.
+        OSError: it cannot be written, or has more than ``most_bytes``; then nothing is written.
     """
     data = json_text(tree, indent=indent, sort_keys=True).encode() + b"\n"
     if most_bytes is not None and len(data) > most_bytes:
@@ -86,19 +86,19 @@ def write_json(
 
 
 def replace_for_writing(path: Path, *, length: int, check: Callable[[], None]) -> None:
-    """Put a copy of the first ``length`` bytes in a file's place; an empty one where none is.
+    """Replace a file by a copy of its first ``length`` bytes, or by an empty one.
 
-    Whoever has the old file open writes to one that is no longer there. And nobody replaces it
-    who may not: a process that stalls in here until another has done the same finds either that
+    A process that has the old file open writes to an unlinked one. And no process replaces it
+    without the right: one that stalls in here until another has done the same finds either that
     ``check`` refuses, or that its copy is gone.
 
     Args:
-        check: raises when this process may not write here any more. Between processes that both
+        check: raises when this process may no longer write here. Between processes that both
             may, the last one wins.
     """
     mine = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     stale = list(path.parent.glob(f"{path.name}.*.tmp"))
-    check()  # after looking: whoever came later has made his copy later, and keeps it
+    check()  # after the check: a later process made its copy later, and keeps it
     for other in stale:
         other.unlink(missing_ok=True)
     with naming(path), mine.open("wb") as fresh:
@@ -124,7 +124,7 @@ def _copy(source: BinaryIO, target: BinaryIO, length: int) -> None:
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
-    """Open for reading what is a plain file: no pipe that would block, no device.
+    """Open a plain file for reading: no pipe that would block, no device.
 
     Args:
         follow: whether ``path`` itself may be a symbolic link.
@@ -147,7 +147,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
 
 
 def read_bounded(path: Path, limit: int, *, follow: bool = False) -> bytes:
-    """A plain file of at most ``limit`` bytes, from the disk rather than the page cache.
+    """Read a plain file of at most ``limit`` bytes, from the disk, not the page cache.
 
     Raises:
         OSError: it is larger, something else, or cannot be read.
@@ -161,7 +161,7 @@ def read_bounded(path: Path, limit: int, *, follow: bool = False) -> bytes:
 
 
 def blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The file's bytes, some MiB at a time, past the page cache where the kernel allows it."""
+    """Yield the file's bytes in blocks, bypassing the page cache where the kernel allows it."""
     # A digest of cached pages would prove nothing about the disk.
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     while block := file.read(_BLOCK_BYTES):

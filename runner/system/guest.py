@@ -1,7 +1,7 @@
-"""Code of the user's own, named in the settings: ``pkg.module.name``.
+"""Calls the user's own code, named in the settings: ``pkg.module.name``.
 
-Only settings that a person typed come here (the command line, ``--config-dir``); a stored
-``config.yaml`` never does.
+Only settings that the user typed are used (the command line, ``--config-dir``); a stored
+``config.yaml`` never is.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from runner.system.error import ConfigError
 
 
 def find_target(key: str, target: str) -> Callable[..., Any]:
-    """What ``target`` names. The current directory is looked at, too.
+    """Find what ``target`` names, also in the current directory.
 
     Raises:
-        ConfigError: there is no such module or name, it cannot be imported or called.
+        ConfigError: there is no such module or name, or it cannot be imported or called.
     """
     module_name, _, name = target.rpartition(".")
     if not module_name or not name:
         raise ConfigError(
             f"{key}={target}: must be module.name, such as my_package.{target or 'f'}"
         )
-    if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not look there
+    if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not search there
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module_name), name)
@@ -41,7 +41,7 @@ def find_target(key: str, target: str) -> Callable[..., Any]:
             f"{key}={target}: there is no module {error.name!r}; install it, or start where it "
             "lies, or set PYTHONPATH"
         ) from None
-    except Exception as error:  # whatever the user's module does when it is imported
+    except Exception as error:  # the user's module may raise anything on import
         raise ConfigError(
             f"{key}={target}: importing {module_name} fails with {type(error).__name__}: {error}"
         ) from error
@@ -58,7 +58,7 @@ def call_target(
 
     Args:
         arguments: what the user gave.
-        offered: values by parameter name, passed where there is such a parameter and no argument.
+        offered: values by parameter name, passed if the parameter exists and the user gave none.
 
     Raises:
         ConfigError: the arguments do not fit, or the call fails.
@@ -73,7 +73,7 @@ def call_target(
 def bound_target(
     key: str, target: str, arguments: Mapping[str, Any], offered: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """:func:`call_target`, to be called later; what it raises then is its own.
+    """Bind the arguments of :func:`call_target` for a later call, whose errors pass through.
 
     Raises:
         ConfigError: there is no such target, or the arguments do not fit.
@@ -94,7 +94,7 @@ def bound_target(
 
 
 def parameters_of(key: str, target: str) -> Mapping[str, inspect.Parameter]:
-    """By name, what it can be given; empty where Python does not tell."""
+    """The parameters of a callable by name; empty if Python does not know them."""
     return _parameters(find_target(key, target))
 
 

@@ -1,4 +1,4 @@
-"""A file of JSON lines that survives a crash: appended whole, a torn last line mended."""
+"""A file of JSON lines that survives a crash: whole lines are appended, a torn last one is cut."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from runner.system.error import ConfigError
 from runner.system.files import naming, open_regular, replace_for_writing
 from runner.system.parsing import json_text, parse_json
 
-_LINE_BYTES = 1 << 24  # no line of ours comes near
+_LINE_BYTES = 1 << 24  # far more than any line of ours
 _TAIL_BYTES = 1 << 16  # some hundred lines
-# A disk that takes nothing is asked again after so long.
+# A disk that refuses writes is tried again after this long.
 _RETRY_SECONDS = 1.0
-# Lines that are not known to be on the disk are held until they are; so many bytes at most.
+# Lines that may not be on the disk yet are held, at most this many bytes.
 _UNSYNCED_BYTES = 1 << 20
 _NO_FILE = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ELOOP)
 
@@ -39,11 +39,11 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 def iter_lines(path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
     """The whole lines between two positions in bytes, each the begin of a line, one at a time.
 
-    Reading ends at the first line that is torn or no JSON object: a crash can only tear the
+    Reading ends at the first line that is torn or not a JSON object: a crash can only tear the
     end, and what comes after a torn line was never acknowledged.
 
     Raises:
-        ConfigError: it is no plain file, or may not be read.
+        ConfigError: it is not a plain file, or may not be read.
     """
     for line, end in _whole_lines(path, start):
         if stop is not None and end > stop:
@@ -67,7 +67,7 @@ def _whole_lines(path: Path, start: int) -> Iterator[tuple[dict[str, Any], int]]
 
 
 def lines_after(path: Path, length: int) -> int:
-    """How many whole lines there are behind the first one from byte ``length`` on."""
+    """How many whole lines follow the first one after byte ``length``."""
     if not path.exists():
         return 0
     with naming(path), _open(path) as file:
@@ -79,9 +79,9 @@ def lines_after(path: Path, length: int) -> int:
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """The last line that :func:`iter_lines` gives, read from the end; None without any.
+    """The last line that :func:`iter_lines` would yield, read from the end; None without any.
 
-    A line that is damaged further back than the first whole one it comes to is not noticed.
+    Damaged lines before that one are not noticed.
 
     Raises:
         ConfigError: as :func:`iter_lines`.
@@ -100,7 +100,7 @@ def last_line(path: Path) -> dict[str, Any] | None:
 
 
 def tail(path: Path, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines among the last ``num_bytes``, and where the last of them ends in the file.
+    """The whole lines in the last ``num_bytes``, and where the last of them ends.
 
     Raises:
         ConfigError: as :func:`iter_lines`.
@@ -116,7 +116,7 @@ def tail(path: Path, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _line_after(path: Path, position: int) -> int:
-    """Where the first line begins that does not begin before ``position``."""
+    """The begin of the first line at or after ``position``."""
     if position <= 0:
         return 0
     with naming(path), _open(path) as file:
@@ -152,7 +152,7 @@ def _parsed(raw: bytes) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Lines that wait in memory: how many, since when, and what the system said."""
+    """Lines that wait in memory: how many, since when, and the system's error."""
 
     num_lines: int
     num_bytes: int
@@ -161,19 +161,19 @@ class Kept:
 
 
 class LineFile:
-    """Appends JSON lines after ``length`` bytes; what lies behind is left out.
+    """Appends JSON lines after the first ``length`` bytes; the rest is dropped.
 
     Opening it is :func:`runner.system.files.replace_for_writing`: a process of an earlier
-    incarnation that still has the old file open writes to one that is no longer there.
+    incarnation that still has the old file open writes to an unlinked one.
 
-    A disk that takes no line (it is full, or away) is no error here: the line and those behind it
-    are kept, in order, and tried again with the next ones. :attr:`kept` tells of it, and whoever
-    owns the file decides how long that may go on. In the file there are whole lines only. Any
-    thread may call: a crash is journalled by another one than the run's own.
+    A disk that refuses a line (it is full, or away) is no error here: the line and those after it
+    are kept, in order, and tried again with the next ones. :attr:`kept` shows it, and the
+    owner decides how long that may last. The file holds whole lines only. Any
+    thread may call: a crash is journalled by another thread than the training thread.
 
     Args:
         check: raises when this process may not write here any more.
-        clock: seconds that only grow.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class LineFile:
     ) -> None:
         self._path, self._check, self._clock = path, check, clock
         self._waiting: deque[bytes] = deque()
-        self._unsynced: deque[bytes] = deque()  # in the file, but lost if the disk fails now
+        self._unsynced: deque[bytes] = deque()  # written, but lost if the disk fails now
         self._waiting_bytes = self._unsynced_bytes = 0
         self._trouble: tuple[float, str] | None = None
         self._next_try = 0.0
@@ -201,7 +201,7 @@ class LineFile:
             self._whole = self._durable = os.fstat(self._file.fileno()).st_size
 
     def append(self, line: Mapping[str, Any], *, durably: bool) -> None:
-        """Add one line; ``durably`` returns only when it is on the disk, or kept."""
+        """Append one line; ``durably`` returns only when it is on the disk, or kept."""
         data = json_text(line).encode() + b"\n"
         with self._lock:
             self._waiting.append(data)
@@ -215,7 +215,7 @@ class LineFile:
 
     @property
     def kept(self) -> Kept | None:
-        """What waits in memory; None when all is in the file."""
+        """The lines that wait in memory; None when all are in the file."""
         trouble = self._trouble
         if trouble is None:
             return None
@@ -227,25 +227,25 @@ class LineFile:
         )
 
     def retry(self) -> None:
-        """Try to write what is kept, if the last try is long enough ago."""
+        """Try to write the kept lines, if the last attempt is long enough ago."""
         if self._trouble is None or self._clock() < self._next_try:
             return
         with self._lock:
             self._try(durably=True)
 
     def num_bytes(self) -> int:
-        """Length in bytes, with what is kept; a crash of the machine may leave less."""
+        """Length in bytes, with kept lines; a crash of the machine may leave less."""
         return self._whole + self._waiting_bytes
 
     def sync(self) -> int:
-        """Make everything durable, as far as the disk lets; returns the length as num_bytes."""
+        """Sync as far as the disk allows; returns the length as :attr:`num_bytes`."""
         with self._lock:
             if not self._file.closed:
                 self._try(durably=True)
             return self.num_bytes()
 
     def close(self) -> None:
-        """After a last try. What is still kept is lost; :attr:`kept` tells."""
+        """Close after a last attempt. Lines still kept are lost; :attr:`kept` shows them."""
         with self._lock:
             if self._file.closed:
                 return
@@ -275,12 +275,12 @@ class LineFile:
             self._waiting_bytes -= len(data)
             self._unsynced.append(data)
             self._unsynced_bytes += len(data)
-        # After trouble too: what a disk took reluctantly is worth a look.
+        # Also after errors, which may have left the file in a bad state.
         if durably or self._trouble is not None or self._unsynced_bytes > _UNSYNCED_BYTES:
             self._sync()
 
     def _write_whole(self, data: bytes) -> None:
-        """The line, or nothing of it."""
+        """Write the whole line or nothing."""
         if self._is_torn:
             self._file.truncate(self._whole)
             self._is_torn = False
@@ -309,7 +309,7 @@ class LineFile:
         self._unsynced_bytes = 0
 
     def _begin_anew(self) -> None:
-        """A fresh file, from what is known to be on the disk; the rest is written again."""
+        """Begin a fresh file with what is known to be on the disk; write the rest again."""
         old = self._file
         self._open(self._durable)
         with contextlib.suppress(OSError):

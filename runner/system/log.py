@@ -1,12 +1,12 @@
-"""What this process says, through Python's ``logging``: text for a person, JSON for a pipeline.
+"""Sets up Python's ``logging`` for this process: text for a person, JSON for a pipeline.
 
-Everything but the live line and the table at the end is a record of a logger under ``runner``.
+All output but the live line and the table at the end is a record of a logger under ``runner``.
 :func:`begin` gives that logger its one handler, which writes whole lines to ``sys.stdout`` and
 ``sys.stderr`` as they are at that moment; :func:`runner.system.output.install` sees to it that
-those never wait. A record may carry, as ``extra``:
+those never block. A record may carry, as ``extra``:
 
     incident  the kind of a journal incident
-    fields    a mapping of what else a pipeline can use; a step in it is the one meant
+    fields    a mapping of further values for a pipeline; a step in it overrides the present one
 
 The loggers of libraries are left as they are.
 """
@@ -24,9 +24,9 @@ from runner.system.parsing import json_text
 from runner.system.redact import redacted
 
 _ROOT = "runner"
-# What the one who watches reads goes to the standard output; all else to the standard error.
+# Records for the person who watches go to standard output, all others to standard error.
 _TO_STDOUT = "runner.observe.console"
-# What would move a terminal's cursor or change its colours.
+# Control characters, which would move a terminal's cursor or change its colours.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _FIXED = frozenset({"time", "level", "rank", "message", "incident"})
 _MARKED = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
@@ -35,10 +35,10 @@ Step = Callable[[], int]
 
 
 def begin(*, as_json: bool, rank: int | None = None, step: Step = lambda: 0) -> None:
-    """Let everything of ours be written in one format from here on.
+    """Write all records of ours in one format from here on.
 
     Args:
-        rank: this process's; None: it is none.
+        rank: of this process; None: it has none.
         step: the present step; 0 before the first.
     """
     logger = logging.getLogger(_ROOT)
@@ -46,11 +46,11 @@ def begin(*, as_json: bool, rank: int | None = None, step: Step = lambda: 0) -> 
         logger.removeHandler(handler)
     logger.addHandler(_Lines(JsonFormat(rank, step) if as_json else TextFormat(rank)))
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # what a library hangs on the root logger would say it again
+    logger.propagate = False  # a handler that a library adds to the root logger would repeat it
 
 
 class _Lines(logging.Handler):
-    """Writes records. It never raises: what cannot be said is no reason to end."""
+    """Writes records. Never raises: a message that cannot be written must not end the run."""
 
     def __init__(self, form: logging.Formatter) -> None:
         super().__init__()
@@ -66,13 +66,13 @@ class _Lines(logging.Handler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # logging's name
-        """Nothing can be said of it either."""
+        """Ignore the error, which could not be written either."""
 
 
 class TextFormat(logging.Formatter):
-    """The message, marked where it is a warning or an error, and with the rank where not the first.
+    """The message, marked if it is a warning or an error, with the rank unless it is 0.
 
-    Of an exception only the traceback: its last line is the message.
+    An exception shows only its traceback: the last line is the message.
     """
 
     def __init__(self, rank: int | None) -> None:
@@ -90,7 +90,7 @@ class TextFormat(logging.Formatter):
 
 
 class JsonFormat(logging.Formatter):
-    """One object a line: time, level, rank, step, message, and what the record carries."""
+    """One object a line: time, level, rank, step, message, and the record's extras."""
 
     def __init__(self, rank: int | None, step: Step) -> None:
         super().__init__()

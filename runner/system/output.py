@@ -1,11 +1,11 @@
-"""What this process says, on standard output and error: it never stops, delays or ends anything.
+"""Standard output and error that never block, delay or end the process.
 
-A reader may have gone (EPIPE, EIO), the disk under a log may be full (ENOSPC), and a reader that
+A reader may be gone (EPIPE, EIO), the disk under a log may be full (ENOSPC), and a reader that
 sleeps leaves a full pipe or a stopped terminal on which a write waits for ever. So everything
 that Python code writes goes through an :class:`Outlet`, a bounded queue with a thread of its own,
-and the descriptors 1 and 2 are made such that C++ code that writes to them by itself (gloo, c10,
-a fatal signal's traceback) does not wait either, see
-:func:`runner.system.process.unblock`. What is lost is counted and told once. Knows nothing of
+and the descriptors 1 and 2 are set so that C++ code that writes to them directly (gloo, c10,
+a fatal signal's traceback) does not block either, see
+:func:`runner.system.process.unblock`. Losses are counted and reported once. Knows nothing of
 runs.
 """
 
@@ -28,9 +28,9 @@ from runner.system.process import unblock
 
 T = TypeVar("T")
 
-# An item that is not taken for so long is told as lost, although a late reader may still get it.
+# After this long an item counts as lost, although a late reader may still get it.
 STALL_SECONDS = 5.0
-# What a process that ends gives a slow reader.
+# How long a process that ends waits for a slow reader.
 END_SECONDS = 2.0
 _MOST_BYTES = 1 << 20  # waiting for a reader
 _MOST_LINE = 1 << 16  # characters without a line's end
@@ -40,7 +40,7 @@ _WRITABLE_MS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The first thing that went wrong with an outlet; ``time`` in seconds since the epoch."""
+    """The first error of an outlet; ``time`` in seconds since the epoch."""
 
     outlet: str
     reason: str
@@ -48,12 +48,12 @@ class Loss:
 
 
 class Outlet(Generic[T]):
-    """Hands items on in a thread of its own: :meth:`put` never waits and never fails.
+    """Delivers items in a thread of its own: :meth:`put` never blocks and never fails.
 
     Args:
-        name: what it is, for a person.
-        deliver: hands one item on; may raise or wait for ever. The item is lost if it raises.
-        most: items that may wait, each counted by ``weigh``; further ones are lost.
+        name: of the outlet, for messages.
+        deliver: delivers one item; may raise or block for ever. The item is lost if it raises.
+        most: weight of items that may wait, by ``weigh``; further ones are lost.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Outlet(Generic[T]):
         self._deliver = deliver
         self._most = most
         self._weigh = weigh
-        # Not queue.Queue: a signal handler or a finalizer may say something in the midst of put.
+        # Not queue.Queue: a signal handler or a finalizer may write in the midst of put.
         self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._waiting = 0
@@ -78,7 +78,7 @@ class Outlet(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def put(self, item: T) -> bool:
-        """Take one item, or lose it: then False."""
+        """Queue one item; False if it is lost."""
         with self._lock:
             weight = self._weigh(item)
             if self._waiting + weight > self._most:
@@ -101,7 +101,7 @@ class Outlet(Generic[T]):
 
     @property
     def loss(self) -> Loss | None:
-        """What went wrong first, if anything did."""
+        """The first error, if any."""
         since = self._since
         if self._loss is None and since is not None and time.monotonic() > since + STALL_SECONDS:
             self._note(f"nobody takes it for {STALL_SECONDS:g} s")
@@ -141,16 +141,16 @@ class Outlet(Generic[T]):
 
 
 class Sink:
-    """An open file that lines go to; also where a forked process goes on to write."""
+    """An open file for lines; works in a forked process as well."""
 
     def __init__(self, descriptor: int, name: str) -> None:
-        # Its own number: others may put something else in the place of 1 or 2 for a while.
+        # A descriptor of its own: other code may replace 1 or 2 for a while.
         self._descriptor = os.dup(descriptor)
         self._told_lost = 0
         self._outlet: Outlet[bytes] | None = Outlet(
             name, self._deliver, most=_MOST_BYTES, weigh=len
         )
-        # A forked process has no thread here, and perhaps a lock that nobody will give back.
+        # A forked process has no thread here, and perhaps a lock that is never released.
         os.register_at_fork(after_in_child=self._forget_thread)
 
     @property
@@ -158,7 +158,7 @@ class Sink:
         return None if self._outlet is None else self._outlet.loss
 
     def put(self, data: bytes) -> None:
-        """Write this some time, or lose it."""
+        """Queue text for writing, or lose it."""
         if self._outlet is None:
             self._try(data)
             return
@@ -214,10 +214,10 @@ class _Bytes(io.RawIOBase):
 
 
 class Stream(io.TextIOBase):
-    """In the place of ``sys.stdout`` or ``sys.stderr``: whole lines go to the sink.
+    """Replaces ``sys.stdout`` or ``sys.stderr``: whole lines go to the sink.
 
     Args:
-        descriptor: 1 or 2, for what asks for it (the size of a terminal, a subprocess).
+        descriptor: 1 or 2, for callers that need it (terminal size, subprocess).
         encoding: of the stream that it replaces.
     """
 
@@ -248,7 +248,7 @@ class Stream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what has no line's end yet; does not wait for it to be written."""
+        """Pass an unfinished line on; does not wait until it is written."""
         with self._lock:
             text, self._begun = self._begun, ""
             self._put(text)
@@ -277,9 +277,9 @@ class Stream(io.TextIOBase):
 
 
 def install() -> None:
-    """Let nothing that is written to this process's standard output and error stop it.
+    """Make this process's standard output and error non-blocking.
 
-    Standard streams that a caller has put something else in the place of are left as they are.
+    Streams that a caller has replaced stay as they are.
     """
     if _installed():
         return
@@ -297,19 +297,19 @@ def install() -> None:
             sink = Sink(descriptor, "standard output and error" if same else words)
         made = Stream(sink, descriptor, stream.encoding)
         setattr(sys, name, made)
-        # Where it is found again: a live line puts proxies in the place of the other.
+        # Stored here as well: a live line replaces sys.stdout by a proxy.
         setattr(sys, f"__{name}__", made)
-    atexit.register(finish)  # where the interpreter ends by itself
+    atexit.register(finish)  # for a normal interpreter exit
 
 
 def losses() -> Iterable[Loss]:
-    """What went wrong with this process's standard output and error, at most once each."""
+    """The errors of standard output and error, at most one each."""
     found = {stream.loss for stream in _installed()}
     return [loss for loss in found if loss is not None]
 
 
 def finish(seconds: float | None = END_SECONDS) -> None:
-    """Give what was said a last moment to be written; what is not by then is lost.
+    """Wait a last moment for pending output; the rest is lost.
 
     Args:
         seconds: in all; None: until it is written, for a command that only prints.
@@ -336,7 +336,7 @@ def _is_of(stream: TextIO, descriptor: int) -> bool:
 
 
 def _are_same(one: int, other: int) -> bool:
-    """Whether two descriptors are of one file, pipe or terminal: then lines keep their order."""
+    """Whether two descriptors refer to the same file, pipe or terminal."""
     try:
         first, second = os.fstat(one), os.fstat(other)
     except OSError:

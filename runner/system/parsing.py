@@ -1,4 +1,4 @@
-"""JSON as it is written, and what a file says, refusing what nobody wrote on purpose."""
+"""Writes JSON without NaN, and parses values from files strictly."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def json_text(
     sort_keys: bool = False,
     is_compact: bool = False,
 ) -> str:
-    """JSON of an object: null stands for what is NaN or infinite, which JSON has no words for.
+    """JSON of an object, with null for NaN and infinities, which JSON lacks.
 
-    Where there was any, the object has a field more, ``nonfinite``: the path of each, such as
+    If there was any, the object has a further field ``nonfinite``: the path of each, such as
     ``detail.losses[2]``, with a word that float() reads back. Every file that the project writes
-    goes through here, so that no number a run comes to can end it in a writer.
+    goes through here, so that no number can end a run in a writer.
     """
     separators = (",", ":") if is_compact else None
     try:
         return json.dumps(
             tree, allow_nan=False, indent=indent, sort_keys=sort_keys, separators=separators
         )
-    except ValueError:  # looked for only then: nearly every line is finite
+    except ValueError:  # searched only on failure: nearly every line is finite
         words: dict[str, str] = {}
         clean = _without_nonfinite(tree, "", words)
         return json.dumps(
@@ -61,14 +61,14 @@ def _key(key: Any) -> Any:
 def refuse_flagged(tree: Mapping[str, Any]) -> None:
     """
     Raises:
-        ValueError: some of its numbers were not finite: it cannot be computed with.
+        ValueError: some of its numbers were not finite, so it cannot be used.
     """
     if NONFINITE in tree:
         raise ValueError(f"holds numbers that are not finite: {str(tree[NONFINITE])[:200]}")
 
 
 def number_in(line: Mapping[str, Any], name: str) -> float | None:
-    """A number that :func:`json_text` wrote under ``name``, NaN and infinite too; None for null."""
+    """A number that :func:`json_text` wrote as ``name``, even if not finite; None for null."""
     value = line.get(name)
     if value is None:
         flags = line.get(NONFINITE)
@@ -77,10 +77,10 @@ def number_in(line: Mapping[str, Any], name: str) -> float | None:
 
 
 def parse_json(data: bytes) -> Any:
-    """The JSON value; NaN and Infinity, which Python reads as well, are none.
+    """Parse JSON; refuses NaN and Infinity, which Python would accept.
 
     Raises:
-        ValueError, RecursionError: it is no JSON.
+        ValueError, RecursionError: it is not JSON.
     """
     return json.loads(data, parse_constant=_no_number)
 
@@ -90,7 +90,7 @@ def _no_number(text: str) -> float:
 
 
 def whole(value: Any, what: str, *, below: int = 1 << 63) -> int:
-    """``value``, which must be a whole number from 0 to ``below`` - 1; True is none.
+    """Check that ``value`` is a whole number from 0 to ``below`` - 1, and not a bool.
 
     Args:
         what: names it in the message.

@@ -1,4 +1,4 @@
-"""Processes of this machine: what /proc tells about them, and what Linux offers beyond Python.
+"""Processes of this machine: facts from /proc, and Linux calls that Python lacks.
 
 Knows nothing of runs, ranks or torch.
 """
@@ -21,7 +21,7 @@ _STATE, _PARENT, _STARTED, _EXIT_CODE = 0, 1, 19, -1
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # not after a fork: loading takes locks that another thread may hold
 
-# Told before anything slow: the parent may be gone when torch is imported.
+# Read before anything slow: the parent may be gone when torch is imported.
 _FIRST = (os.getpid(), os.getppid())
 
 
@@ -30,7 +30,7 @@ def host_name() -> str:
 
 
 def boot_id() -> str:
-    """Names this boot of this machine; process numbers mean nothing beyond it."""
+    """The id of this boot of this machine; process ids mean nothing beyond it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -38,7 +38,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Names the set of process numbers that this process sees; a container may have its own."""
+    """The id of this process's pid namespace; a container may have its own."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -46,9 +46,9 @@ def pid_namespace() -> str:
 
 
 def started_at(pid: int) -> str | None:
-    """When a process of this machine was started, in kernel ticks; None: there is none.
+    """When a process of this machine started, in kernel ticks; None if it does not exist.
 
-    Together with the pid it names a process for good: numbers are used again.
+    Together with the pid it identifies a process for good: pids are reused.
     """
     fields = _stat(pid)
     return None if not fields or _has_ended(fields) else fields[_STARTED]
@@ -67,9 +67,9 @@ def is_in_kernel(pid: int) -> bool:
 
 
 def exit_status(pid: int) -> int | None:
-    """How a process ended which nobody has reaped yet: its exit code, or minus the signal.
+    """How a zombie process ended: its exit code, or minus the signal.
 
-    None: it lives, or is gone.
+    None: it is alive, or gone.
     """
     fields = _stat(pid)
     if not fields or not _has_ended(fields):
@@ -78,7 +78,7 @@ def exit_status(pid: int) -> int | None:
 
 
 def own_process() -> dict[str, str | int]:
-    """JSON that tells others which process this is: host, boot, pid, start."""
+    """JSON that identifies this process for others: host, boot, pid, start."""
     pid = os.getpid()
     return {
         "host": host_name(),
@@ -89,9 +89,9 @@ def own_process() -> dict[str, str | int]:
 
 
 def parent_name() -> str:
-    """Names the process that started this one, as no other on any machine is named.
+    """A name for the process that started this one, unique among all machines.
 
-    16 hex digits; empty where the parent is not to be seen.
+    16 hex digits; empty where the parent is not visible.
     """
     pid = os.getppid()
     started = started_at(pid)
@@ -102,14 +102,14 @@ def parent_name() -> str:
 
 
 def is_alive(process: Mapping[str, str | int]) -> bool | None:
-    """Whether the process of :func:`own_process` lives; None when it is another machine's."""
+    """Whether the process of :func:`own_process` is alive; None if on another machine."""
     if process["host"] != host_name() or process["boot"] != boot_id():
         return None
     return started_at(int(process["pid"])) == process["started"]
 
 
 def num_oom_kills() -> int:
-    """How often the kernel of this machine has killed for want of memory since it booted."""
+    """How often this machine's kernel has killed processes for lack of memory since boot."""
     try:
         text = Path("/proc/vmstat").read_text()
     except OSError:
@@ -118,13 +118,13 @@ def num_oom_kills() -> int:
 
 
 def first_parent() -> int:
-    """Who started this process; not who has it since that one is gone."""
+    """The process that started this one, not one that adopted it later."""
     pid, parent = _FIRST
     return parent if pid == os.getpid() else os.getppid()  # forked since
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """The kernel is to send this process SIGKILL when its parent ends.
+    """Have the kernel send this process SIGKILL when its parent ends.
 
     More exactly, when the parent's thread that started it ends. It survives an exec, but
     children do not inherit it. Elsewhere than on Linux nothing happens.
@@ -139,9 +139,9 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def unblock(descriptor: int) -> None:
-    """Writes to this pipe or terminal are to fail (EAGAIN) while it is full, not to wait.
+    """Make writes to this pipe or terminal fail (EAGAIN) while it is full, not block.
 
-    The file is opened anew for that: the flag belongs to the open file, which other processes
+    The file is reopened for that: the flag belongs to the open file, which other processes
     share (a shell would lose output). Files never make a writer wait; sockets and what may not
     be opened again stay as they are.
     """
@@ -157,13 +157,13 @@ def unblock(descriptor: int) -> None:
 
 
 def answer_hangup(handler: Callable[[int, FrameType | None], None], *, always: bool) -> None:
-    """What SIGHUP means, the end of a terminal: with output on it, a request to stop.
+    """Handle SIGHUP, the end of a terminal: a request to stop if output goes to it.
 
-    With output elsewhere this process goes on without its terminal, as under nohup; and where
+    With output elsewhere this process continues without its terminal, as under nohup; and where
     nohup (or a parent) has it ignored already. Main thread only.
 
     Args:
-        always: it is a request, wherever the output goes and whatever was set.
+        always: treat it as a request, wherever the output goes and whatever was set.
     """
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     is_request = always or (os.isatty(1) and not is_ignored)

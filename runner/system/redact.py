@@ -1,7 +1,7 @@
 """Keeps passwords and tokens out of what a run writes and prints.
 
-What is secret is told by its name, in the environment or in a mapping of settings; its value is
-then hidden wherever it turns up, also in the middle of another text.
+Secrets are recognised by their name, in the environment or in a mapping of settings; the value is
+then hidden wherever it appears, also in the middle of another text.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SECRET = re.compile(
     r"(?i)passw(?:or)?d|(?<![a-z])(?:secret|passphrase|credentials?|api[-_]?key|access[-_]?key"
     r"|private[-_]?key|auth[-_]?token|token)(?![a-z])"
 )
-# Settings about tokens of text, and places of files, are no secrets.
+# Settings about tokens of text, and paths, are not secrets.
 _PLAIN = re.compile(
     r"(?i)(?:tokens|tokenizer|end_token|begin_token|token_dtype|_(?:file|path|dir|url|count)$)"
 )
-_LEAST = 8  # characters: a shorter value is not worth hiding, and stands in too many words
+_LEAST = 8  # characters: a shorter value is not worth hiding, and is part of too many words
 
 
 def is_secret(name: str) -> bool:
@@ -31,13 +31,13 @@ def is_secret(name: str) -> bool:
 
 
 def secrets_of(environment: Mapping[str, str]) -> list[str]:
-    """Values of the variables whose name tells that they are secret, longest first."""
+    """Values of variables whose name suggests a secret, longest first."""
     values = {v for name, v in environment.items() if is_secret(name) and len(v) >= _LEAST}
     return sorted(values, key=len, reverse=True)
 
 
 def redacted(value: Any, secrets: list[str] | None = None) -> Any:
-    """A copy of plain values without secrets; anything but mappings, lists and text as it is."""
+    """A copy of plain values without secrets; only mappings, lists and text are changed."""
     known = secrets_of(variables()) if secrets is None else secrets
     if isinstance(value, str):
         for secret in known:

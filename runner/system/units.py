@@ -1,13 +1,13 @@
-"""Amounts in words."""
+"""Formats amounts for people."""
 
 from __future__ import annotations
 
 
 def format_bytes(num_bytes: float) -> str:
-    """In the binary unit that suits, to four digits: ``1.5 MiB``."""
+    """Bytes in a suitable binary unit, to four digits: ``1.5 MiB``."""
     amount = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1023.5:  # what rounds to 1,024 would be written as 1.024e+03
+        if amount < 1023.5:  # a value that rounds to 1,024 would show as 1.024e+03
             return f"{amount:.4g} {unit}"
         amount /= 1024
     return f"{amount:.1f} TiB"
