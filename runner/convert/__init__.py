@@ -1,4 +1,4 @@
-"""Foreign checkpoints: reads weights of other trainers' formats, and nothing that could run code.
+"""Reads checkpoints of other trainers, without running any code in them.
 
 Hugging Face safetensors and ``config.json``, DCP, DeepSpeed, plain ``torch.save``.
 """

@@ -1,4 +1,4 @@
-"""Reads a torch DCP directory: ``.metadata`` says which tensor lies where in ``*.distcp``."""
+"""Reads a torch DCP directory: ``.metadata`` says where each tensor is in ``*.distcp``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MODEL = "model."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chunk:
-    """A block of a tensor, and the bytes that hold it."""
+    """A block of a tensor, and its bytes in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,8 +34,8 @@ class _Chunk:
 def open_dcp(folder: Path) -> Source:
     """Read and check the table of contents.
 
-    Where the names begin with ``model.`` and ``optimizer.`` (or ``optim.``), only these two are
-    looked at; one name around both, as torch's tutorial has ``app.``, is taken off.
+    If names begin with ``model.`` and ``optimizer.`` (or ``optim.``), only these two are
+    read; one prefix of both, as ``app.`` in torch's tutorial, is removed.
 
     Raises:
         ConfigError: damaged or refused.
@@ -55,7 +55,7 @@ def open_dcp(folder: Path) -> Source:
 
 
 def _unwrapped(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Without a first part of the names that all share and that is followed by both."""
+    """Remove a first part that all names share and that both follow."""
     around = {name.partition(".")[0] for name in tensors}
     inner = {name.partition(".")[2]: found for name, found in tensors.items()}
     has_both = all(any(name.startswith(kind) for name in inner) for kind in (_MODEL, _OPTIMIZER))
@@ -67,7 +67,7 @@ def _tensors(folder: Path, path: Path, metadata: Shell) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for name, entry in metadata.field("state_dict_metadata").items():
         if entry.field("chunks") is None:
-            continue  # bytes: settings of the optimizer and the like
+            continue  # bytes, such as settings of the optimizer
         shape = _whole_numbers(entry.field("size"))
         parts = []
         for chunk in entry.field("chunks"):
@@ -124,7 +124,7 @@ def _check_chunks(what: str, shape: tuple[int, ...], parts: list[_Chunk]) -> Non
 
 
 class _Reader:
-    """Puts one tensor together."""
+    """Assembles one tensor."""
 
     def __init__(self, name: str, shape: tuple[int, ...], parts: list[_Chunk]) -> None:
         self._name = name
@@ -133,7 +133,7 @@ class _Reader:
 
     def __call__(self) -> torch.Tensor:
         whole = torch.empty(self._shape)
-        # Of as many elements in all, chunks that overlap leave a hole.
+        # With the right number of elements, overlapping chunks would leave a hole.
         seen = torch.zeros(self._shape, dtype=torch.bool)
         for part in self._parts:
             block = tuple(
@@ -158,7 +158,7 @@ class _Reader:
 
 
 def _moments(tensors: Mapping[str, Stored], path: Path) -> dict[str, Moments]:
-    """Whole triples only; names as the weights'."""
+    """The moments of parameters that have all of them, by the weights' names."""
     grouped: dict[str, dict[str, Stored]] = {}
     for name, found in tensors.items():
         if match := _MOMENT.fullmatch(name):

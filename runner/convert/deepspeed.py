@@ -1,8 +1,8 @@
-"""Reads a DeepSpeed checkpoint directory: FP32 masters and moments, put together from the ranks.
+"""Reads a DeepSpeed checkpoint directory: FP32 masters and moments, assembled from all ranks.
 
 ZeRO-1 and 2 cut each group's flattened parameters into one range a rank; ``param_slice_mappings``
 say which part of which parameter a rank holds. ZeRO-3 cuts each parameter into equal parts, the
-last one padded. Without optimizer files there are only the module's own weights.
+last one padded. Without optimizer files there are only the module's weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def open_deepspeed(place: Path) -> Source:
     """Read every rank's file (mapped) and locate each parameter.
 
     Raises:
-        ConfigError: damaged, refused, incomplete, or of a layout that is not known.
+        ConfigError: damaged, refused, incomplete, or of an unknown layout.
     """
     folder = _tag_folder(place)
     try:
@@ -188,7 +188,7 @@ def _sliced(
 
 
 class _Chain:
-    """Flat tensors one after the other, as one."""
+    """Consecutive flat tensors as one."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._parts = parts
@@ -209,7 +209,7 @@ class _Chain:
 def _flats(
     folder: Path, state: Mapping[Any, Any], masters: Sequence[Any], key: str
 ) -> dict[str, list[Any]]:
-    """This rank's flat tensors by group; without the kinds that some group lacks."""
+    """A rank's flat tensors by group, without kinds that some group lacks."""
     base = state.get(key)
     per_group = base.get("state") if isinstance(base, Mapping) else None
     found: dict[str, list[Any]] = {"param": list(masters)}
@@ -227,7 +227,7 @@ def _flats(
 
 
 def _updates(base: Any, group: int, model: Mapping[Any, Any]) -> int:
-    """Applied updates: of the optimizer's state, its group, or else the engine's count."""
+    """Applied updates, from the optimizer's state, its group, or the engine's count."""
     value: Any = None
     if isinstance(base, Mapping):
         value = ((base.get("state") or {}).get(group) or {}).get("step")
@@ -251,7 +251,7 @@ def _joined(
     *,
     padded: bool = False,
 ) -> dict[str, Stored]:
-    """Each kind of a parameter, from (rank, first, count) in the order of the ranks."""
+    """Join each kind of a parameter from (rank, first, count), in rank order."""
     sizes = tuple(int(size) for size in shape)
     numel = math.prod(sizes)
     total = sum(count for _, _, count in places)

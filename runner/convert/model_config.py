@@ -1,8 +1,8 @@
-"""Reads the ``config.json`` beside a Hugging Face model's weights: which decoder they are of.
+"""Reads the ``config.json`` beside a Hugging Face model's weights: which decoder they belong to.
 
-Weights alone do not tell their rotary base, their epsilon or how many heads they are cut into:
-taken into another decoder they load, and compute something else. So every key is either turned
-into a setting of ours, known to change nothing, or refused by its name; none is passed over.
+Weights alone do not show their rotary base, their epsilon or their number of heads:
+loaded into another decoder they compute something else. So every key is either turned
+into a setting of ours, known to change nothing, or refused by name; none is ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LARGEST = 1 << 31
 _SHOWN = 100
 _MOST_TOLD = 20
 
-# Decoders that are ours by another name, and the class that computes what we do.
+# Decoders that equal ours, and their classes.
 _KINDS = {"llama": "Llama", "mistral": "Mistral", "qwen3": "Qwen3"}
 _SIZES = {
     "hidden_size": "model.dim",
@@ -39,7 +39,7 @@ ROPE_SCALING: Final = (
     "high_freq_factor",
     "original_max_position_embeddings",
 )
-# What must have one of these values (the first is meant where the key is missing), and why.
+# Keys that must have one of these values (a missing key means the first), and why.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "the feed-forward layers here are SwiGLU"),
     "attention_bias": ((False,), "attention has no biases here"),
@@ -50,7 +50,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False,), "there is no encoder here"),
     "add_cross_attention": ((False,), "there is no encoder here"),
 }
-# Layout of the computation, generation, names of tokens and of files: not what is computed.
+# Keys that do not change the computation: its layout, generation, names of tokens and files.
 # fmt: off
 _HARMLESS = frozenset((
     "bos_token_id", "eos_token_id", "pad_token_id", "tokenizer_class", "id2label", "label2id",
@@ -61,7 +61,7 @@ _HARMLESS = frozenset((
 ))
 # fmt: on
 
-# Names of parameters in these models, ours beside them; what becomes empty is computed, not kept.
+# Names of parameters in these models, and ours; an empty one is computed, not stored.
 RENAMES: Final[Sequence[tuple[str, str]]] = (
     (r"^.*\.rotary_emb\.inv_freq$", ""),
     (r"^(?:model\.)?embed_tokens\.", "embedding."),
@@ -85,7 +85,7 @@ Setting = int | float | bool | dict[str, float] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignModel:
-    """What a ``config.json`` says: our settings by dotted key, without those passed over."""
+    """The contents of a ``config.json``: our settings by dotted key, without ignored ones."""
 
     path: Path
     settings: Mapping[str, Setting]
@@ -104,11 +104,11 @@ def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> Fore
     """Our settings for the model that ``path`` describes.
 
     Args:
-        seq_len: of the run to begin, in tokens: what the model limits must be as long.
-        ignored: keys, dotted where they are nested, to be passed over on the user's word.
+        seq_len: of the run to begin, in tokens: the model's limits must be at least as long.
+        ignored: keys, dotted if nested, that the user chose to ignore.
 
     Raises:
-        ConfigError: no such file, not JSON, or a key whose value cannot be honoured: all of them,
+        ConfigError: no such file, not JSON, or keys whose values are not supported: all of them,
             one a line.
     """
     found = _Found(path, _tree(path), ignored)
@@ -147,7 +147,7 @@ def _tree(path: Path) -> dict[str, Any]:
 
 
 class _Found:
-    """The keys of a file, taken one by one; what is wrong is collected."""
+    """The keys of a file, taken one by one; errors are collected."""
 
     def __init__(self, path: Path, tree: Mapping[str, Any], ignored: Sequence[str]) -> None:
         self.problems: list[str] = []
@@ -159,7 +159,7 @@ class _Found:
             raise ConfigError(f"--ignore {unknown[0]}: {path} has no such key")
 
     def __contains__(self, key: str) -> bool:
-        """Whether the file has the key, and it was neither taken nor passed over."""
+        """Whether the file has the key, and it was neither taken nor ignored."""
         return key in self._left
 
     def is_ignored(self, key: str) -> bool:
@@ -182,7 +182,7 @@ class _Found:
         )
 
     def take(self, key: str) -> Any:
-        """The value; None where it is missing, null or passed over."""
+        """Take a value; None if it is missing, null or ignored."""
         return self._left.pop(key, None)
 
     def size(self, key: str, *, needed: bool = True) -> int | None:
@@ -232,7 +232,7 @@ class _Found:
             self.refuse(key, value, f"must be {allowed[0]!r}: {why}")
 
     def inner(self, key: str) -> dict[str, Any]:
-        """A mapping's own keys, without those passed over."""
+        """A mapping's keys, without ignored ones."""
         value = self.take(key)
         if value is None:
             return {}
@@ -294,11 +294,11 @@ def _rope(found: _Found) -> tuple[float | None, dict[str, float] | None]:
 
 
 def _rope_scaling(found: _Found, key: str, inner: dict[str, Any]) -> dict[str, float]:
-    """Of kind llama3, empty for none; any other is refused."""
+    """RoPE scaling of kind llama3, empty for none; any other is refused."""
     kinds = {kind: inner.pop(kind) for kind in ("rope_type", "type") if kind in inner}
     for at, kind in kinds.items():
         if kind not in ("default", "llama3", None):
-            # Its further keys belong to it: one line says it.
+            # Its further keys belong to it: one message is enough.
             found.refuse(f"{key}.{at}", kind, "must be default or llama3, which are known here")
             return {}
     if inner.get("partial_rotary_factor") in (1, 1.0, None):  # all of a head is rotated here
@@ -330,8 +330,8 @@ def _check_positions(found: _Found, seq_len: int) -> None:
 
 
 def _check_windows(found: _Found, seq_len: int, kind: str) -> None:
-    """A window that is no shorter than the sequences hides nothing."""
-    # What the models' own code takes where a key is missing; null is no window.
+    """Check attention windows: one that is at least as long as the sequences hides nothing."""
+    # Defaults of the models' own code for a missing key; null means no window.
     missing = 4096 if kind == "mistral" and "sliding_window" not in found else None
     window = found.size("sliding_window", needed=False) or missing
     layers = found.take("layer_types")

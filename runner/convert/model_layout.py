@@ -1,6 +1,6 @@
 """The decoder in Llama's layout, as Hugging Face names it: ``config.json`` and parameter names.
 
-The other way round is :mod:`runner.convert.model_config`. With normalised queries and keys it is
+The inverse is :mod:`runner.convert.model_config`. With normalised queries and keys it is
 Qwen3's layout, which is Llama's with these.
 """
 
@@ -35,7 +35,7 @@ _OUTSIDE: Final = {
 
 
 def llama_name(name: str) -> str:
-    """What a parameter of the decoder is called there.
+    """The Hugging Face name of a decoder's parameter.
 
     Raises:
         ConfigError: the decoder has no parameter of this name.
@@ -54,10 +54,10 @@ def llama_name(name: str) -> str:
 def llama_config(
     settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], dtype: str
 ) -> dict[str, Any]:
-    """What ``config.json`` says of the decoder.
+    """The ``config.json`` of a decoder.
 
     Args:
-        settings: of the run, by dotted key, each of ``model`` that the shapes do not tell.
+        settings: of the run by dotted key: those of ``model`` that shapes do not show.
         shapes: of the parameters, by our names.
         dtype: of the weights, such as ``float32``.
 
@@ -91,7 +91,7 @@ def llama_config(
         "initializer_range": settings["model.init_std"],
         "tie_word_embeddings": "head.weight" not in shapes,
         "torch_dtype": dtype,
-        # Where they are missing the class takes ids of its own.
+        # Without them the class uses ids of its own.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

@@ -1,6 +1,6 @@
 """The weights in a Hugging Face folder: names, shapes, and any range of any tensor.
 
-Only safetensors: a pickled file can run code. Must not know of which network they are.
+Only safetensors: a pickled file can run code. Must not know which network they belong to.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from safetensors import safe_open
 from runner.convert.sources import safetensors_in
 from runner.system.error import ConfigError
 
-# As a file's header names them.
+# As named in a file's header.
 _DTYPES: Final = ("F64", "F32", "F16", "BF16")
 _PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class PretrainedWeights:
-    """Tensors in the safetensors files of a folder; a read touches no more than what it gives.
+    """Tensors in the safetensors files of a folder; reads only the requested range.
 
     Args:
         folder: with one file, or several and their index.
 
     Raises:
-        ConfigError: there are none, they are damaged, pickled, or not of floating point.
+        ConfigError: there are none, or they are damaged, pickled, or not floating point.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,11 +64,11 @@ class PretrainedWeights:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of each tensor, by its name in the files."""
+        """The shape of each tensor, by its name in the files."""
         return self._shapes
 
     def signature(self) -> str:
-        """Of files and their tables of contents, by which ranks see that they have the same."""
+        """A digest of the files' headers, by which ranks check that they have the same."""
         return self._signature
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:

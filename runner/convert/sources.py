@@ -1,4 +1,4 @@
-"""Weights that another program saved: which kind of place it is, and its tensors one at a time.
+"""Finds out the format of another program's weights, and reads its tensors one at a time.
 
 DeepSpeed and DCP directories have modules of their own; here are torch and safetensors files.
 Shapes are known before a byte of a tensor is read, so that a caller can refuse first.
@@ -24,10 +24,10 @@ _INDEX = "model.safetensors.index.json"
 
 
 def open_source(place: Path) -> Source:
-    """Find out what lies there and read its table of contents.
+    """Find out the format and read its table of contents.
 
     Raises:
-        ConfigError: nothing known, damaged, or refused.
+        ConfigError: unknown, damaged, or refused.
     """
     if place.is_file():
         return _open_safetensors([place]) if place.suffix == ".safetensors" else _open_torch(place)
@@ -56,10 +56,10 @@ def _open_torch(path: Path) -> Source:
 
 
 def safetensors_in(folder: Path) -> list[Path]:
-    """Those of an index, where there is one; else all; none where there are none.
+    """The safetensors files of a folder: those in its index, or else all.
 
     Raises:
-        ConfigError: the index is damaged, or names what is not there.
+        ConfigError: the index is damaged, or names a missing file.
     """
     index = folder / _INDEX
     if not index.is_file():

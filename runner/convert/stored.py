@@ -1,4 +1,4 @@
-"""Tensors that another program saved, still on disk: values that every reader here gives."""
+"""Tensors that another program saved, still on disk: the common result of all readers here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.system.error import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor still on disk: ``read`` gives it, of any floating dtype, in ``shape``."""
+    """A tensor still on disk: ``read`` returns it, of any floating dtype, in ``shape``."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]

@@ -1,4 +1,4 @@
-"""Damages files of checkpoints, as a disk or a memory that gives back other bytes than it took."""
+"""Damages files of checkpoints, like a disk or a memory that corrupts bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class CheckpointFiles(Protocol):
-    """Where the files lie that are damaged; a ring knows."""
+    """Where the files to damage are; a ring implements it."""
 
     def newest(self) -> Path | None:
         """Folder of the newest committed checkpoint."""
@@ -18,14 +18,14 @@ class CheckpointFiles(Protocol):
 
 
 def damage_checkpoint(folder: Path | None) -> None:
-    """Flip a bit in the first file of its shards; without a checkpoint nothing happens."""
+    """Flip a bit in the first shard file; does nothing without a checkpoint."""
     shards = sorted(folder.glob("*.bin")) if folder else []
     if shards:
         flip_bit(shards[0])
 
 
 def flip_bit(path: Path) -> None:
-    """In the middle of the file, and on disk when this returns."""
+    """Flip a bit in the middle of the file, and sync it."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)

@@ -1,8 +1,8 @@
-"""Puts the faults of :mod:`runner.fault.inject` around the parts of a run, from outside.
+"""Wraps the parts of a run, so that the faults of :mod:`runner.fault.inject` come from outside.
 
-A step passes through five seams: the phases that a rank tells its heartbeat, the feed, the group
-of ranks, the engine, and the modules inside that engine. Each wrapper is the part that it wraps
-but for what a fault changes, so that neither the step nor the forward pass knows of faults. Without
+A step passes through five seams: the phases of a rank's heartbeat, the feed, the group
+of ranks, the engine, and the modules inside that engine. Each wrapper acts like the part it wraps
+except for the fault, so that neither the step nor the forward pass knows of faults. Without
 faults nothing is wrapped.
 """
 
@@ -32,26 +32,26 @@ _POINTS = ("agree", "apply")
 
 
 def wrap_heart(heart: Part, faults: FaultInjector, files: CheckpointFiles) -> Part:
-    """A heartbeat under which faults strike as the step enters its phases.
+    """Wrap a heartbeat, so that faults happen as the step enters its phases.
 
     Args:
-        files: what the faults damage that damage files.
+        files: the files that faults may damage.
     """
     return cast(Part, FaultyHeart(heart, faults, files)) if faults.has_any else heart
 
 
 def wrap_group(group: Part, faults: FaultInjector) -> Part:
-    """A group in which this rank may enter a wrong collective or tell a wrong identity."""
+    """Wrap a group, in which this rank may enter a wrong collective or claim a wrong identity."""
     return cast(Part, FaultyGroup(group, faults)) if faults.has_any else group
 
 
 def wrap_feed(feed: Part, faults: FaultInjector) -> Part:
-    """A feed whose samples may come as others than they are."""
+    """Wrap a feed whose samples may be corrupted."""
     return cast(Part, FaultyFeed(feed, faults)) if faults.has_any else feed
 
 
 def wrap_engine(engine: Part, faults: FaultInjector, inside: MicroBatchFaults) -> Part:
-    """An engine whose replicated state and micro-batches may be damaged.
+    """Wrap an engine whose replicated state and micro-batches may be damaged.
 
     Args:
         inside: given to the engine, and attached to its modules.
@@ -60,7 +60,7 @@ def wrap_engine(engine: Part, faults: FaultInjector, inside: MicroBatchFaults) -
 
 
 class _Wrapped:
-    """Everything that a fault leaves alone."""
+    """Passes everything else through to the wrapped object."""
 
     def __init__(self, part: Any, faults: FaultInjector) -> None:
         self._part = part
@@ -99,7 +99,7 @@ class FaultyHeart(_Wrapped):
 
 
 def never_break() -> None:
-    """Take from this process's collectives what only gloo gives: that they raise.
+    """Make this process's collectives wait for ever instead of raising, as over NCCL.
 
     A collective of gloo breaks by itself when a peer dies. NCCL's does not, and the training
     thread waits for the device for ever; so does whoever waits here.
@@ -134,7 +134,7 @@ class FaultyFeed(_Wrapped):
 
 
 def _misread(batch: Any) -> Any:
-    """The tokens of each sequence backwards: lawful ids, in an order that says nothing."""
+    """Reverse the tokens of each sequence: valid ids in a meaningless order."""
     if batch.fields is None:
         return replace(batch, tokens=batch.tokens.flip(1))
     wrong = {k: v * 1e4 if v.is_floating_point() else v for k, v in batch.fields.items()}
@@ -167,7 +167,7 @@ class FaultyGroup(_Wrapped):
         self._part.require_alike(sums, self._claim(identity))
 
     def may_repeat(self, step: int) -> bool:
-        """A fault that is bound to a step happens once, and so not in vain."""
+        """Forbid speculation where a fault is due: it happens only once."""
         return not self._faults.is_due(step) and bool(self._part.may_repeat(step))
 
     def _claim(self, identity: Mapping[str, Any]) -> dict[str, Any]:

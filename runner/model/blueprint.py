@@ -1,6 +1,6 @@
-"""What a run must know of its network before there is one, and how it is built.
+"""What a run must know of its network before it exists, and how to build it.
 
-Two kinds: the decoder of this package, and a network from elsewhere that the settings name. Owns
+Two kinds: the decoder of this package, and a user's network that the settings name. Owns
 what is the same on every engine; must not know how parameters are sharded.
 """
 
@@ -54,19 +54,19 @@ class Blueprint(Protocol):
         ...
 
     def parameters(self) -> dict[str, Parameter]:
-        """By name; a tied one once."""
+        """The parameters by name; a tied one once."""
         ...
 
     def on_meta(self) -> nn.Module:
-        """The network without memory."""
+        """The network on the meta device."""
         ...
 
     def made(self) -> nn.Module:
-        """The network on torch's default device; what is not trained is so already."""
+        """The network on torch's default device, with frozen parameters set."""
         ...
 
     def finish(self, network: nn.Module, device: torch.device) -> None:
-        """Make what is neither parameter nor learned, on ``device``."""
+        """Make buffers and other untrained tensors on ``device``."""
         ...
 
     def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
@@ -74,7 +74,7 @@ class Blueprint(Protocol):
         ...
 
     def units(self, network: nn.Module) -> Sequence[nn.Module]:
-        """What to shard and to compile one by one."""
+        """The modules to shard and compile one by one."""
         ...
 
     def probe(self, network: nn.Module) -> nn.Module:
@@ -86,12 +86,12 @@ class Blueprint(Protocol):
         ...
 
     def flops_per_token(self) -> float:
-        """Forward and backward; 0 where nobody can tell."""
+        """FLOPs of forward and backward; 0 if unknown."""
         ...
 
     @property
     def untrained_loss(self) -> float:
-        """Of a uniform guess, in nats; 0 where that has no meaning."""
+        """The loss of a uniform guess, in nats; 0 where that has no meaning."""
         ...
 
 
@@ -164,10 +164,10 @@ def _decoder(network: nn.Module) -> Decoder:
 
 @dataclass(frozen=True, kw_only=True)
 class GuestBlueprint:
-    """A network from elsewhere, with the initial values that its constructor gives it.
+    """A user's network, with the initial values from its constructor.
 
     Args:
-        name: as the settings have it.
+        name: its name in the settings.
         make: calls the constructor.
         seed: of its initial values.
         seq_len, vocab_size: of the data, 0 where it has none.
@@ -184,19 +184,19 @@ class GuestBlueprint:
 
     @property
     def setting(self) -> str:
-        """The setting that names it, for words."""
+        """The setting that names it, for messages."""
         return f"model._target_={self.name}"
 
     def signature(self) -> str:
-        """Of all that decides the initial weights; ranks must have the same."""
+        """A digest of all that decides the initial weights; equal on all ranks."""
         return self.twin.signature()
 
     @cached_property
     def _first(self) -> tuple[Recording, str]:
-        """The twin, and why it had to be made in memory, if it had."""
+        """The twin, and why it had to be made in memory, if so."""
         try:
             made, why = record(self._checked), ""
-        except Exception as error:  # of somebody else's constructor; what else is wrong comes again
+        except Exception as error:  # from the user's constructor; any other error comes again
             cause = error.__cause__ or error
             why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
             made = self._in_memory()
@@ -205,19 +205,19 @@ class GuestBlueprint:
 
     @property
     def twin(self) -> Recording:
-        """Never trained: knows how each tensor begins."""
+        """A copy that is never trained, and knows the initial value of each tensor."""
         return self._first[0]
 
     @property
     def why_in_memory(self) -> str:
-        """Why it has to be made whole on each rank; empty where it has not."""
+        """Why it must be made whole on each rank; empty if it need not."""
         return self._first[1]
 
     def _in_memory(self) -> Recording:
         return record_in_memory(self._checked, f"{self.seed}/{self.name}")
 
     def again(self) -> Recording:
-        """Built once more, as the twin was."""
+        """Build it again, like the twin."""
         made = self._in_memory() if self.why_in_memory else record(self._checked)
         self._settle(made.network)
         return made
@@ -269,7 +269,7 @@ class GuestBlueprint:
         return network
 
     def finish(self, network: nn.Module, device: torch.device) -> None:
-        """Buffers and plain attributes, as the constructor makes them."""
+        """Make buffers and plain attributes as the constructor does."""
         for name, tensor in named_tensors(self.twin.network):
             if not isinstance(tensor, nn.Parameter):
                 owner, _, own = name.rpartition(".")
@@ -311,12 +311,12 @@ class GuestBlueprint:
         try:
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 self.objective(network, bf16=False)({INPUT: tokens, LABELS: tokens})
-        except Exception:  # it looks at values; the run does without the share of the peak
+        except Exception:  # it reads values; the run then has no MFU
             return 0.0
         return 3.0 * float(counter.get_total_flops()) / self.seq_len
 
     def takes_segments(self) -> bool:
-        """Whether it can be told where documents end."""
+        """Whether it accepts document segments."""
         network = self.twin.network
         return has_own_losses(network) or "segments" in accepted_by(network.forward)
 
@@ -381,7 +381,7 @@ def _input_embeddings(network: nn.Module) -> nn.Module | None:
     method = getattr(network, "get_input_embeddings", None)
     try:
         found = method() if callable(method) else None
-    except (NotImplementedError, AttributeError):  # transformers: a model without any
+    except (NotImplementedError, AttributeError):  # transformers: a model without input embeddings
         return None
     return found if isinstance(found, nn.Module) else None
 

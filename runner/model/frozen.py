@@ -1,4 +1,4 @@
-"""Which parameters are not trained."""
+"""Selects the parameters that are not trained."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from runner.system.error import ConfigError
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
-    """The names in which one of the regular expressions is found (``re.search``).
+    """The names that match one of the regular expressions (``re.search``).
 
     Raises:
-        ConfigError: a pattern cannot be read or is found in no name, or nothing is left to train.
+        ConfigError: a pattern is invalid or matches no name, or nothing is left to train.
     """
     frozen: set[str] = set()
     for pattern in patterns:
@@ -40,7 +40,7 @@ def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Switch off the gradient of what :func:`frozen_names` finds; raises as it does."""
+    """Switch off gradients of the parameters from :func:`frozen_names`; raises as it does."""
     parameters = dict(model.named_parameters())
     for name in frozen_names(parameters, patterns):
         parameters[name].requires_grad_(False)

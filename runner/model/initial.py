@@ -27,7 +27,7 @@ _MATRICES = ("embedding", "head", "query", "key", "value", "gate", "up")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How a parameter begins: all ones, or normal with mean 0 and deviation ``std``."""
+    """A parameter's initial values: all ones, or normal with mean 0 and deviation ``std``."""
 
     std: float
     ones: bool = False
@@ -38,7 +38,7 @@ def initial_rule(name: str, shape: DecoderShape) -> Rule:
 
     What writes into the residual stream has ``init_std / sqrt(2 * layers)``, so the stream's
     variance does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Raises ValueError
-    for a name that is none of the decoder's.
+    for a name that the decoder does not have.
     """
     if name.endswith(_RESIDUAL_OUTPUTS):
         return Rule(std=shape.init_std / math.sqrt(2 * shape.layers))

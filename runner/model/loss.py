@@ -1,7 +1,7 @@
 """The training loss of a batch, one sum per sequence.
 
 Owns cross-entropy and the z-loss, and the head's product where its result is too large to be held.
-Must not know the model, the averaging over ranks and micro-batches, or what is done with the
+Must not know the model, the averaging over ranks and micro-batches, or the use of the
 numbers.
 """
 
@@ -119,7 +119,7 @@ class _HeadLoss(torch.autograd.Function):
             rows = weight[start : start + ctx.size]
             grad = F.linear(hidden, rows).float()
             grad.sub_(log_sums.unsqueeze(1)).exp_().mul_(of_softmax)
-            # What does not count adds nothing, whatever its logits are.
+            # A token that does not count adds nothing, whatever its logits are.
             grad.masked_fill_(~counted.unsqueeze(1), 0.0)
             _subtract_at(grad, targets - start, of_loss)
             grad = grad.to(hidden.dtype)
@@ -139,14 +139,14 @@ def _subtract_at(values: Tensor, columns: Tensor, amounts: Tensor) -> None:
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of each token; 0 where it does not count."""
+    """The cross-entropy of each token; 0 where it does not count."""
     return F.cross_entropy(logits, targets, ignore_index=NOT_COUNTED, reduction="none")
 
 
 def _summed(
     token_losses: Tensor, log_sums: Tensor | None, targets: Tensor, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Over each sequence: the cross-entropy, and the loss to train on."""
+    """Sum over each sequence: the cross-entropy, and the loss to train on."""
     cross_entropy = token_losses.float().view_as(targets).sum(dim=1)
     if log_sums is None:
         return cross_entropy, cross_entropy

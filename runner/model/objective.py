@@ -1,7 +1,7 @@
-"""What an engine calls: a network and its loss as one module, from a batch to sums a sequence.
+"""A network and its loss as one module, which engines call: from a batch to sums per sequence.
 
-Owns the way from a batch to losses, for the decoder and for networks from elsewhere. Must not know
-how it is sharded, or what is done with the sums.
+Owns the way from a batch to losses, for the decoder and for users' networks. Must not know
+how it is sharded, or the use of the sums.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DecoderObjective(nn.Module):
         self._tap: TokenTap | None = None
 
     def listen(self, tap: TokenTap | None) -> None:
-        """Have ``tap`` look at the tokens of each batch from now on; None: nobody."""
+        """Call ``tap`` with the tokens of each batch from now on; None stops it."""
         self._tap = self.network.tap = tap
 
     def forward(self, batch: Batch) -> Losses:
@@ -50,11 +50,11 @@ class DecoderObjective(nn.Module):
 
 
 class GuestObjective(nn.Module):
-    """A network from elsewhere: its own ``losses(batch)``, or logits from ``forward(input_ids)``.
+    """A user's network: its own ``losses(batch)``, or logits from ``forward(input_ids)``.
 
     Args:
         fp32: compute the cross-entropy of logits in FP32.
-        dtype: what numbers of a batch that are not whole are turned into; None leaves them.
+        dtype: for floating-point tensors of a batch; None leaves them.
     """
 
     def __init__(self, network: nn.Module, *, fp32: bool, dtype: torch.dtype | None) -> None:
@@ -66,25 +66,25 @@ class GuestObjective(nn.Module):
         self._tap: TokenTap | None = None
         config = getattr(network, "config", None)
         if getattr(config, "use_cache", None):
-            # transformers would keep keys and values of every layer, for generation.
+            # otherwise transformers keeps keys and values of every layer, for generation
             config.use_cache = False  # type: ignore[union-attr]
 
     def listen(self, tap: TokenTap | None) -> None:
-        """As of :class:`DecoderObjective`; a network's own losses tell nothing of tokens."""
+        """As :class:`DecoderObjective`; a network's own losses have no tokens."""
         self._tap = tap
 
     def forward(self, batch: Batch) -> Losses:
         """See the class; ``real``, bool ``[B]``, is False for rows that fill the batch up.
 
         Raises:
-            ConfigError: what the network gives has another shape than it must have.
+            ConfigError: the network's output has a wrong shape.
         """
         given = {name: self._cast(tensor) for name, tensor in batch.items()}
         real = given.pop(REAL, None)
         if real is None and LABELS in given:
             real = (given[LABELS] != NOT_COUNTED).flatten(1).any(dim=1)
         rows = len(next(iter(given.values())))
-        # Buffers stay FP32 and would carry activations along, which BF16 weights do not go with.
+        # Buffers stay FP32 and would promote activations, which do not fit BF16 weights.
         is_mixed = self._dtype is not None
         device = next(iter(given.values())).device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=is_mixed):
@@ -132,12 +132,12 @@ def _own_losses(network: nn.Module, batch: dict[str, Tensor], rows: int) -> tupl
 
 
 def has_own_losses(network: nn.Module) -> bool:
-    """Whether it computes its loss itself."""
+    """Whether the network computes its loss itself."""
     return callable(getattr(network, "losses", None))
 
 
 def accepted_by(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of its parameters."""
+    """The names of a function's parameters."""
     return frozenset(inspect.signature(function).parameters)
 
 

@@ -1,7 +1,7 @@
 """A Hugging Face model from a local folder: built from its ``config.json``, adapted by PEFT.
 
-Owns what is special to such a model among those from elsewhere (:mod:`runner.model.blueprint`):
-whose weights it begins with, and how documents in one window are told apart. Nothing is
+Owns what distinguishes such a model from other users' networks (:mod:`runner.model.blueprint`):
+its initial weights, and how documents in one window are separated. Nothing is
 downloaded and no code in the folder is run. Must not know how weights are stored.
 """
 
@@ -32,10 +32,10 @@ CONFIG: Final = "config.json"
 _CONFIG_BYTES: Final = 4 << 20
 _SHOWN: Final = 5
 _WORDS: Final = 500
-# What PEFT puts around a layer's name, and what it calls its own.
+# How PEFT wraps a layer's name, and the names of its own parameters.
 _WRAPPED: Final = (("base_model.model.", ""), (".base_layer.", "."))
 _ADAPTER: Final = ".lora_"
-# Kept by old releases beside the weights; computed now.
+# Stored beside the weights by old releases; computed now.
 _COMPUTED: Final = (r"rotary_emb\.inv_freq$",)
 
 
@@ -62,11 +62,11 @@ class Weights(Protocol):
 
 
 def read_config(folder: Path) -> Any:
-    """transformers' configuration of the model in a folder.
+    """Read transformers' configuration of the model in a folder.
 
     Raises:
-        ConfigError: there is none, it is of no model that transformers has, or of one that only
-            code in the folder can build, or of quantised weights.
+        ConfigError: there is none, it names no model of transformers, or one that only
+            code in the folder can build, or quantised weights.
     """
     transformers = _imported("transformers", "model=hf")
     if not (folder / CONFIG).is_file():
@@ -77,7 +77,7 @@ def read_config(folder: Path) -> Any:
             str(folder), local_files_only=True, trust_remote_code=False
         )
         has_class = type(config) in transformers.AutoModelForCausalLM._model_mapping
-    except Exception as error:  # the library's own, of many kinds
+    except Exception as error:  # the library raises errors of many kinds
         raise ConfigError(f"model.path={folder}: {CONFIG} {_words(error)}") from error
     if not has_class:
         raise ConfigError(
@@ -94,10 +94,10 @@ def read_config(folder: Path) -> Any:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """A ``config.json`` as it stands.
+    """Read a ``config.json``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not valid.
     """
     try:
         tree = parse_json(read_bounded(path, _CONFIG_BYTES, follow=True))
@@ -109,7 +109,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def build(config: Any, lora: Lora | None, *, recompute: bool) -> nn.Module:
-    """The network, with fresh weights, in FP32 and to be trained.
+    """Build the network with fresh weights, in FP32 and trainable.
 
     Raises:
         ConfigError: it cannot be built, or has none of the layers to adapt.
@@ -141,9 +141,9 @@ def _adapted(network: nn.Module, lora: Lora) -> nn.Module:
     )
     try:
         with warnings.catch_warnings():
-            # It asks transformers for deprecated names, and tells of layers it turns around itself.
+            # PEFT uses deprecated names of transformers, and warns of layers it transposes itself.
             warnings.simplefilter("ignore")
-            # All in one type, whatever it is: DeepSpeed's stage 3 needs that.
+            # All parameters in one dtype: DeepSpeed's stage 3 needs that.
             made: nn.Module = peft.get_peft_model(network, settings, autocast_adapter_dtype=False)
     except ValueError as error:
         linear = {n.rpartition(".")[2] for n, m in network.named_modules() if _is_layer(m)}
@@ -179,19 +179,19 @@ def base_network(network: nn.Module) -> nn.Module:
 
 
 def base_name(name: str) -> str:
-    """What PEFT's wrapper makes of a name, undone."""
+    """A parameter's name without PEFT's wrapper."""
     for wrapped, plain in _WRAPPED:
         name = name.replace(wrapped, plain)
     return name
 
 
 def is_adapter(name: str) -> bool:
-    """Whether PEFT has put the parameter beside the model's own."""
+    """Whether PEFT added the parameter."""
     return _ADAPTER in name
 
 
 def stored_renames(network: nn.Module) -> list[tuple[str, str]]:
-    """Patterns of names that files have for the parameters of a model, and what these become.
+    """Patterns that rename a file's tensors to the parameters of a model.
 
     Raises:
         ConfigError: transformers cuts or merges the tensors of such a model when it loads them.
@@ -215,7 +215,7 @@ def stored_renames(network: nn.Module) -> list[tuple[str, str]]:
 
 
 class PretrainedObjective(GuestObjective):
-    """As its base; documents in one window go in as transformers has it.
+    """Like its base, with transformers' interface for documents in one window.
 
     ``segments`` (int32 ``[B, T]``, the document of each token) becomes an ``attention_mask`` bool
     ``[B, 1, T, T]`` and ``position_ids`` int64 ``[B, T]`` that begin anew in each.
@@ -235,7 +235,7 @@ class PretrainedObjective(GuestObjective):
 
 
 def positions_within(segments: Tensor) -> Tensor:
-    """Of each token in its own document, int64 ``[B, T]``; ``segments`` as of a batch."""
+    """Positions of tokens within their documents, int64 ``[B, T]``; ``segments`` as in a batch."""
     places = torch.arange(segments.shape[1], device=segments.device).expand(segments.shape)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -247,9 +247,9 @@ class PretrainedBlueprint(GuestBlueprint):
     """A Hugging Face model, and the weights that it begins with.
 
     Args:
-        path: of the folder, for words.
-        open_weights: opens those to begin with; None: fresh ones. Not called by a run that goes
-            on from a checkpoint.
+        path: of the folder, for messages.
+        open_weights: opens the initial weights; None: fresh ones. Not called by a run that resumes
+            from a checkpoint.
     """
 
     path: str
@@ -265,12 +265,12 @@ class PretrainedBlueprint(GuestBlueprint):
 
     @cached_property
     def _stored_names(self) -> Mapping[str, str]:
-        """From a parameter's name to that of the tensor it begins with."""
+        """The stored tensor's name for each parameter."""
         weights = self._weights
         return {} if weights is None else match(self.twin.network, weights.shapes, self.setting)
 
     def signature(self) -> str:
-        """Of what decides the weights; raises what :func:`match` does."""
+        """A digest of what decides the weights; raises as :func:`match`."""
         made = super().signature()
         if self._weights is None:
             return made
@@ -297,7 +297,7 @@ class PretrainedBlueprint(GuestBlueprint):
         return PretrainedObjective(network, fp32=self.fp32, dtype=torch.bfloat16 if bf16 else None)
 
     def takes_segments(self) -> bool:
-        """Whether attention can be kept within documents: by masks, and with no mask of its own."""
+        """Whether attention can stay within documents: the model takes masks, has none itself."""
         base = base_network(self.twin.network)
         config: Any = base.config
         window = getattr(config, "sliding_window", None)
@@ -320,13 +320,13 @@ def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
 def match(
     network: nn.Module, stored: Mapping[str, tuple[int, ...]], model_name: str
 ) -> Mapping[str, str]:
-    """Which stored tensor each parameter of the network begins with; adapters with none.
+    """Match each parameter of the network with its stored tensor; adapters have none.
 
     Names must be the network's, or lack (or have) the prefix of its inner model, as files of that
     alone do.
 
     Raises:
-        ConfigError: a tensor is missing, unexpected or of another shape; each kind with names.
+        ConfigError: tensors are missing, unexpected or of another shape; names them.
     """
     base = base_network(network)
     prefix = f"{getattr(base, 'base_model_prefix', '')}."
@@ -364,7 +364,7 @@ def match(
 
 
 def _places(network: nn.Module) -> dict[str, tuple[list[str], tuple[int, ...]]]:
-    """Of each parameter that is not an adapter: its names, tied ones too, and its shape."""
+    """The names and shape of each parameter that is not an adapter; tied ones have several."""
     owners: dict[int, str] = {}
     found: dict[str, tuple[list[str], tuple[int, ...]]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
@@ -378,7 +378,7 @@ def _places(network: nn.Module) -> dict[str, tuple[list[str], tuple[int, ...]]]:
 def _named(
     known: set[str], stored: Iterable[str], prefix: str, renames: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
-    """From the network's names to those of the files, as far as there are any."""
+    """Map the network's names to those in the files, as far as they exist."""
     names = {}
     for name in stored:
         renamed = name

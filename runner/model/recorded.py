@@ -1,8 +1,8 @@
-"""A network built without memory, and each of its tensors made later, one at a time.
+"""Builds a network on the meta device, and makes each of its tensors later, one at a time.
 
-Owns the record of what a constructor did to each tensor, and its repetition on the CPU under a
-seed of the tensor's own. So initial weights are the network's own, whatever they are, need the
-memory of one tensor, and do not depend on ranks, sharding or on what else is made. Must not know
+Owns the record of what a constructor did to each tensor, and its replay on the CPU under a
+seed of the tensor's own. So initial weights are the constructor's, need the
+memory of one tensor, and do not depend on ranks, sharding or other tensors. Must not know
 what the network is for.
 """
 
@@ -29,7 +29,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """A tensor without memory. Not the tensor itself, of which ``nn.Module.to`` wants no user."""
+    """Refers to a meta tensor, without holding it: ``nn.Module.to`` forbids other users."""
 
     storage: torch.UntypedStorage
     offset: int
@@ -49,17 +49,17 @@ class _Window:
 
     @property
     def owner(self) -> int:
-        """Names the memory."""
+        """The id of the memory."""
         return int(self.storage._cdata)
 
     def is_whole(self) -> bool:
-        """Whether it has every element of its memory."""
+        """Whether it covers its whole memory."""
         return math.prod(self.size) * self.dtype.itemsize == self.storage.nbytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operation:
-    """One call that made or changed tensors without memory."""
+    """One call that made or changed meta tensors."""
 
     function: Any
     args: tuple[Any, ...]
@@ -68,11 +68,11 @@ class _Operation:
     written: tuple[_Window, ...]
 
     def touched(self) -> set[int]:
-        """Memory that it makes, shows or writes to."""
+        """Memory that it makes, views or writes."""
         return {window.owner for window in (*self.outputs, *self.written)}
 
     def taken(self) -> set[int]:
-        """Memory that it is given."""
+        """Memory that it takes as input."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return {leaf.owner for leaf in leaves if isinstance(leaf, _Window)}
 
@@ -81,7 +81,7 @@ class _Operation:
 class Recording:
     """What the constructor of ``network`` did; its tensors are on the meta device.
 
-    What it took from elsewhere (numpy, a file) is remembered as it was.
+    Values from elsewhere (numpy, a file) are stored as they were.
     """
 
     network: nn.Module
@@ -89,7 +89,7 @@ class Recording:
     _origins: dict[int, Tensor] = field(default_factory=dict)
 
     def made(self, wanted: Tensor, seed: str) -> Tensor:
-        """A tensor of the network, as its constructor would have made it, on the CPU.
+        """Make a tensor of the network as its constructor would have, on the CPU.
 
         Args:
             wanted: a parameter, a buffer or any other tensor that the constructor made.
@@ -106,13 +106,13 @@ class Recording:
             return _real(window, storages)
 
     def signature(self) -> str:
-        """Of all that decides the weights; two builds of one network have the same."""
+        """A digest of all that decides the weights; equal for two builds of one network."""
         digest = hashlib.sha256()
         origins = [origin for origin in self._origins.values() if _is_fake(origin)]
-        # Not what a library does at its first call only, and the network has nothing of.
+        # Without what a library does only at its first call, unrelated to the network.
         for operation in self._behind({_Window.of(origin).owner for origin in origins}):
             arguments = pytree.tree_map(_outline, (operation.args, operation.kwargs))
-            # Not the repr of a Python function: it has an address, another in each process.
+            # Not the repr of a Python function: its address differs in each process.
             name = getattr(operation.function, "__qualname__", str(operation.function))
             digest.update(f"{name} {arguments}\n".encode())
         for name, tensor in named_tensors(self.network):
@@ -120,11 +120,11 @@ class Recording:
         return digest.hexdigest()
 
     def _needed(self, wanted: _Window) -> list[_Operation]:
-        """What made the tensor's memory or wrote to it, in order, and what that took."""
+        """The operations that made or wrote the tensor's memory, in order, and their inputs'."""
         return _without_dead(self._behind({wanted.owner}), wanted)
 
     def _behind(self, owners: set[int]) -> list[_Operation]:
-        """What made these memories or wrote to them, in order, and what that took."""
+        """The operations that made or wrote these memories, in order, and their inputs'."""
         needed = []
         for operation in reversed(self._operations):
             if not owners.isdisjoint(operation.touched()):
@@ -134,7 +134,7 @@ class Recording:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what happens to tensors without memory."""
+    """Records what happens to meta tensors."""
 
     def __init__(self, operations: list[_Operation]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -156,13 +156,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def record(make: Callable[[], nn.Module]) -> Recording:
-    """Call a constructor without giving memory to its tensors, and note what it does.
+    """Call a constructor with meta tensors, and record what it does.
 
-    They tell it that they are on the CPU: torch and transformers leave out initial values of
+    The tensors pretend to be on the CPU: torch and transformers skip the initial values of
     tensors that are known to be on the meta device.
 
     Raises:
-        Exception: whatever the constructor raises; some need the values of what they make.
+        Exception: any error of the constructor; some need the values of their tensors.
     """
     operations: list[_Operation] = []
     modes = FakeTensorMode(allow_non_fake_inputs=True), _Recorder(operations)
@@ -173,10 +173,10 @@ def record(make: Callable[[], nn.Module]) -> Recording:
 
 @contextlib.contextmanager
 def _without_values(operations: list[_Operation]) -> Iterator[None]:
-    """Two things of torch that would look at the values of tensors, or change who they are."""
+    """Patch two functions of torch that would read values or change the identity of tensors."""
 
     def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # It draws until it likes what it sees, so that it is noted as a whole.
+        # It draws until values fit, so it is recorded as a whole.
         if not _is_fake(tensor):
             return drawn(tensor, *args, **kwargs)  # type: ignore[no-any-return]
         window = _Window.of(tensor)
@@ -188,7 +188,7 @@ def _without_values(operations: list[_Operation]) -> Iterator[None]:
         return tensor
 
     def swap(one: Tensor, other: Tensor) -> None:
-        # By ``nn.Module.to``; of tensors without memory also where nothing changes (PEFT does so).
+        # ``nn.Module.to`` does so with meta tensors even where nothing changes (PEFT calls it).
         if not _is_fake(one) or _Window.of(one) != _Window.of(other):
             swapped(one, other)  # type: ignore[no-untyped-call]
 
@@ -204,14 +204,14 @@ def _without_values(operations: list[_Operation]) -> Iterator[None]:
 
 
 def record_in_memory(make: Callable[[], nn.Module], seed: str) -> Recording:
-    """For a constructor that needs values: the whole network is made, on the CPU."""
+    """Record a constructor that needs values: makes the whole network on the CPU."""
     with fixed_seeds(seed):
         network = make()
     return Recording(network, [], _to_meta(network))
 
 
 def _to_meta(network: nn.Module) -> dict[int, Tensor]:
-    """Put tensors on the meta device in the place of the network's; from their ids to the latter.
+    """Replace the network's tensors by meta tensors; returns the originals by new id.
 
     What is tied stays tied.
     """
@@ -233,9 +233,9 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Where :func:`own_tensors` has found one of this name."""
+    """Set a tensor that :func:`own_tensors` lists under this name."""
     if name in module._parameters and type(module).__setattr__ is not nn.Module.__setattr__:
-        setattr(module, name, tensor)  # nn.GRU keeps a list of them as well
+        setattr(module, name, tensor)  # nn.GRU also keeps a list of them
         return
     places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
     next(place for place in places if name in place)[name] = tensor
@@ -248,7 +248,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def fixed_seeds(seed: str) -> Iterator[None]:
-    """All that a constructor commonly draws from begins alike, and is put back."""
+    """Seed all common generators inside, and restore them afterwards."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.manual_seed(_number(seed))
     np.random.seed(_number(seed) % 2**32)
@@ -262,7 +262,7 @@ def fixed_seeds(seed: str) -> Iterator[None]:
 
 
 def named_tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a network, plain attributes of its modules too; in a fixed order."""
+    """All tensors of a network with plain attributes of its modules, in a fixed order."""
     for prefix, module in network.named_modules():
         for name, tensor in own_tensors(module):
             yield f"{prefix}.{name}" if prefix else name, tensor
@@ -286,18 +286,18 @@ def _windows(tree: Any) -> tuple[_Window, ...]:
 
 
 def _kept(value: Any) -> Any:
-    """An argument as it is to be remembered: of what is real a copy, it may be changed later."""
+    """An argument for the record: real tensors are copied, since they may change later."""
     if not isinstance(value, Tensor):
         return value
     if _is_fake(value):
         return _Window.of(value)
-    # Under the modes a clone would be without memory, too.
+    # With the modes on, a clone would be a meta tensor too.
     with torch.utils._python_dispatch._disable_current_modes():
         return value.detach().clone()
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Arguments that the operation changes, by its schema."""
+    """The arguments that the operation changes, by its schema."""
     found: list[Tensor] = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -310,7 +310,7 @@ _DRAWS = ("normal_", "uniform_", "zero_", "fill_")
 
 
 def _without_dead(operations: list[_Operation], wanted: _Window) -> list[_Operation]:
-    """Without values that are drawn over, unread: ``nn.Linear`` draws, and its owner again."""
+    """Drop writes that are overwritten unread: ``nn.Linear`` draws, then its owner again."""
     if any(one.taken() - {wanted.owner} for one in operations):
         return operations
     draws = [at for at, one in enumerate(operations) if _overwrites(one, wanted)]
@@ -340,7 +340,7 @@ def _repeat(operation: _Operation, storages: dict[int, torch.UntypedStorage]) ->
 
 
 def _real(window: _Window, storages: dict[int, torch.UntypedStorage]) -> Tensor:
-    """The same window on the real memory."""
+    """The same view of the real memory."""
     empty = torch.empty(0, dtype=window.dtype, device=_CPU)
     return empty.set_(storages[window.owner], window.offset, window.size, window.stride)
 

@@ -1,4 +1,4 @@
-"""``track.command``: a command of the user's for each incident. Nothing waits for it."""
+"""``track.command``: runs the user's command for each incident. Nothing waits for it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from runner.system.process import host_name
 OUTLET = "track.command"
 _COMMAND_SECONDS = 30.0
 _MOST_WAITING = 200
-_TAIL = 300  # characters of what the command said
-# What a process that ends gives the commands of its last incidents: to begin, and to end.
+_TAIL = 300  # characters of the command's output
+# How long a process that ends waits for its last commands: to begin, and to end.
 _BEGIN_SECONDS, _END_SECONDS = 2.0, 5.0
 _POLL_SECONDS = 0.01
 # The process that journals these may be gone a moment later.
@@ -33,7 +33,7 @@ class CommandAlerts:
 
     The journal line is on its standard input, one JSON object with ``out``, ``host``, ``level`` and
     ``text`` (a sentence) beside the line's own fields. It runs in a session of its own, so it
-    outlives a process that ends, and is killed after 30 seconds. What it prints goes nowhere.
+    outlives a process that ends, and is killed after 30 seconds. Its output is dropped.
 
     Args:
         out: the run's directory.
@@ -47,11 +47,11 @@ class CommandAlerts:
 
     @property
     def loss(self) -> Loss | None:
-        """What went wrong first: a command that failed, took too long, or was left out."""
+        """The first error: a command that failed, took too long, or was dropped."""
         return self._outlet.loss
 
     def tell(self, line: Mapping[str, Any]) -> None:
-        """Take one journal line. Waits only for the last ones of a process that is about to end."""
+        """Take one journal line. Waits only for the last lines of a process about to end."""
         kind = str(line["kind"])
         is_own = kind == "output_lost" and line["detail"].get("output") == OUTLET
         if kind in CALM or is_own:
@@ -69,7 +69,7 @@ class CommandAlerts:
             self._wait_until_begun()
 
     def close(self) -> None:
-        """Give the last commands some seconds."""
+        """Wait some seconds for the last commands."""
         self._outlet.drain(_END_SECONDS)
 
     def _wait_until_begun(self) -> None:

@@ -1,7 +1,7 @@
-"""The axis of trackers: a number for each attempted step, which never goes back.
+"""The axis of trackers: the number of attempted steps, which never goes back.
 
 Not after a rollback, and not after a crash, where the steps since the checkpoint are done again:
-trackers drop what comes with a number that they have had.
+trackers drop values for a number that they already have.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from runner.system.files import read_bounded, write_json
 from runner.system.parsing import parse_json
 
-_AHEAD = 100  # numbers that are put aside at a time: a crash leaves a gap of at most so many
+_AHEAD = 100  # numbers reserved at a time: a crash leaves a gap of at most this many
 _MOST_BYTES = 4096
 
 
@@ -21,8 +21,8 @@ class Attempts:
     """Counts up, over all starts of a run.
 
     Args:
-        path: keeps what is put aside.
-        check: raises when this process may not write any more.
+        path: file of the reserved numbers.
+        check: raises when this process may no longer write.
     """
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
@@ -37,7 +37,7 @@ class Attempts:
         """The number of the next attempt, from 1.
 
         Raises:
-            OSError: it cannot be put aside.
+            OSError: no further numbers can be reserved.
         """
         if self.newest >= self._aside:
             self._keep(self.newest + _AHEAD)
@@ -45,7 +45,7 @@ class Attempts:
         return self.newest
 
     def close(self) -> None:
-        """Leave no gap.
+        """Give back the unused numbers.
 
         Raises:
             OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""Lines that wait in memory while their files cannot be written: how long that may go on.
+"""Tracks lines that wait in memory while their files cannot be written, and limits the time.
 
 Rank 0 writes the files, so it alone has lines to keep; the step's agreement tells the others.
 """
@@ -13,13 +13,13 @@ _MOST_BYTES = 64 << 20  # some hundred thousand lines
 
 
 class Backlog:
-    """The files of one run. On ranks that write none there is nothing in it.
+    """The files of one run; empty on ranks that write none.
 
     Args:
         patience_seconds: how long lines are kept before the run is asked to stop.
         ask_to_stop: takes the reason.
         from_first: collective; rank 0's JSON value, on every rank.
-        say: one line for a person.
+        say: prints one line for a person.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Backlog:
         self._words = ""
 
     def add(self, file: LineFile | None) -> None:
-        """Look after this file as well."""
+        """Track this file as well."""
         if file is not None:
             self._files.append(file)
 
     def look(self) -> bool:
-        """Whether lines are kept on this rank. Once a step."""
+        """Whether this rank keeps lines in memory. Called once a step."""
         for file in self._files:
             file.retry()
         kept = self._kept()
@@ -62,11 +62,11 @@ class Backlog:
         return True
 
     def words(self) -> str:
-        """What the system said last on the first rank. Collective."""
+        """The system's last error on rank 0. Collective."""
         return self._from_first(self._words)
 
     def standing(self) -> str:
-        """The same if lines are kept there now; else empty. Collective."""
+        """That error if rank 0 keeps lines now; else empty. Collective."""
         return self._from_first(self._words if self.look() else "")
 
     @property
@@ -74,7 +74,7 @@ class Backlog:
         return self._patience_seconds
 
     def require_written(self) -> None:
-        """A checkpoint counts on the lines before it: without them it must not be published.
+        """Check that all lines are written: a checkpoint must not be published without them.
 
         Raises:
             OSError: some are kept in memory only.
@@ -85,7 +85,7 @@ class Backlog:
             )
 
     def finish(self) -> None:
-        """A last try; says what is lost."""
+        """Try once more, and report what is lost."""
         for file in self._files:
             file.sync()
         for file, one in self._kept():

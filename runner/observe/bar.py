@@ -1,4 +1,4 @@
-"""How far a command is, on standard error: nothing for work of two seconds, a bar for more."""
+"""Shows a command's progress on standard error, if it takes more than two seconds."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Bar:
     """A live line on a terminal, and a plain line every half minute elsewhere.
 
     Args:
-        what: in words: "verifying".
-        total: bytes, or things of the kind that ``unit`` names.
+        what: name of the work: "verifying".
+        total: number of bytes, or of ``unit``.
         unit: in the plural; empty for bytes.
         console: where it is shown; standard error, so that the output can be piped.
     """
@@ -58,11 +58,11 @@ class Bar:
             self._live.stop()
 
     def add(self, count: int) -> None:
-        """So much more is done."""
+        """Add to what is done."""
         self.at(self._done + count)
 
     def at(self, done: int, total: int | None = None) -> None:
-        """So much is done by now, of a total that may have grown."""
+        """Set what is done, and a total that may have grown."""
         self._done = done
         self._total = self._total if total is None else total
         now = self._clock()

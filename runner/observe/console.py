@@ -1,4 +1,4 @@
-"""What a person sees: one live line on a terminal, plain lines elsewhere, a table at the end.
+"""The console: one live line on a terminal, plain lines elsewhere, a table at the end.
 
 Lines that stay are log records (:mod:`runner.system.log`); for a log pipeline (``track.log=json``)
 the live line and the table are records as well.
@@ -22,7 +22,7 @@ from runner.policy.decision.history import Incident
 
 _log = logging.getLogger(__name__)
 _WARNING = "warning: "
-# Of incidents; all others are warnings.
+# Kinds of incidents with these levels; all others are warnings.
 _GRAVE = frozenset({"halt", "crash", "unproven", "replica_mismatch", "checkpoint_damaged"})
 CALM = frozenset({"start", "setting_changed", "restored", "episode", "interval"})
 
@@ -31,7 +31,7 @@ CALM = frozenset({"start", "setting_changed", "restored", "episode", "interval"}
 class Progress:
     """The live line's numbers. Losses are nats per token.
 
-    ``total`` is 0 where nobody knows it, ``tokens_per_second`` where there are no tokens.
+    ``total`` is 0 if unknown, ``tokens_per_second`` if there are no tokens.
     ``goodput`` is the share of wall time, down time included, that counts in the result.
     ``eval_loss`` is the newest held-out loss, ``is_evaluated`` whether it is of this step.
     """
@@ -85,7 +85,7 @@ _QUIET_SECONDS, _LIVE_SECONDS = 2.0, 0.1
 
 
 class Working:
-    """How far some work is, how fast, and when it will be over.
+    """Formats the progress of some work: how much, how fast, how long.
 
     Args:
         unit: what is counted, in the plural; empty for bytes.
@@ -102,7 +102,7 @@ class Working:
         self._first: int | None = None
 
     def is_due(self) -> bool:
-        """Whether a plain line is due: not for work of seconds, and not many for work of hours."""
+        """Whether a plain line is due: none for work of seconds, few for work of hours."""
         now = self._clock()
         if now < self._told + _PLAIN_SECONDS:
             return False
@@ -118,7 +118,7 @@ class Working:
         return True
 
     def begin(self, done: int) -> None:
-        """So much was there when it began."""
+        """Set what was already done at the beginning."""
         self._first = done if self._first is None else self._first
 
     def text(self, done: int, total: int) -> str:
@@ -160,13 +160,13 @@ class Console:
         self._work_done = 0
 
     def say(self, text: str) -> None:
-        """One line that stays; a warning where it begins with ``warning: ``."""
+        """Print one line that stays; a warning if it begins with ``warning: ``."""
         if not self._silent:
             level = logging.WARNING if text.startswith(_WARNING) else logging.INFO
             _log.log(level, "%s", text.removeprefix(_WARNING))
 
     def incident(self, incident: Incident) -> None:
-        """An incident in one line that stays."""
+        """Print an incident in one line that stays."""
         if self._silent:
             return
         span = incident.samples
@@ -180,13 +180,13 @@ class Console:
         _log.log(level_of(incident.kind), "%s", words, extra=_about(incident))
 
     def progress(self, progress: Progress) -> None:
-        """Update the live line; where the output is no terminal, a plain line when it is due."""
+        """Update the live line; without a terminal print a plain line when it is due."""
         if not self.shows(progress.step, progress.total, is_evaluated=progress.is_evaluated):
             return
         self._show(progress.text(), asdict(progress))
 
     def _show(self, text: str, fields: dict[str, Any]) -> None:
-        """In the live line, or as a line of its own."""
+        """Show text in the live line, or as a line of its own."""
         if self._has_live:
             self._update_live(Text(text))
         elif self._as_json:
@@ -209,7 +209,7 @@ class Console:
         self._live.update(text, refresh=True)
 
     def work(self, what: str, done: int, total: int) -> None:
-        """Show how far some long work is, in bytes: a live line, or a plain one now and then."""
+        """Show the progress of long work, in bytes: a live line, or a plain one now and then."""
         if self._silent or not total:
             return
         if self._working is None or self._working.what != what or done < self._work_done:
@@ -221,35 +221,35 @@ class Console:
             self._show(text, {"bytes_done": done, "bytes_total": total})
 
     def table(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """Two columns, at the end."""
+        """Print a table of two columns."""
         self.close()
         if self._silent:
             return
         if self._as_json:
             _log.info("%s", title, extra={"fields": {"summary": dict(rows)}})
             return
-        # Text, not str: "[...]" in a path or an error's words is no markup.
+        # Text, not str: "[...]" in a path or an error is not markup.
         table = Table(title=Text(title), show_header=False, title_justify="left")
         for name, value in rows:
             table.add_row(Text(name), Text(value, overflow="fold"))
         self._rich.print(table)
 
     def close(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
 
 def level_of(kind: str) -> int:
-    """How grave an incident is, as a level of :mod:`logging`."""
+    """The :mod:`logging` level of an incident."""
     if kind in _GRAVE:
         return logging.ERROR
     return logging.INFO if kind in CALM else logging.WARNING
 
 
 def _about(incident: Incident) -> dict[str, Any]:
-    """What a pipeline can use of it."""
+    """The fields of an incident for a log pipeline."""
     fields = {
         "step": incident.step,
         "ranks": list(incident.ranks),

@@ -1,7 +1,7 @@
-"""Where the wall time of a run went, across its restarts, from what is on disk.
+"""Accounts for the wall time of a run, across its restarts, from its files.
 
-Each metrics line tells the seconds of its step and of what stalled the training thread since
-the line before. A restart cuts lines away; what they had cost is put into its journal line.
+Each metrics line has the seconds of its step and of what stalled the training thread since
+the line before. A restart cuts lines off; its journal line has what they had cost.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-# What a metrics line tells beside its step; ``restart`` runs from the last sign of life before a
+# What a metrics line has besides its step; ``restart`` runs from the last sign of life before a
 # crash or stop to the first new step, down time included.
 STALLS = ("checkpoint", "evaluation", "rollback", "restart")
 
 # productive: steps that count. recomputed: steps that a rollback or a restart undid, so that
-# their like had to be computed again. discarded: steps that were never applied. other: the
+# they had to be computed again. discarded: steps that were never applied. other: the
 # first start-up, inspections, what is between the steps.
 KINDS = ("productive", "recomputed", "discarded", *STALLS, "data_wait", "other")
 
@@ -26,7 +26,7 @@ _LATE = ("start", "crash", "checkpoint_damaged")
 
 
 class TimeAccount:
-    """A fold over metrics lines, in their order, with what the journal says of them.
+    """Adds up metrics lines, in order, and what the journal says of them.
 
     It holds 16 bytes a step: a rollback must know what the steps it undoes have cost.
     """
@@ -59,7 +59,7 @@ class TimeAccount:
             self._spent[kind] += amount
 
     def undo(self, to_step: int) -> None:
-        """The steps after ``to_step`` count no more."""
+        """Note a rollback: the steps after ``to_step`` no longer count."""
         while self._steps and self._steps[-1] > to_step:
             self._steps.pop()
             seconds = self._seconds.pop()
@@ -90,9 +90,9 @@ class TimeAccount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What a start finds.
+    """The account that a start finds.
 
-    ``lost`` has the seconds by kind of the lines that this start cuts away; ``account`` knows
+    ``lost`` has the seconds by kind of the lines that this start cuts off; ``account`` has
     them already. ``last_life`` is the time of the last sign of life of an earlier start, None
     without one.
     """
@@ -114,7 +114,7 @@ def account(
         made.stalled(detail.get("stalls", {}))
         if line["kind"] == "rollback":
             undone.append((float(line["time"]), int(detail["to_step"])))
-    # By time, not by place in the file: a restart may have cut it and written it anew.
+    # By time, not by position: a restart may have cut the file and rewritten it.
     undone.sort(reverse=True)
     for line in metrics:
         while undone and undone[-1][0] <= float(line.get("time", 0.0)):
@@ -130,7 +130,7 @@ def past(
     cut: Iterable[Mapping[str, Any]],
     journal: Iterable[Mapping[str, Any]],
 ) -> Past:
-    """What went before this start: the metrics lines it keeps, those it cuts, the journal."""
+    """The account before this start: from the metrics lines it keeps and cuts, and the journal."""
     known = list(journal)
     before = account(kept, known)
     away = account(cut, [])
@@ -140,6 +140,6 @@ def past(
     signs = [float(line["time"]) for line in known if line["kind"] not in _LATE]
     times = [time for time in chain(signs, [before.last_time, away.last_time]) if time]
     starts = [float(line["time"]) for line in known if line["kind"] == "start"]
-    # A start that never came to a step: the run has been down since it began.
+    # A start without a step: the run has been down since it began.
     last_life = max(times) if times else (starts[0] if starts else None)
     return Past(account=before, lost=lost, last_life=last_life)

@@ -1,4 +1,4 @@
-"""``journal.jsonl``: a line an incident, never rolled back, on disk before it takes effect.
+"""``journal.jsonl``: one line per incident, never rolled back, on disk before it takes effect.
 
 Rank 0 writes; every rank folds the same incidents into the same :class:`History`.
 """
@@ -19,8 +19,8 @@ from runner.system.parsing import whole
 from runner.system.redact import redacted
 
 _LIMIT = 1 << 63
-_LAST_SAMPLE = 1 << 60  # as data.skip has it
-# Numbers in ``detail`` that a restart computes with, and what none of them can be in earnest.
+_LAST_SAMPLE = 1 << 60  # ranges from data.skip
+# Numbers in ``detail`` that a restart uses, and values that none of them can have.
 _MOST = {
     "incarnation": 10**7,
     "world_size": 1 << 20,
@@ -38,11 +38,11 @@ _MOST = {
 }
 _MOST_ABANDONED = 10**6  # checkpoints that one rollback can leave behind
 _POSITIONS = {"unreadable": ("positions", "indices"), "redo": ("skipped",)}  # lists in ``detail``
-_MOST_PROBES = 1_000_000  # computations that one incident may have cost
+_MOST_PROBES = 1_000_000  # replays that one incident may have cost
 
 
 def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Lines of a journal and their length in bytes.
+    """Read the lines of a journal and their length in bytes.
 
     Raises:
         ConfigError: a line is not one of ours, or whole lines follow a damaged one: each of
@@ -67,10 +67,10 @@ def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _check(line: dict[str, Any], folded: History) -> None:
-    """Fold one line in, as a restart will.
+    """Add one line to the history, as a restart will.
 
     Raises:
-        LookupError, TypeError, ValueError, ArithmeticError: it cannot be, or makes no sense.
+        LookupError, TypeError, ValueError, ArithmeticError: it cannot be added, or makes no sense.
     """
     if not isinstance(line["detail"], dict):
         raise TypeError(f"detail is {type(line['detail']).__name__}, no object")
@@ -90,7 +90,7 @@ def _check(line: dict[str, Any], folded: History) -> None:
 
 
 def _check_kind(incident: Incident) -> None:
-    """What a restart takes from lines of its kind; raises as :func:`_check`."""
+    """Check what a restart uses from lines of this kind; raises as :func:`_check`."""
     if incident.kind in ("discard", "rollback", "redo") and incident.samples is None:
         raise ValueError(f"a {incident.kind} without samples")
     if incident.kind == "discard":
@@ -129,10 +129,10 @@ class Journal:
 
     Args:
         lines: of the journal so far.
-        told_to_skip: half-open ranges of sample positions that the settings leave out.
-        file: None on every rank but the first.
+        told_to_skip: half-open ranges of sample positions that the settings skip.
+        file: None on every rank except 0.
         clock: seconds since the epoch.
-        tell: takes each line that this process wrote; must neither wait nor raise.
+        tell: called with each line that this process wrote; must neither block nor raise.
 
     Attributes:
         began: seconds since the epoch at which the run was first started.
@@ -151,7 +151,7 @@ class Journal:
         self.history = History(told_to_skip)
         self._file = file
         self._clock = clock
-        self._lock = threading.Lock()  # a crash is written by another thread
+        self._lock = threading.Lock()  # another thread writes a crash
         known = list(lines)
         self.began = float(known[0].get("time", clock())) if known else clock()
         for line in known:
@@ -171,7 +171,7 @@ class Journal:
         return self.history.num_starts
 
     def add(self, incident: Incident) -> None:
-        """Write, sync, then fold in: what is not on disk, or kept for it, has not happened."""
+        """Write, sync, then add to the history: an incident counts only once it is written."""
         with self._lock:
             if self._file is not None:
                 starts = self.attempt + int(incident.kind == "start")
@@ -182,7 +182,7 @@ class Journal:
             self.history.add(incident)
 
     def add_once(self, incident: Incident) -> bool:
-        """:meth:`add`, unless a restart repeats an incident that is there already."""
+        """:meth:`add`, unless a restart repeats an incident that the journal has."""
         known = (incident.kind, incident.step, incident.samples, incident.reason)
         past = self.history.incidents
         is_new = all((i.kind, i.step, i.samples, i.reason) != known for i in past)

@@ -1,7 +1,7 @@
-"""``metrics.jsonl``: a line an attempted step.
+"""``metrics.jsonl``: one line per attempted step.
 
 After a crash the file is cut back to where the loaded checkpoint was saved, and the steps
-done again write the same lines again. After a rollback nothing is cut: for each step the
+repeated then write the same lines again. After a rollback nothing is cut: for each step the
 last line with action ``apply`` is the one that counts.
 """
 
@@ -20,8 +20,8 @@ from runner.system.json_lines import LineFile, iter_lines, step_of
 class MetricsLine:
     """``cursor`` is the next sample position after the step, ``samples`` what it read.
 
-    ``loss`` and ``eval_loss`` are in nats per token, ``grad_norm`` is before clipping. What is not
-    finite is null in the file, and named there; see :func:`runner.system.parsing.json_text`.
+    ``loss`` and ``eval_loss`` are in nats per token, ``grad_norm`` is before clipping. A value not
+    finite is null in the file, and is named there; see :func:`runner.system.parsing.json_text`.
     ``loss_limit`` and ``norm_limit`` are what the gate would have let pass, None without a limit.
     ``time`` is the clock's at the line's writing, in seconds since the epoch. ``stalls`` tells
     what else the training thread spent since the line before: seconds by kind, one of
@@ -50,7 +50,7 @@ class MetricsLine:
     columns: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values. Not ``asdict``, which copies: a line is written every step."""
+        """Plain JSON values. Not by ``asdict``, which copies: this runs every step."""
         return {**{name: getattr(self, name) for name in _NAMES}, **self.columns}
 
 
@@ -68,7 +68,7 @@ def held_out_before(path: Path, step: int) -> float | None:
 
 
 class Metrics:
-    """Rank 0 writes, the others' calls do nothing (``path`` None). ``check``: see LineFile."""
+    """Rank 0 writes; on other ranks (``path`` None) calls do nothing. ``check``: see LineFile."""
 
     def __init__(
         self, path: Path | None, *, length: int, check: Callable[[], None] = lambda: None
@@ -84,11 +84,11 @@ class Metrics:
         return self._file
 
     def sync(self) -> int:
-        """Length in bytes, all of it durable but for what is kept; 0 on other ranks."""
+        """Sync; returns the length in bytes with kept lines, 0 on other ranks."""
         return self._file.sync() if self._file is not None else 0
 
     def num_bytes(self) -> int:
-        """Length in bytes, there for other processes but for what is kept; 0 on other ranks."""
+        """Length in bytes with kept lines, which other processes do not see; 0 on other ranks."""
         return self._file.num_bytes() if self._file is not None else 0
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ _MOST_PARAMS, _MOST_TEXT, _MOST_TAG = 100, 500, 5000  # MLflow's limits
 class MlflowTracker:
     """See :class:`~runner.observe.run_tracker.RunTracker`.
 
-    Where it logs to is MLflow's own affair: ``MLFLOW_TRACKING_URI`` holds. Without one it writes
+    ``MLFLOW_TRACKING_URI`` decides where it logs to. Without it MLflow writes
     files to ``out/mlruns``. The metrics' step is the attempt.
     """
 
@@ -28,7 +28,7 @@ class MlflowTracker:
         uri = MLFLOW_TRACKING_URI.get()
         if not uri:
             uri = (facts.out.absolute() / "mlruns").as_uri()
-            MLFLOW_ALLOW_FILE_STORE.set("true")  # else MLflow wants a database
+            MLFLOW_ALLOW_FILE_STORE.set("true")  # otherwise MLflow needs a database
         self._metric, self._param = Metric, Param
         self._client = MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(project)
@@ -46,7 +46,7 @@ class MlflowTracker:
         return found[0] if found else None
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
-        """What was logged already cannot change: the new value is a tag."""
+        """Log the settings. A logged value cannot change: a new one becomes a tag."""
         known = self._run.data.params
         params = {key: str(value)[:_MOST_TEXT] for key, value in config.items()}
         for key, value in params.items():
@@ -74,7 +74,7 @@ class MlflowTracker:
         self._client.set_terminated(self._id, status)
 
     def close(self) -> None:
-        """Everything was sent as it came."""
+        """Do nothing: everything was sent as it came."""
 
 
 def _parts(items: Sequence[Any], most: int) -> Iterator[list[Any]]:

@@ -1,7 +1,7 @@
-"""Trackers of whole runs: numbers, marks, configuration and summary, sent from a thread.
+"""Trackers of whole runs: send numbers, marks, configuration and summary from a thread.
 
-Weights & Biases, MLflow, or an object of the user's own. Nothing waits for one: it is made, told
-and closed in a thread of its own, and one that fails or hangs is done without.
+Weights & Biases, MLflow, or an object of the user's own. Nothing waits for it: it is made, called
+and closed in a thread of its own, and one that fails or hangs is dropped.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _CLOSE_SECONDS, _CLOSE_SECONDS_LATE = 10.0, 1.0
 
 
 class RunTracker(Protocol):
-    """What a tracker is told. ``attempt`` counts attempted steps, and never goes back."""
+    """The interface of a tracker. ``attempt`` counts attempted steps and never goes back."""
 
     def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
-        """Of one attempted step, by name; finite."""
+        """Take the finite numbers of one attempted step, by name."""
         ...
 
     def incident(self, attempt: int, line: Mapping[str, Any]) -> None:
-        """One line of ``journal.jsonl``."""
+        """Take one line of ``journal.jsonl``."""
         ...
 
     def summary(self, summary: Mapping[str, Any]) -> None:
-        """What ``summary.json`` holds."""
+        """Take the contents of ``summary.json``."""
         ...
 
     def close(self) -> None: ...
@@ -40,7 +40,7 @@ class RunTracker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a tracker is told of the run when it is made.
+    """What a tracker learns of the run when it is made.
 
     Attributes:
         run_id: the run's random name, the same at each start.
@@ -56,7 +56,7 @@ class RunFacts:
 
 
 def numbers_of(line: MetricsLine) -> dict[str, float]:
-    """What is drawn of one attempted step; what is not finite is left out."""
+    """The finite numbers of one attempted step."""
     found = {
         "step": float(line.step),
         "train/loss": line.loss,
@@ -74,10 +74,10 @@ _Item = tuple[str, Any]
 
 
 class BackgroundRunTracker:
-    """Tells a :class:`RunTracker` from a thread.
+    """Calls a :class:`RunTracker` from a thread.
 
     Args:
-        name: for a person.
+        name: of the tracker, for messages.
         make: makes the tracker, in the thread.
         attempts: numbers the steps.
     """
@@ -103,10 +103,10 @@ class BackgroundRunTracker:
         self._outlet.put(("incident", dict(line)))
 
     def close(self) -> None:
-        """Nothing: the summary comes after all else, see :meth:`finish`."""
+        """Do nothing: the summary comes last, see :meth:`finish`."""
 
     def finish(self, summary: Mapping[str, Any], *, in_time: bool) -> None:
-        """Take the summary. What is not told within some seconds is lost."""
+        """Take the summary. What is not sent within some seconds is lost."""
         self._outlet.put(("summary", dict(summary)))
         self._outlet.put(("close", None))
         may_wait = in_time and self.loss is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-# Dense BF16 peak in TFLOP/s by a part of the device's name (vendors' data sheets). The first that
-# fits counts: what is part of another name comes after it.
+# Dense BF16 peak in TFLOP/s by a part of the device's name (vendors' data sheets). The first match
+# counts: a name that is part of another comes after it.
 _PEAKS = (
     ("GB300", 2500.0),
     ("GB200", 2500.0),
@@ -36,7 +36,7 @@ _STEPS_AVERAGED = 20
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Peak of one device, or None when its name is not known here."""
+    """Peak of one device, or None if its name is unknown here."""
     return next((peak for part, peak in _PEAKS if part in device_name), None)
 
 
@@ -63,7 +63,7 @@ class Throughput:
         self._recent: deque[tuple[float, int]] = deque(maxlen=_STEPS_AVERAGED)
 
     def note(self, seconds: float, tokens: int) -> Pace:
-        """Take one step; the pace including it."""
+        """Add one step, and return the pace including it."""
         self._recent.append((seconds, tokens))
         total = max(1e-9, sum(seconds for seconds, _ in self._recent))
         rate = sum(tokens for _, tokens in self._recent) / total

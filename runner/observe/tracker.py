@@ -25,10 +25,10 @@ class Tracker(Protocol):
 
 
 class BackgroundTracker:
-    """Writes to another tracker from a thread: one that fails or hangs is done without.
+    """Writes to another tracker from a thread; one that fails or hangs is dropped.
 
     Args:
-        name: of the tracker, for a person.
+        name: of the tracker, for messages.
     """
 
     def __init__(self, tracker: Tracker, name: str) -> None:
@@ -51,7 +51,7 @@ class BackgroundTracker:
 
     def _deliver(self, line: MetricsLine | None) -> None:
         if self._has_failed:
-            return  # what follows a torn record could not be read
+            return  # a record after a torn one could not be read
         try:
             if line is None:
                 self._tracker.close()
@@ -63,7 +63,7 @@ class BackgroundTracker:
 
 
 class TensorBoardTracker:
-    """Scalars under ``folder``, an event file a start, one record a step.
+    """Writes scalars under ``folder``: an event file per start, a record per step.
 
     After a restart, points from ``first_step`` on are replaced: TensorBoard drops what older
     files have of them. Older files are put in place anew, so that an earlier incarnation which
@@ -71,7 +71,7 @@ class TensorBoardTracker:
 
     Args:
         number: the incarnation, a part of the file's name.
-        check: raises when this process may not write here any more.
+        check: raises when this process may no longer write here.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TensorBoardTracker:
         number: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        # Imported here: it takes a while, and few ranks and runs need it.
+        # Imported here: it is slow, and few ranks and runs need it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter

@@ -16,8 +16,8 @@ _PLAIN = (str, int, float, bool, type(None))
 class WandbTracker:
     """See :class:`~runner.observe.run_tracker.RunTracker`.
 
-    Where it logs to is wandb's own affair: ``WANDB_MODE``, ``WANDB_API_KEY``, ``WANDB_ENTITY`` and
-    the like hold. The charts' axis is ``attempt``: W&B drops what comes with a step that goes back.
+    ``WANDB_MODE``, ``WANDB_API_KEY``, ``WANDB_ENTITY`` and the like decide where it
+    logs to. The charts' axis is ``attempt``: W&B drops values whose step goes back.
     """
 
     def __init__(self, facts: RunFacts, project: str) -> None:
@@ -31,7 +31,7 @@ class WandbTracker:
             dir=str(facts.out),
             config={**facts.config, "digest": facts.digest},
             allow_val_change=True,
-            # What this process prints is its own, and nothing may wait in its signal handlers.
+            # wandb must not capture this process's output or use its signal handlers.
             settings=wandb.Settings(console="off", silent=True, disable_git=True),
         )
         self._run.define_metric("attempt")
