@@ -44,7 +44,6 @@ from runner.system.error import RunnerError
 from runner.train.rehearsal import _Kept
 
 START = 33  # updates before the first incident; clean checkpoints are of 10 and 20
-SIZE = 32  # samples a step
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "fsdp, 2 ranks": (2, ()),
     "fsdp, 3 ranks, BF16": (3, ("model.precision=bf16",)),
@@ -91,11 +90,11 @@ class Told:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
-def trials(world: int, cursor: int, dice: random.Random) -> Iterator[Trial]:
-    """One of each kind, on ranks, samples and modules drawn anew."""
+def trials(world: int, batch: Sequence[int], dice: random.Random) -> Iterator[Trial]:
+    """One of each kind, on ranks, samples of the next batch and modules drawn anew."""
     rank, now = dice.randrange(world), START + 1
-    one, two = sorted(dice.sample(range(cursor, cursor + SIZE), 2))
-    whole = f"{cursor}-{cursor + SIZE - 1}"
+    one, two = sorted(dice.sample(batch, 2))
+    cursor, whole = batch[0], f"{batch[0]}-{batch[-1]}"
     module = dice.choice(
         ["embedding", "norm", *(f"blocks.{n}.{m}" for n in (0, 1) for m in ("attention", "ffn"))]
     )
@@ -116,7 +115,7 @@ def trials(world: int, cursor: int, dice: random.Random) -> Iterator[Trial]:
     yield data(kind="one loud sample", tuned=True, positions=(two,), faults=(loud,))
     both = (poison, f"spike@samples={two},scale=300")
     yield data(kind="NaN and loud", tuned=True, positions=(one, two), faults=both)
-    many = tuple(sorted(dice.sample(range(cursor, cursor + SIZE), 20)))
+    many = tuple(sorted(dice.sample(batch, 20)))
     loud_all = tuple(f"spike@samples={p},scale=4" for p in many)
     yield data(kind="20 of 32, mildly", tuned=False, positions=many, faults=loud_all)
     yield Trial(kind="overflow", tuned=True, cause="numerics", module=module, hooks=("overflow",))
@@ -158,6 +157,8 @@ class Bed:
         self._engine = _Kept(run.engine)
         self._state = run.state.to_json()
         self._past = copy.deepcopy(self.history.__dict__)
+        plan = run.opened.corpus.stream.plan(run.state.cursor, self.history.ledger)
+        self.batch = plan.positions.tolist()
 
     def _make_noise(self, size: float) -> None:
         """As a device whose kernels add in another order each time: no two computations alike."""
@@ -216,7 +217,8 @@ class Bed:
             trial.module
         }
         samples = last["positions"] if last["cause"] == "data" else []
-        told.is_wrong_name = bool(wrong) or bool(set(samples) - set(trial.positions))
+        others = set(samples) - set(trial.positions or self.batch)
+        told.is_wrong_name = bool(wrong) or bool(others and trial.cause != "healthy")
         named = [tuple(last["ranks"]), tuple(samples), last["module"]]
         is_near = trial.step is None or abs((last["step"] or -9) - trial.step) <= 1
         told.is_complete = named == [trial.ranks, trial.positions, trial.module] and is_near
@@ -341,8 +343,9 @@ def worker(layout: str, out: str, options: argparse.Namespace) -> None:
         bed = Bed(run, layout, options.noise)
         for number in range(rounds):
             dice = random.Random(f"{seed}/{layout}/{number}")
-            cursor = int(bed._state["cursor"])
-            for trial in trials(bed.world, cursor, dice):
+            for trial in trials(bed.world, bed.batch, dice):
+                if not _is_wanted(trial.kind, options.kinds):
+                    continue
                 began = time.monotonic()
                 told = bed.try_one(trial)
                 found.append(told)
@@ -366,7 +369,7 @@ def _run(layout: str, options: argparse.Namespace) -> list[Told]:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     words += [f"--nproc-per-node={ranks}", "-m", "scripts.explain_trials", "--worker", layout]
     words += ["--rounds", str(options.rounds), "--seed", str(options.seed), "--out", folder]
-    words += ["--noise", str(options.noise)]
+    words += ["--noise", str(options.noise), "--kinds", options.kinds]
     try:
         subprocess.run(words, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         return [Told(**row) for row in json.loads(Path(folder, "trials.json").read_text())]
@@ -428,6 +431,11 @@ def _row(told: Sequence[Told], kind: str, cause: str) -> str:
     return f"| {kind} | {cause} | {told_of} | {right} | {full} | {instead} | {cost} |"
 
 
+def _is_wanted(name: str, words: str) -> bool:
+    wanted = [word for word in words.split(";") if word]
+    return not wanted or any(word in name for word in wanted)
+
+
 def _share(part: Sequence[Any], whole: Sequence[Any]) -> str:
     return f"{100 * len(part) / max(1, len(whole)):.1f} %"
 
@@ -437,6 +445,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="layouts whose name contains one of these")
+    parser.add_argument("--kinds", default="", help="whose name contains one of these")
     parser.add_argument("--noise", type=float, default=0.0, help="relative, on every activation")
     parser.add_argument("--page", default="")
     parser.add_argument("--worker", default="")
@@ -445,8 +454,7 @@ def main() -> None:
     if options.worker:
         worker(options.worker, options.out, options)
         return
-    wanted = [word for word in options.only.split(",") if word]
-    names = [n for n in LAYOUTS if not wanted or any(word in n for word in wanted)]
+    names = [name for name in LAYOUTS if _is_wanted(name, options.only)]
     told = [one for name in names for one in _run(name, options)]
     command = f"python -m scripts.explain_trials --rounds {options.rounds} --seed {options.seed}"
     command += f" --noise {options.noise}" if options.noise else ""

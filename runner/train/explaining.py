@@ -133,14 +133,15 @@ class ExplainingGuard:
 
     def _decided(self, info: StepInfo, finding: Finding, state: TrainState) -> Verdict | None:
         """The ladder's part, and what is looked at on the way back."""
-        rollbacks, limits = self._journal.history.rollbacks, state.baseline.limits
+        rollbacks = self._journal.history.rollbacks
         before = len(rollbacks)
         verdict = self._guard.handle(replace(info, cause=finding.to_json()), state)
         went_back = len(rollbacks) > before
         is_open = finding.remedy is Remedy.go_back and finding.cause is not Cause.rate
-        if self._retracing is not None and went_back and is_open:
-            to_step = rollbacks[-1].to_step
-            self._retracing.begin(info, finding, to_step=to_step, limits=limits)
+        if self._retracing is not None and went_back and is_open and _reads_again(self._journal):
+            # The limits of the checkpoint: where the loss falls those of the bad step lie lower.
+            limits = state.baseline.limits
+            self._retracing.begin(info, finding, to_step=rollbacks[-1].to_step, limits=limits)
         return verdict
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
@@ -264,6 +265,12 @@ def _is_to_explain(info: StepInfo) -> bool:
     signals = info.signals
     is_ours = info.known is None and not info.unreadable and signals.withheld is None
     return is_ours and signals.gated
+
+
+def _reads_again(journal: Journal) -> bool:
+    """Whether the last rollback skips nothing."""
+    incidents = reversed(journal.history.incidents)
+    return next((i.detail["read_again"] for i in incidents if i.kind == "rollback"), False)
 
 
 def _decision(finding: Finding, num_skipped: int) -> str:

@@ -23,7 +23,9 @@ from runner.train.state import TrainState
 from runner.train.step import Stepper
 from runner.train.step_runner import StepPlanner
 
-FACTORS = (1 / 3, 1 / 9, 1 / 27)  # of the rate: the largest that cures lies within three times
+# The rate is tried divided by this, and its powers: the largest that cures lies within three times.
+_DIVISOR, _MOST_POWERS = 3.0, 6
+_MOST_RUNS = 4  # three that halve the powers, and the control
 _BEYOND = 2  # steps behind the bad one that must be clean as well
 
 
@@ -84,36 +86,33 @@ class Rehearsal:
             most_steps: that may be computed.
         """
         length = bad.step - record.step + _BEYOND
-        if length * 2 > most_steps:
+        if length * _MOST_RUNS > most_steps:
             return Rehearsed(
-                told=f"G: {length} steps at each of two rates at least, {most_steps} computations "
+                told=f"G: {length} steps at each of {_MOST_RUNS} rates, {most_steps} computations "
                 "are left (explain=full)"
             )
         self._num_steps = 0
         with self._stepper.aside():
             kept = _Kept(self._engine)
             try:
-                return self._tried(record, bad.step, length, most_steps)
+                return self._tried(record, bad.step)
             finally:
                 self._ring.before_update()
                 kept.put_back(self._engine)
 
-    def _tried(self, record: Record, bad: int, length: int, most_steps: int) -> Rehearsed:
-        def has_room() -> bool:
-            return self._num_steps + length <= most_steps
-
-        factor = None
-        for one in FACTORS:
-            if not has_room():
-                break
-            if self._is_cured(record, bad, factor=one):
-                factor = one
-                break
-        if factor is None:
+    def _tried(self, record: Record, bad: int) -> Rehearsed:
+        # Halving the powers: 0 does not cure, and whether the last one does is not known.
+        bad_power, good_power = 0, _MOST_POWERS + 1
+        while good_power - bad_power > 1:
+            power = (bad_power + good_power) // 2
+            if self._is_cured(record, bad, factor=_DIVISOR**-power):
+                good_power = power
+            else:
+                bad_power = power
+        if good_power > _MOST_POWERS:
             return Rehearsed(steps=self._num_steps, told="G: no lower rate that was tried cures it")
-        if not has_room():
-            return Rehearsed(steps=self._num_steps, told="G: no computations left for the control")
         control = self._is_cured(record, bad, factor=1.0, leaves_out=True)
+        factor = _DIVISOR**-good_power
         return Rehearsed(factor=factor, control_cures=control, steps=self._num_steps)
 
     def _is_cured(

@@ -70,7 +70,7 @@ class Retracing:
         """The run went back to ``to_step`` because of ``finding``. Collective.
 
         Args:
-            limits: that held the bad step.
+            limits: of the checkpoint.
         """
         bad = info.signals
         recorded = dict(self._recorded(to_step + 1, bad.step))
@@ -135,6 +135,7 @@ class Retracing:
     ) -> Finding:
         """The same finding, or the rate as the cause of a step that has come again. Collective."""
         record = self._target(info.signals, state)
+        self._came_again = None  # once is enough
         if record is None:
             return finding
         tried = self._rehearsal.try_rates(record, info.signals, most_steps=most_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from runner.policy.decision.way_back import Outcome, Recorded, WayBack, from_row
 
 
 def recorded(step: int, loss: float = 2.0, norm: float = 1.0, rate: float = 0.1) -> Recorded:
-    start = 32 * step
-    return Recorded(step=step, start=start, loss=loss, grad_norm=norm, learning_rate=rate)
+    samples = (32 * step, 32 * step + 32)
+    return Recorded(step=step, samples=samples, loss=loss, grad_norm=norm, learning_rate=rate)
 
 
 def way(*, is_exact: bool = True) -> WayBack:
@@ -42,8 +43,9 @@ def test_noise_is_no_difference(factor: float) -> None:
 def test_another_step_proves_nothing() -> None:
     """Another rate, other samples, a step that nobody has recorded, another trouble."""
     assert way().compare(recorded(24, loss=9.0, rate=0.05), gated=False) is Outcome.lost
-    moved = Recorded(step=24, start=5, loss=9.0, grad_norm=1.0, learning_rate=0.1)
-    assert way().compare(moved, gated=False) is Outcome.lost
+    for samples in ((5, 37), (24 * 32, 25 * 32 + 7)):  # also: some are skipped by now
+        moved = replace(recorded(24, loss=9.0), samples=samples)
+        assert way().compare(moved, gated=False) is Outcome.lost
     assert way().compare(recorded(20, loss=9.0), gated=False) is Outcome.lost
     assert way().compare(recorded(28, loss=9.0), gated=False) is Outcome.lost
     assert way().compare(recorded(24, loss=9.0), gated=True) is None, "it is tried once more"

@@ -22,10 +22,10 @@ _NOISY = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What a step told the first time; ``start`` is its first stream position."""
+    """What a step told the first time; its samples are from a half-open range of the stream."""
 
     step: int
-    start: int
+    samples: tuple[int, int]
     loss: float
     grad_norm: float
     learning_rate: float
@@ -34,7 +34,7 @@ class Recorded:
     def of(cls, signals: StepSignals, learning_rate: float) -> Recorded:
         return cls(
             step=signals.step,
-            start=signals.start,
+            samples=(signals.start, signals.stop),
             loss=signals.loss,
             grad_norm=signals.grad_norm,
             learning_rate=learning_rate,
@@ -79,7 +79,7 @@ class WayBack:
             return Outcome.lost
         if gated and now.step < self.bad:
             return None  # another trouble; the step comes once more
-        if now.start != before.start or now.learning_rate != before.learning_rate:
+        if now.samples != before.samples or now.learning_rate != before.learning_rate:
             return Outcome.lost  # it is not the same step
         if now.apart(before) > (0.0 if self.is_exact else _NOISY):
             return Outcome.lost if gated else Outcome.differs
@@ -96,8 +96,8 @@ def recorded_in(lines: Iterable[Mapping[str, Any]], first: int, stop: int) -> li
         samples = line.get("samples")
         numbers = [line.get(name) for name in ("loss", "grad_norm", "lr")]
         are_numbers = all(isinstance(number, float | int) for number in numbers)
-        if isinstance(samples, list) and samples and are_numbers:
-            found[step] = [step, samples[0], *numbers]
+        if isinstance(samples, list) and len(samples) == 2 and are_numbers:
+            found[step] = [step, *samples, *numbers]
     return [found[step] for step in sorted(found)]
 
 
@@ -106,10 +106,10 @@ def from_rows(rows: Iterable[list[Any]]) -> dict[int, Recorded]:
     return {
         row[0]: Recorded(
             step=row[0],
-            start=row[1],
-            loss=float(row[2]),
-            grad_norm=float(row[3]),
-            learning_rate=float(row[4]),
+            samples=(row[1], row[2]),
+            loss=float(row[3]),
+            grad_norm=float(row[4]),
+            learning_rate=float(row[5]),
         )
         for row in rows
     }
