@@ -70,8 +70,8 @@ def _wants_json(given: Sequence[str]) -> bool:
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     module, _, function = COMMANDS[name].partition(":")
-    found: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
-    return found
+    command: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
+    return command
 
 
 def _train_command(given: Sequence[str]) -> int:

@@ -121,10 +121,10 @@ def compress(rows: Rows) -> dict[int, list[Run]]:
     _, file_step = _lengths(first, file)
     numbers = [column[first] for column in (tensor, file, num, start, step, count)]
     numbers += [repeats, file_step, start_step]
-    found: dict[int, list[Run]] = {}
+    runs: dict[int, list[Run]] = {}
     for number, *values in zip(*(column.tolist() for column in numbers), strict=True):
-        found.setdefault(number, []).append(Run(*values))
-    return found
+        runs.setdefault(number, []).append(Run(*values))
+    return runs
 
 
 def _begins(

@@ -208,15 +208,15 @@ class Ring:
             is_known = (record.serial, record.step, record.cursor) in known
             return (is_newer or is_known) and not is_refused(record)
 
-        found = self._memory.inherit(
+        inherited = self._memory.inherit(
             incarnation,
             metrics_bytes=metrics_bytes,
             journal_lines=journal_lines,
             is_wanted=is_wanted,
         )
-        self._add_found(found.records)
-        self._next_serial = max(self._next_serial, found.highest + 1)
-        return found.refused
+        self._add_found(inherited.records)
+        self._next_serial = max(self._next_serial, inherited.highest + 1)
+        return inherited.refused
 
     def replace_memory(self, memory: MemoryParts) -> None:
         """Keep snapshots in other slots from now on, or in none. Collective.

@@ -82,14 +82,14 @@ def check_model_command(arguments: Sequence[str]) -> int:
     if config.model.precision.value == "auto":
         config.model.precision = type(config.model.precision).fp32
     start_group(place_from({}), _CPU, timeout_seconds=600)
-    found: list[Check] = []
+    checks: list[Check] = []
     try:
         with Bar("preparing the data", 0) as bar:
             dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
         with Bar("trying the model", _IN_PROCESS, unit="checks") as bar:
             for one in _in_process(config, dataset):
-                found.append(one)
-                bar.at(len(found), max(_IN_PROCESS, len(found) + 1))
+                checks.append(one)
+                bar.at(len(checks), max(_IN_PROCESS, len(checks) + 1))
     finally:
         end_group()
     if not options.quick:
@@ -105,8 +105,8 @@ def check_model_command(arguments: Sequence[str]) -> int:
                 bar.add(1)
                 return code
 
-            found += [_engines(Path(folder), run), *_faults(Path(folder), run)]
-    return print_checks("check-model", "what exactness asks", found, time.monotonic() - began)
+            checks += [_engines(Path(folder), run), *_faults(Path(folder), run)]
+    return print_checks("check-model", "what exactness asks", checks, time.monotonic() - began)
 
 
 # -- in this process -----------------------------------------------------------------------

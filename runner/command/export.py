@@ -78,10 +78,10 @@ def refuse_weights_in(folder: Path) -> None:
         ConfigError: there are other weights, which a loader might mix with ours.
     """
     kinds = ("*.safetensors", "*.bin", "*.safetensors.index.json")
-    if found := sorted(path.name for kind in kinds for path in folder.glob(kind)):
+    if existing := sorted(path.name for kind in kinds for path in folder.glob(kind)):
         raise ConfigError(
-            f"{folder}: holds weights already ({found[0]}), and a loader could take those; give a "
-            "folder without"
+            f"{folder}: holds weights already ({existing[0]}), and a loader could take those; give "
+            "a folder without"
         )
 
 

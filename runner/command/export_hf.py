@@ -161,13 +161,13 @@ class _Model:
 
     def buffers(self) -> dict[str, Output]:
         """Untrained tensors that belong to the weights, as the folder had them."""
-        found: dict[str, Output] = {}
+        outputs: dict[str, Output] = {}
         for name, buffer in kept_buffers(self._network).items():
             weights, own = PretrainedWeights(self._path), base_name(name)
             if own in weights.shapes:
                 values = weights.read(own, 0, buffer.numel()).view(buffer.shape)
-                found[own] = Output(shape=tuple(buffer.shape), make=partial(_given, values))
-        return found
+                outputs[own] = Output(shape=tuple(buffer.shape), make=partial(_given, values))
+        return outputs
 
     def write_files(self, folder: Path, *, dtype: str) -> Sequence[str]:
         """``config.json``, the generation's and the tokenizer's files."""

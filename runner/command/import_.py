@@ -72,13 +72,13 @@ def import_command(arguments: Sequence[str]) -> int:
     wanted = {name: tuple(value.shape) for name, value in sorted(model.named_parameters())}
     source = open_source(place)
     known = [(re.compile(one), other) for one, other in RENAMES] if foreign else []
-    found = named(source, [*(_rename(text) for text in options.rename), *known])
-    refuse_misfit(wanted, {name: source.weights[was] for name, was in found.items()})
+    named_weights = named(source, [*(_rename(text) for text in options.rename), *known])
+    refuse_misfit(wanted, {name: source.weights[was] for name, was in named_weights.items()})
     frozen = frozen_names(wanted, config.model.frozen)
     trained = {name: shape for name, shape in wanted.items() if name not in frozen}
-    moments = _moments(source, found, trained) if options.moments else None
+    moments = _moments(source, named_weights, trained) if options.moments else None
     run_dir.create()
-    weights = {name: source.weights[found[name]] for name in wanted}
+    weights = {name: source.weights[named_weights[name]] for name in wanted}
     _write(config, run_dir, dataset.fingerprint(), weights, moments, set(trained))
     Console(soft_wrap=True).print(
         f"imported {len(wanted)} tensors from {options.source}, a {source.kind}, "
@@ -209,15 +209,17 @@ def named(source: Source, renames: Sequence[Rename]) -> dict[str, str]:
     """
     names = list(source.weights)
     short = _without_prefixes(names)
-    found: dict[str, str] = {}
+    own_names: dict[str, str] = {}
     for name, plain in zip(names, short, strict=True):
         for pattern, replacement in renames:
             plain = pattern.sub(replacement, plain)
-        if plain in found:
-            raise ConfigError(f"{found[plain]!r} and {name!r} are both called {plain!r}: --rename")
+        if plain in own_names:
+            raise ConfigError(
+                f"{own_names[plain]!r} and {name!r} are both called {plain!r}: --rename"
+            )
         if plain:
-            found[plain] = name
-    return found
+            own_names[plain] = name
+    return own_names
 
 
 def _without_prefixes(names: Sequence[str]) -> list[str]:

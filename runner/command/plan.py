@@ -217,14 +217,14 @@ def measured(out: Path) -> Values:
             steps.append(line["seconds"])
             when[line["step"]] = last
     sizes, writes = _ring(out, when)
-    found = {
+    numbers = {
         "step_seconds": _median(steps),
         "stall_seconds": _median(saves),
         "save_seconds": _median(writes),
         "restart_seconds": _median(restarts),
         "state_gb": sizes[-1] / 1e9 if sizes else None,
     }
-    values = {name: Value(number, source) for name, number in found.items() if number is not None}
+    values = {name: Value(number, source) for name, number in numbers.items() if number is not None}
     if restarts:
         values["detect_seconds"] = Value(0.0, f"{source}, within restart_seconds")
     return values | _failures(journal, last, source)
@@ -314,7 +314,9 @@ def _json(values: Values, costs: Costs, plans: Sequence[Plan]) -> dict[str, Any]
         },
         "mtbf_seconds": costs.mtbf_seconds,
         "interval_seconds": _formulas(costs),
-        "plans": [_finite(asdict(found)) | {"strategy": found.strategy.value} for found in plans],
+        "plans": [
+            _finite(asdict(one_plan)) | {"strategy": one_plan.strategy.value} for one_plan in plans
+        ],
     }
 
 
@@ -347,16 +349,16 @@ def _plans_table(costs: Costs, plans: Sequence[Plan]) -> Table:
         table.add_column(name)
     for column in table.columns[1:]:
         column.justify = "right"
-    for found in plans:
+    for one_plan in plans:
         table.add_row(
-            found.strategy.value,
-            _every(found.steps, costs),
-            _every(found.disk_steps, costs),
-            f"{found.goodput:.2%}",
-            f"{found.stall_share:.2%}",
-            _seconds(found.lost_seconds),
-            _seconds(found.down_seconds),
-            f"{found.memory_bytes / 1e9:,.1f} GB",
+            one_plan.strategy.value,
+            _every(one_plan.steps, costs),
+            _every(one_plan.disk_steps, costs),
+            f"{one_plan.goodput:.2%}",
+            f"{one_plan.stall_share:.2%}",
+            _seconds(one_plan.lost_seconds),
+            _seconds(one_plan.down_seconds),
+            f"{one_plan.memory_bytes / 1e9:,.1f} GB",
         )
     return table
 

@@ -65,14 +65,14 @@ def preflight_command(arguments: Sequence[str]) -> int:
     check_settings(config, world_size=1)
     with Bar("preparing the data", 0) as bar:
         dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
-    found = []
+    checks = []
     with Bar("trying", len(TRIALS), unit="checks") as bar:
         for one in _tried(config, dataset):
-            found.append(one)
-            bar.at(len(found), max(len(TRIALS), len(found) + 1))
+            checks.append(one)
+            bar.at(len(checks), max(len(TRIALS), len(checks) + 1))
     if options.json:
-        return print_json(found)
-    return print_checks("preflight", "what was tried", found, time.monotonic() - began)
+        return print_json(checks)
+    return print_checks("preflight", "what was tried", checks, time.monotonic() - began)
 
 
 def _tried(config: RunConfig, dataset: Dataset) -> Iterator[Check]:

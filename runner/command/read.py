@@ -56,8 +56,8 @@ def read_command(given: Sequence[str]) -> int:
         with Bar("reading", 0) as bar:
             columns = read_columns(file, names, moved=bar.at)
             curve = curve_of(columns, entropy)
-            found = read(curve)
-        text = _json_line(file, curve, found) if options.json else _report(file, curve, found)
+            findings = read(curve)
+        text = _json_line(file, curve, findings) if options.json else _report(file, curve, findings)
         if not options.json:
             text += "".join(f"\n  note: {note}" for note in columns.notes)
         sys.stdout.write(text + "\n")

@@ -129,32 +129,32 @@ def network_problems(config: RunConfig) -> list[str]:
         return []
     if model.kind not in ("decoder", "hf"):
         return [f"model.kind={str(model.kind)[:50]}: must be decoder or hf"]
-    found = _misread(model)
+    problems = _misread(model)
     if not is_hf(model):
-        return found + [
+        return problems + [
             f"model.{name}={str(getattr(model, name))[:100]}: is for model=hf"
             for name in _set_in(model, _HF_KEYS)
         ]
     if not isinstance(model.path, str) or not model.path:
-        found.append("model=hf: needs model.path, the folder that has the model's config.json")
+        problems.append("model=hf: needs model.path, the folder that has the model's config.json")
     if model.init not in ("weights", "random"):
-        found.append(f"model.init={str(model.init)[:50]}: must be weights or random")
-    found += [
+        problems.append(f"model.init={str(model.init)[:50]}: must be weights or random")
+    problems += [
         f"model.{name}={str(getattr(model, name))[:100]}: is the decoder's; with model=hf the "
         "folder's config.json says it: leave it out"
         for name in _set_in(model, sorted(DECODER_KEYS - {"kind", *_HF_KEYS}))
     ]
-    return found
+    return problems
 
 
 def _misread(model: ModelConfig) -> list[str]:
-    found = []
+    problems = []
     for read, value in ((rope_scaling_of, model.rope_scaling), (lora_of, model.lora)):
         try:
             read(value)
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            problems.append(str(error))
+    return problems
 
 
 def _set_in(model: ModelConfig, names: Iterable[str]) -> list[str]:

@@ -11,25 +11,27 @@ _HIGH_RATE = 0.02  # of AdamW, whose steps are about as large as its rate
 
 def odd_settings(config: RunConfig) -> list[str]:
     """Sentences that name the key, its value and its usual effect; none if all is usual."""
-    optim, found = config.optim, []
+    optim, sentences = config.optim, []
     is_adamw = optim.kind is OptimKind.adamw and optim._target_ is None
     if is_adamw and optim.beta2 < _LOW_BETA2:
-        found.append(
+        sentences.append(
             f"optim.beta2={optim.beta2:g}: the second moment forgets within "
             f"{1 / (1 - optim.beta2):.0f} updates; 0.95 to 0.999 are usual"
         )
     memory = 1 / (1 - optim.beta2)
     is_short = config.schedule._target_ is None and config.schedule.warmup < round(memory)
     if is_adamw and is_short and _LONG * memory <= config.steps:
-        found.append(
+        sentences.append(
             f"schedule.warmup={config.schedule.warmup}: the second moment (optim.beta2="
             f"{optim.beta2:g}) needs about {memory:.0f} updates to settle, and the full rate comes "
             "before; a spike there is no surprise"
         )
     if optim.clip == 0:
-        found.append("optim.clip=0: one large gradient that the gate lets pass is applied in full")
+        sentences.append(
+            "optim.clip=0: one large gradient that the gate lets pass is applied in full"
+        )
     if is_adamw and optim.lr > _HIGH_RATE:
-        found.append(f"optim.lr={optim.lr:g}: AdamW mostly diverges above {_HIGH_RATE:g}")
+        sentences.append(f"optim.lr={optim.lr:g}: AdamW mostly diverges above {_HIGH_RATE:g}")
     if not config.guard.enabled:
-        found.append("guard.enabled=false: a NaN is applied, and nothing is gone back to")
-    return found
+        sentences.append("guard.enabled=false: a NaN is applied, and nothing is gone back to")
+    return sentences

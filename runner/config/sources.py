@@ -54,14 +54,14 @@ def sources_of(data: DataConfig) -> list[SourceSettings]:
         raise ConfigError(
             f"data.path={data.path}: each of data.sources has a path of its own; leave it out"
         )
-    found = [_source(data, number, given) for number, given in enumerate(data.sources)]
-    names = [source.name for source in found]
+    sources = [_source(data, number, given) for number, given in enumerate(data.sources)]
+    names = [source.name for source in sources]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"data.sources: two are called {twice[0]!r}; give each a name of its own")
-    if not math.fsum(source.weight for source in found) > 0:
+    if not math.fsum(source.weight for source in sources) > 0:
         raise ConfigError("data.sources: all weights are 0; one at least must be greater")
-    return found
+    return sources
 
 
 def _source(data: DataConfig, number: int, given: Any) -> SourceSettings:

@@ -64,7 +64,7 @@ def _unwrapped(tensors: dict[str, Stored]) -> dict[str, Stored]:
 
 def _tensors(folder: Path, path: Path, metadata: Shell) -> dict[str, Stored]:
     chunks = _chunk_places(metadata)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name, entry in metadata.field("state_dict_metadata").items():
         if entry.field("chunks") is None:
             continue  # bytes, such as settings of the optimizer
@@ -83,8 +83,8 @@ def _tensors(folder: Path, path: Path, metadata: Shell) -> dict[str, Stored]:
                 )
             )
         _check_chunks(f"{path}: {name!r}", shape, parts)
-        found[str(name)] = Stored(shape=shape, read=_Reader(str(name), shape, parts))
-    return found
+        tensors[str(name)] = Stored(shape=shape, read=_Reader(str(name), shape, parts))
+    return tensors
 
 
 def _chunk_places(metadata: Shell) -> dict[tuple[str, tuple[int, ...]], Shell]:
@@ -160,9 +160,9 @@ class _Reader:
 def _moments(tensors: Mapping[str, Stored], path: Path) -> dict[str, Moments]:
     """The moments of parameters that have all of them, by the weights' names."""
     grouped: dict[str, dict[str, Stored]] = {}
-    for name, found in tensors.items():
+    for name, stored in tensors.items():
         if match := _MOMENT.fullmatch(name):
-            grouped.setdefault(match[1], {})[match[2]] = found
+            grouped.setdefault(match[1], {})[match[2]] = stored
     return {
         name: Moments(
             exp_avg=parts["exp_avg"],

@@ -85,16 +85,16 @@ _Located = tuple[dict[str, Stored], dict[str, Moments]]
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in folder.iterdir():
         if match := pattern.fullmatch(path.name):
             number = int(match[1] or 0)
-            if number in found:
-                raise ConfigError(f"{path} and {found[number].name}: two files of one rank")
-            found[number] = inside(folder, path.name, folder)
-    if sorted(found) != list(range(len(found))):
-        raise ConfigError(f"{folder}: files of ranks {sorted(found)}: some are missing")
-    return [found[number] for number in sorted(found)]
+            if number in paths:
+                raise ConfigError(f"{path} and {paths[number].name}: two files of one rank")
+            paths[number] = inside(folder, path.name, folder)
+    if sorted(paths) != list(range(len(paths))):
+        raise ConfigError(f"{folder}: files of ranks {sorted(paths)}: some are missing")
+    return [paths[number] for number in sorted(paths)]
 
 
 def _with_shared(folder: Path, kind: str, located: _Located, model: Mapping[Any, Any]) -> Source:
@@ -147,8 +147,8 @@ def _linked(
                 for rank, state in enumerate(states)
                 if name in state["param_slice_mappings"][group]
             ]
-            found = _joined(f"{folder}: {name!r}", shape, places, flats, group)
-            _add(weights, moments, str(name), found, updates)
+            located = _joined(f"{folder}: {name!r}", shape, places, flats, group)
+            _add(weights, moments, str(name), located, updates)
     for name, part in (models[0].get("frozen_param_fragments") or {}).items():
         weights[str(name)] = held(part, f"{folder}: {name!r}")
     return weights, moments
@@ -177,8 +177,8 @@ def _sliced(
         for name, shape in shapes.items():
             size = -(-math.prod(shape) // world)
             places = [(rank, at, size) for rank in range(world)]
-            found = _joined(f"{folder}: {name!r}", shape, places, joined, 0, padded=True)
-            _add(weights, moments, str(name), found, updates)
+            located = _joined(f"{folder}: {name!r}", shape, places, joined, 0, padded=True)
+            _add(weights, moments, str(name), located, updates)
             at += size
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
@@ -197,13 +197,13 @@ class _Chain:
         return sum(part.numel() for part in self._parts)
 
     def __getitem__(self, wanted: slice) -> torch.Tensor:
-        found, at = [], 0
+        parts, at = [], 0
         for part in self._parts:
             first, stop = max(wanted.start - at, 0), min(wanted.stop - at, part.numel())
             if first < stop:
-                found.append(part[first:stop])
+                parts.append(part[first:stop])
             at += part.numel()
-        return torch.cat(found) if found else torch.empty(0)
+        return torch.cat(parts) if parts else torch.empty(0)
 
 
 def _flats(

@@ -111,26 +111,26 @@ def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> Fore
         ConfigError: no such file, not JSON, or keys whose values are not supported: all of them,
             one a line.
     """
-    found = _Found(path, _tree(path), ignored)
-    kind = _kind(found)
-    settings: dict[str, Setting] = {ours: found.size(key) for key, ours in _SIZES.items()}
+    keys = _Found(path, _tree(path), ignored)
+    kind = _kind(keys)
+    settings: dict[str, Setting] = {ours: keys.size(key) for key, ours in _SIZES.items()}
     heads = settings["model.heads"]
     # Missing or null: one for each head. Where the model's own code has another number for a
     # missing one, the shapes of the weights do not fit.
-    settings["model.kv_heads"] = found.size("num_key_value_heads", needed=False) or heads
-    settings["model.tied_head"] = found.flag("tie_word_embeddings")
-    settings["model.norm_eps"] = found.positive("rms_norm_eps", missing=1e-6)
-    settings["model.rope_theta"], scaling = _rope(found)
+    settings["model.kv_heads"] = keys.size("num_key_value_heads", needed=False) or heads
+    settings["model.tied_head"] = keys.flag("tie_word_embeddings")
+    settings["model.norm_eps"] = keys.positive("rms_norm_eps", missing=1e-6)
+    settings["model.rope_theta"], scaling = _rope(keys)
     settings["model.qk_norm"] = kind == "qwen3"
-    _check_heads(found, settings["model.dim"], heads)
-    _check_positions(found, seq_len)
-    _check_windows(found, seq_len, kind)
+    _check_heads(keys, settings["model.dim"], heads)
+    _check_positions(keys, seq_len)
+    _check_windows(keys, seq_len, kind)
     for key, (allowed, why) in _ONLY.items():
-        found.only(key, allowed, why)
-    found.refuse_rest()
-    found.raise_problems()
+        keys.only(key, allowed, why)
+    keys.refuse_rest()
+    keys.raise_problems()
     known: dict[str, Setting] = {k: value for k, value in settings.items() if value is not None}
-    if not any(found.is_ignored(key) for key in ("rope_scaling", "rope_parameters")):
+    if not any(keys.is_ignored(key) for key in ("rope_scaling", "rope_parameters")):
         known["model.rope_scaling"] = scaling  # none is one, too: a preset may have another
     return ForeignModel(path=path, settings=known)
 

@@ -40,9 +40,9 @@ def llama_name(name: str) -> str:
     Raises:
         ConfigError: the decoder has no parameter of this name.
     """
-    found = _BLOCK.fullmatch(name)
-    if found and found[2] in _IN_BLOCK:
-        return f"model.layers.{found[1]}.{_IN_BLOCK[found[2]]}.weight"
+    match = _BLOCK.fullmatch(name)
+    if match and match[2] in _IN_BLOCK:
+        return f"model.layers.{match[1]}.{_IN_BLOCK[match[2]]}.weight"
     if name not in _OUTSIDE:
         raise ConfigError(
             f"{name}: is no parameter of the decoder; a model of your own (model._target_) is "

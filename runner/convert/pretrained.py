@@ -87,13 +87,13 @@ class PretrainedWeights:
                 rows = file.get_slice(name)[first:last] if shape else file.get_tensor(name)
         except Exception as error:  # as above
             raise ConfigError(f"model.path: {path}: {name!r} cannot be read: {error}") from None
-        found: torch.Tensor = rows.reshape(-1).float()
-        found = found[start - first * per_row :][:count].clone()
-        if not bool(found.isfinite().all()):
+        values: torch.Tensor = rows.reshape(-1).float()
+        values = values[start - first * per_row :][:count].clone()
+        if not bool(values.isfinite().all()):
             raise ConfigError(
                 f"model.path: {path}: {name!r} holds NaN or Inf; a run cannot begin from that"
             )
-        return found
+        return values
 
 
 def _files(folder: Path) -> list[Path]:

@@ -89,11 +89,11 @@ class OneSource:
 
     def indices(self, positions: Indices) -> Indices:
         epochs, offsets = np.divmod(positions, self.num_samples)
-        found = np.empty_like(positions)
+        sample_indices = np.empty_like(positions)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            found[chosen] = self._permuted(offsets[chosen], int(epoch))
-        return found
+            sample_indices[chosen] = self._permuted(offsets[chosen], int(epoch))
+        return sample_indices
 
     def is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
         return held_out(indices, share=self._share)
@@ -101,16 +101,16 @@ class OneSource:
     def held_out_indices(self, count: int) -> Indices:
         if self._share <= 0:
             return np.empty(0, dtype=np.int64)
-        found: list[Indices] = []
+        chunks: list[Indices] = []
         num_found = 0
         for at in range(0, self.num_samples, 1 << 16):
             offsets = np.arange(at, min(self.num_samples, at + (1 << 16)), dtype=np.int64)
             indices = self._permuted(offsets, EVAL_EPOCH)
-            found.append(indices[self.is_held_out(indices)])
-            num_found += len(found[-1])
+            chunks.append(indices[self.is_held_out(indices)])
+            num_found += len(chunks[-1])
             if num_found >= count:
                 break
-        return np.concatenate(found)[:count]
+        return np.concatenate(chunks)[:count]
 
     def _permuted(self, offsets: Indices, epoch: int) -> Indices:
         return permute(offsets, size=self.num_samples, key=epoch_key(self._seed, epoch))

@@ -129,13 +129,13 @@ class TokenFile:
         # Not np.fromfile: an error of the storage looks like the file's end there.
         with naming(self.path), self.path.open("rb", buffering=0) as file:
             data = _read_at(file.fileno(), (stop - start) * dtype.itemsize, offset)
-        found = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype=dtype)
-        if found.size != stop - start:
+        tokens = np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype=dtype)
+        if tokens.size != stop - start:
             raise DataError(
-                f"{self.path}: tokens {start}-{stop} end early, after {found.size}; the file "
+                f"{self.path}: tokens {start}-{stop} end early, after {tokens.size}; the file "
                 f"held {self.num_tokens} tokens when it was opened. Restore it and start again"
             )
-        return found
+        return tokens
 
 
 def _read_at(descriptor: int, num_bytes: int, offset: int) -> bytes:
@@ -181,9 +181,9 @@ class FilePlaces:
 
     def describe(self, start: int, stop: int) -> str:
         """Name a stretch, as "a.bin tokens 1200-1457", half open."""
-        found = list(_overlaps(self.starts, start, stop))
-        named = [self._piece(*piece) for piece in found[:_NAMED_PIECES]]
-        rest = len(found) - len(named)
+        overlaps = list(_overlaps(self.starts, start, stop))
+        named = [self._piece(*piece) for piece in overlaps[:_NAMED_PIECES]]
+        rest = len(overlaps) - len(named)
         return ", ".join(named) + (f" and {rest} more files" if rest else "")
 
     def _piece(self, number: int, low: int, high: int) -> str:

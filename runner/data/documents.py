@@ -80,10 +80,10 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str], field: str | None)
         endings += tuple(_JSON_LINES + ending for ending in _COMPRESSED)
     if paths:
         roots = [Path(path).expanduser() for path in paths]
-        found = [pair for root in roots for pair in _under(root, endings, len(roots) > 1)]
+        pairs = [pair for root in roots for pair in _under(root, endings, len(roots) > 1)]
     else:
         library = Path(sysconfig.get_path("stdlib"))
-        found = _walk(library, (".py",), _LIBRARY_LEFT_OUT)
+        pairs = _walk(library, (".py",), _LIBRARY_LEFT_OUT)
     files = [
         TextFile(
             name=name,
@@ -91,7 +91,7 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str], field: str | None)
             num_bytes=file_size(path),
             is_lines=field is not None and _without_compression(path.name).endswith(_JSON_LINES),
         )
-        for name, path in found
+        for name, path in pairs
     ]
     if not any(file.num_bytes for file in files):
         raise DataError(
@@ -109,25 +109,25 @@ def _under(root: Path, endings: tuple[str, ...], several: bool) -> list[tuple[st
     """Files under a path: a file is taken whatever its ending, a directory is filtered."""
     if not root.is_dir():
         return [(root.name, root)]
-    found = _walk(root, endings, _LEFT_OUT)
-    return [(f"{root.name}/{name}" if several else name, path) for name, path in found]
+    files = _walk(root, endings, _LEFT_OUT)
+    return [(f"{root.name}/{name}" if several else name, path) for name, path in files]
 
 
 def _walk(root: Path, endings: tuple[str, ...], left_out: frozenset[str]) -> list[tuple[str, Path]]:
     """(name relative to root, path) of each matching file, sorted by name."""
-    found: list[tuple[str, Path]] = []
+    selected: list[tuple[str, Path]] = []
     for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not _is_hidden(name) and name not in left_out]
         matching = [
             Path(folder, name) for name in files if name.endswith(endings) and not _is_hidden(name)
         ]
-        found += [(path.relative_to(root).as_posix(), path) for path in matching]
-    if not found:
+        selected += [(path.relative_to(root).as_posix(), path) for path in matching]
+    if not selected:
         raise DataError(
             f"data.path={root}: no file in it ends with one of {list(endings)}; "
             "change data.path or data.suffixes"
         )
-    return sorted(found)
+    return sorted(selected)
 
 
 def _is_hidden(name: str) -> bool:
@@ -160,8 +160,8 @@ class Reader:
         before = 0
         for number, file in enumerate(self._files):
             with _opened(file) as raw:
-                found = self._of_lines(file, raw) if file.is_lines else _cut(raw)
-                for piece in found:
+                documents = self._of_lines(file, raw) if file.is_lines else _cut(raw)
+                for piece in documents:
                     self.done_bytes = before + raw.tell()
                     yield number, piece
             before += file.num_bytes

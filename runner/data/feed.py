@@ -283,8 +283,8 @@ class _Reader(TorchDataset[MicroBatch]):
 
 def _fields(rows: Sequence[Sample | Record | None], dataset: RecordDataset) -> MicroBatch:
     """Tensors from samples without tokens. Padding is a copy: zeros may not be a valid sample."""
-    found = [row for row in rows if isinstance(row, Record)]
-    filler = found[0] if found else dataset.example
+    records = [row for row in rows if isinstance(row, Record)]
+    filler = records[0] if records else dataset.example
     fields = dataset.collate([row if isinstance(row, Record) else filler for row in rows])
     nothing = torch.zeros((len(rows), 0), dtype=torch.int64)
     return MicroBatch(
@@ -320,16 +320,16 @@ def few_of(dataset: Dataset, seq_len: int, indices: Sequence[int], rows: int) ->
         DataError: none of them can be read.
     """
     reader = _Reader(dataset, seq_len)
-    found = []
+    batches = []
     for begin in range(0, len(indices), rows):
         some = tuple(indices[begin : begin + rows])
         places = tuple(range(len(some)))
         batch = reader[MicroPlan(batch_start=-1, positions=places, indices=some)]
         if not batch.unreadable:
-            found.append(batch)
-    if not found:
+            batches.append(batch)
+    if not batches:
         raise DataError(f"none of {len(indices)} samples can be read")
-    return found
+    return batches
 
 
 def describe(dataset: Dataset, index: int) -> str:

@@ -249,10 +249,10 @@ def _is_tokens(item: Any) -> bool:
         return "input_ids" in item and set(item) <= _TOKEN_FIELDS
     if isinstance(item, list | tuple | np.ndarray | torch.Tensor):
         try:
-            found = np.asarray(item)
+            array = np.asarray(item)
         except (TypeError, ValueError, RuntimeError):
             return False
-        return found.ndim == 1 and found.dtype.kind in "iu"
+        return array.ndim == 1 and array.dtype.kind in "iu"
     return isinstance(item, Sample)
 
 
@@ -297,15 +297,15 @@ def _as_sample(item: Any, place: str) -> Sample:
 
 def _ids(values: Any, place: str) -> Tokens:
     try:
-        found = np.asarray(values)
+        array = np.asarray(values)
     except Exception as error:
         raise DataError(f"{place}: is no list of token ids ({error})") from None
-    if found.ndim != 1 or found.dtype.kind not in "iub":
+    if array.ndim != 1 or array.dtype.kind not in "iub":
         raise DataError(
-            f"{place}: is {found.dtype} of shape {list(found.shape)}; it must be one dimension of "
+            f"{place}: is {array.dtype} of shape {list(array.shape)}; it must be one dimension of "
             "whole numbers"
         )
-    return found.astype(np.int64)
+    return array.astype(np.int64)
 
 
 def _check_labels(labels: Tokens, place: str, vocab_size: int) -> None:

@@ -118,12 +118,12 @@ def _read_arrays(
 def _read(path: Path, *, dtype: str, count: int, offset: int) -> npt.NDArray[Any]:
     """Read exactly ``count`` items. A count of -1 would mean "all" to numpy."""
     try:
-        found = np.fromfile(path, dtype=dtype, count=count, offset=offset)
+        items = np.fromfile(path, dtype=dtype, count=count, offset=offset)
     except OSError as error:
         raise unreadable(path, error) from error
-    if found.size != count:
+    if items.size != count:
         raise DataError(f"{path}: changed while it was read; start again when it is complete")
-    return found
+    return items
 
 
 def _sequence_starts(index: Path, lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

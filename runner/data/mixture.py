@@ -108,11 +108,13 @@ class MixtureOrder:
     def indices(self, positions: Indices) -> Indices:
         """Data set indices of stream positions, int64, same shape."""
         sources, ranks = self._located(positions)
-        found = np.empty_like(positions)
+        sample_indices = np.empty_like(positions)
         for source in np.unique(sources):
             chosen = sources == source
-            found[chosen] = self._offsets[source] + self._samples(int(source), ranks[chosen])
-        return found
+            sample_indices[chosen] = self._offsets[source] + self._samples(
+                int(source), ranks[chosen]
+            )
+        return sample_indices
 
     def sources(self, indices: Indices) -> Indices:
         """The number of the source of each data set index, int64."""
@@ -121,12 +123,12 @@ class MixtureOrder:
     def is_held_out(self, indices: Indices) -> npt.NDArray[np.bool_]:
         """Which data set indices are not trained on."""
         sources = self.sources(indices)
-        found = np.zeros(indices.shape, dtype=np.bool_)
+        mask = np.zeros(indices.shape, dtype=np.bool_)
         for source in np.unique(sources):
             chosen = sources == source
             local = indices[chosen] - self._offsets[source]
-            found[chosen] = held_out(local, share=self._share, seed=self._hashes[source])
-        return found
+            mask[chosen] = held_out(local, share=self._share, seed=self._hashes[source])
+        return mask
 
     def held_out_indices(self, count: int) -> Indices:
         """A fixed set of held-out samples: up to ``count`` of each source, int64."""
@@ -194,11 +196,11 @@ class MixtureOrder:
     def _samples(self, source: int, ranks: Indices) -> Indices:
         """Indices of samples within the source."""
         epochs, offsets = np.divmod(ranks, self._lengths[source])
-        found = np.empty_like(ranks)
+        sample_indices = np.empty_like(ranks)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            found[chosen] = self._permuted(source, offsets[chosen], int(epoch))
-        return found
+            sample_indices[chosen] = self._permuted(source, offsets[chosen], int(epoch))
+        return sample_indices
 
     def _permuted(self, source: int, offsets: Indices, epoch: int) -> Indices:
         key = epoch_key(self._seed ^ self._hashes[source], epoch)
@@ -206,16 +208,16 @@ class MixtureOrder:
 
     def _held_out_of(self, source: int, count: int) -> Indices:
         size = self._lengths[source]
-        found: list[Indices] = [np.empty(0, dtype=np.int64)]
+        chunks: list[Indices] = [np.empty(0, dtype=np.int64)]
         num_found = 0
         for at in range(0, size if self._share > 0 else 0, 1 << 16):
             offsets = np.arange(at, min(size, at + (1 << 16)), dtype=np.int64)
             indices = self._offsets[source] + self._permuted(source, offsets, EVAL_EPOCH)
-            found.append(indices[self.is_held_out(indices)])
-            num_found += len(found[-1])
+            chunks.append(indices[self.is_held_out(indices)])
+            num_found += len(chunks[-1])
             if num_found >= count:
                 break
-        return np.concatenate(found)[:count]
+        return np.concatenate(chunks)[:count]
 
     def _require_some(self, source: int, name: str) -> None:
         size = self._lengths[source]
@@ -235,12 +237,12 @@ def split(total: int, shares: Sequence[int]) -> list[int]:
     is cut by the share of what is left over.
     """
     rest, all_shares = total, sum(shares)
-    found = []
+    parts = []
     for share in shares:
-        found.append(rest * share // all_shares if share else 0)
-        rest -= found[-1]
+        parts.append(rest * share // all_shares if share else 0)
+        rest -= parts[-1]
         all_shares -= share
-    return found
+    return parts
 
 
 class Mixed:

@@ -42,12 +42,12 @@ class DocumentTable:
     @staticmethod
     def summary_of(parts: Sequence[Starts]) -> Starts:
         """The summary of all starts, in order."""
-        found: list[Starts] = []
+        chunks: list[Starts] = []
         before = 0
         for part in parts:
-            found.append(part[-before % _STRIDE :: _STRIDE])
+            chunks.append(part[-before % _STRIDE :: _STRIDE])
             before += part.size
-        return np.concatenate(found) if found else np.zeros(0, dtype="<i8")
+        return np.concatenate(chunks) if chunks else np.zeros(0, dtype="<i8")
 
     def between(self, low: int, high: int) -> Starts:
         """Starts in ``[low, high)``."""
@@ -88,13 +88,13 @@ class DocumentTable:
         return first + int(np.searchsorted(starts, position, side="left"))
 
     def _read(self, first: int, count: int) -> Starts:
-        found = np.fromfile(self._path, dtype="<i8", count=count, offset=first * _ITEM_BYTES)
-        if found.size != count:
+        starts = np.fromfile(self._path, dtype="<i8", count=count, offset=first * _ITEM_BYTES)
+        if starts.size != count:
             raise DataError(
-                f"{self._path}: ends early, after {first + found.size} numbers; remove its folder "
+                f"{self._path}: ends early, after {first + starts.size} numbers; remove its folder "
                 "and start again: it is made anew"
             )
-        return found
+        return starts
 
 
 class TextPlaces:

@@ -178,7 +178,7 @@ def _own_ids(row: Mapping[str, Any]) -> tuple[Tokens, Tokens | None]:
 def _files(paths: Sequence[str]) -> list[Path]:
     if not paths:
         raise DataError("data.path=[] names no rows; give files such as 'rows/*.parquet'")
-    found: list[Path] = []
+    files: list[Path] = []
     for text in paths:
         path = Path(text).expanduser()
         several = sorted(Path(name) for name in glob.glob(str(path), recursive=True))
@@ -189,8 +189,8 @@ def _files(paths: Sequence[str]) -> list[Path]:
                 f"data.path={text}: names no file; rows are in {', '.join(_READERS)} or .arrow "
                 "files, or in a folder that save_to_disk wrote"
             )
-        found += several
-    return found
+        files += several
+    return files
 
 
 def _is_saved(path: Path) -> bool:

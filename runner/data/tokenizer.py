@@ -199,8 +199,8 @@ class _Marks:
         if wanted == "":
             return None, "nothing begins them (data.begin_token)"
         if wanted is not None:
-            found = self._asked("begin_token", wanted, most=self.size - 1)
-            return found, f"begin with {wanted} (data.begin_token)"
+            mark = self._asked("begin_token", wanted, most=self.size - 1)
+            return mark, f"begin with {wanted} (data.begin_token)"
         token = self._configured("bos_token")
         if token is None or not self._puts_in_front(token[0]):
             return None, "nothing begins them"

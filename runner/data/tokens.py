@@ -165,7 +165,7 @@ def open_tokens(
 def _expand(paths: Sequence[str]) -> list[Path]:
     if not paths:
         raise DataError("data.path=[] names no token file; give .npy, .bin or Megatron files")
-    return [found for path in paths for found in _expand_one(Path(path).expanduser())]
+    return [expanded for path in paths for expanded in _expand_one(Path(path).expanduser())]
 
 
 def _expand_one(path: Path) -> list[Path]:
@@ -173,10 +173,10 @@ def _expand_one(path: Path) -> list[Path]:
     if not path.is_dir() or _beside(path, ".idx").is_file():
         return [path]
     try:
-        found = sorted(entry for entry in path.iterdir() if entry.suffix in (".npy", ".bin"))
+        files = sorted(entry for entry in path.iterdir() if entry.suffix in (".npy", ".bin"))
     except OSError as error:
         raise unreadable(path, error) from error
-    visible = [entry for entry in found if not entry.name.startswith(".")]
+    visible = [entry for entry in files if not entry.name.startswith(".")]
     if not visible:
         raise DataError(f"data.path={path}: the directory holds no .npy or .bin file")
     return visible
@@ -310,10 +310,10 @@ def _largest_id(tokens: TokenFile, *, whole: bool) -> int:
 
 def _scan(tokens: TokenFile, *, vocab_size: int, whole: bool) -> None:
     for start, stop in spread(tokens.num_tokens, block=_SCAN_BLOCK, whole=whole):
-        found = tokens.read(start, stop)
-        bad = first_outside(found, vocab_size)
+        ids = tokens.read(start, stop)
+        bad = first_outside(ids, vocab_size)
         if bad is not None:
-            raise outside(f"{tokens.path}: token {start + bad}", int(found[bad]), vocab_size)
+            raise outside(f"{tokens.path}: token {start + bad}", int(ids[bad]), vocab_size)
 
 
 def _files(parts: Sequence[_Part]) -> list[tuple[str, Path]]:

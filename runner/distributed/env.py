@@ -208,8 +208,8 @@ _NOT_ASKED = ("", "0", "all", "void", "none")
 def gpus_asked_for(environment: Mapping[str, str]) -> str:
     """The variable that says that this job has GPUs on this node; empty: none does."""
     names = (*_ASKED, "NVIDIA_VISIBLE_DEVICES")
-    found = [n for n in names if environment.get(n, "").strip().lower() not in _NOT_ASKED]
-    return f"{found[0]}={environment[found[0]][:80]}" if found else ""
+    names_set = [n for n in names if environment.get(n, "").strip().lower() not in _NOT_ASKED]
+    return f"{names_set[0]}={environment[names_set[0]][:80]}" if names_set else ""
 
 
 def gpus_on_node(environment: Mapping[str, str]) -> int | None:
@@ -234,11 +234,11 @@ def tell_begun(environment: Mapping[str, str], rank: int, facts: Mapping[str, An
 
 def read_begun(folder: Path) -> dict[int, dict[str, Any]]:
     """What ranks wrote with :func:`tell_begun`, by rank."""
-    found: dict[int, dict[str, Any]] = {}
+    begun: dict[int, dict[str, Any]] = {}
     for path in folder.glob(f"{_BEGUN}*"):
         with contextlib.suppress(OSError, ValueError):
-            found[int(path.name.removeprefix(_BEGUN))] = json.loads(path.read_text())
-    return found
+            begun[int(path.name.removeprefix(_BEGUN))] = json.loads(path.read_text())
+    return begun
 
 
 def recorded_exit(environment: Mapping[str, str], name: str) -> int | None:

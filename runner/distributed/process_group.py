@@ -23,17 +23,17 @@ def choose_device(wanted: str, place: RankEnv) -> torch.device:
     Raises:
         ConfigError: the configured device does not exist, or there are too few GPUs.
     """
-    found = find_device(wanted, place, variables())
-    if found.problem:
-        raise ConfigError(found.problem)
-    return take_device(found)
+    device = find_device(wanted, place, variables())
+    if device.problem:
+        raise ConfigError(device.problem)
+    return take_device(device)
 
 
-def take_device(found: FoundDevice) -> torch.device:
+def take_device(device: FoundDevice) -> torch.device:
     """Make the device this process's own, and return it."""
-    if found.device.type == "cuda":
-        torch.cuda.set_device(found.device)
-    return found.device
+    if device.device.type == "cuda":
+        torch.cuda.set_device(device.device)
+    return device.device
 
 
 def start_group(

@@ -72,14 +72,14 @@ class PaceInspector:
             for r in range(world)
         ]
         self._note(step, paces)
-        for found in self._stragglers.note(paces):
+        for straggler in self._stragglers.note(paces):
             self._report(
                 Incident(
                     kind="straggler",
                     step=step,
                     decision="go on",
-                    reason=found.words,
-                    ranks=(found.rank,),
+                    reason=straggler.words,
+                    ranks=(straggler.rank,),
                 )
             )
         slow = self._slow_runs.note(paces)

@@ -39,19 +39,19 @@ def collectives(*, seconds: float = _SECONDS) -> tuple[list[dict[str, Any]], str
     """
     if not dist.is_initialized():
         return [], ""
-    found = _entries(_default_dump)
+    entries = _entries(_default_dump)
     dump = _nccl_dump()
     if dump is None:
-        return found, ""
+        return entries, ""
     answers: list[list[dict[str, Any]]] = []
     asked = threading.Thread(target=lambda: answers.append(_entries(dump)), daemon=True)
     asked.start()
     asked.join(seconds)
     if not answers:
-        return found, f"NCCL's flight recorder did not answer within {seconds:g} s"
-    known = {(entry["group"], entry["seq"], entry["op"]) for entry in found}
+        return entries, f"NCCL's flight recorder did not answer within {seconds:g} s"
+    known = {(entry["group"], entry["seq"], entry["op"]) for entry in entries}
     more = [e for e in answers[0] if (e["group"], e["seq"], e["op"]) not in known]
-    return found + more, ""
+    return entries + more, ""
 
 
 def _default_dump() -> bytes:

@@ -38,7 +38,7 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
     """Lines for incarnations before ``number`` that ended badly and have none yet."""
     journalled = {line["detail"].get("incarnation") for line in lines if line["kind"] == "crash"}
     starts = {line["detail"].get("incarnation"): line for line in lines if line["kind"] == "start"}
-    found = []
+    incidents = []
     # Incarnations before the oldest claim wrote to another directory, which was lost.
     for earlier in range(oldest_number(run_dir.incarnation), number):
         if earlier in journalled or has_ended(run_dir.incarnation, earlier):
@@ -50,8 +50,8 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
         for report in _last_words(run_dir, earlier, world_size, next_step):
             by_rank.setdefault(report.rank, report)
         cause = find_root_cause(list(by_rank.values()), world_size)
-        found.append(crash_incident(replace(cause, step=cause.step or next_step), earlier))
-    return found
+        incidents.append(crash_incident(replace(cause, step=cause.step or next_step), earlier))
+    return incidents
 
 
 def forget_last_words(run_dir: RunDir, number: int) -> None:

@@ -166,10 +166,10 @@ def _products(device: torch.device, is_spoilt: bool) -> list[str]:
     other = one.flip(0).contiguous()
     other[0, 0] += float(is_spoilt)
     until = time.monotonic() + _SECONDS.get(device.type, 0.0)
-    found: list[str] = []
-    while len(found) < _FEWEST or time.monotonic() < until:
-        found.append(checksum([torch.mm(one, other)]))
-    return found if len(set(found)) > 1 else found[:_FEWEST]
+    digests: list[str] = []
+    while len(digests) < _FEWEST or time.monotonic() < until:
+        digests.append(checksum([torch.mm(one, other)]))
+    return digests if len(set(digests)) > 1 else digests[:_FEWEST]
 
 
 def _wrong_sums(device: torch.device, ranks: Ranks) -> int:

@@ -75,7 +75,7 @@ def first_divergence(recorded: Mapping[int, Sequence[Entry]]) -> Divergence | No
     Args:
         recorded: each rank's entries, oldest first. A rank without a record is left out.
     """
-    found = []
+    divergences = []
     # One pass: with many ranks, each rank is in a few of many groups.
     by_group: dict[str, dict[int, dict[int, Entry]]] = {}
     for rank, entries in recorded.items():
@@ -88,10 +88,10 @@ def first_divergence(recorded: Mapping[int, Sequence[Entry]]) -> Divergence | No
             members = {rank: members.get(rank, {}) for rank in recorded}
         divergence = _in_group(group, members)
         if divergence is not None:
-            found.append(divergence)
+            divergences.append(divergence)
     waiting = {rank: waits_in(entries) for rank, entries in recorded.items()}
     return min(
-        found,
+        divergences,
         key=lambda d: (
             _waits_elsewhere(d, waiting),
             _KINDS.index(d.kind),

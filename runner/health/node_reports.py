@@ -63,17 +63,17 @@ def write_node(folder: Path, first_rank: int, reports: Sequence[Report]) -> None
 
 def read_all_reports(folder: Path) -> list[Report]:
     """The readable reports of an incident, one a rank, however many ranks there were."""
-    found = {report.rank: report for report in read_reports(folder)}
+    by_rank = {report.rank: report for report in read_reports(folder)}
     merged = set(reported_nodes(folder))
     for path in sorted(folder.glob("node-*.json")):
         for report in _read_node(path):
-            found.setdefault(report.rank, report)
+            by_rank.setdefault(report.rank, report)
     for path in folder.glob("node-*/"):
         stem = path.name.removeprefix("node-")
         if path.is_dir() and not (stem.isdigit() and int(stem) in merged):
             for report in read_reports(path):  # its leader did not come to it
-                found.setdefault(report.rank, report)
-    return [found[rank] for rank in sorted(found)]
+                by_rank.setdefault(report.rank, report)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 class _Table:

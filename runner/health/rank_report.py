@@ -166,17 +166,17 @@ def has_reports(folder: Path) -> bool:
 
 def reported(folder: Path) -> dict[int, bool]:
     """Ranks with a whole report, and whether it is their own. Reads file names only."""
-    found: dict[int, bool] = {}
+    is_own: dict[int, bool] = {}
     for path in folder.glob("rank-*.json"):
         rank, _, ending = path.name.removeprefix("rank-").partition(".")
         if rank.isdigit() and ending != _EARLY:
-            found[int(rank)] = found.get(int(rank), False) or ending == "json"
-    return found
+            is_own[int(rank)] = is_own.get(int(rank), False) or ending == "json"
+    return is_own
 
 
 def read_reports(folder: Path) -> list[Report]:
     """The readable reports of an incident, one a rank: its own before one about it."""
-    found: dict[int, Report] = {}
+    by_rank: dict[int, Report] = {}
     endings = ("json", _EARLY, _SEEN)
     paths = [(path.name.partition(".")[2], path) for path in folder.glob("rank-*.json")]
     for _, path in sorted(
@@ -187,8 +187,8 @@ def read_reports(folder: Path) -> list[Report]:
         except (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             continue  # torn: the rank died while it wrote
         if path.name.startswith(f"rank-{report.rank:05d}."):
-            found.setdefault(report.rank, report)
-    return [found[rank] for rank in sorted(found)]
+            by_rank.setdefault(report.rank, report)
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def stacks() -> list[dict[str, Any]]:
@@ -251,8 +251,8 @@ def _frames(text: str) -> list[Frame]:
 
 
 def _block(text: str) -> list[Frame]:
-    found = re.findall(r'File "([^"]+)", line ([0-9]{1,9}) in (\S+)', text)
-    return [{"file": f, "line": int(n), "function": name} for f, n, name in reversed(found)]
+    frames = re.findall(r'File "([^"]+)", line ([0-9]{1,9}) in (\S+)', text)
+    return [{"file": f, "line": int(n), "function": name} for f, n, name in reversed(frames)]
 
 
 def now() -> float:

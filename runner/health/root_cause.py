@@ -50,9 +50,9 @@ def find_root_cause(reports: Sequence[Report], world_size: int) -> RootCause:
     for kind in _OWN_FAULTS:
         guilty = [report for report in reports if report.kind == kind]
         if guilty:
-            found = _own_fault(kind, guilty, reports)
-            lacks = kind == "exception" and found.first and _NO_MEMORY.search(found.first.message)
-            return replace(found, kind=MEMORY) if lacks else found
+            cause = _own_fault(kind, guilty, reports)
+            lacks = kind == "exception" and cause.first and _NO_MEMORY.search(cause.first.message)
+            return replace(cause, kind=MEMORY) if lacks else cause
     silent = tuple(sorted(set(range(world_size)) - {report.rank for report in reports}))
     if not reports:
         return RootCause(

@@ -35,15 +35,15 @@ def entries_of(dumped: bytes) -> list[dict[str, Any]]:
 
 def read_dumps(folder: Path, prefix: str) -> dict[int, list[dict[str, Any]]]:
     """Read the entries of each rank from the files ``prefix`` + rank that are readable."""
-    found = {}
+    by_rank = {}
     for path in sorted(folder.glob(f"{prefix}*")):
         rank = path.name.removeprefix(prefix)
         if rank.isdecimal():
             try:
-                found[int(rank)] = entries_of(read_bounded(path, _DUMP_BYTES))
+                by_rank[int(rank)] = entries_of(read_bounded(path, _DUMP_BYTES))
             except Exception:  # half written by a process that died: the other ranks' dumps do
                 continue
-    return found
+    return by_rank
 
 
 def _that_matter(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -278,12 +278,12 @@ class _Patience:
 
     def requests(self, now: float) -> int | None:
         """How many stop requests are due by now; None: some processes are taken for dead."""
-        found = read_exits(self._exits)
+        exits = read_exits(self._exits)
         # torchrun with restarts left would start a finished group again.
-        if final_code(found) is not None and self._final_told is None:
+        if final_code(exits) is not None and self._final_told is None:
             self._final_told = now
         self.is_final = self._final_told is not None and now - self._final_told > _LEAVE_SECONDS
-        if not found or not self._expected - found.keys():
+        if not exits or not self._expected - exits.keys():
             return 0
         self._first_told = now if self._first_told is None else self._first_told
         waited = now - self._first_told

@@ -37,12 +37,12 @@ EXIT_CODES = ExitCodes(
 
 def read_exits(folder: Path) -> dict[str, int]:
     """Read the exit code of each process that ended by itself, by its name."""
-    found: dict[str, int] = {}
+    exits: dict[str, int] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         with contextlib.suppress(OSError, ValueError):
             if not path.name.startswith("."):
-                found[path.name] = int(path.read_text())
-    return found
+                exits[path.name] = int(path.read_text())
+    return exits
 
 
 def final_code(exits: Mapping[str, int]) -> int | None:

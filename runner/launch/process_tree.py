@@ -26,8 +26,8 @@ def marked(mark: str) -> list[int]:
 
 def ranks(mark: str) -> list[int]:
     """Ids of the marked processes that are ranks, without those that ranks started."""
-    found = [pid for pid in marked(mark) if _has_rank(pid)]
-    return [pid for pid in found if parent_of(pid) not in found]
+    pids = [pid for pid in marked(mark) if _has_rank(pid)]
+    return [pid for pid in pids if parent_of(pid) not in pids]
 
 
 def rank_of(pid: int) -> int:

@@ -80,8 +80,8 @@ class Said:
                 continue
             self.lines.append(line)
             self.num_lines += 1
-            for found in self._progress.finditer(line):
-                number = next((group for group in found.groups() if group), "")
+            for match in self._progress.finditer(line):
+                number = next((group for group in match.groups() if group), "")
                 if number.isdecimal() and len(number) < 16:
                     self.step = max(self.step, int(number))
 
@@ -106,7 +106,7 @@ class Printed:
 
 def tracebacks(lines: Sequence[str]) -> list[Printed]:
     """The exceptions in these lines, in order."""
-    found: list[Printed] = []
+    printed: list[Printed] = []
     open_: dict[int | None, list[tuple[str, int, str]]] = {}
     for line in lines:
         mark = _RANK.match(line)
@@ -121,14 +121,14 @@ def tracebacks(lines: Sequence[str]) -> list[Printed]:
             elif text[:1].strip() and (error := _ERROR.match(text)):
                 frames = tuple(open_.pop(rank))
                 message = error[2] or ""
-                found.append(Printed(rank=rank, kind=error[1], message=message, frames=frames))
-    return found
+                printed.append(Printed(rank=rank, kind=error[1], message=message, frames=frames))
+    return printed
 
 
 def failures(lines: Sequence[str]) -> list[tuple[int, int]]:
     """(rank, exit code) of torchrun's own summary; the first observed failure comes first."""
     text = "\n".join(lines)
     rest, _, root = text.rpartition("Root Cause (first observed failure)")
-    found = [(int(rank), int(code)) for rank, code in _FAILED.findall(root)]
-    found += [(int(rank), int(code)) for rank, code in _FAILED.findall(rest)]
-    return list(dict.fromkeys(found))
+    codes = [(int(rank), int(code)) for rank, code in _FAILED.findall(root)]
+    codes += [(int(rank), int(code)) for rank, code in _FAILED.findall(rest)]
+    return list(dict.fromkeys(codes))

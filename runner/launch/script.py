@@ -192,13 +192,13 @@ class _Watchdog:
 
 def _frames(lines: Sequence[str]) -> list[dict[str, object]]:
     """Frames of the thread that faulthandler lists last: the main thread."""
-    found: list[dict[str, object]] = []
+    frames: list[dict[str, object]] = []
     for line in lines:
         if _THREAD.match(line):
-            found = []
+            frames = []
         elif frame := _STACK.match(line):
-            found.insert(0, {"file": frame[1], "line": int(frame[2]), "function": frame[3]})
-    return found
+            frames.insert(0, {"file": frame[1], "line": int(frame[2]), "function": frame[3]})
+    return frames
 
 
 def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootCause | None:

@@ -93,14 +93,14 @@ def hostnames(node_list: str) -> list[str]:
 
 def addresses(nodes: Sequence[str]) -> dict[str, str]:
     """Node to the address under which Slurm reaches it."""
-    found: dict[str, str] = {}
+    by_node: dict[str, str] = {}
     for some in _some_at_a_time(nodes):
         text = _run(["scontrol", "--oneliner", "show", "node", ",".join(some)])
         for line in text.splitlines():
             pairs = dict(word.split("=", 1) for word in line.split() if "=" in word)
             if "NodeName" in pairs:
-                found[pairs["NodeName"]] = pairs.get("NodeAddr", pairs["NodeName"])
-    return found
+                by_node[pairs["NodeName"]] = pairs.get("NodeAddr", pairs["NodeName"])
+    return by_node
 
 
 def unusable(nodes: Sequence[str]) -> set[str]:

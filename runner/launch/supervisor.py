@@ -88,19 +88,19 @@ class Supervisor:
         if ended.words:
             self._say(f"attempt {number} was ended: {ended.words}")
         self._ended(number, ended)
-        found = evidence(self._out, since=lines)
-        if found.words:
-            self._say(f"attempt {number} crashed at step {found.step}: {found.words}")
-        if found.cause == HARDWARE and found.host:
-            self._list(found.host, f"hardware: {found.words}")
+        seen = evidence(self._out, since=lines)
+        if seen.words:
+            self._say(f"attempt {number} crashed at step {seen.step}: {seen.words}")
+        if seen.cause == HARDWARE and seen.host:
+            self._list(seen.host, f"hardware: {seen.words}")
         attempt = Attempt(
             code=ended.code,
             clean_before=clean_before,
             clean_after=newest_clean(self._out),
-            took_up=found.took_up,
-            step=found.step,
-            cause=found.cause,
-            signature=found.signature,
+            took_up=seen.took_up,
+            step=seen.step,
+            cause=seen.cause,
+            signature=seen.signature,
             diagnosed=diagnose,
         )
         self._log.add(attempt, began=began)

@@ -200,10 +200,10 @@ def is_here(host: str) -> bool:
     torchrun compares names instead, and is wrong where the host name means 127.0.0.1.
     """
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind(address)

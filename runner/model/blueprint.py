@@ -293,10 +293,10 @@ class GuestBlueprint:
         method = getattr(network, "probe", None)
         if callable(method) and not isinstance(method, nn.Module):
             return _module(self.setting, "probe()", method())
-        found = _input_embeddings(network)
+        first_module = _input_embeddings(network)
         leaves = [m for m in network.modules() if any(True for _ in m.parameters(recurse=False))]
         embeddings = [module for module in leaves if isinstance(module, nn.Embedding)]
-        return found or next(iter(embeddings), leaves[0])
+        return first_module or next(iter(embeddings), leaves[0])
 
     def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
         twin = dict(self.twin.network.named_parameters())[name]
@@ -326,12 +326,12 @@ Places = list[list[tuple[str, str]]]
 
 def parameter_places(network: nn.Module) -> Places:
     """Of each parameter that stands at several places: the names of their modules, and its own."""
-    found: dict[int, list[tuple[str, str]]] = {}
+    by_id: dict[int, list[tuple[str, str]]] = {}
     for prefix, module in network.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append((prefix, name))
-    return [places for places in found.values() if len(places) > 1]
+                by_id.setdefault(id(parameter), []).append((prefix, name))
+    return [places for places in by_id.values() if len(places) > 1]
 
 
 def retie(network: nn.Module, places: Places) -> None:
@@ -364,7 +364,7 @@ def _shares(network: nn.Module, units: Sequence[nn.Module]) -> bool:
         mine = [at for at, modules in enumerate(inside) if module in modules] or [-1]
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).update(mine)
-    return any(len(found) > 1 for found in owners.values())
+    return any(len(units_of) > 1 for units_of in owners.values())
 
 
 def _check_units(name: str, network: nn.Module, units: Sequence[Any]) -> None:
@@ -380,10 +380,10 @@ def _check_units(name: str, network: nn.Module, units: Sequence[Any]) -> None:
 def _input_embeddings(network: nn.Module) -> nn.Module | None:
     method = getattr(network, "get_input_embeddings", None)
     try:
-        found = method() if callable(method) else None
+        module = method() if callable(method) else None
     except (NotImplementedError, AttributeError):  # transformers: a model without input embeddings
         return None
-    return found if isinstance(found, nn.Module) else None
+    return module if isinstance(module, nn.Module) else None
 
 
 def _module(name: str, what: str, found: Any) -> nn.Module:

@@ -121,8 +121,8 @@ class GuestObjective(nn.Module):
 
 
 def _own_losses(network: nn.Module, batch: dict[str, Tensor], rows: int) -> tuple[Tensor, Tensor]:
-    found: Any = network.losses(batch)  # type: ignore[operator]
-    pair = tuple(found) if isinstance(found, tuple | list) else (found,)
+    output: Any = network.losses(batch)  # type: ignore[operator]
+    pair = tuple(output) if isinstance(output, tuple | list) else (output,)
     if len(pair) == 2 and all(isinstance(t, Tensor) and t.shape == (rows,) for t in pair):
         return pair[0].float(), pair[1].detach()
     raise ConfigError(

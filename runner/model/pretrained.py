@@ -174,8 +174,8 @@ def _words(error: Exception) -> str:
 def base_network(network: nn.Module) -> nn.Module:
     """transformers' own model, below PEFT's wrapper where there is one."""
     method = getattr(network, "get_base_model", None)
-    found: nn.Module = method() if callable(method) else network
-    return found
+    inner: nn.Module = method() if callable(method) else network
+    return inner
 
 
 def base_name(name: str) -> str:
@@ -201,7 +201,7 @@ def stored_renames(network: nn.Module) -> list[tuple[str, str]]:
     except ImportError:  # a release that has none
         return []
     base: Any = base_network(network)
-    found = []
+    renames = []
     for transform in conversion_mapping.get_model_conversion_mapping(base):
         if type(transform).__name__ != "WeightRenaming":
             raise ConfigError(
@@ -210,8 +210,8 @@ def stored_renames(network: nn.Module) -> list[tuple[str, str]]:
                 "model.init=random and an export without --format work"
             )
         sources, targets = transform.source_patterns, transform.target_patterns
-        found += [(source, targets[0]) for source in sources]
-    return found
+        renames += [(source, targets[0]) for source in sources]
+    return renames
 
 
 class PretrainedObjective(GuestObjective):
@@ -333,7 +333,7 @@ def match(
     places = _places(network)
     known = {base_name(name) for name in network.state_dict() if not is_adapter(name)}
     names = _named(known, stored.keys(), prefix, stored_renames(network))
-    found, missing, misshapen = {}, [], []
+    matched, missing, misshapen = {}, [], []
     for own, (aliases, shape) in places.items():
         name = next((names[alias] for alias in aliases if alias in names), None)
         if name is None:
@@ -341,7 +341,7 @@ def match(
         elif stored[name] != shape:
             misshapen.append(f"{name} {list(stored[name])}, needed {list(shape)}")
         else:
-            found[own] = name
+            matched[own] = name
     ignored = [*_COMPUTED, *(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())]
     unexpected = [
         name
@@ -360,19 +360,19 @@ def match(
             + "\n".join(lines)
             + "\nBoth must be of one model; model.init=random begins from fresh weights"
         )
-    return found
+    return matched
 
 
 def _places(network: nn.Module) -> dict[str, tuple[list[str], tuple[int, ...]]]:
     """The names and shape of each parameter that is not an adapter; tied ones have several."""
     owners: dict[int, str] = {}
-    found: dict[str, tuple[list[str], tuple[int, ...]]] = {}
+    places: dict[str, tuple[list[str], tuple[int, ...]]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         if is_adapter(name):
             continue
         own = owners.setdefault(id(parameter), name)
-        found.setdefault(own, ([], tuple(parameter.shape)))[0].append(base_name(name))
-    return found
+        places.setdefault(own, ([], tuple(parameter.shape)))[0].append(base_name(name))
+    return places
 
 
 def _named(

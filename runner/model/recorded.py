@@ -298,12 +298,12 @@ def _kept(value: Any) -> Any:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
     """The arguments that the operation changes, by its schema."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += _tensors(value)
-    return tuple(found)
+            tensors += _tensors(value)
+    return tuple(tensors)
 
 
 _DRAWS = ("normal_", "uniform_", "zero_", "fill_")

@@ -59,12 +59,12 @@ _NAMES = tuple(spec.name for spec in fields(MetricsLine) if spec.name != "column
 
 def held_out_before(path: Path, step: int) -> float | None:
     """The newest held-out loss in the metrics of an earlier step; None without one."""
-    found = None
+    newest = None
     for line in iter_lines(path):
         loss = line.get("eval_loss")
         if isinstance(loss, float) and math.isfinite(loss) and step_of(line) < step:
-            found = loss
-    return found
+            newest = loss
+    return newest
 
 
 class Metrics:

@@ -42,8 +42,8 @@ class MlflowTracker:
         self._log_config(facts.config)
 
     def _find(self, experiment: str, facts: RunFacts) -> Any:
-        found = self._client.search_runs([experiment], f"tags.`{_RUN}` = '{facts.run_id}'")
-        return found[0] if found else None
+        runs = self._client.search_runs([experiment], f"tags.`{_RUN}` = '{facts.run_id}'")
+        return runs[0] if runs else None
 
     def _log_config(self, config: Mapping[str, Any]) -> None:
         """Log the settings. A logged value cannot change: a new one becomes a tag."""

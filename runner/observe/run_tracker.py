@@ -57,7 +57,7 @@ class RunFacts:
 
 def numbers_of(line: MetricsLine) -> dict[str, float]:
     """The finite numbers of one attempted step."""
-    found = {
+    numbers = {
         "step": float(line.step),
         "train/loss": line.loss,
         "train/grad_norm": line.grad_norm,
@@ -67,7 +67,7 @@ def numbers_of(line: MetricsLine) -> dict[str, float]:
         "guard/discarded": float(line.action != "apply"),
         **{f"sources/{name}": value for name, value in line.columns.items()},
     }
-    return {k: float(v) for k, v in found.items() if v is not None and math.isfinite(v)}
+    return {k: float(v) for k, v in numbers.items() if v is not None and math.isfinite(v)}
 
 
 _Item = tuple[str, Any]

@@ -64,7 +64,7 @@ class Stragglers:
 
     def note(self, paces: Sequence[RankPace]) -> list[Straggler]:
         """Compare all ranks, by rank; returns those that have just become stragglers."""
-        found = []
+        stragglers = []
         step = statistics.median(pace.step for pace in paces)
         for what in ("host", "device"):
             seconds = [getattr(pace, what) for pace in paces]
@@ -77,10 +77,10 @@ class Stragglers:
                 count = self._slow.get((rank, what), 0) + 1 if is_slow else 0
                 self._slow[rank, what] = count
                 if count == self._checks:
-                    found.append(
+                    stragglers.append(
                         Straggler(rank=rank, what=what, seconds=value, median=median, checks=count)
                     )
-        return found
+        return stragglers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

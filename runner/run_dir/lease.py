@@ -192,8 +192,8 @@ def _create(path: Path, claim: bytes) -> bool:
         file.write(claim)
         file.flush()
         os.fsync(file.fileno())
-    found = read_bounded(path, _CLAIM_BYTES)
-    if found != claim:
+    content = read_bounded(path, _CLAIM_BYTES)
+    if content != claim:
         raise ConfigError(
             f"{path}: another start has made this file as well: the file system has no hard links, "
             "and does not keep a name that was created exclusively. Put out on one that has either "

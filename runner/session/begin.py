@@ -89,8 +89,8 @@ def _past(opened: Opened, resumed: Resumed) -> Past:
     if not opened.group.is_first:
         return past([], [], [])
     path, length = opened.group.run_dir.metrics, resumed.metrics_bytes
-    found = opened.inventory.found
-    return past(iter_lines(path, stop=length), iter_lines(path, start=length), found.journal)
+    inventory = opened.inventory.found
+    return past(iter_lines(path, stop=length), iter_lines(path, start=length), inventory.journal)
 
 
 def _recorded(opened: Opened, resumed: Resumed) -> list[list[float]]:

@@ -83,8 +83,8 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
     refuse_untried(config, place)
     # Before CUDA starts, which reads some variables only once.
     switched = be_deterministic(changeable()) if config.compute.deterministic else {}
-    found = find_device(config.parallel.device, place, variables())
-    device = take_device(found)
+    found_device = find_device(config.parallel.device, place, variables())
+    device = take_device(found_device)
     run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
     stop = parts.stop_request(config, launch)
     stop.listen()
@@ -106,7 +106,7 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         "rank": place.rank,
         "process": own_process(),
         "pids": pid_namespace(),
-        "versions": versions() | device_versions(found),
+        "versions": versions() | device_versions(found_device),
         "gpu": device_name(device),
     }
     parallel = config.parallel
@@ -120,7 +120,7 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
             timeout_seconds=parallel.timeout_seconds,
             start_seconds=parallel.start_seconds,
             facts=facts,
-            problem=found.problem,
+            problem=found_device.problem,
             have_met=lambda: monitor.expect(
                 "connecting to the other ranks, all of which are there "
                 "(parallel.timeout_seconds; which interface is used NCCL_SOCKET_IFNAME says, "
@@ -133,7 +133,7 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         )
         with _telling(monitor):
             group = _group(config, place, launch, device, stop, monitor, debug, peers)
-            yield replace(group, device_versions=device_versions(found) | switched)
+            yield replace(group, device_versions=device_versions(found_device) | switched)
     except RunnerError:
         monitor.end()
         raise

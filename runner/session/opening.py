@@ -117,7 +117,7 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
         )
         restorer.show = group.console.work
         restored = restorer.restore_if_lost()
-    found = scan(
+    inventory = scan(
         group.run_dir,
         lease.config,
         fingerprint,
@@ -125,12 +125,12 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
         lease.fence,
         tensors=lambda: state_shapes(lease.config, corpus.network),
     )
-    found = replace(found, next_serial=with_highest(found.next_serial, lease.remote))
-    for name in found.torn:
+    inventory = replace(inventory, next_serial=with_highest(inventory.next_serial, lease.remote))
+    for name in inventory.torn:
         group.console.say(f"removed {name}: it was never committed")
-    for sentence in found.damaged:
+    for sentence in inventory.damaged:
         group.console.say(f"damaged checkpoint, not to be used: {sentence}")
-    return Inventory(found=found, restorer=restorer, restored=restored)
+    return Inventory(found=inventory, restorer=restorer, restored=restored)
 
 
 def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJournal:
@@ -174,15 +174,15 @@ def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Le
     """
     batch = lease.config.batch
     lines = [*inventory.found.journal, *inventory.found.crashes]
-    found = settle_micro_size(batch.micro_size, lines)
-    if found.incident is not None:
-        written.report(found.incident)
-    elif found.size != batch.micro_size:
+    settled = settle_micro_size(batch.micro_size, lines)
+    if settled.incident is not None:
+        written.report(settled.incident)
+    elif settled.size != batch.micro_size:
         written.group.console.say(
-            f"micro-batches of {found.size} sequences, not {batch.micro_size}: larger ones did not "
-            "fit into memory (journal.jsonl); another batch.micro_size tries anew"
+            f"micro-batches of {settled.size} sequences, not {batch.micro_size}: larger ones did "
+            "not fit into memory (journal.jsonl); another batch.micro_size tries anew"
         )
-    batch = replace(batch, micro_size=found.size)
+    batch = replace(batch, micro_size=settled.size)
     return replace(lease, config=replace(lease.config, batch=batch))
 
 

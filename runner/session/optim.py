@@ -39,14 +39,14 @@ class OwnSchedule:
         """
         key = "schedule._target_"
         given = {"updates": updates, **self.arguments}
-        found = call_target(key, self.target, given, self.offered)
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not is_number or not math.isfinite(found) or found < 0:
+        value = call_target(key, self.target, given, self.offered)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value < 0:
             raise ConfigError(
-                f"{key}={self.target}: gives {found!r} after {updates} updates; must be a finite "
+                f"{key}={self.target}: gives {value!r} after {updates} updates; must be a finite "
                 "learning rate of 0 or more"
             )
-        return float(found)
+        return float(value)
 
 
 def schedule(config: RunConfig) -> Rates:

@@ -154,8 +154,8 @@ def _step(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
         raise ConfigError(
             f"the model: a step on two samples fails with {type(error).__name__}: {words}"
         ) from error
-    found = [sums.loss, sums.grad_square, *sums.sequences.losses, *sums.sequences.gradient_norms]
-    copies = [part.detach().clone().double() for part in found]
+    numbers = [sums.loss, sums.grad_square, *sums.sequences.losses, *sums.sequences.gradient_norms]
+    copies = [part.detach().clone().double() for part in numbers]
     device = engine.device
     engine.apply(
         skip=torch.ones((), device=device),

@@ -174,11 +174,11 @@ def node_needs(
         looks: by rank: ``host``, which ``memory``, ``bytes`` of a slot, ``free`` bytes there.
         spare_slots: for another node's snapshots.
     """
-    found = []
+    needs = []
     for there in ([looks[rank] for rank in ranks] for ranks in ranks_by_node(looks)):
         free = min(int(look["free"]) for look in there)
         budget = free // 2 if limit_gib is None else min(free, int(limit_gib * _GIB))
-        found.append(
+        needs.append(
             NodeNeed(
                 name=there[0]["host"],
                 slot_bytes=sum(int(look["bytes"]) for look in there),
@@ -186,7 +186,7 @@ def node_needs(
                 spare_slots=spare_slots,
             )
         )
-    return found
+    return needs
 
 
 def _wanted(config: CheckpointConfig) -> int:

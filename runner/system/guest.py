@@ -30,7 +30,7 @@ def find_target(key: str, target: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path and "" not in sys.path:  # a console script does not search there
         sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        target_object = getattr(importlib.import_module(module_name), name)
     except AttributeError:
         raise ConfigError(
             f"{key}={target}: the module {module_name} has no {name!r}; give the name of a class "
@@ -45,9 +45,9 @@ def find_target(key: str, target: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{key}={target}: importing {module_name} fails with {type(error).__name__}: {error}"
         ) from error
-    if not callable(found):
-        raise ConfigError(f"{key}={target}: is {type(found).__name__}, nothing to call")
-    called: Callable[..., Any] = found
+    if not callable(target_object):
+        raise ConfigError(f"{key}={target}: is {type(target_object).__name__}, nothing to call")
+    called: Callable[..., Any] = target_object
     return called
 
 

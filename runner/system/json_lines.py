@@ -28,12 +28,12 @@ _NO_FILE = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.ELOOP)
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The whole lines of a file and their length in bytes; see :func:`iter_lines`."""
-    found: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     length = 0
     for line, end in _whole_lines(path, 0):
-        found.append(line)
+        lines.append(line)
         length = end
-    return found, length
+    return lines, length
 
 
 def iter_lines(path: Path, *, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
@@ -108,11 +108,11 @@ def tail(path: Path, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
     if not path.exists():
         return [], 0
     start = _line_after(path, path.stat().st_size - num_bytes)
-    found, end = [], start
+    lines, end = [], start
     for line, stop in _whole_lines(path, start):
-        found.append(line)
+        lines.append(line)
         end = stop
-    return found, end
+    return lines, end
 
 
 def _line_after(path: Path, position: int) -> int:

@@ -304,8 +304,8 @@ def install() -> None:
 
 def losses() -> Iterable[Loss]:
     """The errors of standard output and error, at most one each."""
-    found = {stream.loss for stream in _installed()}
-    return [loss for loss in found if loss is not None]
+    first_losses = {stream.loss for stream in _installed()}
+    return [loss for loss in first_losses if loss is not None]
 
 
 def finish(seconds: float | None = END_SECONDS) -> None:

@@ -87,7 +87,6 @@ class Auditor:
         report: takes an incident.
         distrust: called with the last step at which all agreed: checkpoints of later ones are not
             to be used again.
-        good_step: at which nothing was wrong as far as is known.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Auditor:
         self._known: set[tuple[int, ...]] = set()
 
     def begin(self, good_step: int) -> None:
-        """The run is taken up at a step that is trusted."""
+        """Note that the run resumes at ``good_step``, where nothing is known to be wrong."""
         self._good_step = good_step
 
     def look(self, updates: int) -> None:

@@ -163,12 +163,12 @@ class CorpusCheck:
 
 def known_digest(journal: Iterable[Mapping[str, Any]], fingerprint: str) -> dict[str, Any] | None:
     """The newest journal line with the whole digest for this fingerprint."""
-    found = None
+    newest = None
     for line in journal:
         detail = line["detail"]
         if line["kind"] == "data_digest" and detail.get("data") == fingerprint:
-            found = dict(detail) if isinstance(detail.get("sha256"), str) else None
-    return found
+            newest = dict(detail) if isinstance(detail.get("sha256"), str) else None
+    return newest
 
 
 def _nothing() -> None:

@@ -90,8 +90,8 @@ class CurveReader:
         if line.eval_loss is None or line.step < max(self._next, _LEAST_SHARE * self._total):
             return
         self._next = math.ceil(_GROWN * line.step)
-        found = None if self._ranks.rank else [asdict(one) for one in self._findings()]
-        for finding in self._ranks.from_first(found):
+        findings = None if self._ranks.rank else [asdict(one) for one in self._findings()]
+        for finding in self._ranks.from_first(findings):
             self._tell_once(Finding(**finding), line.step)
 
     def _findings(self) -> list[Finding]:
@@ -163,9 +163,9 @@ def unigram_entropy(dataset: Dataset) -> float:
         if not isinstance(sample, Sample):
             return 0.0
         labels = sample.tokens if sample.labels is None else sample.labels
-        found = np.bincount(labels[labels != NOT_COUNTED])
-        counts = np.pad(counts, (0, max(0, len(found) - len(counts))))
-        counts[: len(found)] += found
+        token_counts = np.bincount(labels[labels != NOT_COUNTED])
+        counts = np.pad(counts, (0, max(0, len(token_counts) - len(counts))))
+        counts[: len(token_counts)] += token_counts
     counts = counts[counts > 0]
     if not len(counts):
         return 0.0

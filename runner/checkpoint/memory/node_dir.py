@@ -133,10 +133,10 @@ class NodeDir:
         """Remove folders of this user's runs that no later start will use."""
         gone = []
         for folder in _folders(self._root, _RUN):
-            found = None if folder == self.folder else self._abandoned(folder)
-            if found is not None:
+            abandoned = None if folder == self.folder else self._abandoned(folder)
+            if abandoned is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-                gone.append(found)
+                gone.append(abandoned)
         return gone
 
     def _abandoned(self, folder: Path) -> Abandoned | None:

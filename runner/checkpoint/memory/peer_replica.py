@@ -47,12 +47,12 @@ class Return:
 
 def peers(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
     """Each rank's peer, which keeps its copies: on the next node, at the same place there."""
-    found = {}
+    peer_of = {}
     for at, ranks in enumerate(nodes):
         there = nodes[(at + 1) % len(nodes)]
         for place, rank in enumerate(ranks):
-            found[rank] = there[place % len(there)]
-    return found
+            peer_of[rank] = there[place % len(there)]
+    return peer_of
 
 
 def on_every_rank(by_rank: Sequence[Mapping[str, Any]]) -> list[ReplicaInventory]:

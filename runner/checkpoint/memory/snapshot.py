@@ -196,7 +196,7 @@ class Memory:
         And sentences that say which cannot be used, and why.
         """
         folder = self._node.of_rank(incarnation, self._mark.rank)
-        found: dict[int, SnapshotHeader] = {}
+        headers: dict[int, SnapshotHeader] = {}
         refused: dict[str, None] = {}
         for path in sorted(folder.glob("slot-*.json")) if self._node.is_trusted(folder) else []:
             try:
@@ -208,8 +208,8 @@ class Memory:
             if why:
                 refused[why] = None
             else:
-                found[header.serial] = header
-        return found, list(refused)
+                headers[header.serial] = header
+        return headers, list(refused)
 
     def _why_not(self, header: SnapshotHeader, incarnation: int) -> str | None:
         mark = self._mark
@@ -234,10 +234,10 @@ class Memory:
             CorruptCheckpoint: it is damaged or gone.
         """
         folder = self._node.of_rank(incarnation, self._mark.rank)
-        found = next((pair for pair in _headers_in(folder) if pair[0].serial == serial), None)
-        if found is None:
+        earlier = next((pair for pair in _headers_in(folder) if pair[0].serial == serial), None)
+        if earlier is None:
             raise CorruptCheckpoint(f"{folder}: snapshot {serial} is gone")
-        header, source = found
+        header, source = earlier
         values = self.room(slot)
         try:
             values.copy_(SharedBuffer.open(source, header.num_bytes).values)

@@ -245,16 +245,16 @@ class MemoryTier:
         )
         self._earlier_incarnation = incarnation
         records = []
-        for found in on_every_rank(by_rank):
+        for inventory in on_every_rank(by_rank):
             record = Record(
-                serial=found.serial,
-                step=found.step,
-                cursor=found.cursor,
+                serial=inventory.serial,
+                step=inventory.step,
+                cursor=inventory.cursor,
                 state=State.committed,
                 tier=Tier.memory,
             )
             if is_wanted(record):
-                self._earlier[found.serial] = found
+                self._earlier[inventory.serial] = inventory
                 records.append(record)
         serials = [row[0] for said in by_rank for row in said["own"]]
         serials += [row[2] for said in by_rank for row in said["copies"]]

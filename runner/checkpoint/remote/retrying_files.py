@@ -93,10 +93,10 @@ class RemoteFiles:
 
         def work() -> list[str]:
             try:
-                found = self._files.ls(self._at(folder), detail=False)
+                paths = self._files.ls(self._at(folder), detail=False)
             except FileNotFoundError:
                 return []
-            return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found} - {""})
+            return sorted({str(path).rstrip("/").rpartition("/")[2] for path in paths} - {""})
 
         return self._try(f"listing {folder}", work)
 

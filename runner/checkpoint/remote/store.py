@@ -148,7 +148,7 @@ class RemoteRing:
         Raises:
             RemoteFault: it cannot be read.
         """
-        found: list[Entry] = []
+        sound: list[Entry] = []
         damaged: list[str] = []
         for record in self.list_checkpoints().stored:
             folder = folder_name(record)
@@ -160,8 +160,8 @@ class RemoteRing:
                 damaged.append(str(error))
                 continue
             record = replace(record, cursor=manifest.cursor)
-            found.append(Entry(record=record, folder=Path(folder), manifest=manifest))
-        return found, damaged
+            sound.append(Entry(record=record, folder=Path(folder), manifest=manifest))
+        return sound, damaged
 
     def _verify_all(self, folder: str, manifest: Manifest) -> None:
         for name, facts in manifest.files.items():
@@ -246,8 +246,8 @@ class RemoteRing:
     def sweep(self, kept: set[int], *, below: int) -> None:
         """Remove every checkpoint, whole or not, under serial ``below`` but the ``kept``."""
         for name in self.files.names("ring"):
-            found = parse_name(name)
-            if found is not None and found[0] < below and found[0] not in kept:
+            parsed = parse_name(name)
+            if parsed is not None and parsed[0] < below and parsed[0] not in kept:
                 self.remove(name)
 
     # -- claims ---------------------------------------------------------------------------
@@ -303,8 +303,8 @@ class RemoteRing:
     def _remove_older_claims(self, claim: WriterClaim) -> None:
         own = self.check(claim)
         for name in self.files.names("incarnation"):
-            found = _CLAIM.fullmatch(name)
-            if found and int(found[1]) < own.place:
+            match = _CLAIM.fullmatch(name)
+            if match and int(match[1]) < own.place:
                 self.files.delete(f"incarnation/{name}")
 
     def check(self, claim: WriterClaim) -> _Standing:
@@ -319,8 +319,10 @@ class RemoteRing:
         return newest
 
     def _newest_claim(self) -> _Standing | None:
-        found = [match for match in map(_CLAIM.fullmatch, self.files.names("incarnation")) if match]
-        newest = max(found, key=lambda match: (int(match[1]), match[2] or ""), default=None)
+        claims = [
+            match for match in map(_CLAIM.fullmatch, self.files.names("incarnation")) if match
+        ]
+        newest = max(claims, key=lambda match: (int(match[1]), match[2] or ""), default=None)
         return self._read_claim(newest) if newest else None
 
     def _read_claim(self, name: re.Match[str]) -> _Standing:

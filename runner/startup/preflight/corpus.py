@@ -68,7 +68,7 @@ def corpus_checks(corpus: Corpus) -> Iterator[Check]:
 def _samples(
     dataset: Dataset, indices: NDArray[np.int64], until: float
 ) -> tuple[list[_Read], list[int]]:
-    found: list[_Read] = []
+    samples: list[_Read] = []
     unreadable: list[int] = []
     for index in indices.tolist():
         try:
@@ -79,10 +79,10 @@ def _samples(
         if not isinstance(sample, Sample):
             return [], []
         labels = sample.tokens if sample.labels is None else sample.labels
-        found.append(_Read(index=index, tokens=sample.tokens, labels=labels))
+        samples.append(_Read(index=index, tokens=sample.tokens, labels=labels))
         if time.monotonic() > until:
             break
-    return found, unreadable
+    return samples, unreadable
 
 
 def _named(dataset: Dataset, indices: Sequence[int]) -> str:
@@ -101,15 +101,15 @@ def _ids(dataset: Dataset, read: Sequence[_Read], unreadable: Sequence[int]) -> 
         or ((one.labels != NOT_COUNTED) & ((one.labels < 0) | (one.labels >= vocabulary))).any()
     ]
     largest = max(int(one.tokens.max()) for one in read)
-    found = f"{len(read)} samples: ids up to {largest} of {vocabulary}"
+    message = f"{len(read)} samples: ids up to {largest} of {vocabulary}"
     if unreadable:
-        found += f"; {len(unreadable)} cannot be read: {_named(dataset, unreadable)}"
+        message += f"; {len(unreadable)} cannot be read: {_named(dataset, unreadable)}"
     if wrong:
-        found += f"; {len(wrong)} have ids outside: {_named(dataset, wrong)}"
+        message += f"; {len(wrong)} have ids outside: {_named(dataset, wrong)}"
     return Check(
         name="ids and labels are in the vocabulary",
         holds=not wrong and not unreadable,
-        found=found,
+        found=message,
         remedy="another tokenizer than the vocabulary's, or damaged files",
         is_warning=not wrong,
     )
@@ -118,13 +118,13 @@ def _ids(dataset: Dataset, read: Sequence[_Read], unreadable: Sequence[int]) -> 
 def _counted(dataset: Dataset, read: Sequence[_Read]) -> Check:
     shares = np.array([(one.labels[1:] != NOT_COUNTED).mean() for one in read])
     empty = [one.index for one, share in zip(read, shares, strict=True) if share == 0]
-    found = f"of the labels {100 * shares.mean():.3g} % count"
+    message = f"of the labels {100 * shares.mean():.3g} % count"
     if empty:
-        found += f"; {len(empty)} samples count nothing: {_named(dataset, empty)}"
+        message += f"; {len(empty)} samples count nothing: {_named(dataset, empty)}"
     return Check(
         name="labels count",
         holds=bool(shares.mean() > 1 - _UNCOUNTED) and len(empty) <= _SHARE * len(read),
-        found=found,
+        found=message,
         remedy="see what masks them: a chat template without its assistant's marks, padding",
         is_warning=bool(shares.mean() > 1 - _UNCOUNTED),
     )
@@ -144,13 +144,15 @@ def _follows(read: Sequence[_Read]) -> Check:
     words = {1: "labels are shifted already, and the run shifts them again",
              2: "labels are two tokens ahead"}  # fmt: skip
     best = int(np.argmax(share))
-    found = f"{100 * share[0]:.3g} % of the labels are their own token, which the run shifts by one"
+    message = (
+        f"{100 * share[0]:.3g} % of the labels are their own token, which the run shifts by one"
+    )
     if best and share[best] > 0.9:
-        found += f"; {100 * share[best]:.3g} % are token n + {best}: {words[best]}"
+        message += f"; {100 * share[best]:.3g} % are token n + {best}: {words[best]}"
     return Check(
         name="labels are the tokens",
         holds=bool(share[0] > 0.9),
-        found=found,
+        found=message,
         remedy="labels[i] belongs to input_ids[i]; leave labels out where every token counts",
         is_warning=not (best and bool(share[best] > 0.9)),
     )
@@ -164,16 +166,16 @@ def _odd(dataset: Dataset, read: Sequence[_Read]) -> Check:
     odd = np.flatnonzero((entropies < _FEW * usual) | (repeats >= _REPEATS))
     low, middle, high = np.quantile(entropies, [0.01, 0.5, 0.99])
     worst = odd[np.argsort(entropies[odd])]
-    found = (
+    message = (
         f"entropy of a window's tokens {low:.2g} / {middle:.3g} / {high:.3g} nats (1, 50, 99 %), "
         f"a piece repeated up to {int(repeats.max())} times"
     )
     if len(odd):
-        found += f"; {len(odd)} odd: {_named(dataset, [read[at].index for at in worst.tolist()])}"
+        message += f"; {len(odd)} odd: {_named(dataset, [read[at].index for at in worst.tolist()])}"
     return Check(
         name="text is not degenerate",
         holds=len(odd) <= _SHARE * len(read),
-        found=found,
+        found=message,
         remedy="leave documents out that repeat themselves (OLMo 2: 32 repeats of 1 to 13 tokens)",
         is_warning=len(odd) <= _MANY * len(read),
     )
@@ -203,11 +205,11 @@ def _duplicates(dataset: Dataset, read: Sequence[_Read]) -> Check:
         key = one.tokens.tobytes()
         if seen.setdefault(key, one.index) != one.index:
             twice.append(one.index)
-    found = f"{len(twice)} of {len(read)} windows are there twice"
+    message = f"{len(twice)} of {len(read)} windows are there twice"
     return Check(
         name="training windows differ",
         holds=len(twice) <= _SHARE * len(read),
-        found=found + (f": {_named(dataset, twice)}" if twice else ""),
+        found=message + (f": {_named(dataset, twice)}" if twice else ""),
         remedy="remove duplicate documents",
         is_warning=len(twice) <= _MANY * len(read),
     )
@@ -226,7 +228,7 @@ def _contamination(corpus: Corpus) -> Check:
     known = np.unique(np.concatenate(pieces))
     if not len(known):
         return not_tried(name, f"its pieces of {chunk} tokens have fewer than {_DISTINCT} kinds")
-    found: list[Words] = []
+    number_sets: list[Words] = []
     until = time.monotonic() + _SECONDS
     num_read = 0
     for index in corpus.training.tolist():
@@ -234,10 +236,10 @@ def _contamination(corpus: Corpus) -> Check:
         num_read += 1
         for one in read:
             numbers = _numbers(one.tokens, chunk)
-            found.append(numbers[np.isin(numbers, known)])
+            number_sets.append(numbers[np.isin(numbers, known)])
         if time.monotonic() > until:
             break
-    seen = np.unique(np.concatenate(found)) if found else known[:0]
+    seen = np.unique(np.concatenate(number_sets)) if number_sets else known[:0]
     places = [
         one.index for one, numbers in zip(held, pieces, strict=True) if np.isin(numbers, seen).any()
     ]

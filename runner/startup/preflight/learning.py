@@ -103,14 +103,14 @@ def _frozen(subject: Subject, shares: Fractions) -> Check:
     others = [n for n in shares.names if not any(word in n.lower() for word in _TABLES)]
     holds = subject.frozen_by_settings or not others or few
     how = "by the settings" if subject.frozen_by_settings else "by the model itself"
-    found = "every parameter is trained"
+    message = "every parameter is trained"
     if shares.names:
         share = 100 * shares.frozen / total
-        found = f"{named(shares.names)}: {share:.2g} % of the elements are frozen, {how}"
+        message = f"{named(shares.names)}: {share:.2g} % of the elements are frozen, {how}"
     return Check(
         name=name,
         holds=holds,
-        found=found,
+        found=message,
         remedy="requires_grad is off for them: say so with compute.frozen=[REGEX], or train them",
     )
 

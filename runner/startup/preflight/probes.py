@@ -149,13 +149,13 @@ def _noted(subject: Subject, inputs: Inputs) -> list[tuple[str, Tensor]]:
     """Record each module's output [B, T, ...], in the order of execution."""
     network = subject.copy().double().eval()
     length = inputs[INPUT].shape[1]
-    found: list[tuple[str, Tensor]] = []
+    outputs: list[tuple[str, Tensor]] = []
 
     def hook(name: str) -> Callable[..., None]:
         def note(module: nn.Module, given: object, output: object) -> None:
             first = output[0] if isinstance(output, tuple | list) and output else output
             if isinstance(first, Tensor) and first.dim() >= 3 and first.shape[1] == length:
-                found.append((name, first.detach().double()))
+                outputs.append((name, first.detach().double()))
 
         return note
 
@@ -163,7 +163,7 @@ def _noted(subject: Subject, inputs: Inputs) -> list[tuple[str, Tensor]]:
         if name:
             module.register_forward_hook(hook(name))
     answers(network, inputs, 0, length)
-    return found
+    return outputs
 
 
 def documents(subject: Subject) -> Check:
@@ -222,9 +222,9 @@ def _inputs(subject: Subject) -> Inputs:
 def _places(inputs: Inputs, last: bool = False) -> list[int]:
     """Positions to change: early, in the middle, late; also the very last one."""
     length = inputs[INPUT].shape[1]
-    found = {1, length // 3, length // 2, max(length - 4, 1)}
-    found |= {length - 1, length - 2} if last else set()
-    return sorted(place for place in found if 0 < place < length)
+    places = {1, length // 3, length // 2, max(length - 4, 1)}
+    places |= {length - 1, length - 2} if last else set()
+    return sorted(place for place in places if 0 < place < length)
 
 
 def _changed(subject: Subject, inputs: Inputs, place: int) -> Inputs:
@@ -259,11 +259,11 @@ def _apart(
     network = subject.copy().train() if in_training else subject.network.eval()
     if begin >= end:
         return 0.0
-    found: list[Tensor] = []
+    differences: list[Tensor] = []
     for inputs in (one, other):
         torch.manual_seed(0)
-        found.append(answers(network, inputs, begin, end).double())
-    difference = (found[0] - found[1]).abs()
+        differences.append(answers(network, inputs, begin, end).double())
+    difference = (differences[0] - differences[1]).abs()
     return (
         float(torch.nan_to_num(difference, nan=float("inf")).max()) if difference.numel() else 0.0
     )

@@ -86,12 +86,12 @@ class Subject:
 
     def inputs(self, rows: int, length: int | None = None, number: int = 0) -> Inputs:
         """The first rows of a batch; of tokens the first ``length`` columns."""
-        found = {}
+        tensors = {}
         for name, tensor in self.batches[number % len(self.batches)].inputs().items():
             cut = tensor[:rows]
             is_text = length is not None and self.has_tokens and tensor.dim() == 2
-            found[name] = (cut[:, :length] if is_text else cut).clone()
-        return found
+            tensors[name] = (cut[:, :length] if is_text else cut).clone()
+        return tensors
 
 
 def objective(
@@ -199,11 +199,11 @@ def tried(trials: Sequence[Trial], subject: Subject, seconds: float) -> Iterator
             continue
         try:
             answer = trial.try_it(subject)
-            found = [answer] if isinstance(answer, Check) else list(answer)
+            checks = [answer] if isinstance(answer, Check) else list(answer)
         except Exception as error:  # from the user's forward, used in a new way
             words = " ".join(str(error).split())[:200]
-            found = [not_tried(trial.name, f"{type(error).__name__}: {words}")]
-        yield from found
+            checks = [not_tried(trial.name, f"{type(error).__name__}: {words}")]
+        yield from checks
 
 
 def not_tried(name: str, why: str) -> Check:
@@ -234,12 +234,12 @@ class Fractions:
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter]) -> Fractions:
-        found = cls()
+        fractions = cls()
         for name, parameter in parameters.items():
             if parameter.requires_grad:
-                found.trained += parameter.numel()
-                found.trained_names.append(name)
+                fractions.trained += parameter.numel()
+                fractions.trained_names.append(name)
             else:
-                found.frozen += parameter.numel()
-                found.names.append(name)
-        return found
+                fractions.frozen += parameter.numel()
+                fractions.names.append(name)
+        return fractions
