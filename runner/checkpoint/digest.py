@@ -3,8 +3,8 @@
 It does not depend on engine, sharding or world size. There are two definitions, and the size of
 the state alone says which holds:
 
-1. Up to ``WHOLE_BYTES``: SHA-256 over the tensors by name, in sorted order, as FP32 little endian,
-   then the update counts. 64 hex digits.
+1. Up to ``WHOLE_BYTES``: SHA-256 over the tensors by name, in sorted order, little endian, then the
+   update counts. 64 hex digits.
 2. Above: "v2:" and the SHA-256 over two sums of each tensor, then the update counts. Whoever holds
    elements sums them where they lie, and sums of different holders are added.
 
@@ -25,12 +25,15 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import torch
 
+from runner.checkpoint.dtypes import as_bytes
+
 WHOLE_BYTES = 1 << 28
 BLOCK_ELEMENTS = 1 << 20
 LANES = 2
 Sums = tuple[int, ...]  # one for each lane, each below 2^64
 
 _ITEM_BYTES = 4
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MASK = (1 << 64) - 1
 _PAD_SEED = b"holdfast state digest 2"
 _CACHED_ELEMENTS = 1 << 16  # a CPU takes a block in parts that stay in its cache
@@ -48,7 +51,7 @@ def state_digest(
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(-1).numpy().data.cast("B"))
+        digest.update(as_bytes(tensor))
     return _finished(digest, update_counts)
 
 
@@ -82,12 +85,12 @@ class Summing:
     def of(self, name: str, start: int, values: torch.Tensor) -> Sums:
         """Of elements ``[start, start + len(values))`` of the flattened tensor ``name``.
 
-        ``values`` FP32, 1-D and contiguous. Waits for the device once.
+        ``values`` 1-D and contiguous, of any type. Waits for the device once.
         """
         if not len(values):
             return (0,) * LANES
         pads = self._pads_on(values.device)
-        words = values.view(torch.int32)
+        words = values.view(_WORDS[values.itemsize])
         parts, factors = [], []
         stop = start + len(words)
         for block in range(start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)):

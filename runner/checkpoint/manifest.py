@@ -1,11 +1,13 @@
 """The manifest of a checkpoint: one JSON object that names every byte of it.
 
-Flat FP32 shards keyed by (tensor name, flat start, count), so that any engine and any world
-size can read what another wrote. All input from disk is checked before it is used.
+Flat shards keyed by (tensor name, flat start, count), so that any engine and any world size can
+read what another wrote. All input from disk is checked before it is used.
 
 Version 2 lists every piece. That grows with ranks times tensors: on many ranks version 3 says
 where pieces lie in runs (:mod:`runner.checkpoint.layout`), and each rank's file has an index
 beside it, of which a rank reads those that it needs (:mod:`runner.checkpoint.disk.index`).
+Elements are FP32. A manifest that has tensors of other types as well names these, and is of
+version 4 in place of 2, or 5 in place of 3.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from runner.checkpoint.dtypes import FLOAT32, ITEM_SIZES
 from runner.checkpoint.layout import Run, check_coverage
 from runner.system.error import CorruptCheckpoint
 from runner.system.parsing import parse_json, refuse_flagged, whole
 
 FORMAT = "holdfast-ring"
 LISTED, INDEXED = 2, 3  # versions; 2: the guard's memory has a short level
+_TYPED = 2  # added to a version where not all is FP32
 ITEM_BYTES = 4  # FP32, little endian
 MOST_BYTES = 1 << 30  # of a manifest; 1,000 tensors on 1,000 ranks, listed, need a fifth of it
 MOST_LISTED_RANKS = 256  # 1,000 tensors: 20 MB that every rank parses in about a second
@@ -38,6 +42,11 @@ def data_name(rank: int) -> str:
 
 def index_name(rank: int) -> str:
     return f"rank-{rank:05d}.idx"
+
+
+def rank_of(name: str) -> int:
+    """Of a rank's file or index."""
+    return int(name.removeprefix("rank-").partition(".")[0])
 
 
 def is_index(name: str) -> bool:
@@ -86,10 +95,24 @@ class Manifest:
     pieces: Mapping[str, tuple[Piece, ...]]
     files: Mapping[str, FileFacts]
     runs: Mapping[str, tuple[Run, ...]] | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # of tensors that are not FP32
 
     @property
     def version(self) -> int:
-        return LISTED if self.runs is None else INDEXED
+        return (LISTED if self.runs is None else INDEXED) + (_TYPED if self.dtypes else 0)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether each rank's file has an index beside it."""
+        return self.runs is not None
+
+    def dtype(self, name: str) -> str:
+        """Torch's name of a tensor's type."""
+        return self.dtypes.get(name, FLOAT32)
+
+    def item_bytes(self, name: str) -> int:
+        """Of one element of a tensor."""
+        return ITEM_SIZES[self.dtype(name)]
 
     def numel(self, name: str) -> int:
         """Elements of a tensor; 0 where there is none of this name."""
@@ -111,7 +134,7 @@ class Manifest:
             "train_state": self.train_state,
             "update_counts": self.update_counts,
             "tensors": {
-                name: {"shape": list(shape), **self._places(name)}
+                name: {"shape": list(shape), **self._type(name), **self._places(name)}
                 for name, shape in self.shapes.items()
             },
             "files": {
@@ -119,6 +142,9 @@ class Manifest:
                 for name, facts in self.files.items()
             },
         }
+
+    def _type(self, name: str) -> dict[str, str]:
+        return {"dtype": self.dtypes[name]} if name in self.dtypes else {}
 
     def _places(self, name: str) -> dict[str, list[list[Any]]]:
         if self.runs is not None:
@@ -142,14 +168,16 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
 
 
 def _from_json(tree: Any) -> Manifest:
-    if tree["format"] != FORMAT or tree["version"] not in (LISTED, INDEXED):
+    known = [LISTED, INDEXED, LISTED + _TYPED, INDEXED + _TYPED]
+    if tree["format"] != FORMAT or tree["version"] not in known:
         raise ValueError(
-            f"format {tree['format']} version {tree['version']}; need {FORMAT} {LISTED} or "
-            f"{INDEXED}"
+            f"format {tree['format']} version {tree['version']}; need {FORMAT} of version "
+            f"{', '.join(map(str, known))}"
         )
     refuse_flagged(tree)
     tensors = tree["tensors"]
-    is_indexed = tree["version"] == INDEXED
+    is_indexed = tree["version"] in (INDEXED, INDEXED + _TYPED)
+    is_typed = tree["version"] > INDEXED
     num_data = sum(not is_index(name) for name in tree["files"])
     return Manifest(
         serial=whole(tree["serial"], "serial"),
@@ -180,7 +208,14 @@ def _from_json(tree: Any) -> Manifest:
             name: FileFacts(num_bytes=whole(facts["bytes"], "bytes"), sha256=str(facts["sha256"]))
             for name, facts in tree["files"].items()
         },
+        dtypes={n: _type(t["dtype"]) for n, t in tensors.items() if is_typed and "dtype" in t},
     )
+
+
+def _type(name: Any) -> str:
+    if name not in ITEM_SIZES:
+        raise ValueError(f"{str(name)[:80]!r} is no type of a tensor")
+    return str(name)
 
 
 def _piece(values: Any) -> Piece:
@@ -198,7 +233,7 @@ def _check(manifest: Manifest) -> None:
         # The name is joined to a path: only our own pattern may pass.
         if not _FILE_NAME.fullmatch(name):
             raise ValueError(f"file name {name!r}")
-        if facts.num_bytes % ITEM_BYTES and not is_index(name):
+        if facts.num_bytes % ITEM_BYTES and not is_index(name) and not manifest.dtypes:
             raise ValueError(f"{name}: {facts.num_bytes} bytes are no whole number of elements")
     for name, shape in manifest.shapes.items():
         if len(shape) > _MOST_DIMENSIONS:
@@ -218,7 +253,7 @@ def _check(manifest: Manifest) -> None:
 
 def _check_total(manifest: Manifest) -> None:
     """As much is stored as is needed; which bytes are whose the indexes say."""
-    needed = ITEM_BYTES * sum(map(manifest.numel, manifest.shapes))
+    needed = sum(manifest.numel(name) * manifest.item_bytes(name) for name in manifest.shapes)
     stored = sum(f.num_bytes for name, f in manifest.files.items() if not is_index(name))
     if needed != stored:
         raise ValueError(f"files: {stored} bytes for tensors of {needed}")
@@ -239,7 +274,7 @@ def _check_files(manifest: Manifest) -> None:
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, pieces in manifest.pieces.items():
         for piece in pieces:
-            end = piece.offset + piece.count * ITEM_BYTES
+            end = piece.offset + piece.count * manifest.item_bytes(name)
             if end > manifest.files[piece.file].num_bytes:
                 raise ValueError(f"{name}: piece outside {piece.file}")
             used[piece.file].append((piece.offset, end))

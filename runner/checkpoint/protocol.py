@@ -26,6 +26,12 @@ class Shard(Protocol):
     def local(self) -> torch.Tensor: ...
 
 
+def element_type(shard: Shard) -> torch.dtype:
+    """Of ``shard.local``, which is costly where it is made anew at each look."""
+    told = getattr(shard, "element_type", None)
+    return told if isinstance(told, torch.dtype) else shard.local.dtype
+
+
 class ShardedState(Protocol):
     """State to save, in shards: the part of an engine that the ring needs."""
 

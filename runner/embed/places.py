@@ -38,6 +38,7 @@ class Place:
     dtype: torch.dtype
     read: Callable[[], torch.Tensor] | None = None
     staged: torch.Tensor | None = None
+    element_type: torch.dtype = torch.float32  # of ``local``
 
     @property
     def local(self) -> torch.Tensor:

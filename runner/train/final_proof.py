@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
+from runner.checkpoint.dtypes import is_finite
 from runner.checkpoint.protocol import Ranks, ShardedState
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State
@@ -81,7 +80,7 @@ class LastProof:
         return fault or None
 
     def _fault_of_values(self) -> str | None:
-        sound = [bool(torch.isfinite(shard.local).all()) for shard in self._sharded.shards()]
+        sound = [is_finite(shard.local) for shard in self._sharded.shards()]
         [num_unsound] = self._ranks.sum([float(not all(sound))])
         return f"{num_unsound:.0f} rank(s) hold NaN or Inf in the state" if num_unsound else None
 

@@ -229,7 +229,7 @@ LIES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
         lambda tree: tree["files"]["rank-00003.bin"].update(bytes=0),
         "bytes for tensors of",
     ),
-    ("another version", lambda tree: tree.update(version=4), "version 4"),
+    ("another version", lambda tree: tree.update(version=99), "version 99"),
 ]
 
 

@@ -317,7 +317,7 @@ def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
 LIES: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("other format", lambda tree: tree.update(format="zip"), "format zip"),
     ("older version", lambda tree: tree.update(version=1), "version 1"),
-    ("newer version", lambda tree: tree.update(version=4), "version 4"),
+    ("newer version", lambda tree: tree.update(version=99), "version 99"),
     ("no step", lambda tree: tree.pop("step"), "step"),
     ("step without end", lambda tree: tree.update(step="1e999"), "1e999"),
     ("step is a word", lambda tree: tree.update(step="soon"), "soon"),

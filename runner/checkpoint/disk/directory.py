@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from runner.checkpoint.manifest import INDEXED, MOST_BYTES, Manifest, parse_manifest
+from runner.checkpoint.manifest import MOST_BYTES, Manifest, parse_manifest
 from runner.policy.retention.records import Record, State
 from runner.system.error import CheckpointError, CorruptCheckpoint, UnreadableCheckpoint
 from runner.system.files import (
@@ -94,7 +94,7 @@ class CheckpointDirectory:
         path = self.writing_folder(manifest.serial) / MANIFEST
         try:
             # Without line breaks json's fast encoder writes it: it may name thousands of files.
-            indent = None if manifest.version == INDEXED else 1
+            indent = None if manifest.is_indexed else 1
             write_json(path, manifest.to_json(), most_bytes=MOST_BYTES, indent=indent)
         except OSError as error:
             if error.errno != errno.EFBIG:

@@ -6,7 +6,8 @@
 Little endian: a header (``HFINDEX1``, number of pieces, bytes and SHA-256 of the file), then
 columns: tensor number (u32), flat start (u64), count (u64). A tensor's number is its place among
 the sorted names of the manifest. Pieces lie one after another: where one begins follows from the
-counts. The manifest has the digest of each index, and where to look for a piece (:mod:`.layout`).
+counts and the sizes of elements, which the manifest tells. The manifest has the digest of each
+index, and where to look for a piece (:mod:`.layout`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runner.checkpoint.dtypes import FLOAT32, ITEM_SIZES
 from runner.checkpoint.layout import Numbers, Rows, Run, compress
 from runner.checkpoint.manifest import ITEM_BYTES, FileFacts, data_name, index_name
 from runner.system.error import CorruptCheckpoint
@@ -40,10 +42,15 @@ class RankIndex:
     tensor: Numbers
     start: Numbers
     count: Numbers
+    sizes: Numbers | None = None  # bytes of an element, by tensor number; None: all FP32
+
+    def num_bytes(self) -> Numbers:
+        """Of each piece."""
+        return self.count * (ITEM_BYTES if self.sizes is None else self.sizes[self.tensor])
 
     def offsets(self) -> Numbers:
         """Bytes before each piece."""
-        ends: Numbers = np.cumsum(self.count) * ITEM_BYTES
+        ends: Numbers = np.cumsum(self.num_bytes())
         return np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
 
     def places(self) -> dict[tuple[int, int], tuple[int, int]]:
@@ -89,8 +96,13 @@ def _facts(data: bytes, path: Path) -> FileFacts:
 _COLUMNS = ((0, "<u4"), (1, "<u8"), (2, "<u8"))
 
 
-def parse_index(data: bytes, path: Path, *, num_tensors: int) -> RankIndex:
+def parse_index(
+    data: bytes, path: Path, *, num_tensors: int, sizes: Numbers | None = None
+) -> RankIndex:
     """
+    Args:
+        sizes: bytes of an element, by tensor number; None: all FP32.
+
     Raises:
         CorruptCheckpoint: it is none, or does not add up.
     """
@@ -108,9 +120,18 @@ def parse_index(data: bytes, path: Path, *, num_tensors: int) -> RankIndex:
     # As floats first: what a file says may add up to more than an integer holds.
     is_sane = not size or (int(tensor.max()) < num_tensors and int(count.min()) > 0)
     is_sane = is_sane and float(count.sum(dtype=np.float64)) < 1 << 60
-    if not is_sane or int(count.sum()) * ITEM_BYTES != facts.num_bytes:
+    found = RankIndex(facts=facts, tensor=tensor, start=start, count=count, sizes=sizes)
+    if not is_sane or int(found.num_bytes().sum()) != facts.num_bytes:
         raise CorruptCheckpoint(f"{path}: its pieces do not add up to {facts.num_bytes} bytes")
-    return RankIndex(facts=facts, tensor=tensor, start=start, count=count)
+    return found
+
+
+def element_sizes(names: Sequence[str], dtypes: Mapping[str, str]) -> Numbers | None:
+    """Bytes of an element of each of the tensors, by number; None where all are FP32."""
+    if not dtypes:
+        return None
+    sizes = [ITEM_SIZES[dtypes.get(name, FLOAT32)] for name in sorted(names)]
+    return np.array(sizes, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +150,18 @@ class _Found:
 
 
 def collect_indexes(
-    folder: Path, names: Sequence[str], world_size: int, *, known: Layout | None = None
+    folder: Path,
+    names: Sequence[str],
+    world_size: int,
+    *,
+    known: Layout | None = None,
+    dtypes: Mapping[str, str] | None = None,
 ) -> tuple[Layout, dict[str, FileFacts]]:
     """The layout that all ranks' indexes make up, and the facts of all files.
 
     Args:
         names: of all tensors.
+        dtypes: of those that are not FP32.
         known: that of the save before: shards stay where they are, and it is not made anew.
 
     Raises:
@@ -160,22 +187,23 @@ def collect_indexes(
     digests = tuple(one.digest for one in found)
     if known is not None and known.digests == digests:
         return known, files
-    return Layout(runs=_runs(folder, sorted(names), found), digests=digests), files
+    sizes = element_sizes(names, dtypes or {})
+    return Layout(runs=_runs(folder, sorted(names), found, sizes), digests=digests), files
 
 
 def _runs(
-    folder: Path, ordered: Sequence[str], found: Sequence[_Found]
+    folder: Path, ordered: Sequence[str], found: Sequence[_Found], sizes: Numbers | None
 ) -> dict[str, tuple[Run, ...]]:
     indexes = [
-        parse_index(one.data, folder / index_name(rank), num_tensors=len(ordered))
+        parse_index(one.data, folder / index_name(rank), num_tensors=len(ordered), sizes=sizes)
         for rank, one in enumerate(found)
     ]
-    sizes = [len(index.tensor) for index in indexes]
+    lengths = [len(index.tensor) for index in indexes]
     rows = Rows(
         tensor=np.concatenate([index.tensor for index in indexes]),
         start=np.concatenate([index.start for index in indexes]),
         count=np.concatenate([index.count for index in indexes]),
-        file=np.repeat(np.arange(len(found), dtype=np.int64), sizes),
+        file=np.repeat(np.arange(len(found), dtype=np.int64), lengths),
     )
     runs = compress(rows)
     return {name: tuple(runs.get(at, ())) for at, name in enumerate(ordered)}

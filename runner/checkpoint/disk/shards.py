@@ -1,6 +1,6 @@
 """Writing one rank's shards, verifying files, reading any range back.
 
-Knows a shard as (name, shape, flat start, 1-D FP32 tensor); nothing of engines.
+Knows a shard as (name, shape, flat start, 1-D tensor); nothing of engines.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import io
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,21 @@ import numpy as np
 import torch
 
 from runner.checkpoint.disk.directory import Entry, read_rank_facts, unreadable
-from runner.checkpoint.disk.index import MOST_INDEX_BYTES, numbers, parse_index, write_index
+from runner.checkpoint.disk.index import (
+    MOST_INDEX_BYTES,
+    element_sizes,
+    numbers,
+    parse_index,
+    write_index,
+)
+from runner.checkpoint.dtypes import ITEM_SIZES, as_bytes, dtype_of, from_bytes, is_finite
 from runner.checkpoint.manifest import (
-    ITEM_BYTES,
     FileFacts,
     Piece,
     data_name,
     index_name,
     is_index,
+    rank_of,
 )
 from runner.system.error import CorruptCheckpoint
 from runner.system.files import blocks, naming, open_regular, read_bounded, write_json
@@ -39,7 +47,7 @@ _MOST_OPEN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A copy of one rank's part of one tensor, FP32 1-D on the CPU."""
+    """A copy of one rank's part of one tensor, 1-D on the CPU, of whatever type."""
 
     name: str
     start: int
@@ -114,7 +122,7 @@ def write_rank_file(
     path = folder / data_name(rank)
     with naming(path), path.open("xb") as file:
         for snapshot in snapshots:
-            data = _bytes(snapshot.values)
+            data = as_bytes(snapshot.values)
             for at in range(0, len(data), _WRITE_BYTES):
                 block = data[at : at + _WRITE_BYTES]
                 file.write(block)
@@ -134,12 +142,6 @@ def write_rank_file(
         return
     note = {"bytes": offset, "sha256": digest.hexdigest(), "pieces": pieces}
     write_json(folder / f"rank-{rank:05d}.json", note)
-
-
-def _bytes(values: torch.Tensor) -> memoryview:
-    array = values.contiguous().numpy()
-    assert array.dtype == np.float32
-    return array.astype("<f4", copy=False).data.cast("B")
 
 
 def collect_pieces(
@@ -226,7 +228,9 @@ class Indexes:
 
     def __init__(self, entry: Entry) -> None:
         self._entry = entry
-        self._numbers = numbers(list(entry.manifest.shapes))
+        names = list(entry.manifest.shapes)
+        self._numbers = numbers(names)
+        self._sizes = element_sizes(names, entry.manifest.dtypes)
         self._read: dict[int, dict[tuple[int, int], tuple[int, int]]] = {}
 
     def pieces(self, name: str, start: int, stop: int) -> list[Piece]:
@@ -256,7 +260,7 @@ class Indexes:
                 data = read_bounded(path, MOST_INDEX_BYTES)
             except OSError as error:
                 raise unreadable(path, error) from None
-            index = parse_index(data, path, num_tensors=len(self._numbers))
+            index = parse_index(data, path, num_tensors=len(self._numbers), sizes=self._sizes)
             files = self._entry.manifest.files
             if hashlib.sha256(data).hexdigest() != files[index_name(file)].sha256:
                 raise CorruptCheckpoint(f"{path}: digest differs from the manifest's")
@@ -264,6 +268,17 @@ class Indexes:
                 raise CorruptCheckpoint(f"{path}: is of another file than the manifest's")
             self._read[file] = index.places()
         return self._read[file]
+
+    def types(self, file: int) -> list[tuple[int, int, str]]:
+        """(offset, count, type) of each piece in a rank's file, in the order of its bytes.
+
+        Raises:
+            CorruptCheckpoint: see :meth:`pieces`.
+        """
+        manifest = self._entry.manifest
+        names = sorted(manifest.shapes)
+        places = ((at, n, names[tensor]) for (tensor, _), (n, at) in self._of(file).items())
+        return sorted((at, count, manifest.dtype(name)) for at, count, name in places)
 
 
 def _stamp(file: BinaryIO) -> Stamp:
@@ -303,22 +318,66 @@ def verify_files(
     for name in names:
         path, facts = entry.folder / name, entry.manifest.files[name]
         digest = hashlib.sha256()
+        sound = _finiteness(entry, name) if finite and not is_index(name) else None
         with _open(entry, name) as file:
             _check_size(file, path, facts)
             for block in blocks(file):
                 digest.update(block)
                 moved(len(block))
-                if (
-                    finite
-                    and not is_index(name)
-                    and not np.isfinite(np.frombuffer(block, dtype="<f4")).all()
-                ):
+                if sound is not None and not sound(block):
                     raise CorruptCheckpoint(f"{path}: holds NaN or Inf")
             if digest.hexdigest() != facts.sha256:
                 raise CorruptCheckpoint(
                     f"{path}: digest differs from the manifest's: damaged on disk"
                 )
             _check_unchanged(file, path, (seen or {}).get(name))
+
+
+def _finiteness(entry: Entry, name: str) -> Callable[[bytes], bool]:
+    """Told block after block of a rank's file: whether all its numbers are finite."""
+    manifest = entry.manifest
+    if not manifest.dtypes:
+        return lambda block: bool(np.isfinite(np.frombuffer(block, dtype="<f4")).all())
+    if manifest.is_indexed:
+        spans = Indexes(entry).types(rank_of(name))
+    else:
+        pieces = ((n, piece) for n, of_one in manifest.pieces.items() for piece in of_one)
+        spans = sorted((p.offset, p.count, manifest.dtype(n)) for n, p in pieces if p.file == name)
+    return _TypedBlocks(spans).are_finite
+
+
+class _TypedBlocks:
+    """A file whose elements are of several types, block after block.
+
+    Args:
+        spans: (offset, count, type) of each piece, in the order of their bytes.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int, str]]) -> None:
+        self._spans = deque(spans)
+        self._kept = b""  # of the last blocks: an element may lie across two
+        self._at = 0  # where it begins
+
+    def are_finite(self, block: bytes) -> bool:
+        """Of the elements that end in this block."""
+        data, end = self._kept + block, self._at + len(self._kept) + len(block)
+        while self._spans:
+            offset, count, dtype = self._spans[0]
+            if offset >= end:
+                break
+            size = ITEM_SIZES[dtype]
+            there = min(count, (end - offset) // size)
+            first = offset - self._at
+            values = from_bytes(data[first : first + there * size], dtype_of(dtype))
+            if not is_finite(values):
+                return False
+            if there < count:
+                self._spans[0] = (offset + there * size, count - there, dtype)
+                break
+            self._spans.popleft()
+        kept = self._spans[0][0] if self._spans else end
+        self._kept, self._at = (data[kept - self._at :], kept) if kept < end else (b"", end)
+        return True
 
 
 def _check_size(file: BinaryIO, path: Path, facts: FileFacts) -> None:
@@ -353,7 +412,7 @@ class ShardReader:
             self._close(next(iter(self._files)))
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Elements ``[start, start + count)`` of a flattened tensor, FP32 1-D on the CPU.
+        """Elements ``[start, start + count)`` of a flattened tensor, 1-D on the CPU.
 
         Raises:
             CorruptCheckpoint: the tensor is not there or a file is too short.
@@ -366,28 +425,27 @@ class ShardReader:
         stored: Sequence[Piece] = manifest.pieces.get(name, ())
         if manifest.runs is not None:
             stored = self._indexes.pieces(name, start, start + count)
-        found = torch.empty(count, dtype=torch.float32)
+        found = torch.empty(count, dtype=dtype_of(manifest.dtype(name)))
         for piece in stored:
             first, stop = max(start, piece.start), min(start + count, piece.start + piece.count)
             if first < stop:
-                found[first - start : stop - start] = self._piece(piece, first, stop)
+                self._piece(piece, first, found[first - start : stop - start])
         return found
 
-    def _piece(self, piece: Piece, first: int, stop: int) -> torch.Tensor:
+    def _piece(self, piece: Piece, first: int, into: torch.Tensor) -> None:
         path = self._entry.folder / piece.file
-        offset = piece.offset + (first - piece.start) * ITEM_BYTES
+        offset = piece.offset + (first - piece.start) * into.itemsize
+        data = as_bytes(into)
         # Not numpy's fromfile: it takes an error of the disk for the file's end.
-        array = np.empty(stop - first, dtype="<f4")
         try:
             file = self._file(piece.file)
             file.seek(offset)
-            if file.readinto(array.data.cast("B")) != array.nbytes:  # type: ignore[attr-defined]
+            if file.readinto(data) != data.nbytes:  # type: ignore[attr-defined]
                 raise CorruptCheckpoint(f"{path}: truncated")
             # After the read: what came before it is told as well.
             _check_unchanged(file, path, self._seen.get(piece.file))
         except OSError as error:
             raise unreadable(path, error) from None
-        return torch.from_numpy(array.astype(np.float32, copy=False))
 
     def _file(self, name: str) -> BinaryIO:
         file = self._files.pop(name, None)
@@ -413,6 +471,6 @@ def read_range(
     *,
     seen: Mapping[str, Stamp] | None = None,
 ) -> torch.Tensor:
-    """One range: see :class:`ShardReader`."""
+    """One range, see :class:`ShardReader`."""
     with ShardReader(entry, seen=seen) as reader:
         return reader.read(name, start, count)

@@ -27,6 +27,7 @@ from runner.checkpoint.disk.shards import (
     verify_files,
     write_rank_file,
 )
+from runner.checkpoint.dtypes import FLOAT32, name_of
 from runner.checkpoint.jobs import Job, LockstepQueue
 from runner.checkpoint.layout import Run
 from runner.checkpoint.manifest import MOST_LISTED_RANKS, Manifest, Piece, by_kind
@@ -37,6 +38,7 @@ from runner.checkpoint.protocol import (
     Restored,
     ShardedState,
     check_counts,
+    element_type,
 )
 from runner.policy.retention.records import Record, State, Tier
 from runner.system.error import CheckpointError
@@ -114,16 +116,30 @@ class DiskTier:
 
     def commit(self, pending: PendingCheckpoint) -> Job:
         """Publish the checkpoint: every rank's file is written."""
-        shapes = {shard.name: shard.shape for shard in self._sharded.shards()}
-        return self._on_first(f"commit {pending.serial}", lambda: self._publish(pending, shapes))
+        shards = self._sharded.shards()
+        shapes = {shard.name: shard.shape for shard in shards}
+        types = {shard.name: name_of(element_type(shard)) for shard in shards}
+        dtypes = {name: dtype for name, dtype in types.items() if dtype != FLOAT32}
+        return self._on_first(
+            f"commit {pending.serial}", lambda: self._publish(pending, shapes, dtypes)
+        )
 
-    def _publish(self, pending: PendingCheckpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def _publish(
+        self,
+        pending: PendingCheckpoint,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, str],
+    ) -> None:
         folder, metadata = self._directory.writing_folder(pending.serial), pending.metadata
         pieces: Mapping[str, tuple[Piece, ...]] = {}
         runs: Mapping[str, tuple[Run, ...]] | None = None
         if self._is_indexed:
             self._layout, files = collect_indexes(
-                folder, list(shapes), self._ranks.world_size, known=self._layout
+                folder,
+                list(shapes),
+                self._ranks.world_size,
+                known=self._layout,
+                dtypes=dtypes,
             )
             runs = self._layout.runs
         else:
@@ -144,6 +160,7 @@ class DiskTier:
                 pieces=pieces,
                 files=files,
                 runs=runs,
+                dtypes=dtypes,
             )
         )
 
@@ -263,9 +280,14 @@ class DiskTier:
         return entry, stamps(entry, {*files_needed(entry, wanted), *self._share_of(entry)})
 
     def _refuse_other_model(self, entry: Entry) -> None:
-        wanted = {shard.name: tuple(shard.shape) for shard in self._sharded.shards()}
-        if wanted != dict(entry.manifest.shapes):
-            differing = sorted(set(wanted.items()) ^ set(entry.manifest.shapes.items()))
+        manifest = entry.manifest
+        wanted = {
+            shard.name: (tuple(shard.shape), name_of(element_type(shard)))
+            for shard in self._sharded.shards()
+        }
+        stored = {n: (tuple(shape), manifest.dtype(n)) for n, shape in manifest.shapes.items()}
+        if wanted != stored:
+            differing = sorted(set(wanted.items()) ^ set(stored.items()))
             raise CheckpointError(
                 f"{entry.folder}: is of another model; first difference: {differing[0]}"
             )

@@ -35,7 +35,10 @@ KINDS = frozenset(_DIGESTS)
 
 
 class SharedBuffer:
-    """``values``: FP32, 1-D, on the CPU; ``num_bytes`` of them in the file at ``path``."""
+    """``values``: FP32, 1-D, on the CPU; ``num_bytes`` of them in the file at ``path``.
+
+    What they are is their owner's to say: elements of other types lie in there as well.
+    """
 
     def __init__(self, path: Path, mapped: mmap.mmap, num_bytes: int) -> None:
         self.path = path

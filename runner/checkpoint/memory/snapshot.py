@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from runner.checkpoint.dtypes import is_finite, name_of
 from runner.checkpoint.manifest import ITEM_BYTES
 from runner.checkpoint.memory.header import SnapshotHeader, parse_header, read_header, write_header
 from runner.checkpoint.memory.node_dir import NodeDir
@@ -28,12 +29,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlace:
-    """``count`` elements from ``start`` on of one flattened tensor, at element ``offset``."""
+    """``count`` elements from ``start`` on of one flattened tensor, at byte ``offset``."""
 
     name: str
     start: int
     count: int
     offset: int
+    dtype: torch.dtype
 
 
 class SlotLayout:
@@ -41,21 +43,30 @@ class SlotLayout:
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self.places: list[SlotPlace] = []
+        self.is_fp32 = True  # all of it
         rows = []
         offset = 0
         for shard in shards:
-            count = len(shard.local)
+            count, dtype = len(shard.local), shard.local.dtype
+            offset = -(-offset // dtype.itemsize) * dtype.itemsize  # torch wants them aligned
             self.places.append(
-                SlotPlace(name=shard.name, start=shard.start, count=count, offset=offset)
+                SlotPlace(name=shard.name, start=shard.start, count=count, offset=offset, dtype=dtype)
             )
-            rows.append([shard.name, list(shard.shape), shard.start, count])
-            offset += count
-        self.num_bytes = offset * ITEM_BYTES
+            is_other = dtype is not torch.float32
+            more = [name_of(dtype)] if is_other else []
+            self.is_fp32 = self.is_fp32 and not is_other
+            rows.append([shard.name, list(shard.shape), shard.start, count, *more])
+            offset += count * dtype.itemsize
+        self.num_bytes = -(-offset // ITEM_BYTES) * ITEM_BYTES
         self.digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def views(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The slot's part of each shard, in order."""
-        return [values[p.offset : p.offset + p.count] for p in self.places]
+        data = values.view(torch.uint8)
+        return [
+            data[p.offset : p.offset + p.count * p.dtype.itemsize].view(p.dtype)
+            for p in self.places
+        ]
 
 
 class Memory:
@@ -170,11 +181,13 @@ class Memory:
             CorruptCheckpoint: something differs.
         """
         buffer, sealed = self._buffers[slot], self._digests.get(slot, "")
-        kind = sealed.partition(":")[0]
+        kind, is_fp32 = sealed.partition(":")[0], self.layout.is_fp32
         if kind not in KINDS or sealed != buffer.digest(
-            kind=kind, threads=self._threads if quick else 1, finite=finite
+            kind=kind, threads=self._threads if quick else 1, finite=finite and is_fp32
         ):
             raise CorruptCheckpoint(f"{buffer.path}: digest differs: damaged in memory")
+        if finite and not is_fp32 and not all(map(is_finite, self.layout.views(buffer.values))):
+            raise CorruptCheckpoint(f"{buffer.path}: holds NaN or Inf")
 
     def copy_out(self, slot: int, shards: Sequence[Shard]) -> None:
         """Copy the snapshot into the state."""

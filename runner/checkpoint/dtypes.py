@@ -1,0 +1,74 @@
+"""Types of a checkpoint's elements: their names in a manifest, sizes, and what finite means.
+
+FP32 is what goes without saying; a manifest without other types is as it always was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+FLOAT32: Final = "float32"
+# Bytes of an element by torch's name of its type.
+ITEM_SIZES: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        FLOAT32: 4,
+        "float64": 8,
+        "float16": 2,
+        "bfloat16": 2,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "uint8": 1,
+        "int8": 1,
+        "bool": 1,
+        "int16": 2,
+        "uint16": 2,
+        "int32": 4,
+        "uint32": 4,
+        "int64": 8,
+        "uint64": 8,
+    }
+)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As a manifest has it.
+
+    Raises:
+        ValueError: a checkpoint does not hold such elements.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in ITEM_SIZES:
+        raise ValueError(f"{dtype}: a checkpoint holds {', '.join(ITEM_SIZES)}")
+    return name
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Inverse of :func:`name_of`, of a name that is in :data:`ITEM_SIZES`."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no element is NaN or Inf; whole numbers never are."""
+    if not values.is_floating_point():
+        return True
+    wide = values.float() if values.dtype.itemsize == 1 else values
+    return bool(torch.isfinite(wide).all())
+
+
+def as_bytes(values: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor, little endian; not copied where it is contiguous."""
+    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    """1-D: inverse of :func:`as_bytes`, of whole elements. Not to be written to."""
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype)
