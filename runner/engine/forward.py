@@ -91,7 +91,9 @@ class Forward:
         if any(self._norms):
             pairs = zip(self._norms, self._losses, strict=True)
             norms = tuple(_together(of_one, losses) for of_one, losses in pairs)
-        return Sequences(losses=tuple(self._losses), gradient_norms=norms)
+        return Sequences(
+            losses=tuple(self._losses), gradient_norms=norms, counts=tuple(self._counts)
+        )
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:

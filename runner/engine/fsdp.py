@@ -12,15 +12,21 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from runner.engine.forward import Disturb, Forward
-from runner.engine.found_state import require_elementwise
 from runner.engine.norm import squared_norm
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.protocol import (
@@ -51,6 +57,7 @@ class Layout:
     reduce_each_micro_batch: bool
     compile: bool
     is_wide: bool = False
+    offload: bool = False  # weights, gradients and moments lie in the host's memory
 
 
 def device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
@@ -73,6 +80,10 @@ def shard_model(
         param_dtype=None if layout.dtype is torch.float32 else layout.dtype,
         reduce_dtype=torch.promote_types(layout.dtype, torch.float32),
     )
+    policies: dict[str, Any] = {"mp_policy": precision}
+    if layout.offload:
+        # Page-locked memory is for a device; a CPU has none.
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     # gloo lets nothing run beside a collective, so where no parameter is gathered one for the
     # whole model is best; NCCL reduces each block while the backward pass goes on.
     by_block = layout.shard_size > 1 or mesh.device_type == "cuda"
@@ -82,12 +93,9 @@ def shard_model(
         if not by_block:
             continue
         fully_shard(
-            block,
-            mesh=mesh,
-            mp_policy=precision,
-            reshard_after_forward=layout.reshard_after_forward,
+            block, mesh=mesh, reshard_after_forward=layout.reshard_after_forward, **policies
         )
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, **policies)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The divisor is the global token count, known after the reduction only. Both
@@ -128,6 +136,8 @@ class FsdpEngine:
         """
         self.device = device
         self.twin = WiderTwin()
+        # Where the weights lie and the optimizer works.
+        self._home = torch.device("cpu") if layout.offload else device
         self._model = model
         self._layout = layout
         self.mesh = mesh
@@ -145,15 +155,15 @@ class FsdpEngine:
         # The optimizer gets the shards as plain tensors: the update is element by element, and
         # DTensor's dispatch would cost the host several times what the rest of a step does.
         self._held = {name: _local(p).detach() for name, p in self._trained.items()}
-        if settings.make is not None and layout.shard_size > 1:
-            require_elementwise(settings.make, settings.name)
-        dims = {name: parameter.dim() for name, parameter in self._trained.items()}
-        self._optimizer = ShardOptimizer(self._held, dims, settings, device, self._whole)
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._trained.items()}
+        self._optimizer = ShardOptimizer(
+            self._held, shapes, settings, self._home, self._whole, is_cut=layout.shard_size > 1
+        )
         self._is_checked = False
 
     @property
     def waits_for_host(self) -> bool:
-        return self._optimizer.waits_for_host
+        return self._optimizer.waits_for_host or self._home.type != self.device.type
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -249,7 +259,12 @@ class FsdpEngine:
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
     ) -> str | None:
-        self._optimizer.step(skip=skip, grad_scale=grad_scale, learning_rate=learning_rate)
+        # Waits where weights are offloaded: the gate has to be where the optimizer is.
+        self._optimizer.step(
+            skip=skip.to(self._home),
+            grad_scale=grad_scale.to(self._home),
+            learning_rate=learning_rate,
+        )
         self._forget_gradients()
         return None
 
@@ -270,20 +285,30 @@ class FsdpEngine:
                 module.reshard()
 
     def shards(self) -> list[Shard]:
-        return [self._shard(name, local) for name, local in self._tensors().items()]
+        found = [self._shard(name, local) for name, local in self._tensors().items()]
+        found += [self._slice(name, whole) for name, whole in self._optimizer.uncut().items()]
+        return sorted(found, key=lambda shard: shard.name)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self._network.named_buffers())
 
     def full(self, name: str) -> torch.Tensor:
+        uncut = self._optimizer.uncut()
+        if name in uncut:
+            return uncut[name].detach().cpu()
         parameter = name.partition("/")[2]
-        return self._whole(parameter, self._tensors()[name])[0].detach().float().cpu()
+        return self._whole(parameter, self._tensors()[name])[0].detach().cpu()
 
     def _whole(self, name: str, local: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The whole of what is cut like a parameter, and its first row that is ours. Collective."""
         parameter = self._parameters[name]
         if not isinstance(parameter, DTensor):
             return local, 0
+        if local.device.type != self.device.type:  # collectives are of the device
+            whole, first = self._whole(name, local.to(self.device))
+            return whole.to(local.device), first
+        if local.dtype is not torch.float32:
+            return self._gathered(parameter, local), self._first_own_row(parameter)
         whole = DTensor.from_local(
             local,
             parameter.device_mesh,
@@ -294,16 +319,49 @@ class FsdpEngine:
         ).full_tensor()
         return whole, self._first_own_row(parameter)
 
+    def _gathered(self, parameter: DTensor, local: torch.Tensor) -> torch.Tensor:
+        """As :meth:`_whole`, of any type: byte by byte, as not every backend knows every type."""
+        row_bytes = math.prod(parameter.shape[1:]) * local.itemsize
+        most = -(-parameter.shape[0] // self._layout.shard_size) * row_bytes
+        mine = torch.zeros(most, dtype=torch.uint8, device=local.device)
+        own = local.contiguous().view(-1).view(torch.uint8)
+        mine[: len(own)] = own
+        whole = mine.new_empty(most * self._layout.shard_size)
+        dist.all_gather_into_tensor(whole, mine, group=self.mesh.get_group("shard"))
+        whole = whole[: parameter.shape[0] * row_bytes]
+        return whole.view(local.dtype).view(parameter.shape)
+
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
-        copies = [] if self._layout.replicas == 1 else [s.local for s in self.shards()]
+        shards = [] if self._layout.replicas == 1 else self.shards()
+        # Numbers that an optimizer keeps on the host stay there.
+        copies = [shard.local for shard in shards if shard.local.device.type == self._home.type]
         return self._shard_rank(), copies
 
     def update_counts(self) -> dict[str, int]:
         return self._optimizer.update_counts()
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
+        self._complete()
         self._optimizer.set_update_counts(update_counts)
         self._forget_gradients()
+
+    def _complete(self) -> None:
+        """Each rank has loaded its slices of what all have whole; they get each other's."""
+        uncut = self._optimizer.uncut(is_loaded=True)
+        if not uncut or self._layout.shard_size == 1:
+            return
+        # As bytes, each of one rank's and zero on the others: the sum changes no bit.
+        parts = []
+        for name, whole in uncut.items():
+            shard = self._slice(name, whole)
+            alone = torch.zeros_like(whole.view(-1))
+            alone[shard.start : shard.start + len(shard.local)] = shard.local
+            parts.append(alone.view(torch.uint8).to(self.device))
+        packed = torch.cat(parts)
+        dist.all_reduce(packed, group=self.mesh.get_group("shard"))
+        sizes = [part.numel() for part in parts]
+        for whole, told in zip(uncut.values(), torch.split(packed, sizes), strict=True):
+            whole.view(-1).copy_(told.clone().view(whole.dtype))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """This rank's part of each tensor of the state."""
@@ -311,6 +369,15 @@ class FsdpEngine:
         for name, parameter in self._parameters.items():
             found[f"param/{name}"] = _local(parameter).detach()
         return dict(sorted((found | self._optimizer.tensors()).items()))
+
+    def _slice(self, name: str, whole: torch.Tensor) -> Shard:
+        """This rank's share of what all ranks have whole, for a checkpoint."""
+        flat = whole.view(-1)
+        size = -(-len(flat) // self._layout.shard_size)
+        start = min(len(flat), size * self._shard_rank())
+        return Shard(
+            name=name, shape=tuple(whole.shape), start=start, local=flat[start : start + size]
+        )
 
     def _shard(self, name: str, local: torch.Tensor) -> Shard:
         parameter = self._parameters[name.partition("/")[2]]

@@ -2,13 +2,13 @@
 
 A gated step leaves parameters and state as they were, bit for bit. Optimizers that look at
 ``found_inf`` (torch's fused ones, ours) are gated on the device, where nothing waits; before the
-step of any other this rank reads the gate.
+step of any other (:mod:`runner.engine.foreign`) this rank reads the gate.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.engine.adamw import AdamWSettings, adamw_over, make_state, set_gate
-from runner.engine.found_state import found_kinds, prime
+from runner.engine.foreign import Foreign
+from runner.engine.found_state import Make
 from runner.engine.lion import Lion, opened
 from runner.engine.muon import Muon, Whole, is_hidden_matrix
 
 Groups = list[dict[str, Any]]
-Make = Callable[[Groups], Optimizer]
 _COUNT = "step"  # torch's name of the number of updates
 AVERAGE = "ema"  # the kind of the weights' average
 
@@ -67,15 +67,14 @@ class OptimizerSettings:
     def kinds(self, name: str, num_dims: int) -> tuple[str, ...]:
         """What is kept for a parameter: FP32 tensors in its shape, in order.
 
-        Raises:
-            ConfigError: ``other`` keeps something else, too.
+        Of ``other`` the average alone: what it keeps is known when it is made.
         """
         average = (AVERAGE,) if self.ema is not None else ()
         return (*self._of_optimizer(name, num_dims), *average)
 
     def _of_optimizer(self, name: str, num_dims: int) -> tuple[str, ...]:
         if self.make is not None:
-            return found_kinds(self.make, num_dims, self.name)
+            return ()
         if self.kind == "sgd":
             return ("momentum_buffer",) if self.momentum else ()
         if self.kind == "lion":
@@ -95,25 +94,29 @@ class ShardOptimizer:
 
     Args:
         shards: by name, FP32, with as many dimensions as the parameter; ``.grad`` is read.
-        num_dims: of each whole parameter.
-        whole: gives a whole matrix from this rank's rows; collective.
+        shapes: of each whole parameter.
+        whole: gives the whole of what is cut like a parameter, and this rank's first row;
+            collective.
+        is_cut: whether shards are less than the whole.
 
     Raises:
-        ConfigError: it keeps what a checkpoint cannot hold.
+        ConfigError: it cannot work on shards, or keeps what a checkpoint cannot hold.
     """
 
     def __init__(
         self,
         shards: Mapping[str, Tensor],
-        num_dims: Mapping[str, int],
+        shapes: Mapping[str, tuple[int, ...]],
         settings: OptimizerSettings,
         device: torch.device,
         whole: Whole,
+        *,
+        is_cut: bool = False,
     ) -> None:
         self._shards = shards
-        self._num_dims = num_dims
+        self._num_dims = {name: len(shape) for name, shape in shapes.items()}
         self._settings = settings
-        self._kinds = {name: settings.kinds(name, num_dims[name]) for name in shards}
+        self._kinds = {name: settings.kinds(name, self._num_dims[name]) for name in shards}
         # By factor of the learning rate: filled before each step, so that nothing waits.
         self._rates: dict[float, Tensor] = {}
         self._device = device
@@ -121,11 +124,22 @@ class ShardOptimizer:
         self._updates = torch.zeros((), device=device)
         self._averages = {n: torch.zeros_like(s) for n, s in shards.items() if settings.ema}
         self._of: dict[str, Optimizer] = {}
+        self._foreign: Foreign | None = None
+        if settings.make is not None and shards:
+            self._foreign = Foreign(
+                shards,
+                shapes,
+                self._groups(list(shards)),
+                make=settings.make,
+                name=settings.name,
+                whole=whole,
+                is_cut=is_cut,
+            )
         is_muon = settings.kind == "muon"
-        matrices = [n for n in shards if is_muon and is_hidden_matrix(n, num_dims[n])]
+        matrices = [n for n in shards if is_muon and is_hidden_matrix(n, self._num_dims[n])]
         if matrices:
             self._add(matrices, partial(Muon, momentum=settings.momentum, whole=whole))
-        rest = [name for name in shards if name not in self._of]
+        rest = [name for name in shards if name not in self._of and self._foreign is None]
         if rest:
             self._add(rest, self._make_rest)
         self._optimizers = list(dict.fromkeys(self._of.values()))
@@ -134,22 +148,17 @@ class ShardOptimizer:
     @property
     def waits_for_host(self) -> bool:
         """Whether the gate is read before each step."""
-        return not all(map(_is_gated, self._optimizers))
+        return self._foreign is not None and not self._foreign.is_gated
 
     def step(self, *, skip: Tensor, grad_scale: Tensor, learning_rate: float) -> None:
         """On gradients divided by ``grad_scale``, unless ``skip`` is 1; FP32 scalars."""
         for factor, rate in self._rates.items():
             rate.fill_(learning_rate * factor)
+        if self._foreign is not None:
+            self._foreign.step(skip=skip, grad_scale=grad_scale, learning_rate=learning_rate)
         for optimizer in self._optimizers:
-            if self._settings.make is not None:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate * group["rate"]
-            if _is_gated(optimizer):
-                set_gate(optimizer, skip=skip, grad_scale=grad_scale)
-                optimizer.step()
-            elif not skip.item():
-                _divide(optimizer, grad_scale)
-                optimizer.step()
+            set_gate(optimizer, skip=skip, grad_scale=grad_scale)
+            optimizer.step()
         self._follow(skip)
         self._updates += 1.0 - skip
 
@@ -165,7 +174,14 @@ class ShardOptimizer:
 
     @contextmanager
     def averaged(self) -> Iterator[bool]:
-        """The shards hold their averages meanwhile, where there are any. Waits once."""
+        """The shards hold their averages meanwhile, where there are any. Waits once.
+
+        Else what an optimizer from elsewhere has for evaluation.
+        """
+        if not self._averages and self._foreign is not None:
+            with self._foreign.evaluated() as is_other:
+                yield is_other
+            return
         there = bool(self._averages) and bool(self._updates.item())
         kept = {name: shard.clone() for name, shard in self._shards.items()} if there else {}
         try:
@@ -177,17 +193,27 @@ class ShardOptimizer:
                 self._shards[name].copy_(values)
 
     def tensors(self) -> dict[str, Tensor]:
-        """State by "kind/name"."""
-        return {
+        """State that is cut like its parameter, by "kind/name"."""
+        found = {
             f"{kind}/{name}": self._state(name)[kind]
             for name, kinds in self._kinds.items()
             for kind in kinds
             if kind != AVERAGE
-        } | {f"{AVERAGE}/{name}": average for name, average in self._averages.items()}
+        }
+        if self._foreign is not None:
+            found |= self._foreign.tensors()
+        return found | {f"{AVERAGE}/{name}": average for name, average in self._averages.items()}
+
+    def uncut(self, *, is_loaded: bool = False) -> dict[str, Tensor]:
+        """State that every rank has whole, by "kind/name"; see :meth:`Foreign.uncut`."""
+        return {} if self._foreign is None else self._foreign.uncut(is_loaded=is_loaded)
 
     def update_counts(self) -> dict[str, int]:
         """Applied updates by name. Waits once."""
-        own = [self._state(name).get(_COUNT, self._updates) for name in self._shards]
+        if self._foreign is not None:
+            own = self._foreign.counts(self._updates)
+        else:
+            own = [self._state(name).get(_COUNT, self._updates) for name in self._shards]
         counts = [torch.as_tensor(count).to(self._device, torch.float32) for count in own]
         # In one copy: one by one each would wait for the device.
         values = torch.stack(counts).tolist() if counts else []
@@ -195,12 +221,12 @@ class ShardOptimizer:
 
     def set_update_counts(self, counts: Mapping[str, int]) -> None:
         """After a load."""
-        for name in self._shards:
+        if self._foreign is not None:
+            self._foreign.finish_load(counts)
+        for name in self._of:
             state = self._state(name)
-            if isinstance(state.get(_COUNT), Tensor):
+            if _COUNT in state:
                 state[_COUNT].fill_(float(counts[name]))
-            elif _COUNT in state:
-                state[_COUNT] = counts[name]
         self._updates.fill_(float(max((counts[name] for name in self._shards), default=0)))
 
     def _state(self, name: str) -> dict[str, Any]:
@@ -208,6 +234,10 @@ class ShardOptimizer:
         return state
 
     def _add(self, names: Sequence[str], make: Make) -> None:
+        optimizer = make(self._groups(names))
+        self._of.update(dict.fromkeys(names, optimizer))
+
+    def _groups(self, names: Sequence[str]) -> Groups:
         groups: dict[tuple[float, float | None], dict[str, Any]] = {}
         for name in names:
             rule = self._settings.rule(name)
@@ -223,13 +253,10 @@ class ShardOptimizer:
                 group["weight_decay"] = decay
             group["params"].append(self._shards[name])
             group["names"].append(name)
-        optimizer = make(list(groups.values()))
-        self._of.update(dict.fromkeys(names, optimizer))
+        return list(groups.values())
 
     def _make_rest(self, groups: Groups) -> Optimizer:
         settings, adamw = self._settings, self._settings.adamw
-        if settings.make is not None:
-            return settings.make(groups)
         if settings.kind == "sgd":
             return torch.optim.SGD(groups, momentum=settings.momentum, fused=True)
         if settings.kind == "lion":
@@ -238,26 +265,10 @@ class ShardOptimizer:
 
     def _make_state(self) -> None:
         """Now, not in the first step: a checkpoint of step 0 and a load need it."""
-        if self._settings.make is not None:
-            for optimizer in self._optimizers:
-                prime(optimizer)
-            return
-        for name, shard in self._shards.items():
-            optimizer = self._of[name]
+        for name, optimizer in self._of.items():
+            shard = self._shards[name]
             if isinstance(optimizer, torch.optim.AdamW):
                 make_state(optimizer, [shard])
                 continue
             for kind in set(self._kinds[name]) - {AVERAGE}:
                 optimizer.state[shard][kind] = torch.zeros_like(shard)
-
-
-def _is_gated(optimizer: Optimizer) -> bool:
-    """Whether it looks at ``found_inf`` by itself, and divides by ``grad_scale``."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def _divide(optimizer: Optimizer, grad_scale: Tensor) -> None:
-    for group in optimizer.param_groups:
-        for shard in group["params"]:
-            if shard.grad is not None:
-                shard.grad.div_(grad_scale)

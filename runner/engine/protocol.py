@@ -60,6 +60,7 @@ class Sequences:
 
     losses: tuple[torch.Tensor, ...]
     gradient_norms: tuple[torch.Tensor, ...]
+    counts: tuple[torch.Tensor, ...] = ()  # what each loss is a sum of
 
     def to_host(self) -> Suspects:
         """Waits for the device."""
@@ -104,8 +105,9 @@ class LocalSums:
 class Shard:
     """A live view of this rank's part of one tensor of the state.
 
-    ``name`` is "param/...", "exp_avg/..." or "exp_avg_sq/..."; ``local`` FP32 1-D, elements
-    ``[start, start + len(local))`` of the flattened tensor of ``shape``.
+    ``name`` is "param/...", "exp_avg/..." or whatever else an optimizer keeps; ``local`` 1-D,
+    elements ``[start, start + len(local))`` of the flattened tensor of ``shape``. Parameters are
+    FP32.
     """
 
     name: str
@@ -233,7 +235,7 @@ class Engine(Protocol):
         ...
 
     def full(self, name: str) -> torch.Tensor:
-        """The whole tensor called ``name``, FP32 on the CPU, on every rank."""
+        """The whole tensor called ``name``, on the CPU, on every rank."""
         ...
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:

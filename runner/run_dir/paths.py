@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ _ARGUMENT = re.compile(r"((?!track\.)[a-z]+\.arguments|model\.lora|model\.rope_s
 # For runs from before these keys existed.
 _LATER = {
     "compute.deterministic": False,
+    "compute.document_attention": "auto",
     "model.kind": "decoder",
     "model.init": "weights",
     "optim.kind": "adamw",
@@ -165,12 +167,16 @@ class RunDir:
         """
         Args:
             stored: names of a checkpoint's tensors and their shapes.
-            wanted: those of the model of these settings.
+            wanted: those of the model of these settings. With parameters alone, of which nobody
+                knows yet what the optimizer keeps beside them, parameters alone are compared.
 
         Raises:
             ConfigError: they differ. Nothing in ``out`` was touched.
         """
-        names = sorted(stored.keys() | wanted.keys(), key=lambda name: (name[:6] != "param/", name))
+        is_param = operator.methodcaller("startswith", "param/")
+        if all(map(is_param, wanted)):
+            stored = {name: shape for name, shape in stored.items() if is_param(name)}
+        names = sorted(stored.keys() | wanted.keys(), key=lambda name: (not is_param(name), name))
         differing = [name for name in names if stored.get(name) != wanted.get(name)]
         if not differing:
             return

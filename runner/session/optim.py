@@ -127,16 +127,21 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
 
 
 def state_shapes(config: RunConfig, network: Blueprint) -> dict[str, tuple[int, ...]]:
-    """Names and whole shapes of the tensors in a checkpoint of these settings."""
+    """Names and whole shapes of the tensors in a checkpoint of these settings.
+
+    With ``optim._target_`` parameters alone: what it keeps is known when it is made.
+    """
     settings = optimizer_settings(config)
+    is_known = settings.make is None
     return {
         f"{kind}/{name}": parameter.shape
         for name, parameter in network.parameters().items()
-        for kind in ("param", *_kept(settings, name, len(parameter.shape), parameter.is_trained))
+        for kind in (
+            "param",
+            *(
+                settings.kinds(name, len(parameter.shape))
+                if parameter.is_trained and is_known
+                else ()
+            ),
+        )
     }
-
-
-def _kept(
-    settings: OptimizerSettings, name: str, num_dims: int, is_trained: bool
-) -> tuple[str, ...]:
-    return settings.kinds(name, num_dims) if is_trained else ()

@@ -9,15 +9,49 @@ import torch
 from torch import Tensor
 
 from runner.engine.adamw import AdamWSettings
-from runner.engine.found_state import found_kinds, require_elementwise
+from runner.engine.found_state import found_traits
 from runner.engine.muon import is_hidden_matrix, orthogonalised
 from runner.engine.optimizer import OptimizerSettings, ParameterRule, ShardOptimizer
 from runner.system.error import ConfigError
+from tests.optimizers import EightBit, ScheduleFree
 
 ADAMW = AdamWSettings(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 CPU = torch.device("cpu")
 SHAPES = {"blocks.0.weight": (6, 4), "embedding.weight": (5, 4), "norm.weight": (4,)}
 BUILT_IN = ["adamw", "sgd", "lion", "muon"]
+FOREIGN = ["adam", "rmsprop", "adagrad", "nadam", "adafactor", "eight-bit", "schedule-free"]
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps what a checkpoint has no place for."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params, {"lr": 0.1, "odd": []})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if self.kind == "group":
+                group["odd"].append(1)
+            for p in group["params"]:
+                self.state[p]["odd"] = [1] if self.kind == "list" else 1
+        if self.kind == "other":
+            self.state["other"]["x"] = 1  # type: ignore[index]
+
+
+class Together(torch.optim.Optimizer):
+    """A step of the norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        for p in params:
+            p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
 class PerTensor(torch.optim.Optimizer):
@@ -35,7 +69,11 @@ class PerTensor(torch.optim.Optimizer):
 
 def settings(kind: str, **more: Any) -> OptimizerSettings:
     makes: dict[str, Any] = {
-        "nadam-like": lambda groups: torch.optim.Adam(groups, lr=1.0),
+        "adam": lambda groups: torch.optim.Adam(groups, lr=1.0),
+        "nadam": lambda groups: torch.optim.NAdam(groups, lr=1.0),
+        "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1.0),
+        "eight-bit": lambda groups: EightBit(groups, lr=1.0),
+        "schedule-free": lambda groups: ScheduleFree(groups, lr=1.0),
         "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=1.0),
         "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1.0, initial_accumulator_value=2),
     }
@@ -48,8 +86,11 @@ def settings(kind: str, **more: Any) -> OptimizerSettings:
 def made(told: OptimizerSettings) -> tuple[dict[str, Tensor], ShardOptimizer]:
     torch.manual_seed(0)
     shards = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    dims = {name: len(shape) for name, shape in SHAPES.items()}
-    return shards, ShardOptimizer(shards, dims, told, CPU, lambda name, local: (local, 0))
+    return shards, ShardOptimizer(shards, SHAPES, told, CPU, lambda name, local: (local, 0))
+
+
+def state_of(optimizer: ShardOptimizer) -> dict[str, Tensor]:
+    return optimizer.tensors() | optimizer.uncut()
 
 
 def give(shards: dict[str, Tensor], seed: int, scale: float = 1.0) -> None:
@@ -64,35 +105,71 @@ def step(optimizer: ShardOptimizer, *, skip: bool = False, scale: float = 1.0) -
     )
 
 
-@pytest.mark.parametrize("kind", [*BUILT_IN, "nadam-like", "rmsprop", "adagrad"])
+@pytest.mark.parametrize("kind", [*BUILT_IN, *FOREIGN])
 def test_a_gated_step_changes_no_bit_and_a_restored_one_goes_on(kind: str) -> None:
     shards, optimizer = made(settings(kind))
     for seed in range(3):
         give(shards, seed)
         step(optimizer)
-    state = {n: t.clone() for n, t in (shards | optimizer.tensors()).items()}
+    state = {n: t.clone() for n, t in (shards | state_of(optimizer)).items()}
     counts = optimizer.update_counts()
     assert set(counts.values()) == {3}
     give(shards, 3, scale=float("nan"))
     step(optimizer, skip=True)
-    for name, tensor in (shards | optimizer.tensors()).items():
+    for name, tensor in (shards | state_of(optimizer)).items():
         assert torch.equal(tensor, state[name]), name
     assert optimizer.update_counts() == counts
     # Another process loads it.
     others, again = made(settings(kind))
-    for name, tensor in (others | again.tensors()).items():
+    for name, tensor in (others | state_of(again)).items():
+        assert tensor.dtype == state[name].dtype
         tensor.copy_(state[name])
     again.set_update_counts(counts)
     for seed in range(4, 24):
         for of, one in ((shards, optimizer), (others, again)):
             give(of, seed, scale=2.0)
             step(one, scale=2.0)
-    for name, tensor in (shards | optimizer.tensors()).items():
-        assert torch.equal(tensor, (others | again.tensors())[name]), name
+    for name, tensor in (shards | state_of(optimizer)).items():
+        assert torch.equal(tensor, (others | state_of(again))[name]), name
     assert again.update_counts() == optimizer.update_counts()
 
 
-@pytest.mark.parametrize("kind", [*BUILT_IN, "rmsprop"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_it_does_what_it_does_in_a_loop_of_its_own(kind: str) -> None:
+    told = settings(kind)
+    shards, optimizer = made(told)
+    plain = {name: shard.clone() for name, shard in shards.items()}
+    assert told.make is not None
+    own = told.make([{"params": list(plain.values()), "names": list(plain)}])
+    for group in own.param_groups:
+        group["lr"] = 0.01
+    for seed in range(20):
+        for one in (shards, plain):
+            give(one, seed)
+        step(optimizer)
+        own.step()
+    for name, shard in shards.items():
+        assert torch.equal(shard, plain[name]), name
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_gone_back_to_the_beginning_it_begins_anew(kind: str) -> None:
+    shards, optimizer = made(settings(kind))
+    begin = {name: shard.clone() for name, shard in shards.items()}
+    state = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
+    ends = []
+    for _ in range(2):
+        for seed in range(5):
+            give(shards, seed)
+            step(optimizer)
+        ends.append(torch.cat([shard.flatten() for shard in shards.values()]))
+        for name, tensor in (shards | state_of(optimizer)).items():
+            tensor.copy_((begin | state)[name])
+        optimizer.set_update_counts(dict.fromkeys(shards, 0))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("kind", [*BUILT_IN, "rmsprop", "adafactor"])
 def test_the_divisor_is_that_of_the_gradients(kind: str) -> None:
     found = []
     for scale in (1.0, 4.0):  # a power of two: the same bits
@@ -208,24 +285,55 @@ def test_rules_set_rate_and_decay_by_name() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda groups: torch.optim.NAdam(groups, lr=1.0), "keeps 'mu_product'"),
-        (lambda groups: torch.optim.Adafactor(groups, lr=1.0), "keeps 'row_var'"),
-        (lambda groups: torch.optim.Rprop(groups, lr=1.0), ""),
         (lambda groups: torch.optim.LBFGS(groups[0]["params"]), "closure"),
+        (lambda groups: Odd(groups, "list"), "keeps 'odd' for a parameter, which is list"),
+        (lambda groups: Odd(groups, "group"), "keeps odd for all parameters together"),
+        (lambda groups: Odd(groups, "other"), "keeps other for all parameters together"),
     ],
 )
 def test_state_that_a_checkpoint_cannot_hold_is_refused(make: Any, words: str) -> None:
-    if not words:
-        assert found_kinds(make, 2, "x") == ("prev", "step_size")
-        return
     with pytest.raises(ConfigError, match=f"optim._target_=x.*{words}"):
-        found_kinds(make, 2, "x")
+        found_traits(make, frozenset({2}), "x")
 
 
-def test_what_looks_at_neighbours_is_refused_on_shards() -> None:
-    require_elementwise(lambda groups: torch.optim.RMSprop(groups, lr=0.1), "rmsprop")
-    with pytest.raises(ConfigError, match="updates an element by its neighbours"):
-        require_elementwise(lambda groups: PerTensor(groups, lr=0.1), "lars")
+@pytest.mark.parametrize(
+    ("make", "elementwise", "separable", "numbers"),
+    [
+        (lambda groups: torch.optim.RMSprop(groups, lr=0.1), True, True, ()),
+        (lambda groups: torch.optim.Rprop(groups, lr=0.1), True, True, ()),
+        (lambda groups: torch.optim.NAdam(groups, lr=0.1), True, True, ()),
+        (lambda groups: ScheduleFree(groups, lr=0.1), True, True, ("k", "weight_sum")),
+        (lambda groups: PerTensor(groups, lr=0.1), False, True, ()),
+        (lambda groups: torch.optim.Adafactor(groups, lr=0.1), False, True, ()),
+        (lambda groups: EightBit(groups, lr=0.1), False, True, ()),
+        (lambda groups: Together(groups, lr=0.1), True, False, ()),
+    ],
+)
+def test_how_it_works_is_found_out(
+    make: Any, elementwise: bool, separable: bool, numbers: tuple[str, ...]
+) -> None:
+    found = found_traits(make, frozenset({1, 2}), "x")
+    assert (found.is_elementwise, found.is_separable) == (elementwise, separable)
+    assert found.numbers == numbers
+
+
+def test_what_needs_all_parameters_is_refused_on_shards() -> None:
+    told = OptimizerSettings(
+        kind="other", adamw=ADAMW, make=lambda groups: Together(groups, lr=0.1), name="x"
+    )
+    shards = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    ShardOptimizer(shards, SHAPES, told, CPU, lambda name, local: (local, 0))
+    with pytest.raises(ConfigError, match="updates a parameter by the others too"):
+        ShardOptimizer(shards, SHAPES, told, CPU, lambda name, local: (local, 0), is_cut=True)
+
+
+def test_what_it_keeps_has_the_types_and_shapes_that_it_gave_it() -> None:
+    _, optimizer = made(settings("eight-bit"))
+    told = {name: (t.dtype, tuple(t.shape)) for name, t in state_of(optimizer).items()}
+    assert told["codes/blocks.0.weight"] == (torch.uint8, (6, 4))
+    assert told["scale/blocks.0.weight"] == (torch.float32, ())
+    assert told["rows/blocks.0.weight"] == (torch.float64, (6, 1))
+    assert told["exp_avg/norm.weight"] == (torch.float32, (4,)) and "codes/norm.weight" not in told
 
 
 def test_who_has_to_wait_for_the_host() -> None:

@@ -157,7 +157,7 @@ class Trainer:
         self._once = torch.ones((), device=subject.device)
         self._optimizer = ShardOptimizer(
             trained,
-            {name: parameter.dim() for name, parameter in trained.items()},
+            {name: tuple(parameter.shape) for name, parameter in trained.items()},
             settings or subject.optimizer,
             subject.device,
             lambda _, rows: (rows, 0),
