@@ -291,6 +291,7 @@ def _stepper(opened: Opened, machinery: Machinery, feed: Feed) -> Stepper:
             guarded=lease.config.guard.enabled,
             config_digest=lease.config_digest,
             code=code_digest(),
+            mixture=opened.corpus.mixture,
         ),
         heart=wrap_heart(group.heart, machinery.faults, machinery.ring),
         before_update=machinery.ring.before_update,

@@ -1,7 +1,8 @@
 """Where each number stands in the FP64 vector that is summed over all ranks once a step.
 
-A rank packs ``LOSS`` to ``JOBS``. The gate and the judge read the sums; the device appends
-``LOSS_PER_TOKEN``, ``GRAD_NORM`` and ``CLOSED`` to them.
+A rank packs ``LOSS`` to ``JOBS``, and behind the jobs what :mod:`runner.train.source_losses`
+gives. The gate and the judge read the sums; the device appends ``LOSS_PER_TOKEN``, ``GRAD_NORM``
+and ``CLOSED`` to them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,7 +12,8 @@ from runner.train.step import StepInfo
 
 
 class SourceColumns:
-    """``samples/NAME`` counts a step's samples; ``eval_loss/NAME`` is the held-out loss.
+    """``samples/NAME`` counts a step's samples; ``loss/NAME`` is their training loss, in nats a
+    token, and ``eval_loss/NAME`` the held-out loss.
 
     Args:
         order: None where there are no sources, and so no columns.
@@ -33,6 +35,11 @@ class SourceColumns:
         counts = np.bincount(self._order.sources(info.batch.indices), minlength=len(names))
         columns: dict[str, float] = {
             f"samples/{name}": count for name, count in zip(names, counts.tolist(), strict=True)
+        }
+        columns |= {
+            f"loss/{name}": total / count
+            for name, (total, count) in zip(names, info.source_sums, strict=False)
+            if count and math.isfinite(total)
         }
         if is_evaluated:
             columns |= {f"eval_loss/{name}": loss for name, loss in self._held_out.items()}

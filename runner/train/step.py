@@ -23,6 +23,7 @@ from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed, RankBatch, describe
+from runner.data.mixture import MixtureOrder
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine, LocalSums, MicroStep
 from runner.health.heartbeat import Heartbeat
@@ -48,6 +49,7 @@ from runner.train.packed import (
     TOKENS,
     UNREADABLE,
 )
+from runner.train.source_losses import SourceLosses
 
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # of one rank
@@ -66,6 +68,7 @@ class StepInfo:
         keeps_lines: whether rank 0 keeps lines in memory because it cannot write a file.
         learning_rate: that of its plan.
         jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) are of.
+        source_sums: of each source of a mixture, its summed loss and what that is a sum of.
         cause: what replays found out about a bad step, see
             :meth:`runner.explain.finding.Finding.to_json`; None without replays.
         unreadable: samples that could not be read. The step was not applied then, and its other
@@ -82,6 +85,7 @@ class StepInfo:
     jobs: Sequence[int] = ()
     job_counts: tuple[float, ...] = ()
     learning_rate: float = 0.0
+    source_sums: tuple[tuple[float, float], ...] = ()
     seconds: float = 0.0
     wait_seconds: float = 0.0
     unreadable: tuple[Unreadable, ...] = ()
@@ -207,6 +211,7 @@ class StepRules:
         clip: bound of the global gradient norm; 0 switches clipping off.
         guarded: False lets every step be applied, whatever its numbers.
         config_digest, code: digests of the settings and of this package; equal on all ranks.
+        mixture: where the data has sources, whose losses are told apart.
     """
 
     seed: int
@@ -214,6 +219,7 @@ class StepRules:
     guarded: bool
     config_digest: str
     code: str
+    mixture: MixtureOrder | None = None
 
 
 class Stepper:
@@ -240,6 +246,7 @@ class Stepper:
         self._layers: LayerWatch | None = None
         self._late_layers: _LateNumbers | None = None
         self._engine = engine
+        self._sources = SourceLosses(rules.mixture, feed.own_positions, self._on_device)
         self._feed = feed
         self._dataset = dataset
         self._ranks = ranks
@@ -340,6 +347,7 @@ class Stepper:
         self._require_one_gate(numbers[GATES], step.plan.step)
         unreadable, shares = self._gather_unreadable(numbers, step)
         signals = _signals(numbers, step)
+        sources = JOBS + len(step.plan.progress.counts)
         return StepInfo(
             signals=signals,
             batch=step.plan.batch,
@@ -347,7 +355,8 @@ class Stepper:
             jobs=step.plan.progress.jobs,
             stop_requested=numbers[STOP] > 0,
             keeps_lines=numbers[KEPT] > 0,
-            job_counts=tuple(numbers[JOBS:LOSS_PER_TOKEN]),
+            job_counts=tuple(numbers[JOBS:sources]),
+            source_sums=self._sources.read(numbers[sources:LOSS_PER_TOKEN]),
             seconds=seconds,
             wait_seconds=step.fetched.wait_seconds,
             unreadable=unreadable,
@@ -438,7 +447,13 @@ class Stepper:
         # The gate of the step before, as this rank's device computed it: equal on all ranks.
         gate = torch.zeros_like(sums.loss) if self._gate_before is None else self._gate_before
         computed = [sums.loss, sums.grad_square, sums.nonfinite, sums.count, gate]
-        packed = torch.cat([torch.stack(computed), self._on_device(own)])
+        packed = torch.cat(
+            [
+                torch.stack(computed),
+                self._on_device(own),
+                *self._sources.packed(plan.batch, sums.sequences),
+            ]
+        )
         self._ranks.all_reduce(packed)
         tokens = packed[TOKENS]
         loss = packed[LOSS] / tokens

@@ -58,6 +58,10 @@ def assert_accounted(run: Result) -> None:
         assert {name: line[f"samples/{name}"] for name in order.names} == {
             name: found[name] for name in order.names
         }, line
+        # Samples are of one length: the losses of the sources add up to that of the step.
+        assert {name for name in order.names if f"loss/{name}" in line} == set(found), line
+        total = sum(count * line[f"loss/{name}"] for name, count in found.items())
+        assert total / sum(found.values()) == pytest.approx(line["loss"], rel=1e-6), line
     assert (used == readable).all(), positions[used != readable]
     numbers = order.sources(indices)
     for number, name in enumerate(order.names):
