@@ -35,6 +35,7 @@ from runner.model.pretrained import (
     read_tree,
     stored_renames,
 )
+from runner.model.recompute import NONE
 from runner.model.recorded import record
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError, DataError
@@ -147,7 +148,7 @@ class _Model:
         self._files = kept if (kept / _CONFIG).is_file() else self._path
         self._lora = lora
         config = read_config(self._files)
-        self._network = record(lambda: build(config, lora, recompute=False)).network
+        self._network = record(lambda: build(config, lora, recompute=NONE)).network
         stored_renames(self._network)  # raises for layouts that are not written
 
     def merged(self, layer: str, read: Read) -> torch.Tensor:

@@ -38,6 +38,8 @@ from runner.system.redact import redacted
 # Of a stored config: ours have some kilobytes and three levels.
 _YAML_BYTES = 4 << 20
 _YAML_DEPTH = 32
+# What compute.recompute may be; true and false are what it was before.
+_RECOMPUTE = {True: "blocks", False: "none"} | {one: one for one in ("none", "blocks", "selective")}
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 # One element of an unquoted faults=[...]: Hydra's grammar has no "=" inside a list, so the
@@ -103,7 +105,19 @@ def _settle_compute(config: RunConfig) -> None:
         value = getattr(config.compute, spec.name)
         if value is not None and spec.name in COMPUTE_KEYS:
             setattr(config.model, COMPUTE_KEYS[spec.name], value)
-    config.compute = ComputeConfig(deterministic=config.compute.deterministic)
+    given = config.compute
+    recompute = _RECOMPUTE.get(given.recompute, given.recompute)
+    if recompute not in (None, *_RECOMPUTE.values()):
+        raise ConfigError(
+            f"compute.recompute={str(recompute)[:80]}: must be none, blocks, selective or null"
+        )
+    if recompute is not None:
+        config.model.activation_checkpointing = recompute != "none"
+    config.compute = ComputeConfig(
+        deterministic=given.deterministic,
+        document_attention=given.document_attention,
+        recompute="selective" if recompute == "selective" else None,
+    )
 
 
 def _settle_tokenizer(config: RunConfig) -> None:

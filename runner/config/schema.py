@@ -82,6 +82,17 @@ class Precision(Enum):
     fp32 = "fp32"
 
 
+class DocumentAttention(Enum):
+    auto = "auto"
+    mask = "mask"
+    flex = "flex"
+
+
+class Offload(Enum):
+    none = "none"
+    cpu = "cpu"
+
+
 class LogKind(Enum):
     text = "text"
     json = "json"
@@ -210,14 +221,17 @@ DECODER_KEYS = frozenset(
 class ComputeConfig:
     """How a model is computed, the decoder or one of your own.
 
-    Each key but ``deterministic`` stands for one of ``model``; where both are given this one
-    counts.
+    The first ones stand for keys of ``model``; where both are given these count.
     """
 
     precision: Precision | None = key(None, "model.precision: auto, bf16 or fp32")
     compile: bool | None = key(None, "model.compile: torch.compile each block")
-    recompute: bool | None = key(
-        None, "model.activation_checkpointing: recompute block activations in backward"
+    recompute: Any = key(
+        None,
+        "blocks: compute the activations of blocks again in backward, and keep none; selective: "
+        "keep the results of products and attention alone; none: keep all; null: as "
+        "model.activation_checkpointing",
+        shown="none \\| blocks \\| selective \\| null",
     )
     frozen: list[str] | None = key(
         None, "model.frozen: regular expressions found in the names of parameters not to train"
@@ -229,12 +243,17 @@ class ComputeConfig:
         "slower; the start line says whether this machine repeats them",
         trajectory=True,
     )
+    document_attention: DocumentAttention = key(
+        DocumentAttention.auto,
+        "the decoder, where data keeps documents apart: mask (of all pairs of tokens), flex "
+        "(torch's flex attention, without one), or auto: flex on CUDA, else mask",
+        trajectory=True,
+    )
 
 
 COMPUTE_KEYS = {
     "precision": "precision",
     "compile": "compile",
-    "recompute": "activation_checkpointing",
     "frozen": "frozen",
     "loss_fp32": "loss_fp32",
 }
@@ -372,6 +391,11 @@ class ParallelConfig:
         "are kept (4 bytes a parameter); hsdp: between copies once a step, within each every time",
     )
     reshard_after_forward: bool = key(True, "free gathered parameters between uses (ZeRO-3)")
+    offload: Offload = key(
+        Offload.none,
+        "cpu: FP32 weights, gradients and moments lie in the host's memory and are updated there "
+        "(single, ddp, fsdp, hsdp); none: on the device",
+    )
     deepspeed: Any = key(None, "zero1-3: a mapping of further DeepSpeed settings, or null")
     device: str = key("auto", "auto, cpu or cuda")
     timeout_seconds: float = key(600.0, "a collective waits no longer than this", gt=0)

@@ -13,7 +13,14 @@ from urllib.parse import urlsplit
 
 from runner.config.compose import fields, suggestion
 from runner.config.network import network_problems
-from runner.config.schema import DataConfig, DataKind, ParallelKind, Precision, RunConfig
+from runner.config.schema import (
+    DataConfig,
+    DataKind,
+    Offload,
+    ParallelKind,
+    Precision,
+    RunConfig,
+)
 from runner.config.sources import sources_of
 from runner.system.error import ConfigError
 
@@ -273,6 +280,11 @@ def _engine_rules(config: RunConfig, world_size: int) -> list[tuple[bool, str]]:
             not isinstance(config.parallel.deepspeed or {}, dict),
             f"parallel.deepspeed={config.parallel.deepspeed}: must be a mapping, such as "
             "{zero_optimization:{overlap_comm:true}}, or null",
+        ),
+        (
+            config.parallel.offload is Offload.cpu and is_zero(kind),
+            f"parallel.offload=cpu: is for engines on FSDP2; {kind.value} takes "
+            "'parallel.deepspeed={zero_optimization:{offload_optimizer:{device:cpu}}}'",
         ),
         (
             bool(config.parallel.deepspeed) and not is_zero(kind),

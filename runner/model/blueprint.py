@@ -28,6 +28,7 @@ from runner.model.objective import (
     accepted_by,
     has_own_losses,
 )
+from runner.model.recompute import NONE, SELECTIVE, recompute_units
 from runner.model.recorded import (
     Recording,
     named_tensors,
@@ -172,6 +173,7 @@ class GuestBlueprint:
         seed: of its initial values.
         seq_len, vocab_size: of the data, 0 where it has none.
         fp32: compute the cross-entropy of logits in FP32.
+        recompute: none, blocks or selective, see :mod:`runner.model.recompute`.
     """
 
     name: str
@@ -181,6 +183,7 @@ class GuestBlueprint:
     vocab_size: int
     frozen: Sequence[str]
     fp32: bool
+    recompute: str = NONE
 
     @property
     def setting(self) -> str:
@@ -261,11 +264,27 @@ class GuestBlueprint:
         for parameter in network.parameters():
             # Masters are FP32 whatever the constructor made of them.
             parameter.data = parameter.data.float()
-        return network
+        return self._recomputing(network)
 
     def made(self) -> nn.Module:
         network = self._checked()
         freeze(network, self.frozen)
+        return self._recomputing(network)
+
+    def _recomputing(self, network: nn.Module) -> nn.Module:
+        """
+        Raises:
+            ConfigError: there are no blocks of which to compute anything again.
+        """
+        if self.recompute == NONE:
+            return network
+        units = self.units(network)
+        if not units:
+            raise ConfigError(
+                f"compute.recompute={self.recompute}: {self.setting} has no blocks; give it a "
+                "method blocks() or a ModuleList of them, or leave the setting out"
+            )
+        recompute_units(units, selective=self.recompute == SELECTIVE)
         return network
 
     def finish(self, network: nn.Module, device: torch.device) -> None:

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from runner.model.documents import Documents, attend, document_attention, documents_of
 from runner.model.loss import HeadLosses, TokenTap
+from runner.model.recompute import recomputed
 from runner.system.error import ConfigError
 
 _FFN_MULTIPLE = 64
@@ -76,6 +77,8 @@ class DecoderShape:
     rope_scaling: RopeScaling | None = None
     dropout: float = 0.0
     activation_checkpointing: bool = False
+    selective_checkpointing: bool = False
+    document_attention: str = "auto"
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -198,37 +201,6 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat(turned, dim=-1)
 
 
-def segment_mask(segments: Tensor) -> Tensor:
-    """Who may attend to whom: bool ``[B, 1, T, T]``, causal and within one segment.
-
-    ``segments`` ``[B, T]`` numbers the document of each token. Every row has its diagonal, so
-    no softmax is over nothing.
-    """
-    same = segments.unsqueeze(2) == segments.unsqueeze(1)
-    return same.tril().unsqueeze(1)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention ``[B, heads, T, head_dim]``; causal, and within ``mask`` where one is given.
-
-    ``key`` and ``value`` may have fewer heads; each then serves a run of consecutive queries.
-    """
-    grouped = key.shape[1] != query.shape[1]
-    if mask is None:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-    if grouped:
-        # HAZARD: of the CUDA kernels that take a mask not all take grouped heads; the one left
-        # stores [B, heads, T, T]. Expanding the heads keeps the memory-saving kernel.
-        groups = query.shape[1] // key.shape[1]
-        key, value = _expand_heads(key, groups), _expand_heads(value, groups)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-
-
-def _expand_heads(x: Tensor, groups: int) -> Tensor:
-    # Not repeat_interleave: the backward of expand is a plain, repeatable sum.
-    return x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
-
-
 class Norm(nn.Module):
     """RMSNorm over the last dimension (Zhang & Sennrich 2019); statistics in FP32."""
 
@@ -262,7 +234,7 @@ class Attention(nn.Module):
         self.query_norm = Norm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
         self.key_norm = Norm(shape.head_dim, shape.norm_eps) if shape.qk_norm else None
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, documents: Documents) -> Tensor:
         """``x`` ``[B, T, dim]`` to the same shape."""
         query, key, value = (self._heads(part(x)) for part in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
@@ -270,7 +242,7 @@ class Attention(nn.Module):
         rotary = self.rotary.first(x.shape[1])
         query = rotate(query, rotary).to(value.dtype)
         key = rotate(key, rotary).to(value.dtype)
-        mixed = attend(query, key, value, mask)
+        mixed = attend(query, key, value, documents)
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result
 
@@ -307,24 +279,25 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape)
         self.dropout = shape.dropout
         self.activation_checkpointing = shape.activation_checkpointing
+        self.selective_checkpointing = shape.selective_checkpointing
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``x`` ``[B, T, dim]`` to the same shape; ``mask`` as of :func:`segment_mask`."""
+    def forward(self, x: Tensor, documents: Documents = None) -> Tensor:
+        """``x`` ``[B, T, dim]`` to the same shape."""
         # Checkpointing sits inside the module, so FSDP2's gathering stays outside of the
         # recomputed part.
         if not (self.activation_checkpointing and self.training and torch.is_grad_enabled()):
-            return self._layer(x, mask)
-        result: Tensor = checkpoint(
+            return self._layer(x, documents)
+        result: Tensor = recomputed(
             self._layer,
             x,
-            mask,
-            use_reentrant=False,
-            preserve_rng_state=self.dropout > 0,
+            documents,
+            selective=self.selective_checkpointing,
+            is_random=self.dropout > 0,
         )
         return result
 
-    def _layer(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), mask))
+    def _layer(self, x: Tensor, documents: Documents) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), documents))
         return x + self._drop(self.ffn(self.ffn_norm(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -376,9 +349,11 @@ class Decoder(nn.Module):
         """
         self._prepare(tokens)
         x: Tensor = self.embedding(tokens)
-        mask = None if segments is None else segment_mask(segments)
+        shape = self.shape
+        kind = document_attention(shape.document_attention, tokens.device.type, shape.head_dim)
+        documents = documents_of(segments, kind)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, documents)
         x = self.norm(x)
         # Inside the root's forward, where FSDP2 has the embedding gathered.
         weight = self.embedding.weight if self.head is None else self.head.weight

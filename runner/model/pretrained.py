@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from runner.model.blueprint import GuestBlueprint
-from runner.model.decoder import segment_mask
+from runner.model.documents import segment_mask
 from runner.model.objective import SEGMENTS, Batch, GuestObjective, Losses, accepted_by
+from runner.model.recompute import NONE, SELECTIVE, selective_contexts
 from runner.model.recorded import named_tensors, put_tensor
 from runner.system.error import ConfigError, MissingPackage
 from runner.system.extras import install_command
@@ -108,8 +109,11 @@ def read_tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-def build(config: Any, lora: Lora | None, *, recompute: bool) -> nn.Module:
+def build(config: Any, lora: Lora | None, *, recompute: str) -> nn.Module:
     """Build the network with fresh weights, in FP32 and trainable.
+
+    Args:
+        recompute: none, blocks or selective, see :mod:`runner.model.recompute`.
 
     Raises:
         ConfigError: it cannot be built, or has none of the layers to adapt.
@@ -122,8 +126,11 @@ def build(config: Any, lora: Lora | None, *, recompute: bool) -> nn.Module:
     except ValueError as error:
         raise ConfigError(f"model.path: the model cannot be built: {_words(error)}") from error
     network.train()
-    if recompute:
-        network.activation_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    if recompute != NONE:
+        contexts = {"context_fn": selective_contexts} if recompute == SELECTIVE else {}
+        network.activation_checkpointing_enable(  # type: ignore[operator]
+            {"use_reentrant": False, **contexts}
+        )
     return network if lora is None else _adapted(network, lora)
 
 

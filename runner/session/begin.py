@@ -8,7 +8,7 @@ import numpy as np
 
 from runner.checkpoint.remote.upload import Uploads
 from runner.config.odd import odd_settings
-from runner.config.schema import DebugKind
+from runner.config.schema import DebugKind, Offload
 from runner.config.validate import is_zero
 from runner.data.feed import Feed
 from runner.engine.determinism import repeats_bits
@@ -294,7 +294,12 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
             "a run that is resumed or rolled back follows the same samples, but not bit for bit; "
             "compute.deterministic=true may mend it"
         )
-    if machinery.engine.waits_for_host:
+    if config.parallel.offload is Offload.cpu and group.device.type == "cuda":
+        say(
+            "parallel.offload=cpu: weights and moments lie in the host's memory; each step waits "
+            "until gradients are there and the host has updated them"
+        )
+    elif machinery.engine.waits_for_host:
         say(
             f"optim._target_={config.optim._target_} does not look at found_inf: each step waits "
             "until the host has read its gate"

@@ -14,12 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from runner.checkpoint.protocol import RingRules
-from runner.config.network import is_hf, rope_scaling_of
+from runner.config.network import is_hf, recompute_kind, rope_scaling_of
 from runner.config.rules import judge_rules as judge_rules
 from runner.config.rules import named
 from runner.config.rules import remedy_rules as remedy_rules
 from runner.config.schema import (
     ExplainKind,
+    Offload,
     ParallelKind,
     Precision,
     RemedyKind,
@@ -49,6 +50,7 @@ from runner.model.blueprint import (
 )
 from runner.model.decoder import DecoderShape, RopeScaling, default_ffn_dim
 from runner.model.loss import HeadLosses
+from runner.model.recompute import SELECTIVE
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import BackgroundTracker, TensorBoardTracker
 from runner.policy.batch_shards import shard_batch
@@ -179,6 +181,8 @@ def model_shape(config: RunConfig, dataset: Dataset) -> DecoderShape:
         rope_scaling=_rope_scaling(model.rope_scaling),
         dropout=model.dropout,
         activation_checkpointing=model.activation_checkpointing,
+        selective_checkpointing=recompute_kind(config) == SELECTIVE,
+        document_attention=config.compute.document_attention.value,
         init_std=model.init_std,
     )
 
@@ -220,6 +224,7 @@ def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> 
         vocab_size=vocab_size,
         frozen=model.frozen,
         fp32=model.loss_fp32,
+        recompute=recompute_kind(config),
     )
     return _with_segments(config, made)
 
@@ -266,6 +271,7 @@ def layout(config: RunConfig, place: RankEnv) -> Layout:
         reshard_after_forward=parallel.reshard_after_forward,
         reduce_each_micro_batch=parallel.reduce_each_micro_batch,
         compile=config.model.compile,
+        offload=parallel.offload is Offload.cpu,
     )
 
 
@@ -398,7 +404,7 @@ def _sharded(
     model = blueprint.objective(network, bf16=how.layout.dtype is torch.bfloat16)
     places = parameter_places(network)
     shard_model(model, blueprint.units(network), mesh=how.mesh, layout=how.layout)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if how.layout.offload else device)
     retie(network, places)
     blueprint.finish(network, device)
     embedding = blueprint.probe(network)

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from runner.config.network import is_hf, lora_of
+from runner.config.network import is_hf, lora_of, recompute_kind
 from runner.config.schema import RunConfig
 from runner.convert.pretrained import PretrainedWeights
 from runner.convert.tokenizer_files import FILES, copy_tokenizer
@@ -66,7 +66,7 @@ def pretrained_blueprint(
     return PretrainedBlueprint(
         name=f"hf:{model_config.model_type}",
         path=str(path),
-        make=partial(build, model_config, lora, recompute=model.activation_checkpointing),
+        make=partial(build, model_config, lora, recompute=recompute_kind(config)),
         open_weights=partial(PretrainedWeights, path) if has_weights else None,
         seed=config.seed,
         seq_len=config.data.seq_len,

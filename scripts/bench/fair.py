@@ -54,6 +54,7 @@ FIXED: dict[str, Any] = {
         for name in ("precision", "compile", "recompute", "frozen", "loss_fp32")
     },
     "compute.deterministic": False,
+    "compute.document_attention": "auto",
     "data._target_": None,
     "data.messages": None,
     "data.pack": None,
@@ -67,6 +68,7 @@ FIXED: dict[str, Any] = {
     "data.retry_seconds": 5.0,
     "parallel.reduce_each_micro_batch": False,
     "parallel.deepspeed": None,
+    "parallel.offload": "none",
     "parallel.device": "auto",
     "parallel.timeout_seconds": 600.0,
     "parallel.start_seconds": 120.0,

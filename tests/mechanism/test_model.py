@@ -25,8 +25,8 @@ from runner.model.decoder import (
     default_ffn_dim,
     flops_per_token,
     num_parameters,
-    segment_mask,
 )
+from runner.model.documents import segment_mask
 from runner.model.frozen import freeze, num_frozen_multiplied
 from runner.model.initial import (
     BLOCK_ELEMENTS,
