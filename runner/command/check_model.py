@@ -34,6 +34,8 @@ from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import Blueprint, GuestBlueprint
 from runner.observe.bar import Bar
 from runner.session import parts
+from runner.session.memory_line import engine_facts
+from runner.startup.memory_need import SavedActivations, memory_need, room_bytes
 from runner.startup.model_check import Check, quick_checks, repeated_step, works_of
 from runner.system.environment import variables
 from runner.system.exit_codes import EXIT_DONE
@@ -126,6 +128,24 @@ def _in_process(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
     yield _gradients(engine, works)
     yield _reload(config, network, engine, works)
     yield _samples(dataset)
+    yield _memory(config, network, engine, works)
+
+
+def _memory(
+    config: RunConfig, network: Blueprint, engine: Engine, works: Sequence[MicroStep]
+) -> Check:
+    with SavedActivations() as saved:
+        _losses(engine, works)
+    need = memory_need(
+        engine.shards(),
+        network.parameters(),
+        engine_facts(config, place_from({})),
+        activations=saved.num_bytes,
+        samples=_ROWS,
+        snapshots=0,
+    )
+    words = need.line(room_bytes(_CPU, 1)).removeprefix("memory of a rank: ")
+    return Check(name="memory of one rank", holds=True, found=words, remedy="")
 
 
 def _other_sources(engine: Engine, works: Sequence[MicroStep]) -> Check:

@@ -6,7 +6,9 @@ pass, some of cuBLAS and Inductor, and NCCL's choice of an algorithm may differ 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -36,12 +38,21 @@ def be_deterministic(environment: MutableMapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in _SETTINGS}
 
 
-def repeats_bits(engine: Engine, works: Sequence[MicroStep]) -> bool:
+def repeats_bits(
+    engine: Engine,
+    works: Sequence[MicroStep],
+    watch: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008  # has no state
+) -> bool:
     """Whether this rank gets the same bits from ``works`` twice. Collective; changes nothing.
 
     Compares loss, gradient norm and the losses of each sequence; the gradients are dropped.
+
+    Args:
+        watch: entered while they are computed for the first time.
     """
-    first, second = (_numbers(engine, works) for _ in range(2))
+    with watch:
+        first = _numbers(engine, works)
+    second = _numbers(engine, works)
     return len(first) == len(second) and all(map(_same_bits, first, second))
 
 

@@ -360,8 +360,8 @@ class FsdpEngine:
         packed = torch.cat(parts)
         dist.all_reduce(packed, group=self.mesh.get_group("shard"))
         sizes = [part.numel() for part in parts]
-        for whole, told in zip(uncut.values(), torch.split(packed, sizes), strict=True):
-            whole.view(-1).copy_(told.clone().view(whole.dtype))
+        for whole, summed in zip(uncut.values(), torch.split(packed, sizes), strict=True):
+            whole.view(-1).copy_(summed.clone().view(whole.dtype))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """This rank's part of each tensor of the state."""

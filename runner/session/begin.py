@@ -25,8 +25,10 @@ from runner.run_dir.build_info import ranks_on, versions
 from runner.session import parts
 from runner.session.actors import make_actors, make_loop
 from runner.session.layers import Columns, make_layers
+from runner.session.memory_line import memory_line
 from runner.session.phases import Machinery, Opened, Run
 from runner.session.side_lines import rank_times, ring_lines
+from runner.startup.memory_need import SavedActivations
 from runner.startup.mixture import settle_mixture
 from runner.startup.resume import Resumed
 from runner.system import output
@@ -48,8 +50,12 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     hosts = group.ranks.gather(host_name())
     past = _past(opened, resumed)
     feed = parts.feed(lease.config, corpus.dataset, corpus.stream, group.place, group.device)
-    repeats = _repeats_bits(opened, machinery, feed) if resumed.step < lease.config.steps else None
+    saved = SavedActivations()
+    is_to_train = resumed.step < lease.config.steps
+    repeats = _repeats_bits(opened, machinery, feed, saved) if is_to_train else None
     _greet(opened, machinery, resumed, repeats)
+    if is_to_train:
+        group.console.say(memory_line(opened, machinery, saved))
     columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
     layers = make_layers(opened, machinery, resumed)
     Columns(columns, layers, opened.written.report)
@@ -263,7 +269,9 @@ def _check_devices(opened: Opened, faults: FaultInjector, step: int) -> None:
         raise RankError(fault.reason)
 
 
-def _repeats_bits(opened: Opened, machinery: Machinery, feed: Feed) -> bool:
+def _repeats_bits(
+    opened: Opened, machinery: Machinery, feed: Feed, saved: SavedActivations
+) -> bool:
     """Whether one micro-batch gives the same bits twice, on all ranks. Collective.
 
     The loaded weights are left as they are.
@@ -271,10 +279,11 @@ def _repeats_bits(opened: Opened, machinery: Machinery, feed: Feed) -> bool:
     group, batch = opened.group, opened.lease.config.batch
     count = min(batch.global_size, batch.micro_size * group.place.world_size)
     (first, *_) = feed.fixed(np.arange(count) % len(opened.corpus.dataset))
+    saved.samples = len(first.positions)
     work = MicroStep(batch=first.to(group.device), seed=opened.lease.config.seed)
     # DeepSpeed reduces after as many micro-batches as a step has.
     times = feed.num_micro_batches if is_zero(opened.lease.config.parallel.kind) else 1
-    own = repeats_bits(machinery.engine, [work] * times)
+    own = repeats_bits(machinery.engine, [work] * times, saved)
     return group.ranks.sum([float(not own)])[0] == 0
 
 

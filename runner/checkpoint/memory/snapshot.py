@@ -50,7 +50,9 @@ class SlotLayout:
             count, dtype = len(shard.local), shard.local.dtype
             offset = -(-offset // dtype.itemsize) * dtype.itemsize  # torch wants them aligned
             self.places.append(
-                SlotPlace(name=shard.name, start=shard.start, count=count, offset=offset, dtype=dtype)
+                SlotPlace(
+                    name=shard.name, start=shard.start, count=count, offset=offset, dtype=dtype
+                )
             )
             is_other = dtype is not torch.float32
             more = [name_of(dtype)] if is_other else []

@@ -1,0 +1,62 @@
+"""What a run takes of a rank's memory, in one line at its start."""
+
+from __future__ import annotations
+
+from runner.config.network import recompute_kind
+from runner.config.schema import Precision, RunConfig
+from runner.config.validate import is_zero
+from runner.distributed.env import RankEnv
+from runner.model.recompute import SELECTIVE
+from runner.session import parts
+from runner.session.phases import Machinery, Opened
+from runner.startup.memory_need import (
+    EngineFacts,
+    MemoryNeed,
+    SavedActivations,
+    memory_need,
+    room_bytes,
+)
+
+_BF16_BYTES, _FP32_BYTES = 2, 4
+
+
+def engine_facts(config: RunConfig, place: RankEnv) -> EngineFacts:
+    """How the engine of these settings uses memory."""
+    kind = config.parallel.kind
+    if is_zero(kind):
+        return EngineFacts(
+            zero_stage=int(kind.value.removeprefix("zero")),
+            item_bytes=_BF16_BYTES,
+            is_sharded=True,
+            reshards=True,
+            keeps_whole_gradients=False,
+        )
+    plan = parts.layout(config, place)
+    return EngineFacts(
+        zero_stage=0,
+        item_bytes=_BF16_BYTES if config.model.precision is Precision.bf16 else _FP32_BYTES,
+        is_sharded=plan.shard_size > 1,
+        reshards=plan.reshard_after_forward,
+        keeps_whole_gradients=not plan.reduce_each_micro_batch,
+    )
+
+
+def memory_line(opened: Opened, machinery: Machinery, saved: SavedActivations) -> str:
+    """See :meth:`MemoryNeed.line`.
+
+    Args:
+        saved: has seen a micro-batch.
+    """
+    group, config = opened.group, opened.lease.config
+    memory = machinery.tier.memory
+    # Selective recomputation keeps its results where no hook sees them.
+    is_seen = recompute_kind(config) != SELECTIVE and saved.num_bytes
+    need: MemoryNeed = memory_need(
+        machinery.engine.shards(),
+        opened.corpus.network.parameters(),
+        engine_facts(config, group.place),
+        activations=saved.num_bytes if is_seen else None,
+        samples=saved.samples,
+        snapshots=0 if memory is None else memory.num_slots * memory.layout.num_bytes,
+    )
+    return need.line(room_bytes(group.device, group.place.local_world_size))

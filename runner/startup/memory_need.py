@@ -1,0 +1,211 @@
+"""What a run takes of a rank's memory, and which micro-batches would fit: told at the start.
+
+Weights, gradients and optimizer state are counted from the shards that are there, activations are
+those that one micro-batch has kept for its backward pass. What is gathered in passing follows from
+the engine (docs/engines.md); buffers of the libraries are not in it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from runner.system.units import format_bytes
+
+_GRADIENT_BYTES = 4  # FP32 on every engine
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+class Shard(Protocol):
+    """See :class:`runner.engine.protocol.Shard`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def local(self) -> torch.Tensor: ...
+
+
+class Parameter(Protocol):
+    """See :class:`runner.model.blueprint.Parameter`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def is_trained(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """How an engine lays a model over ranks.
+
+    Args:
+        zero_stage: 0 for those on FSDP2.
+        item_bytes: of a weight as it is computed with.
+        is_sharded: each rank has a part of the weights only.
+        reshards: gathered weights are freed between uses.
+        keeps_whole_gradients: until the last micro-batch of a step.
+    """
+
+    zero_stage: int
+    item_bytes: int
+    is_sharded: bool
+    reshards: bool
+    keeps_whole_gradients: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """Bytes of one rank.
+
+    Args:
+        gathered: weights as they are computed with, at most at a time.
+        activations: of a micro-batch of ``samples``; None where it was not seen.
+        snapshots: in the memory of the host.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int | None
+    samples: int
+    snapshots: int
+
+    @property
+    def fixed(self) -> int:
+        """Whatever the micro-batches are."""
+        return self.weights + self.gradients + self.optimizer + self.gathered
+
+    def fitting(self, room: int) -> int | None:
+        """Samples of the largest micro-batch that ``room`` bytes would hold; None: not known."""
+        if not self.activations or not self.samples:
+            return None
+        return max(0, (room - self.fixed) * self.samples // self.activations)
+
+    def line(self, room: int) -> str:
+        """In words; ``room`` is what the rank has in bytes."""
+        amounts = [
+            ("weights", self.weights),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("gathered weights", self.gathered),
+        ]
+        if self.activations is not None:
+            amounts.append((f"activations of {self.samples} samples", self.activations))
+        words = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in amounts)
+        total = self.fixed + (self.activations or 0)
+        fitting = self.fitting(room)
+        fits = "" if fitting is None else f", which would hold micro-batches of {fitting:,}"
+        snapshots = f"; snapshots {format_bytes(self.snapshots)}" if self.snapshots else ""
+        return (
+            f"memory of a rank: {words}: {format_bytes(total)} of {format_bytes(room)}"
+            f"{fits}{snapshots}"
+        )
+
+
+def memory_need(
+    shards: Iterable[Shard],
+    parameters: Mapping[str, Parameter],
+    facts: EngineFacts,
+    *,
+    activations: int | None,
+    samples: int,
+    snapshots: int,
+) -> MemoryNeed:
+    """Of this rank, which holds ``shards`` of the state."""
+    listed = list(shards)
+    held = {shard.name: shard.local.numel() * shard.local.itemsize for shard in listed}
+    own = {s.name.partition("/")[2]: s.local.numel() for s in listed if _is_parameter(s.name)}
+    whole = {name: math.prod(one.shape) for name, one in parameters.items()}
+    trained = [name for name, one in parameters.items() if one.is_trained]
+    weights = sum(size for name, size in held.items() if _is_parameter(name))
+    return MemoryNeed(
+        weights=weights,
+        gradients=_gradients(own, whole, trained, facts),
+        optimizer=sum(held.values()) - weights,
+        gathered=_gathered(own, whole, facts),
+        activations=activations,
+        samples=samples,
+        snapshots=snapshots,
+    )
+
+
+def _is_parameter(name: str) -> bool:
+    return name.startswith("param/")
+
+
+def _gradients(
+    own: Mapping[str, int], whole: Mapping[str, int], trained: Iterable[str], facts: EngineFacts
+) -> int:
+    names = list(trained)
+    if facts.zero_stage == 1:
+        return _GRADIENT_BYTES * sum(whole[name] for name in names)
+    elements = sum(own.get(name, 0) for name in names)
+    if facts.keeps_whole_gradients:
+        elements += sum(whole[name] for name in names)
+    return _GRADIENT_BYTES * elements
+
+
+def _gathered(own: Mapping[str, int], whole: Mapping[str, int], facts: EngineFacts) -> int:
+    """At most two layers are gathered at a time, and what belongs to none all the while."""
+    layers: dict[str, int] = {}
+    for name, size in whole.items():
+        layer = _LAYER.match(name)
+        layers[layer[1] if layer else ""] = layers.get(layer[1] if layer else "", 0) + size
+    rest = layers.pop("", 0)
+    passing = rest + 2 * max(layers.values(), default=0)
+    if facts.zero_stage == 3:
+        return facts.item_bytes * (sum(own.values()) + passing)
+    frees = facts.is_sharded and facts.reshards and not facts.zero_stage
+    return facts.item_bytes * (min(passing, sum(whole.values())) if frees else sum(whole.values()))
+
+
+class SavedActivations:
+    """While it is entered: the bytes that autograd keeps for backward, each storage once.
+
+    Parameters are not counted. What a recomputed block keeps but for its input is not seen.
+    ``samples`` is for whoever enters it to set: how many they were.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._storages: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._storages.values())
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if not isinstance(base, nn.Parameter):
+            storage = tensor.untyped_storage()
+            self._storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def __enter__(self) -> SavedActivations:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+
+def room_bytes(device: torch.device, num_local_ranks: int) -> int:
+    """What a rank has: its device's memory, or its share of the machine's."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks

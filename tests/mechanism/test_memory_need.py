@@ -1,0 +1,155 @@
+"""What a run is said to take of memory is what is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.distributed.process_group import end_group, start_group
+from runner.engine.fsdp import FsdpEngine
+from runner.engine.protocol import MicroStep, Shard
+from runner.model.blueprint import Parameter
+from runner.model.decoder import Decoder, DecoderShape
+from runner.session.memory_line import engine_facts
+from runner.startup.memory_need import (
+    EngineFacts,
+    MemoryNeed,
+    SavedActivations,
+    memory_need,
+)
+from tests.mechanism.test_guest_model import ALONE, CPU, batch, blueprint, build, settings
+
+SHAPE = DecoderShape(vocab_size=32, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=64, seq_len=24)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    start_group(ALONE, CPU, timeout_seconds=60)
+    yield
+    end_group()
+
+
+def storages(tensors: list[Tensor]) -> int:
+    """Bytes, each storage once."""
+    held = [tensor.untyped_storage() for tensor in tensors]
+    return sum({one.data_ptr(): one.nbytes() for one in held}.values())
+
+
+@pytest.mark.parametrize(
+    "optim", ["optim=adamw", "optim=lion", "optim._target_=tests.optimizers.EightBit"]
+)
+def test_weights_gradients_and_moments_are_those_that_are_there(optim: str) -> None:
+    engine = build("Tied", optim)
+    assert isinstance(engine, FsdpEngine)
+    with SavedActivations() as saved:
+        engine.accumulate([MicroStep(batch=batch("Tied"), seed=0)])
+    need = memory_need(
+        engine.shards(),
+        blueprint("Tied").parameters(),
+        engine_facts(settings("Tied"), ALONE),
+        activations=saved.num_bytes,
+        samples=4,
+        snapshots=0,
+    )
+    held = list(engine._held.values())
+    assert need.weights == storages(held)
+    assert need.gradients == storages([one.grad for one in held if one.grad is not None])
+    one = torch.ones(())
+    engine.apply(skip=torch.zeros(()), grad_scale=one, learning_rate=0.01)
+    kept = engine._optimizer.tensors() | engine._optimizer.uncut()
+    assert need.optimizer == storages(list(kept.values()))
+    assert need.gathered == 4 * sum(p.numel() for p in engine._parameters.values())
+    assert need.activations and need.fitting(need.fixed + 10 * need.activations) == 40
+
+
+def test_activations_are_what_backward_needs() -> None:
+    """Held against autograd's own graph: everything that its nodes have saved."""
+    torch.manual_seed(0)
+    decoder = Decoder(SHAPE)
+    tokens = torch.arange(48).view(2, 24) % 32
+    with SavedActivations() as saved:
+        logits = decoder(tokens)
+    seen: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+    nodes, known = [logits.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        nodes += [before for before, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                value = getattr(node, name)
+                for one in value if isinstance(value, tuple | list) else [value]:
+                    if isinstance(one, Tensor):
+                        storage = one.untyped_storage()
+                        seen[storage.data_ptr()] = storage.nbytes()
+    expected = sum(size for place, size in seen.items() if place not in weights)
+    assert saved.num_bytes == expected > 0
+
+
+def facts(**more: bool | int) -> EngineFacts:
+    told: dict[str, bool | int] = {
+        "zero_stage": 0,
+        "item_bytes": 2,
+        "is_sharded": True,
+        "reshards": True,
+        "keeps_whole_gradients": False,
+    }
+    return EngineFacts(**(told | more))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("of", "gradients", "gathered"),
+    [
+        (facts(), 4 * 90, 2 * (20 + 2 * 80)),
+        (facts(reshards=False), 4 * 90, 2 * 180),
+        (facts(is_sharded=False, item_bytes=4), 4 * 90, 4 * 180),
+        (facts(keeps_whole_gradients=True), 4 * (90 + 180), 2 * 180),
+        (facts(zero_stage=1), 4 * 180, 2 * 180),
+        (facts(zero_stage=2), 4 * 90, 2 * 180),
+        (facts(zero_stage=3), 4 * 90, 2 * (90 + 180)),
+    ],
+)
+def test_engines_differ_in_what_they_gather(of: EngineFacts, gradients: int, gathered: int) -> None:
+    """Two ranks, of which this one has a half of everything."""
+    sizes = {"embedding.weight": 20, "blocks.0.weight": 80, "blocks.1.weight": 80}
+    shards = [
+        Shard(name=f"{kind}/{name}", shape=(size,), start=0, local=torch.zeros(size // 2))
+        for name, size in sizes.items()
+        for kind in ("param", "exp_avg", "exp_avg_sq")
+    ]
+    parameters = {n: Parameter(shape=(size,), is_trained=True) for n, size in sizes.items()}
+    need = memory_need(shards, parameters, of, activations=None, samples=0, snapshots=0)
+    assert (need.weights, need.optimizer) == (4 * 90, 8 * 90)
+    assert (need.gradients, need.gathered) == (gradients, gathered)
+    assert need.fitting(1 << 40) is None
+
+
+def test_the_line() -> None:
+    need = MemoryNeed(
+        weights=1 << 20,
+        gradients=1 << 20,
+        optimizer=2 << 20,
+        gathered=0,
+        activations=4 << 20,
+        samples=4,
+        snapshots=3 << 20,
+    )
+    assert need.line(1 << 30) == (
+        "memory of a rank: weights 1 MiB, gradients 1 MiB, optimizer 2 MiB, gathered weights 0 B, "
+        "activations of 4 samples 4 MiB: 8 MiB of 1 GiB, which would hold micro-batches of 1,020; "
+        "snapshots 3 MiB"
+    )
+
+
+def test_parameters_are_not_counted() -> None:
+    layer = nn.Linear(8, 8, bias=False)
+    x = torch.randn(4, 8)
+    with SavedActivations() as saved:
+        layer(x).square().sum()
+    assert saved.num_bytes == 2 * 4 * 8 * 4
