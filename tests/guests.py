@@ -212,6 +212,35 @@ def nothing(vocab_size: int) -> str:
     return f"a model of {vocab_size} tokens"
 
 
+# Data
+
+
+class Images:
+    """A pattern of each of three kinds, and noise."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        kind = i % 3
+        noise = np.random.default_rng(i).normal(size=(1, 9, 9))
+        pattern = np.cos(np.arange(81).reshape(1, 9, 9) * (kind + 1))
+        return {"image": (noise + pattern).astype(np.float32), "kind": kind}
+
+
+class Pairs:
+    """Two sequences a sample: one that counts up, and one of any numbers."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        drawn = np.random.default_rng(i)
+        first = int(drawn.integers(16))
+        chosen = (first + np.arange(9, dtype=np.int64)) % 16
+        return {"chosen": chosen, "rejected": drawn.integers(16, size=9)}
+
+
 # Learning rates
 
 

@@ -13,16 +13,22 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 SHORT = ("steps=40", "schedule.total=40", "data.seq_len=32", "guard.min_history=8")
 POISON = "faults=[poison@samples=520-610]"
 FULL = pytest.mark.full
+# Images with labels, and an objective like DPO's with two sequences a sample.
+OWN_DATA = {
+    "Seeing": ("data._target_=tests.guests.Images",),
+    "Preferring": ("data._target_=tests.guests.Pairs", "model.vocab_size=16"),
+}
 MODELS = [
     "Tied",
     *(pytest.param(name, marks=FULL) for name in ("Recurrent", "Convolved")),
-    *(pytest.param(name, marks=FULL) for name in ("llama", "gpt2", "lora")),
+    *(pytest.param(name, marks=FULL) for name in ("llama", "gpt2", "lora", *OWN_DATA)),
 ]
 ENGINES = ["fsdp", *(pytest.param(name, marks=FULL) for name in ("zero1", "zero3"))]
 
 
 def told(model: str, engine: str, *more: str) -> list[str]:
-    return [*SHORT, f"model._target_=tests.guests.{model}", f"parallel={engine}", *more]
+    own = OWN_DATA.get(model, ())
+    return [*SHORT, f"model._target_=tests.guests.{model}", f"parallel={engine}", *own, *more]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -40,7 +46,9 @@ def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, model: str, engine
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["fsdp", "zero1"])
-@pytest.mark.parametrize("model", ["Tied", "Recurrent", "Convolved", "llama", "gpt2", "lora"])
+@pytest.mark.parametrize(
+    "model", ["Tied", "Recurrent", "Convolved", "llama", "gpt2", "lora", *OWN_DATA]
+)
 def test_killed_is_as_not_killed_and_ranks_may_change(
     tmp_path: Path, model: str, engine: str
 ) -> None:
