@@ -332,7 +332,7 @@ def test_bf16_is_near() -> None:
 )
 def test_suspects_name_the_sequence(disturbance: Disturbance | None, bad: list[int]) -> None:
     engine = build(faults=Disturbing(disturbance))
-    found = engine.accumulate(works(batch())).sequences.told()
+    found = engine.accumulate(works(batch())).sequences.to_host()
     assert len(found.losses) == len(found.gradient_norms) == 6
     seen = zip(found.losses, found.gradient_norms, strict=True)
     assert [row for row, pair in enumerate(seen) if not all(map(math.isfinite, pair))] == bad
@@ -342,7 +342,7 @@ def test_suspects_of_two_micro_batches_stand_in_order() -> None:
     engine, whole = build(), batch()
     first = engine.accumulate(works(whole)).sequences
     cut = [rows_of(whole, [0, 1]), rows_of(whole, [2, 3, 4, 5])]
-    in_two = engine.accumulate(works(*cut)).sequences.told()
+    in_two = engine.accumulate(works(*cut)).sequences.to_host()
     at_once = first.told()  # the next step has left them alone
     assert in_two.losses == pytest.approx(at_once.losses, rel=1e-5)
     assert in_two.gradient_norms == pytest.approx(at_once.gradient_norms, rel=1e-4)

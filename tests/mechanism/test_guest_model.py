@@ -148,7 +148,7 @@ def test_who_is_not_finite_is_known_by_the_sample(target: str) -> None:
     injector = FaultInjector(parse_faults(config.faults), rank=0, markers=Path("/nowhere"))
     engine = parts.engine(config, blueprint(target, *faults), ALONE, CPU, injector)
     sums = step(engine, batch(target), skip=True)
-    told = sums.sequences.told()
+    told = sums.sequences.to_host()
     assert sums.nonfinite == 1
     finite = [torch.tensor(loss).isfinite().item() for loss in told.losses]
     assert finite == [True, True, False, True]

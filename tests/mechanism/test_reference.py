@@ -324,7 +324,7 @@ def losses(own: Parts, plan: BatchPlan) -> dict[int, float]:
     pending = own.launch(plan, step=1, rate=0.0)
     own.stepper.read(pending)
     positions = own.feed.own_positions(plan)
-    own = list(zip(positions, pending.sums.sequences.told().losses, strict=True))
+    own = list(zip(positions, pending.sums.sequences.to_host().losses, strict=True))
     everyone = Ranks(CPU).gather(own)
     return {int(p): float(loss) for rows in everyone for p, loss in rows if p is not None}
 
