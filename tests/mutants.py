@@ -220,8 +220,8 @@ MUTANTS = (
     Mutant(
         "recomputed blocks drop other units",
         "runner/model/decoder.py",
-        "preserve_rng_state=self.dropout > 0",
-        "preserve_rng_state=False",
+        "is_random=self.dropout > 0",
+        "is_random=False",
         "tests/mechanism/test_model.py",
         "checkpointing",
     ),

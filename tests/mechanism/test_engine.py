@@ -343,7 +343,7 @@ def test_suspects_of_two_micro_batches_stand_in_order() -> None:
     first = engine.accumulate(works(whole)).sequences
     cut = [rows_of(whole, [0, 1]), rows_of(whole, [2, 3, 4, 5])]
     in_two = engine.accumulate(works(*cut)).sequences.to_host()
-    at_once = first.told()  # the next step has left them alone
+    at_once = first.to_host()  # the next step has left them alone
     assert in_two.losses == pytest.approx(at_once.losses, rel=1e-5)
     assert in_two.gradient_norms == pytest.approx(at_once.gradient_norms, rel=1e-4)
 
