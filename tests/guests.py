@@ -219,7 +219,7 @@ class Images:
     """A pattern of each of three kinds, and noise."""
 
     def __len__(self) -> int:
-        return 4096
+        return 100_000
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         kind = i % 3
@@ -232,7 +232,7 @@ class Pairs:
     """Two sequences a sample: one that counts up, and one of any numbers."""
 
     def __len__(self) -> int:
-        return 4096
+        return 100_000
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         drawn = np.random.default_rng(i)
