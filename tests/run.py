@@ -39,6 +39,8 @@ TINY = (
     "track.every=1000",
     # Most drills are of the ladder. tests/drills/test_redo.py is of what comes before it.
     "guard.remedy=discard",
+    # tests/drills/test_quick_preflight.py is of it; here it would be a tenth of a second each.
+    "debug.preflight=false",
     "parallel.timeout_seconds=60",
 )
 

@@ -668,6 +668,12 @@ class DebugConfig:
     replica_check_every: int = key(
         0, "steps between comparisons of replicated state, bit by bit; 0: never", ge=0
     )
+    preflight: bool = key(
+        True,
+        "each start asks the model on a few samples whether it looks ahead, whether earlier tokens "
+        "matter, whether each trained tensor gets a gradient, and, untrained, for its first loss; "
+        "what does not hold is a line",
+    )
     audit_every: int = key(
         500,
         "updates between audits: all ranks compute one rank's micro-batch, and the bits are "

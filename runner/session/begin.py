@@ -27,6 +27,7 @@ from runner.session.actors import make_actors, make_loop
 from runner.session.layers import Columns, make_layers
 from runner.session.memory_line import memory_line
 from runner.session.phases import Machinery, Opened, Run
+from runner.session.quick import quick_preflight
 from runner.session.side_lines import rank_times, ring_lines
 from runner.startup.memory_need import SavedActivations
 from runner.startup.mixture import settle_mixture
@@ -75,6 +76,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     opened.written.journal.add(start)
     if lease.config.debug.check_devices:
         _check_devices(opened, machinery.faults, resumed.step)
+    quick_preflight(opened, machinery, resumed)
     _settle_mixture(opened, machinery)
     uploads = _uploads(opened, machinery, resumed)
     # Until now the snapshots of an earlier incarnation were still needed.

@@ -1,0 +1,47 @@
+"""The short preflight of a start, as the settings have it."""
+
+from __future__ import annotations
+
+from runner.config.network import is_hf
+from runner.data.dataset import RecordDataset
+from runner.data.feed import few
+from runner.policy.decision.history import Incident
+from runner.session import parts
+from runner.session.phases import Machinery, Opened
+from runner.startup.preflight.quick import QuickSubject, failed, quick_checks
+from runner.startup.resume import Resumed
+
+_ROWS = 2
+
+
+def quick_preflight(opened: Opened, machinery: Machinery, resumed: Resumed) -> None:
+    """Try the model; a line for what does not hold, told once in a run. Collective."""
+    config, group, corpus = opened.lease.config, opened.group, opened.corpus
+    dataset = corpus.dataset
+    if not config.debug.preflight or isinstance(dataset, RecordDataset):
+        return
+    # A compiled model would be compiled once more, for other shapes.
+    if resumed.step >= config.steps or config.model.compile:
+        return
+    rows = min(_ROWS, config.batch.micro_size)
+    batch = group.ranks.all_or_none(
+        "reading two samples", lambda: few(dataset, config.data.seq_len, rows)
+    )
+    is_untrained = resumed.is_fresh and config.model._target_ is None and not is_hf(config.model)
+    subject = QuickSubject(
+        batch=batch,
+        works=parts.works_a_step(config, group.place),
+        vocab_size=dataset.vocab_size,
+        untrained_loss=corpus.network.untrained_loss if is_untrained else None,
+        sum=group.ranks.sum,
+    )
+    for check in failed(quick_checks(machinery.engine, subject)):
+        opened.written.report_once(
+            Incident(
+                kind="preflight",
+                step=resumed.step,
+                decision="only told",
+                reason=f"{check.name}: {check.found}. Remedy: {check.remedy}",
+                detail={"check": check.name},
+            )
+        )
