@@ -31,7 +31,7 @@ _KIND_WORDS = {
 _KEYS = (
     ("curve", "applied steps"),
     ("cross", "not applied"),
-    ("redo", "computed again, nothing skipped"),
+    ("redo", "computed again"),
     ("arc", "rollback, back to"),
     ("start", "restart"),
     ("rebaseline", "new baseline"),
@@ -242,7 +242,7 @@ def _stream_legend(is_skipped: bool, is_planned: bool) -> Html:
 
 def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
     def rect(start: float, stop: float, cls: str, words: str) -> Html:
-        width = max(2.0 if cls == "skipped" else 0.0, WIDTH * (stop - start) / end)
+        width = max(4.0 if cls == "skipped" else 0.0, WIDTH * (stop - start) / end)
         at = min(WIDTH * start / end, WIDTH - width)
         return tag(
             "rect",

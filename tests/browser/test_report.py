@@ -349,8 +349,8 @@ def test_a_million_steps_are_a_small_page_that_is_there_at_once(
         spike_at=765_432,
         bad_at=bad,
         layers=tuple(f"blocks.{number}" for number in range(96)),
-        hot=("blocks.41", 654_300),
-        look_every=50,
+        hot=("blocks.41", 654_200),
+        look_every=200,
         world_size=128,
     )
     path = report(tmp_path, made)
