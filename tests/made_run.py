@@ -128,6 +128,8 @@ class Made:
         told: dict[str, float] = {
             f"samples/{name}": BATCH // len(self.sources) for name in self.sources
         }
+        for at, name in enumerate(self.sources):
+            told[f"loss/{name}"] = self.base + 0.3 * at + 2.5 * math.exp(-step / 60)
         if step % 100 == 0:
             for at, name in enumerate(self.sources):
                 told[f"eval_loss/{name}"] = self.base + 0.3 * at + 2.0 * math.exp(-step / 90)

@@ -40,7 +40,8 @@ class Grid:
         self.width = 1  # looks of a column
         self._in_last = 0
         self.steps: list[int] = []  # of each column's first look
-        self._columns: list[dict[int, tuple[float, float]]] = []  # lowest and highest by row
+        # By row: the lowest and the highest value, their sum and their number.
+        self._columns: list[dict[int, tuple[float, float, float, int]]] = []
         self.num_looks = 0
         self.last_step = 0
 
@@ -61,8 +62,8 @@ class Grid:
             row = self._row(name)
             if row is None or value is None or not math.isfinite(value):
                 continue
-            low, high = column.get(row, (value, value))
-            column[row] = min(low, value), max(high, value)
+            low, high, total, count = column.get(row, (value, value, 0.0, 0))
+            column[row] = min(low, value), max(high, value), total + value, count + 1
 
     def cells(self) -> list[list[float]]:
         """By row and column, of each cell the value that is farther from the row's usual one.
@@ -77,6 +78,16 @@ class Grid:
             made.append([math.nan if pair is None else _far(pair, usual) for pair in pairs])
         return made
 
+    def means(self) -> list[list[float]]:
+        """By row and column, the mean of each cell; NaN where there is none."""
+        return [
+            [
+                math.nan if cell is None else cell[2] / cell[3]
+                for cell in (column.get(row) for column in self._columns)
+            ]
+            for row in range(len(self.names))
+        ]
+
     def _row(self, name: str) -> int | None:
         row = self._places.get(name)
         if row is None and len(self.names) < _MOST_NAMES:
@@ -88,11 +99,15 @@ class Grid:
         joined = []
         for at in range(0, len(self._columns), 2):
             column = self._columns[at]
-            for row, (low, high) in (
-                self._columns[at + 1] if at + 1 < len(self._columns) else {}
-            ).items():
-                known = column.get(row, (low, high))
-                column[row] = min(low, known[0]), max(high, known[1])
+            later = self._columns[at + 1] if at + 1 < len(self._columns) else {}
+            for row, (low, high, total, count) in later.items():
+                known = column.get(row, (low, high, 0.0, 0))
+                column[row] = (
+                    min(low, known[0]),
+                    max(high, known[1]),
+                    total + known[2],
+                    count + known[3],
+                )
             joined.append(column)
         if len(self._columns) % 2 == 0:
             self._in_last += self.width
@@ -188,8 +203,8 @@ def _highest(values: Sequence[float]) -> float:
     return max((value for value in values if math.isfinite(value)), default=math.nan)
 
 
-def _far(pair: tuple[float, float], usual: float) -> float:
-    low, high = pair
+def _far(cell: tuple[float, float, float, int], usual: float) -> float:
+    low, high = cell[:2]
     if low > 0 and usual > 0:
         return high if high / usual >= usual / low else low
     return high if high - usual >= usual - low else low

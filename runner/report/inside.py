@@ -17,6 +17,7 @@ _SHOWN_LAYERS = 4  # quantities at once; the others are folded away
 _MOST_SMALL = 12
 _MOST_ROWS = 128
 _PROFILES = 5
+_UNIT = "nats per token"
 _ALIKE = 1.12  # ranks that differ by less need no picture
 _MOST_SOURCES = 40
 _MODEL_WORDS = {
@@ -104,14 +105,6 @@ def source(run: RunReader) -> Html | None:
     names = list(dict.fromkeys([*fold.samples, *fold.newest]))
     if not names:
         return None
-    grid = fold.losses
-    curves = [
-        Named(
-            name=name,
-            points=[(float(step), loss) for step, loss in zip(grid.steps, row, strict=True)],
-        )
-        for name, row in zip(grid.names, grid.cells(), strict=True)
-    ]
     whole = sum(fold.samples.values()) or 1
     rows = [
         [
@@ -126,11 +119,19 @@ def source(run: RunReader) -> Html | None:
     return tag(
         "section",
         tag("h3", "Loss by source"),
-        lines("Held-out loss", "nats per token", curves, x_words="steps"),
+        lines("Held-out loss", _UNIT, _by_source(fold.losses), x_words="steps"),
+        lines("Training loss", f"{_UNIT}, means", _by_source(fold.trained), x_words="steps"),
         table(["source", "samples in attempted steps", "share", "held-out loss"], rows),
         tag("p", f"and {more:,} more sources", cls="note") if more > 0 else None,
         cls="source",
     )
+
+
+def _by_source(grid: Grid) -> list[Named]:
+    return [
+        Named(name=name, points=list(zip(map(float, grid.steps), row, strict=True)))
+        for name, row in zip(grid.names, grid.means(), strict=True)
+    ]
 
 
 def ranks(run: RunReader) -> Html | None:
