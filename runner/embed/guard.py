@@ -25,6 +25,7 @@ from runner.embed.randomness import Randomness
 from runner.embed.settings import run_config
 from runner.embed.state import LoopState
 from runner.embed.story import Story
+from runner.embed.zero import ZeroMeasurer, ZeroState, engine_in
 from runner.session.summary import RunEnd, RunSize, sum_up
 from runner.system.error import ConfigError
 
@@ -43,7 +44,8 @@ class Guard:
 
     Args:
         out: directory of the run; the same one again resumes it.
-        model: plain, DistributedDataParallel or FSDP2 (``fully_shard``); or several.
+        model: plain, DistributedDataParallel or FSDP2 (``fully_shard``); or several; or a
+            DeepSpeed engine of ZeRO stage 1 or 2.
         optimizer: any of torch's kind; or several.
         scheduler: stepped by the loop after the optimizer; or several.
         every: steps between checkpoints on disk, or ``"auto"``: by what they cost.
@@ -97,12 +99,19 @@ class Guard:
         config = run_config(out, every=every, accumulate=accumulate, skip=skip, given=settings)
         if clip is not None and not clip > 0:
             raise ConfigError(f"clip={clip}: must be greater than 0, or None for no clipping")
-        for given in (*_several(model), *_several(optimizer)):
-            _refuse_deepspeed(given)
+        engine = engine_in(_several(model), _several(optimizer))
+        if engine is not None and clip is not None:
+            raise ConfigError(f"clip={clip}: DeepSpeed clips; set its gradient_clipping")
         ranks, device, rank_env = ranks_at_hand("Guard")
         group = join(config, ranks, device, rank_env)
         self._place = DataPlace()
-        self._sharded = LoopState(_several(model), _several(optimizer), ranks, device)
+        self._sharded: LoopState
+        if engine is not None:
+            self._sharded = ZeroState(engine, ranks, device)
+            self._measurer: Measurer = ZeroMeasurer(self._sharded, ranks, engine)
+        else:
+            self._sharded = LoopState(_several(model), _several(optimizer), ranks, device)
+            self._measurer = Measurer(self._sharded, ranks, clip=clip)
         self._carried = LoopCarried(self._sharded, _several(scheduler), self._place, ranks)
         try:
             self._opened = open_run(
@@ -111,7 +120,6 @@ class Guard:
         except BaseException:
             group.monitor.end()
             raise
-        self._measurer = Measurer(self._sharded, ranks, clip=clip)
         self._story = Story(self._opened, self._sharded, self._carried, self._measurer)
         self._sharded.before_change = self._story.layout_changes
         self._finalizer = weakref.finalize(self, closed_at_exit, self._opened)
@@ -347,15 +355,6 @@ class Guard:
             ),
             run_dir=opened.group.run_dir,
             console=opened.group.console,
-        )
-
-
-def _refuse_deepspeed(given: object) -> None:
-    """ZeRO keeps flat copies of weights and state, which nobody but its engine may load."""
-    if type(given).__module__.partition(".")[0] == "deepspeed":
-        raise ConfigError(
-            f"Guard: {type(given).__name__} is DeepSpeed's, whose engine applies and keeps the "
-            "state itself; use python -m runner parallel=zero1|zero2|zero3, or FSDP2 (fully_shard)"
         )
 
 

@@ -14,6 +14,10 @@ from runner.embed.randomness import Randomness, generators_of
 from runner.embed.sampler import Sampler, tells_its_state
 from runner.system.error import ConfigError
 
+# By these the wrappers of Accelerate and of Lightning Fabric count their passes, and shuffle each
+# pass in an order of its own. Pinned by tests/mechanism/test_integrations.py.
+_PASSES = ("iteration", "_num_iter_calls")
+
 
 class Exhausted(Exception):
     """The loader has no such batch; ``count`` is how many it had."""
@@ -141,6 +145,7 @@ class Plain(_Drawn):
         made = {
             "random": Randomness().to_json(),
             "generators": [g.get_state() for g in generators_of(self._loader)],
+            "passes": {name: getattr(self._loader, name) for name in self._counters()},
         }
         self._begin(iter(self._loader), drawn=0)
         return made
@@ -152,9 +157,15 @@ class Plain(_Drawn):
         Randomness.from_json(begun["random"]).put_back()
         for generator, old in zip(generators_of(self._loader), begun["generators"], strict=True):
             generator.set_state(old)
+        passes = begun.get("passes", {})  # none in a checkpoint of an older version
+        for name in set(passes) & set(self._counters()):
+            setattr(self._loader, name, passes[name])
         self._begin(iter(self._loader), drawn=0)
         if drawn:
             self.read(drawn - 1)
+
+    def _counters(self) -> list[str]:
+        return [name for name in _PASSES if type(getattr(self._loader, name, None)) is int]
 
 
 class Sampled(_Drawn):

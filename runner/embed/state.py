@@ -22,7 +22,12 @@ from runner.embed.places import Place, StagedState, home_of, place_of
 from runner.system.error import CheckpointError
 
 # What wrappers put in front of a parameter's name.
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPERS = (
+    "_orig_mod.",  # torch.compile
+    "_checkpoint_wrapped_module.",
+    "_fsdp_wrapped_module.",
+    "_forward_module.",  # Lightning Fabric
+)
 
 
 def plain_name(name: str) -> str:
@@ -92,7 +97,7 @@ class LoopState(StagedState):
         tensors: dict[str, Any] = {}
 
         def add(name: str, tensor: torch.Tensor, like: str | None) -> None:
-            place = place_of(name, tensor.dtype, self.geometry_of(tensor, name))
+            place = place_of(name, tensor.dtype, self._where(tensor, name, like))
             place.read = lambda: local(tensor)
             places[name] = place
             tensors[name] = [str(tensor.dtype), list(place.geometry.shape), like, home_of(tensor)]
@@ -110,6 +115,10 @@ class LoopState(StagedState):
         }
         self._hold(places)
         return captured
+
+    def _where(self, tensor: torch.Tensor, name: str, like: str | None) -> Geometry:
+        """Where this rank's part of a tensor lies, which is cut as parameter ``like`` is."""
+        return self.geometry_of(tensor, name)
 
     def _changing_buffers(self) -> list[str]:
         """The same on all ranks."""
@@ -183,12 +192,13 @@ class LoopState(StagedState):
         if like is None:
             return self._replicated(shape)
         parameter = self.parameters.get(like)
-        if parameter is None or list(parameter.shape) != list(shape):
-            has = "none" if parameter is None else list(parameter.shape)
+        where = None if parameter is None else self._where(parameter, like, like)
+        if where is None or list(where.shape) != list(shape):
+            has = "none" if where is None else list(where.shape)
             raise CheckpointError(
                 f"the checkpoint is of another model: {like!r} is {list(shape)} there, {has} here"
             )
-        return self.geometry_of(parameter, like)
+        return where
 
     def apply(self, stored: Mapping[str, Any]) -> None:
         """Put what was loaded in place, with ``told``: what :meth:`capture` gave.
@@ -277,9 +287,11 @@ class LoopState(StagedState):
             found[f"buffer/{name}"] = self.buffers.live(name)
         self.optimizer_tensors(found)
         for name in sorted(found):
-            tensor = found[name].detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, encode(whole.cpu())
+            yield name, encode(self._whole(found[name].detach(), name).cpu())
+
+    def _whole(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Of a tensor that ranks may hold in parts. Collective."""
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def optimizer_tensors(self, found: dict[str, torch.Tensor]) -> None:
         """Add the tensors of the optimizers' states, by their names in a checkpoint."""

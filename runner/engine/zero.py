@@ -283,7 +283,8 @@ class ZeroEngine:
                 config=deepspeed_settings(plan),
                 dist_init_required=False,
             )
-        self._stage = _stage(wrapped)
+        self._stage = stage_of(wrapped)
+        self._stage.switch_norm_off()
         make_state(self._optimizer, self._stage.flats())
         self._forward = Forward(
             self._engine,
@@ -475,12 +476,14 @@ class _Place:
 
 
 class _Stage(Protocol):
-    """What differs between DeepSpeed's optimizers.
+    """What differs between DeepSpeed's optimizers."""
 
-    Each has its optimizer's own norm switched off: it was computed a second time after ours, and
-    in stages 1 and 3 a norm that is not finite made DeepSpeed skip the update in silence. Whether
-    an update is applied is decided in one place, the gate.
-    """
+    def switch_norm_off(self) -> None:
+        """DeepSpeed's own: it would be computed a second time after ours, and in stages 1 and 3 a
+        norm that is not finite makes DeepSpeed skip the update in silence. Whether an update is
+        applied is decided in one place, the gate.
+        """
+        ...
 
     def flats(self) -> list[torch.Tensor]:
         """This rank's FP32 partitions, 1-D; the keys of the optimizer's state."""
@@ -503,7 +506,14 @@ class _Stage(Protocol):
         ...
 
 
-def _stage(wrapped: Any) -> _Stage:
+def stage_of(wrapped: Any) -> _Stage:
+    """
+    Args:
+        wrapped: the optimizer that DeepSpeed made of one of torch's.
+
+    Raises:
+        ConfigError: of a kind that is not known here.
+    """
     kinds: dict[str, Callable[[Any], _Stage]] = {
         "BF16_Optimizer": _StageOne,
         "DeepSpeedZeroOptimizer": _StageTwo,
@@ -577,10 +587,9 @@ def _gather_into(parameter: nn.Parameter, held: _Slice) -> None:
 class _StageOne(_Linked):
     """BF16 with FP32 accumulation makes DeepSpeed take its BF16_Optimizer for stage 1."""
 
-    def __init__(self, wrapped: Any) -> None:
-        super().__init__(wrapped)
+    def switch_norm_off(self) -> None:
         nothing = torch.zeros(1, device=self.flats()[0].device)
-        wrapped.get_grads_for_norm = lambda: ([nothing], {})
+        self._wrapped.get_grads_for_norm = lambda: ([nothing], {})
 
     def flats(self) -> list[torch.Tensor]:
         return list(self._wrapped.fp32_groups_flat_partition)
@@ -595,10 +604,9 @@ class _StageOne(_Linked):
 class _StageTwo(_Linked):
     """Stage 1 with offload, too."""
 
-    def __init__(self, wrapped: Any) -> None:
-        super().__init__(wrapped)
+    def switch_norm_off(self) -> None:
         nothing = torch.zeros((), device=self.flats()[0].device)
-        wrapped.scaled_global_norm = lambda: nothing
+        self._wrapped.scaled_global_norm = lambda: nothing
 
     def flats(self) -> list[torch.Tensor]:
         return list(self._wrapped.single_partition_of_fp32_groups)
@@ -606,8 +614,13 @@ class _StageTwo(_Linked):
     def gradients(self) -> list[torch.Tensor]:
         # With offload a group of which this rank holds nothing has none. Sorted: they come in the
         # order in which they were filled.
-        groups = sorted(self._wrapped.averaged_gradients.items())
-        return [group.flat_partition for _, group in groups if group is not None]
+        found: list[torch.Tensor] = []
+        for _, group in sorted(self._wrapped.averaged_gradients.items()):
+            if isinstance(group, list):  # where nothing is accumulated in another type
+                found += [gradient.view(-1) for gradient in group]
+            elif group is not None:
+                found.append(group.flat_partition)
+        return found
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         groups = dict(self._wrapped.averaged_gradients.items())
@@ -623,8 +636,10 @@ class _StageThree:
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
+
+    def switch_norm_off(self) -> None:
         nothing = torch.zeros((), device=self.flats()[0].device)
-        wrapped._get_norm_groups = lambda: [nothing]
+        self._wrapped._get_norm_groups = lambda: [nothing]
 
     def flats(self) -> list[torch.Tensor]:
         return list(self._wrapped.fp32_partitioned_groups_flat)

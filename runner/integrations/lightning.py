@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from runner.embed.guard import Guard
 from runner.integrations.batches import GuardedBatches, HasBatches
@@ -33,6 +34,7 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
         self._out = out
         self._settings = settings
         self._schedules: list[dict[str, Any]] | None = None
+        self._is_passed_over = False  # the batch in hand is not trained on
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what cannot be guarded."""
@@ -41,6 +43,12 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
             raise ConfigError(
                 f"GuardCallback: {strategy}: its engine applies the update itself; use python -m "
                 "runner parallel=zero3, or another strategy"
+            )
+        if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+            raise ConfigError(
+                f"GuardCallback: {strategy}: a batch can be passed over on one device and with "
+                "strategy='ddp' only; for FSDP2 (fully_shard) put runner.Guard into a loop of "
+                "your own, such as Fabric's"
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
             raise ConfigError(
@@ -70,7 +78,11 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
 
         def step(*args: Any, **kwargs: Any) -> Any:
             """In the place of ``training_step``: None is no loss, and nothing is computed."""
-            return train(*args, **kwargs) if batches.take() else None
+            self._is_passed_over = not batches.take()
+            if not self._is_passed_over:
+                return train(*args, **kwargs)
+            # On several ranks Lightning refuses None, and DDP waits for every gradient.
+            return None if trainer.world_size == 1 else _no_loss(pl_module)
 
         pl_module.training_step = step
         self._restore = lambda: setattr(pl_module, "training_step", train)
@@ -81,7 +93,8 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
     ) -> None:
-        self.batches.note(loss)
+        if not self._is_passed_over:
+            self.batches.note(loss)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -119,3 +132,9 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore()  # type: ignore[no-untyped-call]
         self.guard.close()
+
+
+def _no_loss(module: torch.nn.Module) -> torch.Tensor:
+    """Zero, with a gradient of zeros for each parameter, whatever its value."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return torch.stack([p.flatten()[:0].sum() for p in trained]).sum()

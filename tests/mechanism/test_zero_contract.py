@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from runner import Guard
 from runner.data.feed import MicroBatch
+from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv
 from runner.distributed.process_group import end_group, start_group
+from runner.embed.zero import ZeroState, engine_in
 from runner.engine import zero
 from runner.engine.adamw import AdamWSettings
 from runner.engine.protocol import MicroStep
@@ -28,6 +31,7 @@ from runner.engine.zero import (
     build_module,
     check_plan,
     deepspeed_settings,
+    stage_of,
 )
 from runner.fault.inject import Disturbance
 from runner.fault.wrap import MicroBatchFaults
@@ -35,7 +39,7 @@ from runner.model.decoder import Decoder, DecoderShape
 from runner.model.frozen import freeze
 from runner.model.loss import sequence_losses
 from runner.model.objective import DecoderObjective
-from runner.system.error import ConfigError
+from runner.system.error import CheckpointError, ConfigError
 
 CPU = torch.device("cpu")
 SHAPE = DecoderShape(vocab_size=16, dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, seq_len=8)
@@ -254,6 +258,59 @@ def test_deepspeed_has_every_name_that_we_use(
         gone.add(moved(bare[root], rest))
     assert gone == {None}, f"deepspeed moved {gone - {None}}, which {kind} had"
     assert "deepspeed_shm_comm" in bare["deepspeed"].ops.__compatible_ops__
+
+
+# What runner/embed/zero.py asks somebody's engine, and its optimizer.
+OF_A_GUEST = (
+    "engine.basic_optimizer.param_groups",
+    "engine.fp16_enabled",
+    "engine.has_moe_layers",
+    "engine.is_gradient_accumulation_boundary",
+    "engine.module",
+    "engine.step",
+    "engine.was_step_applied",
+    "engine.zero_optimization_stage",
+    "optimizer.dp_process_group",
+)
+OF_STAGE_TWO = ("check_grad_overflow", "compute_grad_norm", "cpu_offload", "dtype")
+
+
+def test_a_guests_engine_has_what_the_guard_asks(
+    bare: dict[str, Any], stage: tuple[int, bool]
+) -> None:
+    paths = [path for path in OF_A_GUEST if path.startswith("engine") or stage[0] < 3]
+    if OPTIMIZERS[stage] == "DeepSpeedZeroOptimizer":
+        paths += [f"optimizer.{name}" for name in OF_STAGE_TWO]
+    gone = {moved(bare[path.partition(".")[0]], path.partition(".")[2]) for path in paths}
+    assert gone == {None}
+    # What holds FP32 weights is what torch's own optimizer updates.
+    if stage[0] < 3:
+        flats = stage_of(bare["optimizer"]).flats()
+        params = [p for g in bare["engine"].basic_optimizer.param_groups for p in g["params"]]
+        assert [id(flat) for flat in flats] == [id(parameter) for parameter in params]
+
+
+def test_an_engine_that_cannot_be_guarded_is_refused(
+    bare: dict[str, Any], stage: tuple[int, bool], tmp_path: Path
+) -> None:
+    engine = bare["engine"]
+    if stage == (1, False):
+        assert engine_in([engine], [bare["optimizer"]]) is engine
+        with pytest.raises(ConfigError, match=r"clip=1.0: DeepSpeed clips"):
+            Guard(tmp_path, model=engine, optimizer=bare["optimizer"], clip=1.0)
+        with pytest.raises(ConfigError, match="give the engine as model="):
+            Guard(tmp_path, model=engine.module, optimizer=bare["optimizer"])
+        state = ZeroState(engine, Ranks(CPU), CPU)
+        with pytest.raises(CheckpointError, match="on 2 ranks, and these are 1"):
+            state.expect({"param/optimizer0.0.0": ["torch.float32", [2, 8], None, "cpu"]})
+        return
+    why = {
+        (3, False): "stage 3",
+        (3, True): "stage 3",
+        (2, False): "check_grad_overflow",
+    }.get(stage, "offload")
+    with pytest.raises(ConfigError, match=why):
+        Guard(tmp_path, model=engine, optimizer=bare["optimizer"])
 
 
 def test_it_is_imported_only_when_asked_for() -> None:

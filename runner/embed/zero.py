@@ -1,0 +1,151 @@
+"""A DeepSpeed engine of ZeRO stage 1 or 2 in somebody else's loop.
+
+Its optimizer keeps FP32 weights and moments in flat tensors, of which each rank has a part of its
+own. They are saved as the rows of one tensor, a rank a row. DeepSpeed makes the update, clips and
+steps its schedule; a step that is not to be made it skips by itself, as it does on an overflow,
+because its gradients are made NaN. (Not by its public ``safe_set_full_grad``: in 0.19.8 that
+writes into the BF16 gradients of stage 1, which are not looked at any more, or fails.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from runner.distributed.agreement import Ranks
+from runner.embed.geometry import Geometry
+from runner.embed.measure import Measurer
+from runner.embed.state import LoopState
+from runner.engine.norm import squared_norm
+from runner.engine.zero import stage_of
+from runner.system.error import CheckpointError, ConfigError
+
+_GUARDED = ("BF16_Optimizer", "DeepSpeedZeroOptimizer")
+
+
+def is_deepspeed(given: object) -> bool:
+    """Whether DeepSpeed has made it; DeepSpeed itself is not imported."""
+    return type(given).__module__.partition(".")[0] == "deepspeed"
+
+
+def engine_in(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Any | None:
+    """The DeepSpeed engine among what a guard was given; None where nothing is DeepSpeed's.
+
+    Raises:
+        ConfigError: it is of a kind that cannot be guarded.
+    """
+    if not any(map(is_deepspeed, [*models, *optimizers])):
+        return None
+    names = [type(one).__name__ for one in (*models, *optimizers)]
+    if len(models) > 1 or len(optimizers) > 1 or names[0] != "DeepSpeedEngine":
+        raise _refused(
+            f"{' and '.join(names)}: give the engine as model= and its optimizer as optimizer=, "
+            "one of each; pipelines are not known here"
+        )
+    engine: Any = models[0]
+    _check_kind(engine)
+    return engine
+
+
+def _check_kind(engine: Any) -> None:
+    wrapped = engine.optimizer
+    name = type(wrapped).__name__
+    if engine.zero_optimization_stage() not in (1, 2) or name not in _GUARDED:
+        raise _refused(
+            f"ZeRO stage {engine.zero_optimization_stage()} ({name}): stages 1 and 2 can be; "
+            "use python -m runner parallel=zero3, or FSDP2 (fully_shard)"
+        )
+    if engine.fp16_enabled():
+        raise _refused("fp16: its loss scaling skips steps on purpose; use bf16")
+    if getattr(wrapped, "cpu_offload", False):
+        raise _refused("offload_optimizer: use python -m runner parallel=zero2")
+    if (
+        engine.has_moe_layers
+        or dist.get_world_size(wrapped.dp_process_group) < dist.get_world_size()
+    ):
+        raise _refused("experts, or ranks that are not all data parallel")
+    if name == "DeepSpeedZeroOptimizer" and not _skips(wrapped):
+        raise _refused(
+            "a gradient that is not finite would be applied: set bf16.check_grad_overflow=true "
+            "(and leave zero_optimization.compute_grad_norm on) in DeepSpeed's settings"
+        )
+
+
+def _skips(wrapped: Any) -> bool:
+    """Whether NaN in its gradients makes it skip the step."""
+    checks = wrapped.check_grad_overflow or wrapped.dtype is not torch.bfloat16
+    return bool(checks and wrapped.compute_grad_norm)
+
+
+def _refused(why: str) -> ConfigError:
+    return ConfigError(f"Guard: DeepSpeed engine, {why}")
+
+
+class ZeroState(LoopState):
+    """The weights of the engine's module, and the rows of its flat tensors."""
+
+    def __init__(self, engine: Any, ranks: Ranks, device: torch.device) -> None:
+        base = engine.basic_optimizer
+        self._flat_ids = {id(flat) for group in base.param_groups for flat in group["params"]}
+        super().__init__([engine.module], [base], ranks, device)
+        self._flats = {n for n, p in self.parameters.items() if id(p) in self._flat_ids}
+
+    def _where(self, tensor: torch.Tensor, name: str, like: str | None) -> Geometry:
+        if like not in self._flats:
+            return super()._where(tensor, name, like)
+        count, ranks = tensor.numel(), self._ranks
+        return Geometry(
+            shape=(ranks.world_size, count),
+            start=ranks.rank * count,
+            count=count,
+            index=0,
+            copies=1,
+        )
+
+    def expect(self, tensors: Mapping[str, Any]) -> None:
+        for name in sorted(self._flats):
+            told = tensors.get(f"param/{name}")
+            if told is not None and told[1][0] != self._ranks.world_size:
+                raise CheckpointError(
+                    f"the checkpoint is of a DeepSpeed engine on {told[1][0]} ranks, and these are "
+                    f"{self._ranks.world_size}: its parts are for as many ranks as they were made "
+                    "on; start on as many, or use python -m runner parallel=zero1|zero2|zero3"
+                )
+        super().expect(tensors)
+
+    def _whole(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if tensor.dim() != 1 or tensor.shape not in {self.parameters[n].shape for n in self._flats}:
+            return tensor
+        rows = tensor.new_empty(self._ranks.world_size * math.prod(tensor.shape))
+        dist.all_gather_into_tensor(rows, tensor.contiguous())
+        return rows
+
+
+class ZeroMeasurer(Measurer):
+    """Measures the gradients where DeepSpeed has reduced them, and has it skip a step."""
+
+    def __init__(self, state: ZeroState, ranks: Ranks, engine: Any) -> None:
+        super().__init__(state, ranks, clip=None)
+        self._engine = engine
+        self._stage = stage_of(engine.optimizer)
+
+    def _square(self) -> torch.Tensor:
+        gradients = [gradient.float() for gradient in self._stage.gradients()]
+        return squared_norm(gradients, self._state.device)
+
+    def forget_gradients(self) -> None:
+        """DeepSpeed drops them as on an overflow: weights, moments and schedule stay. Collective.
+
+        Raises:
+            ConfigError: it has made the step all the same.
+        """
+        for gradient in self._stage.gradients():
+            gradient.fill_(math.nan)
+        self._engine.step()
+        if self._engine.was_step_applied():
+            raise _refused("it has applied a step that was to be skipped; nothing was saved")

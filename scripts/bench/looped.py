@@ -1,0 +1,152 @@
+"""On the ranks: two plain loops on models alike, one with a guard, take turns step by step.
+
+    torchrun --nproc-per-node=2 -m scripts.bench.looped --folder DIR [--pairs N] [--seconds S]
+
+Writes DIR/result.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from runner import Guard
+from runner.distributed.env import place_from
+from runner.distributed.process_group import choose_device, end_group, start_group
+from runner.health.leave import leave
+from scripts.bench.turns import Turns
+
+_DIM, _LAYERS, _CLIP = 512, 8, 1.0
+_WARMUP = 30  # steps after which the guard judges all that it judges
+_RARELY = 1_000_000
+
+
+def main() -> None:
+    options = _options()
+    place = place_from(os.environ)
+    device = choose_device("auto", place)
+    start_group(place, device, timeout_seconds=300)
+    rows = _rows_for(options.seconds, device)
+    bare, guarded = _Loop(device), _Loop(device)
+    guard = Guard(
+        options.folder / "guarded",
+        model=guarded.model,
+        optimizer=guarded.optimizer,
+        every=_RARELY,
+        memory_every=0,
+        clip=_CLIP,
+    )
+    batches = guard.over(_Batches(rows, device))
+    turns = Turns(
+        lambda: _guarded_step(guarded, guard, batches),
+        device=device,
+        block=1,
+        warmup=_WARMUP,
+        pairs=options.pairs,
+    )
+    data = _Batches(rows, device)
+    for number in range(_RARELY):
+        _bare_step(bare, data[number])
+        if turns.after_step():
+            break
+    pairs = [(ours, theirs) for theirs, ours in turns.pairs()]
+    guard.close()
+    if place.is_first:
+        told = {"pairs": pairs, "rows": rows, "parameters": bare.num_parameters}
+        (options.folder / "result.json").write_text(json.dumps(told))
+    end_group()
+    leave(0)
+
+
+class _Loop:
+    """What a script builds."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(_DIM, _DIM), nn.GELU())]
+        model: nn.Module = nn.Sequential(*layers).to(device)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def backward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (self.model(batch) - batch).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _Batches:
+    """Data with ``[i]`` and ``len``, of no cost: the same batch for ever."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._batch = torch.randn(rows, _DIM, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def __len__(self) -> int:
+        return _RARELY
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self._batch
+
+
+def _bare_step(loop: _Loop, batch: torch.Tensor) -> None:
+    loop.backward(batch)
+    torch.nn.utils.clip_grad_norm_(loop.model.parameters(), _CLIP)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def _guarded_step(loop: _Loop, guard: Guard, batches: Iterator[torch.Tensor]) -> None:
+    """Begins with the end of the step before: that is counted when the next batch is asked for."""
+    loss = loop.backward(next(batches))
+    if guard.ok(loss):
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def _rows_for(seconds: float, device: torch.device) -> int:
+    """Rows of a batch with which a step takes so long; the same on all ranks."""
+    loop, rows = _Loop(device), 64
+    while True:
+        batch = _Batches(rows, device)[0]
+        took = min(_timed(partial(_bare_step, loop, batch)) for _ in range(4))
+        told = torch.tensor([took], dtype=torch.float64, device=device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        took = float(told.item())
+        if took > seconds / 4 or rows > 1 << 20:
+            return max(1, round(rows * seconds / took))
+        rows *= 2
+
+
+def _timed(step: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a step, about")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        traceback.print_exc()
+        leave(1)  # an orderly exit would wait

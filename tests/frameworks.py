@@ -1,0 +1,387 @@
+"""Training scripts under other people's frameworks, each with a guard in it.
+
+Called by tests in one process, or on several: ``torchrun frameworks.py FRAMEWORK OUT TODO...``.
+TODO: ``poison`` (KILL_AT in the environment: rank 1 is killed in that step, once), ``told`` (told
+to skip what that run skipped). Each rank leaves ``rankN.json`` in OUT.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+RULES: dict[str, Any] = {"every": 4, "clean_after": 2, "min_history": 8}
+NUM, BAD_TOKEN, MICRO, ACCUMULATE = 128, 31, 2, 2  # samples a rank; in a batch; batches a step
+BAD = range(72, 84)  # three steps in a row, on one rank
+SCATTERED = (72, 73)  # where the framework shuffles
+# The same steps on two ranks that take batches in turn, the second one's alone.
+BAD_OF_SECOND = range(146, 170, 4)
+
+
+class Killed(Exception):
+    pass
+
+
+def _raise() -> None:
+    raise Killed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a script is told.
+
+    ``bad``: samples that are poisoned; ``kill_at``: the step before which ``kill`` is called.
+    """
+
+    out: Path
+    bad: Sequence[int] = BAD
+    shuffle: bool = False
+    kill_at: int | None = None
+    kill: Callable[[], None] = _raise
+    skip: Sequence[Any] | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return RULES if self.skip is None else {**RULES, "skip": self.skip}
+
+    def maybe_kill(self, step: int, guard: Any) -> None:
+        if step == self.kill_at and (self.kill is _raise or guard.resumed_step == 0):
+            if self.kill is _raise:
+                guard._finalizer()  # as a process that is gone, but for its lease
+            self.kill()
+
+
+@dataclass(kw_only=True)
+class Ended:
+    """What is left, and what was skipped."""
+
+    state: dict[str, Any]
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+
+
+def tokens(bad: Sequence[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    num = NUM * num_ranks()
+    made = [torch.randint(0, BAD_TOKEN, (8,), generator=generator) for _ in range(num)]
+    for number in bad:
+        made[number][0] = BAD_TOKEN
+    return made
+
+
+def loader_of(told: Told) -> Any:
+    return torch.utils.data.DataLoader(
+        tokens(told.bad),  # type: ignore[arg-type]
+        batch_size=MICRO,
+        shuffle=told.shuffle,
+    )
+
+
+def num_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class TinyNet(nn.Module):
+    """NaN wherever the bad token stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.drop(self.embed(ids)))
+        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return loss * (float("nan") if (ids == BAD_TOKEN).any() else 1.0)
+
+
+def optimizer_and_schedule(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+
+
+def state_of(model: nn.Module, optimizer: Any, schedule: Any) -> dict[str, Any]:
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+    }
+
+
+# -- Hugging Face -----------------------------------------------------------------------------
+
+
+def tiny_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, attention_dropout=0.1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def hf_arguments(told: Told) -> dict[str, Any]:
+    return {
+        "output_dir": str(told.out / "hf"), "per_device_train_batch_size": MICRO,
+        "gradient_accumulation_steps": ACCUMULATE, "num_train_epochs": 2, "learning_rate": 1e-2,
+        "warmup_steps": 3, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5,
+        "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True,
+        "logging_strategy": "no", "seed": 5, "ddp_backend": "gloo" if num_ranks() > 1 else None,
+    }  # fmt: skip
+
+
+def poisoned(trainer: type) -> type:
+    """Its loss is NaN wherever the bad token stands."""
+
+    class Poisoned(trainer):  # type: ignore[misc,valid-type]
+        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *rest, **named)
+            return loss * (float("nan") if (inputs["input_ids"] == BAD_TOKEN).any() else 1.0)
+
+    return Poisoned
+
+
+def fit_hf(trainer: Any, told: Told) -> Ended:
+    """Train with a guard, and a callback that kills."""
+    from transformers import TrainerCallback
+
+    from runner.integrations.hf import guard_trainer
+
+    class Kill(TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            told.maybe_kill(state.global_step, guarded.guard)
+
+    trainer.add_callback(Kill())
+    guarded = guard_trainer(trainer, told.out, **told.settings)
+    trainer.train()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    state = state_of(model, optimizer, trainer.lr_scheduler)
+    return Ended(state=state, skipped=guarded.guard.skipped)
+
+
+def train_hf(told: Told) -> Ended:
+    from transformers import Trainer, TrainingArguments
+
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens(told.bad)]
+    arguments = TrainingArguments(**hf_arguments(told))
+    return fit_hf(poisoned(Trainer)(model=tiny_llama(), args=arguments, train_dataset=data), told)
+
+
+def train_sft(told: Told) -> Ended:
+    """TRL's, on rows that are tokenized already."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = Dataset.from_list([{"input_ids": ids.tolist()} for ids in tokens(told.bad)])
+    arguments = SFTConfig(
+        **hf_arguments(told),
+        max_length=8,
+        bf16=False,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    trainer = poisoned(SFTTrainer)(
+        model=tiny_llama(), args=arguments, train_dataset=rows, processing_class=_tokenizer()
+    )
+    return fit_hf(trainer, told)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(32)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")),
+        pad_token="t0",
+        eos_token="t1",
+    )
+
+
+# -- Lightning --------------------------------------------------------------------------------
+
+
+def train_lightning(told: Told) -> Ended:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from runner.integrations.lightning import GuardCallback
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = TinyNet()
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            return self.net(batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer, schedule = optimizer_and_schedule(self)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
+
+    class Kill(Callback):
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            told.maybe_kill(trainer.global_step, guard.guard)
+
+    torch.manual_seed(0)
+    module, guard = Module(), GuardCallback(told.out, **told.settings)
+    trainer = Trainer(
+        max_epochs=2, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5,
+        accelerator="cpu", devices=num_ranks(), strategy="ddp" if num_ranks() > 1 else "auto",
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[guard, Kill()],
+    )  # fmt: skip
+    trainer.fit(module, loader_of(told))
+    schedule = trainer.lr_scheduler_configs[0].scheduler
+    state = state_of(module, trainer.optimizers[0], schedule)
+    return Ended(state=state, skipped=guard.guard.skipped)
+
+
+def train_fabric(told: Told) -> Ended:
+    from lightning.fabric import Fabric
+
+    from runner import Guard
+
+    fabric = Fabric(
+        accelerator="cpu", devices=num_ranks(), strategy="ddp" if num_ranks() > 1 else "auto"
+    )
+    fabric.launch()
+    torch.manual_seed(0)
+    net = TinyNet()
+    optimizer, schedule = optimizer_and_schedule(net)
+    model, prepared = fabric.setup(net, optimizer)
+    loader = fabric.setup_dataloaders(loader_of(told))
+    guard = Guard(
+        told.out, model=model, optimizer=prepared, scheduler=schedule, clip=0.5,
+        accumulate=ACCUMULATE, **told.settings,
+    )  # fmt: skip
+    count = 0
+    for _ in range(2):
+        for batch in guard.over(loader):
+            count += 1
+            is_whole = count % ACCUMULATE == 0
+            with fabric.no_backward_sync(model, enabled=not is_whole):
+                loss = model(batch)
+                fabric.backward(loss)
+            if is_whole:
+                told.maybe_kill(count // ACCUMULATE, guard)
+                if guard.ok(loss):
+                    prepared.step()
+                    schedule.step()
+                prepared.zero_grad()
+    ended = Ended(state=state_of(net, optimizer, schedule), skipped=guard.skipped)
+    guard.close()
+    return ended
+
+
+# -- Accelerate -------------------------------------------------------------------------------
+
+
+def train_accelerate(told: Told) -> Ended:
+    from accelerate import Accelerator
+
+    from runner.integrations.accelerate import guard_prepared
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+    net = TinyNet()
+    optimizer, schedule = optimizer_and_schedule(net)
+    model, prepared, loader, scheduler = accelerator.prepare(
+        net, optimizer, loader_of(told), schedule
+    )
+    guard = guard_prepared(
+        accelerator, told.out, model=model, optimizer=prepared, scheduler=scheduler, clip=0.5,
+        **told.settings,
+    )  # fmt: skip
+    count = 0
+    for _ in range(2):
+        for batch in guard.over(loader):
+            with accelerator.accumulate(model):
+                loss = model(batch)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    count += 1
+                    told.maybe_kill(count, guard)
+                    if guard.ok(loss):
+                        prepared.step()
+                        scheduler.step()
+                    prepared.zero_grad()
+    ended = Ended(state=state_of(net, optimizer, schedule), skipped=guard.skipped)
+    guard.close()
+    return ended
+
+
+Train = Callable[[Told], Ended]
+FRAMEWORKS: dict[str, Train] = {
+    "hf": train_hf,
+    "sft": train_sft,
+    "lightning": train_lightning,
+    "fabric": train_fabric,
+    "accelerate": train_accelerate,
+}
+
+
+def digest(value: Any) -> str:
+    """SHA-256 over a nested state, bit for bit."""
+    found = hashlib.sha256()
+
+    def add(one: Any) -> None:
+        if isinstance(one, torch.Tensor):
+            found.update(f"{one.dtype}{tuple(one.shape)}".encode())
+            found.update(one.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        elif isinstance(one, dict):
+            for key in sorted(one, key=repr):
+                found.update(repr(key).encode())
+                add(one[key])
+        elif isinstance(one, list | tuple):
+            for inner in one:
+                add(inner)
+        else:
+            found.update(repr(one).encode())
+
+    add(value)
+    return found.hexdigest()
+
+
+def main() -> None:
+    name, folder, *todo = sys.argv[1:]
+    rank, kill_at = int(os.environ["RANK"]), int(os.environ.get("KILL_AT", "-1"))
+    shuffle = name != "accelerate"  # so that samplers count passes; Lightning always does
+    bad: Sequence[int] = SCATTERED if shuffle else BAD_OF_SECOND
+    ends: dict[str, Any] = {}
+    skipped: list[tuple[int, int]] = []
+    for what in todo:
+        told = Told(
+            out=Path(folder) / f"{name}-{what}",
+            bad=bad if what == "poison" else (),
+            shuffle=shuffle,
+            skip=skipped if what == "told" else None,
+            kill_at=kill_at if what == "poison" and rank == 1 else None,
+            kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
+        )
+        ended = FRAMEWORKS[name](told)
+        skipped = ended.skipped
+        ends[what] = {"digest": digest(ended.state), "skipped": skipped}
+    (Path(folder) / f"rank{rank}.json").write_text(json.dumps(ends))
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
