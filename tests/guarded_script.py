@@ -1,5 +1,7 @@
 """A training script of somebody's own, for the drills: python guarded_script.py OUT LAYOUT TODO...
 
+LAYOUT: ``plain``, ``ddp``, ``fsdp``, or ``sampler``: DDP with a DataLoader that has our sampler.
+
 TODO: ``poison`` (rank 1 alone sees NaN), ``told`` (told to skip what that run skipped), ``break``
 (left without a word within a step, and begun again), ``kill`` (SIGKILL, once).
 """
@@ -19,8 +21,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from runner import Guard
+from runner import Guard, Sampler
 
 NUM, DIM = 48, 8
 BAD = (6, 20, 29, 30, 31)
@@ -47,10 +50,21 @@ def data(rank: int, *, poison: bool) -> list[torch.Tensor]:
     return made
 
 
+def sampled(*, poison: bool) -> Any:
+    """A DataLoader with our sampler; of each bad batch the sample that rank 1 is dealt is bad."""
+    per_batch = 12
+    num = NUM * per_batch
+    samples = torch.randn(num, DIM, generator=torch.Generator().manual_seed(7))
+    order = [i for [i] in Sampler(num, global_size=1, seed=5, rank=0, world_size=1)]
+    for number in BAD if poison else ():
+        samples[order[per_batch * number + 1], 0] = float("nan")
+    return DataLoader(samples, batch_sampler=Sampler(num, global_size=per_batch, seed=5))  # type: ignore[arg-type]
+
+
 def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
     model: nn.Module = Net()
-    if layout == "ddp":
+    if layout in ("ddp", "sampler"):
         model = DistributedDataParallel(model)
     elif layout == "fsdp":
         for layer in model.layers:
@@ -65,7 +79,8 @@ def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **told: An
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
     guard = Guard(out, model=model, optimizer=optimizer, scheduler=scheduler, **RULES, **told)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    for count, batch in enumerate(guard.over(data(rank, poison=poison))):
+    loader = sampled(poison=poison) if layout == "sampler" else data(rank, poison=poison)
+    for count, batch in enumerate(guard.over(loader)):
         loss = model(batch).square().mean()
         loss.backward()
         if count == stop_at:

@@ -2,7 +2,7 @@
 
 The script is not changed. Its progress is read from its output; when it prints nothing for
 ``--quiet`` seconds its ranks are asked where they are, and it is restarted. The cause of a crash is
-read from tracebacks, torchrun's summary, signals and NCCL's flight recorder.
+read from tracebacks, torchrun's summary and error file, signals and NCCL's flight recorder.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from runner.system.environment import variables
 from runner.system.error import ConfigError
 
 _log = logging.getLogger(__name__)
+_BUSY = 3.0  # as long as that of --quiet
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -44,12 +45,20 @@ def run_command(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--progress {options.progress!r}: needs a group, such as step (\\d+)")
     if not options.quiet >= 0:
         raise ConfigError(f"--quiet {options.quiet}: at least 0 seconds; 0 never")
+    busy = _BUSY * options.quiet if options.quiet_busy is None else options.quiet_busy
+    if not busy >= options.quiet:
+        raise ConfigError(f"--quiet-busy {busy:g}: at least --quiet, which is {options.quiet:g}")
     rules = replace(rules_of(options, diagnose=False), measure="step")
     environment = variables()
     supervisor = ScriptSupervisor(
         command,
         dict(environment),
-        watched=Watched(quiet_seconds=options.quiet, progress=options.progress, folder=options.out),
+        watched=Watched(
+            quiet_seconds=options.quiet,
+            busy_seconds=busy,
+            progress=options.progress,
+            folder=options.out,
+        ),
         rules=rules,
         launch_id=new_launch_id(environment),
         say=lambda text: _log.info("run: %s", text),
@@ -74,7 +83,15 @@ def _parser() -> Parser:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="without a word before it is taken for hung; 0: never; default 600",
+        help="without a word, or work on its GPUs, before it is taken for hung; 0: never; "
+        "default 600",
+    )
+    parser.add_argument(
+        "--quiet-busy",
+        type=float,
+        metavar="SECONDS",
+        help="without a word while its GPUs are at work, as they are in a collective that hangs; "
+        "default three times --quiet",
     )
     parser.add_argument(
         "--progress",

@@ -7,6 +7,8 @@ the batches to skip; of any other iterable the data goes on, and all that was re
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -201,14 +203,31 @@ class Resumable(_Drawn):
 
     rereads = True
 
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._held: Any = None  # its state, while a batch is read ahead
+
     def begin(self) -> None:
+        self._held = None
         self._begin(iter(self._loader), drawn=0)
 
+    def read(self, number: int) -> Any:
+        try:
+            return super().read(number)
+        finally:
+            self._held = None
+
     def state(self) -> Any:
-        return self._loader.state_dict()
+        return self._loader.state_dict() if self._held is None else self._held
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self._loader.load_state_dict(state)
+        self._held = None
         # Of a pass that is over, the next one begins with iter: it may draw an order.
         left = iter(()) if is_over else iter(self._loader)
+        if inspect.isgenerator(left) and drawn:
+            # Nothing of it has run yet. It draws seeds with its first batch (litdata, MosaicML):
+            # that is to be over when the random generators are put back, as it was then.
+            self._held = state
+            left = itertools.chain(list(itertools.islice(left, 1)), left)
         self._begin(left, drawn=drawn, is_over=is_over)

@@ -1,4 +1,4 @@
-"""Reads one GPU's counted faults and slowdowns from NVIDIA's management library (NVML).
+"""Reads GPUs' faults, slowdowns and utilisation from NVIDIA's management library (NVML).
 
 Needs the extra ``nvml``; without it, or without its driver, nothing is reported.
 """
@@ -76,3 +76,45 @@ def _health(nvml: Any, uuid: str) -> GpuHealth | None:
         *(["its clocks are slowed by heat or power"] if (slowed or 0) & _SLOWED else []),
     ]
     return GpuHealth(warnings=tuple(warnings))
+
+
+# Percent of the time since the last sample (a second or less) in which a kernel ran; a display or
+# a monitor takes some.
+_AT_WORK = 5
+
+
+def at_work(visible: str | None) -> bool:
+    """Whether a kernel ran lately on any GPU. A collective that waits for a rank runs, too.
+
+    Args:
+        visible: as CUDA_VISIBLE_DEVICES: indices or UUIDs with commas between; None: all GPUs.
+
+    Returns:
+        False as well where nobody can tell.
+    """
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # not installed, or no driver: NVML's error classes are its own
+        return False
+    try:
+        return any(
+            nvml.nvmlDeviceGetUtilizationRates(handle).gpu >= _AT_WORK
+            for handle in _handles(nvml, visible)
+        )
+    except nvml.NVMLError:
+        return False
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _handles(nvml: Any, visible: str | None) -> list[Any]:
+    if visible is None:
+        return [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
+    found = []
+    for name in filter(None, (word.strip() for word in visible.split(","))):
+        if name.isdecimal():
+            found.append(nvml.nvmlDeviceGetHandleByIndex(int(name)))
+        elif name.startswith("GPU-"):
+            found.append(nvml.nvmlDeviceGetHandleByUUID(name))
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shutil
@@ -9,10 +11,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from runner.health.lost_peer import by_text
+from runner.health.nvml import at_work
 from runner.health.rank_report import Report, own_line
 from runner.health.root_cause import RootCause, find_root_cause
 from runner.health.trace_dump import read_dumps
@@ -24,7 +28,9 @@ from runner.policy.restart import Attempt, End, RestartRules, after
 from runner.system.process import parent
 
 _DUMPS = "flight-recorder-rank"
+_ERROR_FILE = "error.json"
 _ABORT_SECONDS, _SPY_SECONDS = 2.0, 10.0
+_LOOK_SECONDS = 1.0  # between two looks at the GPUs
 _TAIL = 400  # lines that are kept as evidence
 _STACK = re.compile(r'^\s+File "([^"]+)", line (\d+) in (\S+)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*most recent call first")
@@ -35,12 +41,16 @@ _WAITS = ("torch/distributed/", "torch/autograd/")  # places in which a rank wai
 class Watched:
     """
     Args:
-        quiet_seconds: seconds without output after which the script counts as hung; 0: never.
+        quiet_seconds: seconds without output, and without work on the GPUs, after which the script
+            counts as hung; 0: never.
+        busy_seconds: seconds without output after which it counts as hung although its GPUs work;
+            a collective that hangs keeps a GPU at work.
         progress: a pattern whose first matching group is the step.
         folder: takes the evidence and the list of attempts.
     """
 
     quiet_seconds: float
+    busy_seconds: float
     progress: str
     folder: Path
 
@@ -69,6 +79,7 @@ class ScriptSupervisor:
         self._rules = rules
         self._say = say
         self._log = AttemptLog(watched.folder, launch_id)
+        self._gpus_work = partial(at_work, environment.get("CUDA_VISIBLE_DEVICES"))
         self.stop = Stop()
 
     def run(self) -> End:
@@ -91,7 +102,7 @@ class ScriptSupervisor:
         folder.mkdir(parents=True, exist_ok=True)
         reading, writing = os.pipe()
         said = Said(reading, self._watched.progress)
-        watchdog = _Watchdog(said, self._watched.quiet_seconds, folder)
+        watchdog = _Watchdog(said, self._watched, folder, self._gpus_work)
         try:
             job = Job(
                 command=self._command,
@@ -130,6 +141,8 @@ def settings(folder: Path) -> dict[str, str]:
     return {
         "PYTHONUNBUFFERED": "1",  # else a pipe hears nothing for long
         "PYTHONFAULTHANDLER": "1",
+        # torchrun copies the first failure's here; a script with @record that runs alone, its own.
+        "TORCHELASTIC_ERROR_FILE": str(folder.absolute() / _ERROR_FILE),
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": dumps,
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dumps,
@@ -138,17 +151,26 @@ def settings(folder: Path) -> dict[str, str]:
 
 
 class _Watchdog:
-    """Ends a script that has been silent for too long; first asks its ranks where they are."""
+    """Ends a script that has made no progress for too long; first asks its ranks where they are.
 
-    def __init__(self, said: Said, quiet_seconds: float, folder: Path) -> None:
+    Args:
+        gpus_work: whether a GPU of the script runs a kernel at this moment.
+    """
+
+    def __init__(
+        self, said: Said, watched: Watched, folder: Path, gpus_work: Callable[[], bool]
+    ) -> None:
         self._said = said
-        self._quiet = quiet_seconds
+        self._quiet, self._busy = watched.quiet_seconds, watched.busy_seconds
         self._folder = folder
+        self._gpus_work = gpus_work
+        self._looked = self._worked = -math.inf
         self.stacks: dict[int, list[dict[str, object]]] = {}
 
     def late(self, mark: str) -> str:
         """Why the script must be ended; empty while it need not."""
-        if not self._quiet or time.monotonic() - self._said.heard < self._quiet:
+        words = self._why()
+        if not words:
             return ""
         marked = process_tree.marked(mark)
         pids = process_tree.ranks(mark) or [pid for pid in marked if parent(pid) not in marked]
@@ -159,7 +181,23 @@ class _Watchdog:
         for pid in pids:
             rank = process_tree.rank_of(pid)  # a process that has ended cannot be asked
             self.stacks[rank] = self._ask(pid)
-        return f"nothing was said for {self._quiet:g} s"
+        return words
+
+    def _why(self) -> str:
+        """Why the script counts as hung; empty while it makes progress."""
+        if not self._quiet:
+            return ""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._looked = now
+            if self._gpus_work():
+                self._worked = now
+        silent, idle = now - self._said.heard, now - self._worked
+        if min(silent, idle) >= self._quiet:
+            return f"nothing was said for {self._quiet:g} s"
+        if silent >= self._busy:
+            return f"nothing was said for {self._busy:g} s, though its GPUs are at work"
+        return ""
 
     def _ask(self, pid: int) -> list[dict[str, object]]:
         """The frames of one process, outermost first; empty where it does not answer."""
@@ -210,7 +248,7 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
     dumps = read_dumps(folder, _DUMPS)
     failed = failures(lines)
     world_size = max([*dumps, *(rank for rank, _ in failed)], default=0) + 1
-    reports = _reports(lines, failed, step, world_size)
+    reports = _reports(lines, _recorded(folder), failed, step, world_size)
     known = {report.rank for report in reports}
     for rank, entries in dumps.items():
         if rank not in known:
@@ -230,13 +268,31 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
     return find_root_cause(reports, world_size)
 
 
+def _recorded(folder: Path) -> list[Printed]:
+    """The exceptions in torchelastic's error file, which has the first failure; empty without it.
+
+    The file is the only account where the output of ranks goes to files (torchrun --redirects).
+    """
+    try:
+        found = json.loads((folder / _ERROR_FILE).read_text(errors="replace"))
+        stack = str(found["message"]["extraInfo"]["py_callstack"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    return tracebacks(stack.splitlines())
+
+
 def _reports(
-    lines: Sequence[str], failed: Sequence[tuple[int, int]], step: int, world_size: int
+    lines: Sequence[str],
+    recorded: Sequence[Printed],
+    failed: Sequence[tuple[int, int]],
+    step: int,
+    world_size: int,
 ) -> list[Report]:
     """One report for each rank, in the order of deaths: what it printed, else how it ended."""
     reports: dict[int, Report] = {}
     order = [rank for rank, _ in failed]
-    for printed in tracebacks(lines):
+    first = order[0] if order else 0
+    for printed in [*tracebacks(lines), *(replace(one, rank=first) for one in recorded)]:
         if printed.is_launchers:
             continue
         rank = printed.rank

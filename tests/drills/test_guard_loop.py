@@ -45,7 +45,7 @@ def run(out: Path, layout: str, *todo: str, ranks: int = 2, restarts: int = 0, *
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "sampler"])
 def test_one_rank_sees_nan_and_none_has_a_trace_of_it(tmp_path: Path, layout: str) -> None:
     ends = run(tmp_path, layout, "poison", "told", "break")
     assert ends["poison"] == ends["told"] == ends["break"]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from runner.health.nvml import at_work
 from runner.health.trace_dump import read_dumps
 from runner.launch.said import PROGRESS, Said, failures, tracebacks
+from runner.launch.script import Watched, _Watchdog
 from tests.run import read_lines
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +87,128 @@ def test_the_same_failure_again_and_again_ends_it(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=100, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 3 and "deterministic: 3 attempts" in done.stderr
+
+
+RECORDED = """\
+import sys
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise LookupError("lost 7")
+    dist.barrier()
+
+main()
+"""
+
+
+@pytest.mark.full
+def test_where_output_goes_to_files_the_error_file_tells(tmp_path: Path) -> None:
+    script = tmp_path / "recorded.py"
+    script.write_text(RECORDED)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher += ["--redirects=3", f"--log-dir={tmp_path / 'logs'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "run", "--out", str(tmp_path / "run"), "--pause", "0",
+         "--restarts", "0", "--", sys.executable, *launcher, str(script)],
+        capture_output=True, text=True, timeout=200, cwd=ROOT,
+    )  # fmt: skip
+    assert "rank 1: LookupError: lost 7" in done.stderr, done.stderr
+
+
+@pytest.mark.full
+def test_on_two_nodes_each_starts_its_own_again(tmp_path: Path) -> None:
+    """Two launchers on this machine, which meet at an address, and again after a death."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = []
+    for number in range(2):
+        launcher = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"]
+        launcher += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        options = ["--out", str(tmp_path / f"node{number}" / "run"), "--pause", "0"]
+        (tmp_path / f"node{number}").mkdir()
+        words = [*launcher, SCRIPT, "kill", str(tmp_path / "state")]
+        nodes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "runner", "run", *options, "--", sys.executable, *words],
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+        )  # fmt: skip
+    texts = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], texts
+    assert [one["cause"] for one in attempts(tmp_path / "node1")[:2]] == ["signal", "signal"]
+    assert "rank 1: killed by signal 9 (SIGKILL)" in texts[1]
+    assert [one["code"] == 0 for one in attempts(tmp_path / "node0")] == [False, False, True]
+
+
+class Gpus:
+    """A stub of NVIDIA's library: one GPU that is idle, one with so much work."""
+
+    NVMLError = OSError
+    nvmlInit = nvmlShutdown = staticmethod(lambda: None)
+    nvmlDeviceGetCount = staticmethod(lambda: 2)
+    nvmlDeviceGetHandleByIndex = staticmethod(lambda number: number)
+    nvmlDeviceGetHandleByUUID = staticmethod(lambda name: int(name[-1]))
+
+    def __init__(self, percent: int) -> None:
+        self._percent = (0, percent)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        if handle > 1:
+            raise OSError("no such GPU")
+        return SimpleNamespace(gpu=self._percent[handle])
+
+
+@pytest.mark.parametrize(
+    ("visible", "percent", "is_at_work"),
+    [
+        (None, 90, True),
+        (None, 2, False),
+        ("0", 90, False),
+        ("0,1", 90, True),
+        ("GPU-1", 90, True),
+        ("", 90, False),
+        ("7", 90, False),
+    ],
+)
+def test_whether_its_gpus_are_at_work(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, percent: int, is_at_work: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Gpus(percent))
+    assert at_work(visible) is is_at_work
+
+
+@pytest.mark.parametrize(
+    ("silent", "worked_ago", "words"),
+    [
+        (9, None, ""),
+        (11, None, "nothing was said for 10 s"),
+        (29, 0, ""),
+        (29, 12, "nothing was said for 10 s"),
+        (31, 0, "nothing was said for 30 s, though its GPUs are at work"),
+        (5, 500, ""),
+    ],
+)
+def test_when_a_script_is_taken_for_hung(
+    monkeypatch: pytest.MonkeyPatch, silent: float, worked_ago: float | None, words: str
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("runner.launch.script.time.monotonic", lambda: now)
+    heard = SimpleNamespace(heard=now - (worked_ago or 0.0))
+    watched = Watched(quiet_seconds=10, busy_seconds=30, progress="", folder=Path())
+    watchdog = _Watchdog(cast(Said, heard), watched, Path(), lambda: worked_ago is not None)
+    if worked_ago:
+        now -= worked_ago
+        watchdog._why()
+        watchdog._gpus_work = lambda: False
+        now += worked_ago
+    heard.heard = now - silent
+    assert watchdog._why() == words
 
 
 def said(tmp_path: Path, text: str) -> Said:

@@ -246,6 +246,51 @@ def test_killed_and_started_again(tmp_path: Path, kind: str) -> None:
     other.close()
 
 
+class Lazy(Stateful):
+    """Draws a seed when its first batch is read, as litdata and MosaicML Streaming do."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        torch.empty((), dtype=torch.int64).random_()
+        yield from super().__iter__()
+
+
+def test_a_loader_that_draws_with_its_first_batch(tmp_path: Path) -> None:
+    job, guard = finish(tmp_path / "a", lambda: Lazy(batches({5, 30, 31, 32})), [13, 2, 20])
+    end, skipped = job.state(), guard.skipped
+    guard.close()
+    assert len(journal(tmp_path / "a", "rollback")) == 1
+    told, other = guarded(tmp_path / "b", Lazy(batches()), skip=skipped)
+    same(end, told.state())
+    other.close()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_a_stateful_dataloader(tmp_path: Path, workers: int) -> None:
+    """The real one of torchdata, which shuffles: an order that only its own state tells."""
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader(bad: set[int]) -> Any:
+        return torchdata.StatefulDataLoader(
+            batches(bad),
+            batch_size=None,
+            shuffle=True,
+            num_workers=workers,
+            generator=torch.Generator().manual_seed(11),
+        )
+
+    whole = [batch[0, 1].item() for batch in loader(set())]
+    order = [[b[0, 1].item() for b in batches()].index(value) for value in whole]
+    bad = {order[number] for number in (5, 30, 31, 32)}
+    job, guard = finish(tmp_path / "a", lambda: loader(bad), [13, 2, 20])
+    end, skipped = job.state(), guard.skipped
+    guard.close()
+    assert len(journal(tmp_path / "a", "rollback")) == 1
+    assert skipped == [(5, 6), (29, 33)] or skipped == [(5, 6), (30, 33)]
+    told, other = guarded(tmp_path / "b", loader(set()), skip=skipped)
+    same(end, told.state())
+    other.close()
+
+
 def test_one_that_was_told_to_skip_is_the_same(tmp_path: Path) -> None:
     data = batches({30, 31, 32})
     job, guard = guarded(tmp_path / "a", data)
