@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,34 @@ def test_its_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     for test in examples:
         results = doctest.DocTestRunner().run(test)
         assert not results.failed
+
+
+def test_its_types_are_told_to_others() -> None:
+    """By the marker of PEP 561, without which type checkers take everything for Any."""
+    assert Path(runner.__file__).with_name("py.typed").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_method_has_types_and_words(name: str) -> None:
+    thing = getattr(runner, name)
+    members = [getattr(thing, key) for key in vars(thing) if not key.startswith("_")]
+    calls = [one.fget if isinstance(one, property) else one for one in members]
+    for call in [thing.__init__, *filter(callable, calls)]:
+        told = inspect.signature(call)
+        untyped = [p.name for p in told.parameters.values() if p.annotation is p.empty]
+        assert untyped in ([], ["self"]), f"{call.__qualname__}: {untyped}"
+        assert told.return_annotation is not told.empty, call.__qualname__
+    assert all(call.__doc__ for call in [thing, *filter(callable, calls)])
+
+
+PAGES = {"Guard": "loop.md", "Ring": "ring.md", "Sampler": "sampler.md"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_has_a_page_of_its_own(name: str) -> None:
+    text = (DOCS / PAGES[name]).read_text()
+    assert f"from runner import {name}" in text
+    assert f"({PAGES[name]})" in (DOCS / "index.md").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,54 @@
+"""Starts a training script of somebody's own under torchrun, with restarts, for the drills."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests import warm
+
+ROOT = Path(__file__).parents[1]
+RANKS = 2
+
+
+def ends_of(
+    script: str, out: Path, *words: str, restarts: int = 0, zero: bool = False, **env: str
+) -> list[dict[str, Any]]:
+    """What each rank leaves in ``out/rankN.json``.
+
+    Args:
+        script: under tests/.
+        zero: it imports DeepSpeed.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    launcher += [f"--max-restarts={restarts}", str(ROOT / "tests" / script)]
+    command = [sys.executable, *launcher, *words]
+    memory = out / "memory"
+    memory.mkdir(parents=True, exist_ok=True)
+    own = {
+        "HOLDFAST_MEMORY_DIR": str(memory),
+        # By default torchrun's restarts share a store, and gloo may connect to the address that a
+        # rank of the attempt before left in it (torch 2.13).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "DS_ACCELERATOR": "cpu",
+    }
+    made = os.environ | {"OMP_NUM_THREADS": "1"} | own | env
+    forked = warm.ZeroPopen if zero else warm.WarmPopen
+    begin = forked if warm.suits(command, made) else subprocess.Popen
+    process = begin(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=made,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    text, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, text[-6000:]
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
