@@ -59,6 +59,7 @@ def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str) 
     assert is_hf or len(journal(tmp_path / "a", "rollback")) == 2  # one an epoch
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["fabric", "accelerate"])
 def test_a_restart_in_the_second_pass_finds_its_order(tmp_path: Path, name: str) -> None:
     """Their loaders shuffle by the passes that they have begun; a restart begins one less."""
