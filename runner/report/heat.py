@@ -71,11 +71,11 @@ class Grid:
         NaN where there is none. "Far" is a factor where all values are positive.
         """
         made = []
-        for row in range(len(self.names)):
-            pairs = [column.get(row) for column in self._columns]
-            known = sorted(pair[1] for pair in pairs if pair is not None)
-            usual = known[len(known) // 2] if known else math.nan
-            made.append([math.nan if pair is None else _far(pair, usual) for pair in pairs])
+        for row, means in enumerate(self.means()):
+            known = sorted(mean for mean in means if math.isfinite(mean))
+            usual = known[(len(known) - 1) // 2] if known else math.nan
+            cells = (column.get(row) for column in self._columns)
+            made.append([math.nan if cell is None else _far(cell, usual) for cell in cells])
         return made
 
     def means(self) -> list[list[float]]:

@@ -286,10 +286,11 @@ def test_a_page_that_takes_long_is_not_waited_for(
 # -- what is inside ------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 300), st.integers(0, 10**9), st.integers(2, 40), st.sampled_from([0.01, 50.0])
 )
+@example(3, 0, 2, 50.0)
 def test_no_look_is_lost_in_a_grid(looks: int, seed: int, columns: int, factor: float) -> None:
     """Whatever columns are joined, the one odd value is in the column of its step."""
     grid = Grid(most_columns=columns)
