@@ -89,7 +89,7 @@ class Ring:
         self._next_serial = 1
         self._step = 0
         self._reach: Reach | None = None
-        self._kept: frozenset[int] = frozenset()
+        self._also_kept: list[Callable[[], Collection[int]]] = []
         count = 3 if memory.replica is None else 4
         self._queues = LockstepQueues(ranks.gather, world_size=ranks.world_size, count=count)
         self._snapshot_queue, self._disk_queue, self.upload_queue, *peer_queues = (
@@ -526,15 +526,16 @@ class Ring:
             self.records, keep=rules.keep, keep_every=rules.keep_every, reach=self._reach
         )
         pinned = self.uploads.pinned if self.uploads else set()
-        pinned |= {r.serial for r in leaving if r.serial in self._kept and r.state is State.clean}
+        also = {serial for serials in self._also_kept for serial in serials()}
+        pinned |= {r.serial for r in leaving if r.serial in also and r.state is State.clean}
         for copy in map(self._copy_of, leaving):
             if not copy.is_being_proven and copy.serial not in pinned:
                 self._forget(copy)
                 self.remove(copy.record)
 
-    def keep(self, serials: Collection[int]) -> None:
-        """Do not retire these while they are clean; those that were named before may go."""
-        self._kept = frozenset(serials)
+    def also_keep(self, serials: Callable[[], Collection[int]]) -> None:
+        """Do not retire what ``serials`` gives, while it is clean; asked each time."""
+        self._also_kept.append(serials)
 
     def newest_clean(self) -> int | None:
         """The serial of the newest clean checkpoint on disk."""

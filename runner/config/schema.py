@@ -625,6 +625,9 @@ class CheckpointConfig:
         3, "clean checkpoints kept; for a while more, if a rollback may need them", ge=1
     )
     keep_every: int = key(0, "also keep every such step for good; 0: none", ge=0)
+    keep_best: bool = key(
+        False, "also save and keep the checkpoint with the best held-out loss (eval.every)"
+    )
     background: bool = key(True, "write while training goes on")
     write_mib_per_second: float = key(
         0.0, "most that each rank writes to disk while training goes on; 0: no limit", ge=0

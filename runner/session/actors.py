@@ -31,6 +31,7 @@ from runner.startup.shared_memory import memory_every
 from runner.system.json_lines import iter_lines
 from runner.system.process import host_name
 from runner.train.audit import Auditor, AuditRules
+from runner.train.best import BestCheckpoint, held_out_losses
 from runner.train.checkpoints import Checkpoints, Preemption, Proofs, SaveSchedule
 from runner.train.corpus_check import CorpusCheck
 from runner.train.evaluate import Evaluator, FixedSet
@@ -68,8 +69,12 @@ def make_actors(
         stepper.watch(layers.watch)
     evaluator = _evaluator(opened, machinery, feed)
 
+    best = _best_checkpoint(opened, machinery, resumed)
+
     def evaluate() -> float | None:
         loss = evaluator.loss()
+        if best is not None:
+            best.evaluated(machinery.state.updates, loss)
         columns.evaluated(evaluator.by_group())
         return loss
 
@@ -96,6 +101,7 @@ def make_actors(
             written.report,
         ),
         memory_every=memory_every(config.checkpoint) if machinery.tier.memory else 0,
+        best=best,
     )
     planner = StepPlanner(
         stream=opened.corpus.stream,
@@ -383,6 +389,26 @@ def _inspector(
             replicas.look(updates)
 
     return look
+
+
+def _best_checkpoint(
+    opened: Opened, machinery: Machinery, resumed: Resumed
+) -> BestCheckpoint | None:
+    """What finds the checkpoint with the best held-out loss; None where none is asked for."""
+    group = opened.group
+    if not opened.lease.config.checkpoint.keep_best:
+        return None
+    told = group.ranks.all_or_none(
+        "reading the metrics",
+        lambda: (
+            held_out_losses(iter_lines(group.run_dir.metrics, stop=resumed.metrics_bytes))
+            if group.is_first
+            else []
+        ),
+    )
+    best = BestCheckpoint((int(step), float(loss)) for step, loss in group.ranks.from_first(told))
+    machinery.ring.also_keep(lambda: best.serials(machinery.ring.records))
+    return best
 
 
 def _auditor(

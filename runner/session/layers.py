@@ -93,7 +93,7 @@ def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layer
         clip=config.optim.clip,
         tell=lambda incident: _warn(opened, machinery, incident),
     )
-    machinery.ring.keep(opened.written.journal.history.kept_serials())
+    machinery.ring.also_keep(opened.written.journal.history.kept_serials)
     watch = LayerWatch(engine, activations, places, every=every, is_first=group.is_first)
     return Layers(watch=watch, log=log)
 
@@ -102,7 +102,6 @@ def _warn(opened: Opened, machinery: Machinery, incident: Incident) -> None:
     """Write it down, and keep the checkpoint of before."""
     keeps = {"keeps": machinery.ring.newest_clean()}
     opened.written.report(replace(incident, detail={**incident.detail, **keeps}))
-    machinery.ring.keep(opened.written.journal.history.kept_serials())
 
 
 def _file(opened: Opened, length: int) -> LineFile | None:

@@ -16,6 +16,7 @@ from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision.ladder import RemedyRules
 from runner.system.error import Preempted, SaveError
+from runner.train.best import BestCheckpoint
 from runner.train.corpus_check import CorpusCheck
 from runner.train.final_proof import LastProof
 from runner.train.report import Reporter
@@ -28,14 +29,22 @@ _LAST_TRIES = 2  # attempts at an end state that is damaged when it is read back
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSchedule:
-    """When saves are due: to disk, and to memory every ``memory`` updates, 0 for never."""
+    """When a save is due: ``disk``; and a snapshot in memory every so many updates, 0 for never.
+
+    ``best``: the state with the best held-out loss is saved as well.
+    """
 
     disk: SaveTimes
     memory_every: int
+    best: BestCheckpoint | None = None
 
     def is_due(self, updates: int) -> bool:
-        """Whether the state after exactly ``updates`` updates is saved."""
-        return self.is_due_in_memory(updates) or self.disk.is_due(updates)
+        """Whether the state of exactly so many updates is saved."""
+        return self.is_due_in_memory(updates) or self.is_due_on_disk(updates)
+
+    def is_due_on_disk(self, updates: int) -> bool:
+        """Whether it is saved to disk."""
+        return self.disk.is_due(updates) or (self.best is not None and self.best.is_new(updates))
 
     def is_due_in_memory(self, updates: int) -> bool:
         """Whether a snapshot is taken, whether or not the disk gets a checkpoint."""
@@ -124,7 +133,7 @@ class Checkpoints:
         """
         disk = self._schedule.disk
         disk.step(seconds, busy=self._ring.is_busy)
-        if disk.is_due(state.updates):
+        if self._schedule.is_due_on_disk(state.updates):
             with self._reporter.stall("checkpoint"), disk.save(state.updates):
                 self._save(state)
         elif self._schedule.is_due_in_memory(state.updates):
