@@ -132,7 +132,7 @@ def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int
 
 def _number(text: str) -> int:
     if not _is_number(text):
-        raise ValueError(f"{text[:40]!r} is no whole number")
+        raise ValueError(f"{text[:40]!r} is not a whole number")
     return int(text)
 
 

@@ -64,7 +64,7 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
     with _without_frames():
         maker.start()
         maker.join(seconds + _GRACE_SECONDS)
-    store = made[0] if made else TimeoutError("what listens there does not answer as a store")
+    store = made[0] if made else TimeoutError("the server there does not answer as a store")
     if isinstance(store, Exception):
         raise _unreachable(place, seconds, store)
     return store

@@ -170,7 +170,7 @@ def _range(text: str, given: dict[str, str], name: str) -> tuple[int, int]:
         return (0, 0)
     match = _RANGE.fullmatch(given[name])
     if match is None:
-        raise _refusal(text, f"{name}={given[name]} is no whole number or FIRST-LAST")
+        raise _refusal(text, f"{name}={given[name]} is not a whole number or FIRST-LAST")
     first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise _refusal(text, f"{name}={given[name]} runs backwards")

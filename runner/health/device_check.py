@@ -123,7 +123,7 @@ def judge(reports: Sequence[DeviceReport]) -> DeviceFault | None:
             return _fault(odd, reports, words)
         return DeviceFault(
             reason=f"rank {named(odd)}: equal devices give different bits for one product of two "
-            "matrices; without a majority nobody can tell which is wrong"
+            "matrices; without a majority it is unknown which is wrong"
         )
     if wrong := [rank for rank, one in by_rank if one.wrong_sums]:
         return DeviceFault(

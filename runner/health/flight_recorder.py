@@ -196,21 +196,21 @@ def _on_devices(group: str, seq: int, here: Mapping[int, Entry]) -> Divergence:
         return divergence(
             "network",
             (),
-            f"the devices are in one collective and none gets on: the network between them, or a "
-            f"peer's device: {waiting}{done}",
+            f"the devices are in one collective and none makes progress: the network between them, "
+            f"or a peer's device: {waiting}{done}",
         )
     if begun and len(not_begun) <= len(begun) + len(over):
         return divergence(
             "device",
             not_begun,
-            f"the device of rank {named(not_begun)} has not come to what the others' wait in: it "
+            f"the device of rank {named(not_begun)} has not reached what the others wait in: it "
             f"hangs in a kernel before it, or is slow: {waiting}",
         )
     if begun:
         return divergence(
             "network",
             (),
-            f"the device of rank {named(begun)} waits in what most have not come to; whose "
+            f"the device of rank {named(begun)} waits in what most have not reached; whose "
             f"device holds them up cannot be told: {waiting}{done}",
         )
     return divergence(

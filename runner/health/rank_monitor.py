@@ -216,7 +216,7 @@ class RankMonitor:
         try:
             self._tell_own(error)
         except Exception as failure:  # the caller's error matters more
-            _log.error("telling of an error failed: %s", failure)
+            _log.error("reporting an error failed: %s", failure)
         finally:
             cancel()
 
@@ -264,7 +264,7 @@ class RankMonitor:
             self._end_soon(EXIT_CRASH)
             try:
                 words = (
-                    f"the launcher (process {self._parent}) is gone; nobody would stop this rank"
+                    f"the launcher (process {self._parent}) is gone; nothing would stop this rank"
                 )
                 if self._fence is not None:
                     self._write(self._report("exception", words))
@@ -389,7 +389,7 @@ class RankMonitor:
             self._write(self._report(kind, message, error))
             self._tell_cause()
         except Exception as failure:
-            _log.error("%s: %s; telling it failed: %s", kind, message, failure)
+            _log.error("%s: %s; reporting it failed: %s", kind, message, failure)
         finally:
             leave(EXIT_CRASH)
 
@@ -479,9 +479,9 @@ class RankMonitor:
     def _death(self, status: int | None) -> str:
         """The kind and message of a peer's status (see :class:`PeerProcesses`)."""
         if status is None:
-            return "gone without a word: SIGKILL, out of memory, or ended by its launcher"
+            return "gone without a report: SIGKILL, out of memory, or ended by its launcher"
         if status >= 0:
-            return f"ended with exit code {status} and without a word"
+            return f"ended with exit code {status} and without a report"
         oom = -status == signal.SIGKILL and num_oom_kills() > self._oom_kills
         return f"killed by {_signal_name(-status)}" + (
             " by the kernel, out of memory" if oom else ""

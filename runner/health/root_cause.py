@@ -59,7 +59,7 @@ def find_root_cause(reports: Sequence[Report], world_size: int) -> RootCause:
             kind="silence",
             ranks=(),
             step=0,
-            reason="every rank ended without a word: killed all at once, cut off, or the power "
+            reason="every rank ended without a report: killed all at once, cut off, or the power "
             "went",
             signature="silence",
         )
@@ -87,7 +87,7 @@ _KIND_WORDS = {
     "operation": "ranks entered different collectives",
     "shape": "ranks entered one collective with different shapes",
     "absent": "a collective was not entered by all",
-    "device": "a device does not get on",
+    "device": "a device makes no progress",
     "network": "a collective does not end",
 }
 
@@ -115,7 +115,7 @@ def _silent(silent: tuple[int, ...], reports: Sequence[Report], step: int) -> Ro
     what = (
         "does not answer: stopped (SIGSTOP), frozen, or cut off"
         if hung
-        else "is gone without a word: SIGKILL, out of memory, or its node is down"
+        else "is gone without a report: SIGKILL, out of memory, or its node is down"
     )
     return RootCause(
         kind="silence",
@@ -145,8 +145,8 @@ def _stuck(reports: Sequence[Report], step: int) -> RootCause:
         kind="network",
         ranks=tuple(report.rank for report in reports),
         step=step,
-        reason=f"all ranks are in {first.phase} of step {step} at {first.where} and none gets on: "
-        f"{first.message or 'the network between them may be down'}{_untold(reports)}",
+        reason=f"all ranks are in {first.phase} of step {step} at {first.where} and none makes "
+        f"progress: {first.message or 'the network between them may be down'}{_untold(reports)}",
         signature=f"network {_without_numbers(first.where)}",
     )
 

@@ -88,7 +88,7 @@ class BegunRanks:
         folder = Path(facts["incident"])
         if has_reports(folder):
             return
-        words = "gone without a word: SIGKILL, out of memory, or ended by its launcher"
+        words = "gone without a report: SIGKILL, out of memory, or ended by its launcher"
         if status is not None:
             words = f"killed by signal {-status}" if status < 0 else f"ended with {status}"
         report = Report(

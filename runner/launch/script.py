@@ -194,9 +194,9 @@ class _Watchdog:
                 self._worked = now
         silent, idle = now - self._said.heard, now - self._worked
         if min(silent, idle) >= self._quiet:
-            return f"nothing was said for {self._quiet:g} s"
+            return f"no output for {self._quiet:g} s"
         if silent >= self._busy:
-            return f"nothing was said for {self._busy:g} s, though its GPUs are at work"
+            return f"no output for {self._busy:g} s, though its GPUs are at work"
         return ""
 
     def _ask(self, pid: int) -> list[dict[str, object]]:
@@ -350,7 +350,7 @@ def _hang(stacks: Mapping[int, list[dict[str, object]]], words: str, step: int) 
         kind="hang",
         ranks=tuple(sorted(chosen)),
         step=step,
-        reason=f"hung at step {step}: {words}; {at or 'no rank tells where it is'}{rest}",
+        reason=f"hung at step {step}: {words}; {at or 'no rank answers where it is'}{rest}",
         signature=f"hang {re.sub(r'[0-9]+', 'N', first)}",
     )
 

@@ -168,7 +168,7 @@ class SlurmJob:
         if ended.code != EXIT_DONE:
             dead = slurm.unusable(self._chosen)
             self._bad.add(sorted(dead), "died")
-            self._bad.add(sorted(ended.missing - dead), "fell silent when the others ended")
+            self._bad.add(sorted(ended.missing - dead), "did not answer when the others ended")
             self._lost |= ended.missing | dead
             failed = sorted(ended.missing | dead)
             if failed:

@@ -17,7 +17,7 @@ from runner.policy.retention.records import Record, State, Tier
 from runner.policy.straggler import RankPace
 from runner.system.json_lines import LineFile, iter_lines, tail
 
-_MOST_KEPT_BYTES = 1 << 20  # while the disk takes nothing
+_MOST_KEPT_BYTES = 1 << 20  # while the disk accepts no writes
 _TAIL_BYTES = 1 << 16  # more than a line has
 _MOST_RANKS = 256  # numbers of a line; with more ranks each stands for several
 _LINES_A_FOLD = 1000  # that a run grows by a factor of e: 4,000 lines in 10^6 steps, every 50

@@ -115,8 +115,8 @@ def acquire(
         newest = newest_number(folder)
         if newest >= _LAST_NUMBER:
             raise ConfigError(
-                f"{_claim_path(folder, newest)}: no run is started so often; remove the file, or "
-                "choose another out"
+                f"{_claim_path(folder, newest)}: the number is impossibly high; remove the file, "
+                "or choose another out"
             )
         if newest and not take_over:
             _wait_for_its_end(folder, newest, launch, stale_seconds, say)
@@ -195,7 +195,7 @@ def _create(path: Path, claim: bytes) -> bool:
     content = read_bounded(path, _CLAIM_BYTES)
     if content != claim:
         raise ConfigError(
-            f"{path}: another start has made this file as well: the file system has no hard links, "
+            f"{path}: another start has also made this file: the file system has no hard links, "
             "and does not keep a name that was created exclusively. Put out on one that has either "
             "(NFS, Lustre, GPFS, a local disk), and copy checkpoints with checkpoint.remote"
         )

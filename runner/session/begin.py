@@ -303,7 +303,7 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
     if repeats is False and not config.compute.deterministic:
         say(
             "a run that is resumed or rolled back follows the same samples, but not bit for bit; "
-            "compute.deterministic=true may mend it"
+            "compute.deterministic=true may fix it"
         )
     if config.parallel.offload is Offload.cpu and group.device.type == "cuda":
         say(
@@ -326,7 +326,7 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
         source = " from memory" if resumed.tier is Tier.memory else ""
         say(f"resuming at step {resumed.step} of {config.steps}{source}")
     for words in resumed.unused:
-        say(f"snapshots in memory of no use: {words}")
+        say(f"snapshots in memory that cannot be used: {words}")
 
 
 def _corpus_check(opened: Opened, machinery: Machinery, resumed: Resumed) -> CorpusCheck:

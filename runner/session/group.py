@@ -111,7 +111,8 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
     }
     parallel = config.parallel
     monitor.expect(
-        "meeting the other ranks (parallel.start_seconds)", parallel.start_seconds + _MEET_SECONDS
+        "rendezvous with the other ranks (parallel.start_seconds)",
+        parallel.start_seconds + _MEET_SECONDS,
     )
     try:
         peers = start_group(

@@ -66,7 +66,7 @@ def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
     group.monitor.begin(fence, group.peers)
     if group.is_first and group.run_dir.is_open_to_all:
         console.say(
-            f"warning: anybody may write in {group.run_dir.out}, and so decide what a restart "
+            f"warning: other users may write in {group.run_dir.out}, and so decide what a restart "
             "loads; chmod o-w it"
         )
     return Lease(config=config, config_digest=digest(flat(config)), fence=fence, remote=remote)
@@ -254,7 +254,7 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
     if made is None:
         raise Preempted(
             f"asked to stop ({who_asked(group.asked_to_stop())}) while the data was prepared; "
-            "nothing was trained yet, and what was not finished begins anew"
+            "nothing was trained yet, and unfinished work starts over"
         )
     by_rank = ranks.gather(made)[place.rank - place.local_rank]
     for words in dict.fromkeys(words for _, words in by_rank if words):

@@ -167,14 +167,14 @@ class Checkpoints:
                 return fault
         if words := self._backlog.standing():
             raise Preempted(
-                f"all steps are applied, but the disk takes nothing ({words}): the newest "
+                f"all steps are applied, but the disk accepts no writes ({words}): the newest "
                 f"checkpoint is of step {self._ring.saved_step}; free space and give the same "
                 "command again"
             )
         raise SaveError(
             "all steps are applied, but the last checkpoint is not of step "
             f"{state.updates}, or is damaged: the end state could not be saved (see the "
-            "journal); free space, look after the disk, and give the same command again"
+            "journal); free space, check the disk, and give the same command again"
         )
 
     def save_and_leave(self, state: TrainState, preemption: Preemption) -> None:

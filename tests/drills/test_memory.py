@@ -121,7 +121,7 @@ def test_where_they_are_of_no_use_the_disk_is_used(
     if what == "lost":
         assert_same_run(run, clean)
     else:
-        assert "of no use: they are of 2 ranks, and there are 1 now" in run.text, run.tail
+        assert "cannot be used: they are of 2 ranks, and there are 1 now" in run.text, run.tail
     assert list(shared.rglob("*.bin")) == []
 
 

@@ -209,7 +209,7 @@ def test_the_head_is_lost_and_the_supervisors_start_again(
     [
         ("kill@step=30,rank=1", "rank 1"),
         # Over NCCL no collective of the other node breaks, and it sees no process to look at.
-        ("kill@step=30,rank=1,no_break@step=1", "rank 1: gone without a word: SIGKILL"),
+        ("kill@step=30,rank=1,no_break@step=1", "rank 1: gone without a report: SIGKILL"),
         ("raise@step=30,rank=1,at=agree,no_break@step=1", "rank 1: DrillError"),
         ("hang@step=30,rank=1,no_break@step=1", "rank 1 never entered"),
         ("stop@step=30,rank=1,no_break@step=1", "rank 1 does not answer"),

@@ -191,7 +191,7 @@ def test_a_rank_that_leaves_without_a_word_is_diagnosed(
     assert [attempt["diagnosed"] for attempt in attempts] == [False, True], run.tail
     (crash,) = run.journal("crash")
     assert crash["ranks"] == [1], crash
-    assert "rank 1: ended with exit code 9 and without a word" in crash["reason"], crash
+    assert "rank 1: ended with exit code 9 and without a report" in crash["reason"], crash
 
 
 def test_a_wrong_setting_is_not_restarted(tmp_path: Path) -> None:

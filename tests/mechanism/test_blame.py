@@ -178,7 +178,7 @@ def test_silence() -> None:
     frozen = find_root_cause([report(0, "hang", collectives=[*PAST, entry(5, finished=False)])], 2)
     assert frozen.ranks == (1,) and "does not answer" in frozen.reason
     assert "all_reduce #5 at train.py:5" in frozen.reason
-    assert "without a word" in find_root_cause([], 3).reason
+    assert "without a report" in find_root_cause([], 3).reason
 
 
 def test_a_rank_that_is_busy_while_the_others_wait() -> None:

@@ -31,4 +31,4 @@ def test_each_incarnation_is_told_once(tmp_path: Path) -> None:
     (run_dir.incarnation / "000005.ended").touch()
     found = unexplained(run_dir, lines, 6)
     assert [(line.detail["incarnation"], line.step) for line in found] == [(1, 10), (2, 1), (3, 30)]
-    assert "without a word" in found[1].reason
+    assert "without a report" in found[1].reason

@@ -127,7 +127,7 @@ class TestOneIsOdd:
         """Nobody is named: least of all a rank whose host had launched less than the others."""
         cause = told(world_size, lambda rank: waiting(rank, "started"))
         assert (cause.kind, cause.ranks) == ("network", ()), cause
-        assert f"{GATHER} #{STUCK}" in cause.reason and "none gets on" in cause.reason
+        assert f"{GATHER} #{STUCK}" in cause.reason and "none makes progress" in cause.reason
 
     def test_a_link_over_which_some_have_got_through(self, world_size: int) -> None:
         def of(rank: int) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ class TestOneIsOdd:
             world_size, lambda rank: waiting(rank, "scheduled" if rank == ODD else "started")
         )
         assert (cause.kind, cause.ranks) == ("device", (ODD,)), cause
-        assert f"the device of rank {ODD} has not come to" in cause.reason
+        assert f"the device of rank {ODD} has not reached" in cause.reason
 
     def test_which_cannot_be_told_from_a_broken_link_without_timing(self, world_size: int) -> None:
         cause = told(world_size, lambda rank: waiting(rank, "scheduled"))

@@ -155,7 +155,7 @@ def test_a_death_that_nobody_could_look_at(
         peer.process.wait()
     until(lambda: bool(left))
     assert left == [1] and of(1, tmp_path).kind == "exit"
-    assert "gone without a word: SIGKILL" in of(1, tmp_path).message
+    assert "gone without a report: SIGKILL" in of(1, tmp_path).message
 
 
 def test_process_numbers_of_another_container_are_not_looked_up(

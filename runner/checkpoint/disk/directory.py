@@ -193,7 +193,7 @@ class CheckpointDirectory:
                 try:
                     entry = self.read(folder)
                     if entry.record.serial in found:
-                        raise CorruptCheckpoint(f"{folder}: its number is there twice")
+                        raise CorruptCheckpoint(f"{folder}: its number exists twice")
                     found[entry.record.serial] = entry
                 except CorruptCheckpoint as error:
                     damaged.append(str(error))

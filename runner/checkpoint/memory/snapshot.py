@@ -281,7 +281,7 @@ class Memory:
         except Exception as error:  # damage may take any form
             raise CorruptCheckpoint(f"a peer's note: {str(error)[:200]}") from None
         if why := self._why_not(header, incarnation):
-            raise CorruptCheckpoint(f"a peer's snapshot is of no use: {why}")
+            raise CorruptCheckpoint(f"a peer's snapshot cannot be used: {why}")
         self._make_own(slot, header)
 
     def _make_own(self, slot: int, header: SnapshotHeader) -> None:

@@ -305,7 +305,7 @@ class MemoryTier:
             if rank not in found.holders:
                 memory.adopt(earlier, found.serial, 0)
 
-        self._ranks.all_or_none("taking a snapshot over", take)
+        self._ranks.all_or_none("adopting a snapshot", take)
         if replica is not None and found.holders:
             self._bring_back(replica, found)
         header = memory.header_of(0)
