@@ -18,6 +18,7 @@ TRIALS = [
     "each trained parameter gets a gradient",
     "the next step after a reload is equal",
     "a sample is the same when it is read again",
+    "memory of one rank",
 ]
 
 
