@@ -187,10 +187,10 @@ def test_whether_its_gpus_are_at_work(
     ("silent", "worked_ago", "words"),
     [
         (9, None, ""),
-        (11, None, "nothing was said for 10 s"),
+        (11, None, "no output for 10 s"),
         (29, 0, ""),
-        (29, 12, "nothing was said for 10 s"),
-        (31, 0, "nothing was said for 30 s, though its GPUs are at work"),
+        (29, 12, "no output for 10 s"),
+        (31, 0, "no output for 30 s, though its GPUs are at work"),
         (5, 500, ""),
     ],
 )
