@@ -447,6 +447,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="layouts whose name contains one of these")
     parser.add_argument("--kinds", default="", help="whose name contains one of these")
     parser.add_argument("--noise", type=float, default=0.0, help="relative, on every activation")
+    parser.add_argument(
+        "--rows", default="", help="a file of JSON lines to add to; all of it counts"
+    )
     parser.add_argument("--page", default="")
     parser.add_argument("--worker", default="")
     parser.add_argument("--out", default="")
@@ -456,6 +459,11 @@ def main() -> None:
         return
     names = [name for name in LAYOUTS if _is_wanted(name, options.only)]
     told = [one for name in names for one in _run(name, options)]
+    if options.rows:
+        with Path(options.rows).open("a") as file:
+            file.writelines(json.dumps(asdict(one)) + "\n" for one in told)
+        lines = Path(options.rows).read_text().splitlines()
+        told = [Told(**json.loads(line)) for line in lines]
     command = f"python -m scripts.explain_trials --rounds {options.rounds} --seed {options.seed}"
     command += f" --noise {options.noise}" if options.noise else ""
     command += f" --only '{options.only}'" if options.only else ""
