@@ -394,6 +394,7 @@ def page(told: Sequence[Told], command: str) -> str:
         "put back in between. A case counts as complete where rank, samples, module and step are",
         "exactly those that were hit (the step within one). `explain=full`.",
         "",
+        f"* Layouts: {'; '.join(dict.fromkeys(one.layout for one in told))}.",
         f"* {len(asked)} incidents: cause right in {len(right)} ({_share(right, asked)}), unclear "
         f"{len(unclear)} ({_share(unclear, asked)}).",
         f"* A rank, module or sample that was not hit was named in {len(wrong)}.",
@@ -466,7 +467,8 @@ def main() -> None:
         told = [Told(**json.loads(line)) for line in lines]
     command = f"python -m scripts.explain_trials --rounds {options.rounds} --seed {options.seed}"
     command += f" --noise {options.noise}" if options.noise else ""
-    command += f" --only '{options.only}'" if options.only else ""
+    command += f" --only '{options.only}'" if options.only and not options.rows else ""
+    command += " --rows FILE" if options.rows else ""
     text = page(told, command)
     print(text)
     if options.page:
