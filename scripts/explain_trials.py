@@ -125,7 +125,8 @@ def trials(world: int, batch: Sequence[int], dice: random.Random) -> Iterator[Tr
     )  # fmt: skip
     state = partial(Trial, cause="state corrupted", step=now)
     yield state(kind="a weight's bit", tuned=True, faults=(f"spoil_state@{at}",))
-    yield state(kind="a matrix x 50", tuned=False, hooks=("matrix",))
+    yield state(kind="a matrix x 50", tuned=True, hooks=("matrix",))
+    yield state(kind="second moments x 1e-6", tuned=False, hooks=("moments",))
     yield Trial(
         kind="rate too high", tuned=True, cause="rate", rate=dice.choice([100.0, 300.0, 1000.0])
     )
@@ -242,7 +243,9 @@ class Bed:
         handles: list[Any] = []
         for kind in trial.hooks:
             if kind == "matrix":
-                self._spoil_matrix()
+                self._spoil("param/blocks.1.ffn.down.weight", 50.0)
+            elif kind == "moments":
+                self._spoil("exp_avg_sq/", 1e-6)
             elif kind == "overflow":
                 due = Overflow(module=trial.module, is_due=lambda: True)
                 module = network.get_submodule(trial.module)
@@ -278,11 +281,11 @@ class Bed:
         return _Undo(lambda: setattr(twin, "_wider", wider))
 
     @torch.no_grad()
-    def _spoil_matrix(self) -> None:
+    def _spoil(self, name: str, factor: float) -> None:
         self.run.ring.before_update()
         for shard in self.run.engine.shards():
-            if shard.name == "param/blocks.1.ffn.down.weight":
-                shard.local.mul_(50.0)
+            if shard.name.startswith(name):
+                shard.local.mul_(factor)
         self.run.engine.finish_load(self.run.engine.update_counts())
 
 

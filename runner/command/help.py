@@ -34,8 +34,9 @@ Holdfast: a training runner that survives NaNs, loss spikes, bad data and crashe
                      what the guard would have done to recorded runs (CSV, JSONL, TensorBoard)
   python -m runner read FILE... [--json]                           what training curves show, and
                      what to try (same files)
-  python -m runner replay OUT [--incident N] [--json]              why steps of a run were bad:
-                     verdict, samples, ranks, and the numbers of every probe
+  python -m runner replay OUT [--incident N] [--json] [-- SETTINGS]  why steps of a run were bad:
+                     verdict, samples, ranks, and the numbers of every probe; with the run's
+                     settings: computed again in one process, from a copy
   python -m runner plan --nodes N --mtbf-node-hours H [--run DIR] [--preset llama3] ...
                      goodput and the best checkpoint intervals of a large run
   python -m runner check-model [--quick] key=value ...
