@@ -67,19 +67,9 @@ def make_actors(
     stepper = _stepper(opened, machinery, feed)
     if layers is not None:
         stepper.watch(layers.watch)
-    evaluator = _evaluator(opened, machinery, feed)
-
     best = _best_checkpoint(opened, machinery, resumed)
-
-    def evaluate() -> float | None:
-        loss = evaluator.loss()
-        if best is not None:
-            best.evaluated(machinery.state.updates, loss)
-        columns.evaluated(evaluator.by_group())
-        return loss
-
     periodic = Periodic(
-        evaluate=evaluate,
+        evaluate=_evaluation(opened, machinery, feed, columns, best),
         evaluate_every=config.eval.every,
         inspect=_inspector(opened, machinery, resumed, feed, stepper, reporter),
         inspect_every=(
@@ -303,6 +293,26 @@ def _stepper(opened: Opened, machinery: Machinery, feed: Feed) -> Stepper:
         before_update=machinery.ring.before_update,
         distrust=machinery.ring.distrust_after,
     )
+
+
+def _evaluation(
+    opened: Opened,
+    machinery: Machinery,
+    feed: Feed,
+    columns: SourceColumns,
+    best: BestCheckpoint | None,
+) -> Callable[[], float | None]:
+    """What computes the held-out loss and says it to whom it concerns. Collective."""
+    evaluator = _evaluator(opened, machinery, feed)
+
+    def evaluate() -> float | None:
+        loss = evaluator.loss()
+        if best is not None:
+            best.evaluated(machinery.state.updates, loss)
+        columns.evaluated(evaluator.by_group())
+        return loss
+
+    return evaluate
 
 
 def _evaluator(opened: Opened, machinery: Machinery, feed: Feed) -> Evaluator:
