@@ -1,6 +1,6 @@
-"""Looks inside of one forward pass: the residual stream, attention logits, log Z, loss by position.
+"""Measures inside one forward pass: residual stream, attention logits, log Z, loss by position.
 
-Owns the hooks, which do nothing but in a micro-batch that they were asked to look at. They compute
+Owns the hooks, which do nothing except in a micro-batch that is measured. They compute
 beside the step, without gradients, and change nothing of it. Must not know how the model is
 sharded: nothing here reads a parameter, which may be gathered in its own module's forward alone.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 MOST_STRETCHES = 64  # of a sequence, for the loss by position
-_MOST_QUERIES = 64  # positions of the sequence that are looked at
+_MOST_QUERIES = 64  # positions of the sequence that are measured
 _NOT_COUNTED = -100
-# What the linear layers (or the norms behind them) of queries and keys are called: ours, and in
+# Names of the linear layers (or the norms after them) of queries and keys: ours, and in
 # most models of Hugging Face.
 _QUERIES, _KEYS = (
     ("query_norm", "q_norm", "query", "q_proj"),
@@ -35,7 +35,7 @@ class Objective(Protocol):
 
 
 class Activations:
-    """What one rank sees in the forward passes of one step.
+    """What one rank measures in the forward passes of one step.
 
     Residual stream, attention logits and log Z are of the first sequence of the first
     micro-batch, at up to 64 of its positions; the loss by position is of all micro-batches.
@@ -75,7 +75,7 @@ class Activations:
                 return
 
     def begin(self, *, is_inside: bool) -> None:
-        """Look at the step that is computed next; ``is_inside`` False: at its losses only."""
+        """Measure the step that is computed next; ``is_inside`` False: only its losses."""
         self._residual, self._queries, self._logits = {}, {}, {}
         self._log_sums = self._by_position = None
         self._is_armed = is_inside
@@ -83,7 +83,7 @@ class Activations:
         _listen(self._objective, self._at_tokens)
 
     def end(self, device: torch.device) -> Tensor:
-        """What was seen, FP64; stops looking.
+        """Stop measuring; returns the results, FP64.
 
         Mean square of each block's output, largest attention logit of each, log Z (mean,
         largest); then sums and counts of the tokens' losses in each stretch of the sequence. NaN

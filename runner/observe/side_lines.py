@@ -1,8 +1,8 @@
-"""Lines beside the metrics, for whoever looks at a run later: nothing follows from them.
+"""Files beside the metrics, for later inspection of a run; no decision depends on them.
 
-``ranks.jsonl``: how long each rank took. ``ring.jsonl``: what became of each checkpoint. Both only
-grow; what is done again after a restart or a rollback stands there twice, in its order in time.
-Both are bounded: lines come more seldom as a run grows long.
+``ranks.jsonl``: how long each rank took. ``ring.jsonl``: the states of each checkpoint. Both only
+grow; steps repeated after a restart or a rollback appear twice, in order of time.
+Both are bounded: lines become rarer as a run grows long.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _GONE = "gone"
 
 
 class SideLines:
-    """One such file. A disk that takes nothing loses lines, and stops nothing.
+    """One such file. A disk that refuses writes loses lines, but stops nothing.
 
     Args:
-        check: raises when this process may not write here any more.
+        check: raises when this process may no longer write here.
         clock: seconds since the epoch.
-        attempt: which start of the run this is.
+        attempt: number of this start of the run.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class SideLines:
         try:
             _, length = tail(path, _TAIL_BYTES)
             self._file = LineFile(path, length=length, check=check)
-        except OSError:  # metrics.jsonl lies on the same disk, and there it is told
+        except OSError:  # metrics.jsonl is on the same disk, and reports the error
             return
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class RankTimes:
         self._lines.close()
 
     def note(self, step: int, paces: Sequence[RankPace]) -> None:
-        """Take what was measured after ``step``, by rank."""
+        """Take the measurements after ``step``, by rank."""
         size = math.ceil(len(paces) / _MOST_RANKS)
         highest = [
             _highest([pace.host for pace in paces], size),
@@ -117,7 +117,7 @@ class RankTimes:
 class RingLines:
     """``ring.jsonl``: saved, proven, tainted, gone, of each copy in memory, on disk, remote.
 
-    It sees what changed between two steps; nobody has to tell it.
+    It finds changes between two steps by itself.
 
     Args:
         records: the copies that are whole.
@@ -139,7 +139,7 @@ class RingLines:
         self._told_snapshot = 0
 
     def note(self, step: int) -> None:
-        """Write what is new after ``step``, if anything."""
+        """Write what changed by ``step``, if anything."""
         found = {(r.tier.value, r.serial): r for r in self._records()}
         found |= {(REMOTE, r.serial): r for r in self._stored()}
         states = {key: record.state.value for key, record in found.items()}
@@ -161,7 +161,7 @@ class RingLines:
         self._known = states
 
     def _passes_over(self, key: tuple[str, int], record: Record) -> bool:
-        """Snapshots come every few steps: of a long run not each is told."""
+        """Whether to skip a snapshot: a long run has too many for a line each."""
         if key[0] != Tier.memory.value or key in self._known:
             return False
         last = self._told_snapshot
@@ -181,7 +181,7 @@ class RingLines:
 
 
 def fold(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], str]:
-    """The state of each copy by tier and serial, after all lines; what makes no sense is left."""
+    """The state of each copy by tier and serial, after all lines; ignores invalid ones."""
     found: dict[tuple[str, int], str] = {}
     for line in lines:
         tier, serial, state = line.get("tier"), line.get("serial"), line.get("state")

@@ -1,4 +1,4 @@
-"""What measures the layers of the model, and what tells of it, as the settings have it."""
+"""Makes what measures the layers of the model and reports on them, from the settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Further columns of a step's line: of the sources, and of the layers."""
+    """Further columns of a step's line: for sources and for layers."""
 
     sources: SourceColumns
     layers: Layers | None
@@ -40,7 +40,7 @@ class Columns:
     spikes: SpikeScore = field(default_factory=SpikeScore)
 
     def of(self, info: StepInfo, is_evaluated: bool) -> dict[str, float]:
-        """Of one attempted step, alike on all ranks."""
+        """The columns of one attempted step, equal on all ranks."""
         found = self.sources.of(info, is_evaluated)
         if info.known is None:
             self._count_spikes(info.signals)
@@ -69,7 +69,7 @@ class Columns:
 
 
 def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layers | None:
-    """None where nothing is to be measured. Collective."""
+    """Make both parts; None where nothing is measured. Collective."""
     config, group, network = opened.lease.config, opened.group, opened.corpus.network
     every, engine = config.track.layers_every, machinery.engine
     if not every:
@@ -99,13 +99,13 @@ def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layer
 
 
 def _warn(opened: Opened, machinery: Machinery, incident: Incident) -> None:
-    """Write it down, and keep the checkpoint of before."""
+    """Journal the warning, and keep the checkpoint before it."""
     keeps = {"keeps": machinery.ring.newest_clean()}
     opened.written.report(replace(incident, detail={**incident.detail, **keeps}))
 
 
 def _file(opened: Opened, length: int) -> LineFile | None:
-    """What stands there stays: of steps that are done again the later line counts."""
+    """Open the file and append: for a repeated step the later line counts."""
     group = opened.group
     if not group.is_first:
         return None

@@ -1,4 +1,4 @@
-"""The short preflight of a start, as the settings have it."""
+"""Runs the short preflight of a start, if the settings want it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ROWS = 2
 
 
 def quick_preflight(opened: Opened, machinery: Machinery, resumed: Resumed) -> None:
-    """Try the model; a line for what does not hold, told once in a run. Collective."""
+    """Test the model; reports each failed check once in a run. Collective."""
     config, group, corpus = opened.lease.config, opened.group, opened.corpus
     dataset = corpus.dataset
     if not config.debug.preflight or isinstance(dataset, RecordDataset):
         return
-    # A compiled model would be compiled once more, for other shapes.
+    # A compiled model would be compiled again for other shapes.
     if resumed.step >= config.steps or config.model.compile:
         return
     rows = min(_ROWS, config.batch.micro_size)

@@ -1,12 +1,12 @@
-"""Looks for a rank that computes wrongly in silence: all ranks compute one rank's micro-batch.
+"""Finds a rank that silently computes wrongly: all ranks compute one rank's micro-batch.
 
-Most faults of a device raise no alarm. Now and then each rank computes the same micro-batch with
+Most faults of a device raise no error. At intervals each rank computes the same micro-batch with
 the gate closed, another rank's each time, and the bits of each sequence's loss and of its gradient
 at the embedding are compared: devices of one kind must give the same. It costs one micro-batch
-(under ZeRO a step, DeepSpeed counts them), and a wait for the device.
+(under ZeRO a step, because DeepSpeed counts them), and a wait for the device.
 
-What is not seen: a fault in the gradient of a weight alone, which is reduced before anybody can
-look at it.
+Not detected: a fault only in the gradient of a weight, which is reduced before it can be
+compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from runner.system.error import RankError
 
 KIND = "audit"
 _NOISE = 1e-2  # relative; where a computation does not repeat its bits
-_REPEATS = 3  # computations in all, before anybody is named
+_REPEATS = 3  # computations in all, before a rank is named
 
 
 class Feed(Protocol):
@@ -51,9 +51,9 @@ class AuditRules:
     """
     Args:
         every: in updates.
-        takes_whole_step: the engine computes no less than a step.
+        takes_whole_step: whether the engine can only compute whole steps.
         repeats_bits: whether this machine gives the same bits for the same computation.
-        seed: of what is dropped.
+        seed: of dropout.
         host, kind: of this rank's device; devices of one kind give equal bits.
         incarnation: number of this start.
     """
@@ -69,8 +69,8 @@ class AuditRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opinion:
-    """What the ranks' numbers speak for: ``odd`` ranks differ from ``most``; of two alike nobody
-    can say which is wrong."""
+    """The result of a comparison: ``odd`` ranks differ from ``most``; between two ranks nothing
+    shows which is wrong."""
 
     odd: tuple[int, ...] = ()
     is_clear: bool = False
@@ -85,8 +85,8 @@ class Auditor:
 
     Args:
         report: takes an incident.
-        distrust: called with the last step at which all agreed: checkpoints of later ones are not
-            to be used again.
+        distrust: called with the last step at which all agreed: checkpoints of later steps must not
+            be used again.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Auditor:
         self._judge(updates, told)
 
     def _batches(self, plan: BatchPlan, number: int) -> list[MicroBatch] | None:
-        """One rank's micro-batch, the same on all; None where a rank cannot read it."""
+        """One rank's micro-batch, the same on all ranks; None if a rank cannot read it."""
         with _same_randomness(self._engine.device):
             read = self._feed.read_again(plan, number % self._ranks.world_size)
         batches = list(read) if self._rules.takes_whole_step else list(read[:1])
@@ -151,7 +151,7 @@ class Auditor:
         return opinion_on(told, exactly=self._rules.repeats_bits), told
 
     def _computed(self, batches: Sequence[MicroBatch]) -> list[float]:
-        """Losses and gradient norms of the sequences; the state is as before."""
+        """Compute losses and gradient norms of the sequences, without changing the state."""
         device = self._engine.device
         works = [
             MicroStep(batch=batch.to(device), seed=self._rules.seed + number)
@@ -165,7 +165,7 @@ class Auditor:
         return [*told.losses, *told.gradient_norms]
 
     def _judge(self, step: int, told: Sequence[list[list[Any]]]) -> None:
-        """What several computations speak for, and what follows."""
+        """Judge several computations, and act on the result."""
         opinions = [opinion_on(one, exactly=self._rules.repeats_bits) for one in told]
         ranks = named(told, opinions)
         good = f"at step {self._good_step} all agreed"
@@ -199,7 +199,7 @@ class Auditor:
         raise RankError(words)
 
     def _tell(self, step: int, ranks: tuple[int, ...], words: str) -> None:
-        """Once for the same ranks."""
+        """Report ranks, once for the same ones."""
         if ranks in self._known:
             return
         self._known.add(ranks)
@@ -215,7 +215,7 @@ class Auditor:
         )
 
     def _crash(self, step: int, rank: int, host: str, words: str) -> Incident:
-        """As of a device that fails by itself: a supervisor leaves the host out."""
+        """The incident of a device that failed: a supervisor leaves its host out."""
         return Incident(
             kind="crash",
             step=step,
@@ -233,7 +233,7 @@ class Auditor:
 
 
 def opinion_on(told: Sequence[Sequence[Any]], *, exactly: bool) -> Opinion:
-    """Who differs, from [kind of device, numbers] by rank. Ranks of one kind alone are compared."""
+    """Compare [kind of device, numbers] by rank, only among ranks of the same kind."""
     odd: list[int] = []
     is_clear = True
     for kind in dict.fromkeys(str(one[0]) for one in told):
@@ -257,10 +257,10 @@ def opinion_on(told: Sequence[Sequence[Any]], *, exactly: bool) -> Opinion:
 
 
 def named(told: Sequence[Sequence[Sequence[Any]]], opinions: Sequence[Opinion]) -> tuple[int, ...]:
-    """The one rank that is at fault; empty where nobody can be named.
+    """The one rank at fault; empty if it is unknown.
 
-    That which the majority speaks against whenever anybody differs; without a majority, that which
-    does not repeat its own numbers where all others do.
+    It is the rank outside of the majority, each time; without a majority, the one that
+    does not repeat its own numbers while all others do.
     """
     against = [one for one in opinions if not one.agrees]
     if all(one.is_clear for one in against):
@@ -291,6 +291,6 @@ def _bits(number: float) -> bytes:
 
 @contextmanager
 def _same_randomness(device: torch.device) -> Iterator[None]:
-    """What is drawn inside was never drawn."""
+    """Restore the random generators afterwards."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield

@@ -1,4 +1,4 @@
-"""Measures the layers of a step now and then, and tells what was seen: a file, columns, warnings.
+"""Measures the layers of a step at intervals, and reports them: a file, columns, warnings.
 
 The sums of all ranks are taken when the step before was read, so that ranks which stand elsewhere
 are found first; on CUDA they are looked at with a later step, so that nothing waits for them.
@@ -29,7 +29,7 @@ _QUARTER = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlaces:
-    """Which parameter is of which layer; the order is the model's, alike on all ranks.
+    """Which parameter belongs to which layer, in the model's order, equal on all ranks.
 
     Args:
         names: of the trained parameters.
@@ -49,7 +49,7 @@ class LayerPlaces:
     ) -> LayerPlaces:
         """
         Args:
-            shapes: of the whole parameters; the engine may keep them cut.
+            shapes: of the whole parameters, which the engine may shard.
         """
         called = {id(module): name for name, module in network.named_modules()}
         prefixes = tuple(called[id(block)] for block in blocks)
@@ -69,7 +69,7 @@ def _layer(name: str, blocks: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What all ranks measured at one step; see :class:`LayerWatch` for the order of numbers."""
+    """The measurements of all ranks at one step; :class:`LayerWatch` has the order of numbers."""
 
     step: int
     numbers: tuple[float, ...]
@@ -79,7 +79,7 @@ class Measured:
 
 
 class LayerWatch:
-    """Measures every so many updates, on one rank.
+    """Measures at intervals of updates, on one rank.
 
     The numbers: those of :class:`LayerSums`, then those of :class:`Activations`.
 
@@ -105,25 +105,25 @@ class LayerWatch:
         self._before: Before | None = None
 
     def begin(self, step: int) -> bool:
-        """Whether the step that makes this update is looked at; then it is begun."""
+        """Whether the step of this update is measured; if so, begin."""
         if step % self._every:
             return False
         self._activations.begin(is_inside=self._is_first)
         return True
 
     def before(self) -> None:
-        """The gradients are there, and not used."""
+        """Measure before the update, when gradients exist."""
         self._before = self._sums.before()
 
     def after(self) -> torch.Tensor:
-        """The update is made: this rank's numbers, FP64 on the device."""
+        """Measure after the update; returns this rank's numbers, FP64 on the device."""
         assert self._before is not None
         told, self._before = self._sums.after(self._before), None
         return torch.cat([told, self._activations.end(self._device)])
 
     @property
     def length(self) -> int:
-        """Of the sequences whose loss is told by position."""
+        """Length of the sequences whose loss is reported by position."""
         return self._activations.length
 
 
@@ -136,7 +136,7 @@ class UpdateRules:
 
 
 class LayerTable:
-    """Turns what was measured into the numbers that a person reads."""
+    """Turns measurements into the numbers that a person reads."""
 
     def __init__(self, places: LayerPlaces, rules: UpdateRules, *, num_units: int) -> None:
         self._places = places
@@ -145,7 +145,7 @@ class LayerTable:
         self._names = tuple(dict.fromkeys(places.layers))
 
     def layers(self, seen: Measured) -> dict[str, dict[str, float]]:
-        """Of each layer; without what could not be measured."""
+        """The numbers of each layer that could be measured."""
         found: dict[str, dict[str, float]] = {}
         by_kind = self._by_kind(seen)
         for name in self._names:
@@ -165,7 +165,7 @@ class LayerTable:
         return found
 
     def model(self, seen: Measured) -> dict[str, float]:
-        """Of the model as a whole; without what could not be measured."""
+        """The numbers of the whole model that could be measured."""
         by_kind = self._by_kind(seen)
         norms = [math.sqrt(square) for square in by_kind["grad"] if square > 0]
         moved = zip(by_kind["moved"], by_kind["held"], self._places.matrices, strict=True)
@@ -247,7 +247,7 @@ def _ratio(name: str, square: float, of: float) -> dict[str, float]:
 
 
 class LayerLog:
-    """Takes what was measured, alike on all ranks; the first one writes the file.
+    """Takes measurements, equal on all ranks; rank 0 writes the file.
 
     Args:
         file: takes a line each look; None on the other ranks.
@@ -255,7 +255,7 @@ class LayerLog:
         norms: gradient norms of the last steps before this start, by step.
         attempt: number of this start of the run.
         clip: the bound of the gradient norm.
-        tell: takes an incident; nothing follows from it.
+        tell: takes an incident, which is only information.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class LayerLog:
             early.note(look)
 
     def columns(self, step: int, norm: float, seen: Measured | None) -> dict[str, float]:
-        """Take a step: its gradient norm, and what was measured, of this step or one before.
+        """Take a step's gradient norm, and the measurements of this step or an earlier one.
 
         Returns:
             Further columns of its line.
@@ -299,7 +299,7 @@ class LayerLog:
         return {f"{COLUMNS}{name}": _rounded(value) for name, value in model.items()}
 
     def _clip_share(self, step: int) -> dict[str, float]:
-        """Of the steps since the look before, how many were clipped."""
+        """The share of clipped steps since the last look."""
         since = range(max(1, step - self._early.rules.every + 1), step + 1)
         norms = [self._norms[one] for one in since if one in self._norms]
         if not self._clip or not norms:
@@ -329,7 +329,7 @@ class LayerLog:
         self._file.append(line, durably=False)
 
     def _positions(self, seen: Measured) -> dict[str, Any]:
-        """The loss by position, where enough looks are together."""
+        """The loss by position, once enough looks are collected."""
         sums, counts = self._table.by_position(seen)
         self._by_position.append((seen.step, sums, counts))
         if len(self._by_position) < _POSITIONS_EVERY or not seen.length:

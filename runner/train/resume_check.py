@@ -1,7 +1,7 @@
-"""Whether the first steps after a resume are those that the run has recorded already.
+"""Checks that the first steps after a resume equal those that the run has already recorded.
 
-What was computed after the newest checkpoint is computed again. Where the machine repeats its bits
-the lines must be the same; else they must be near. A resume with wrong moments agrees on its first
+Steps after the newest checkpoint are computed again. Where the machine repeats its bits
+the lines must be equal; else they must be close. A resume with wrong moments agrees on its first
 step, since the weights are right, and differs from the second on.
 """
 
@@ -17,17 +17,17 @@ from runner.policy.decision.history import Incident
 from runner.system.json_lines import step_of
 
 KIND = "resume"
-# Where bits do not repeat: other ranks, another device. Nats, and as a share of the norm.
+# Tolerances where bits do not repeat: other ranks, another device. Nats, and a share of the norm.
 _NEAR_LOSS, _NEAR_NORM = 0.02, 0.1
 _MOST_STEPS = 1000
 _NUMBERS, _LENGTH = ("loss", "grad_norm", "lr"), 6
-# Of the line of a start, what the bits of a step depend on.
+# Fields of a start's journal line on which the bits of a step depend.
 _SAME = ("world_size", "hosts", "parallel", "device", "repeats_bits", "settings", "torch")
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One step as it was: [step, first sample, one behind the last, loss, gradient norm, rate]."""
+    """A recorded step: [step, first sample, one past the last, loss, gradient norm, rate]."""
 
     step: int
     start: int
@@ -38,7 +38,7 @@ class Recorded:
 
 
 def recorded(lines: Iterable[Mapping[str, Any]], after: int) -> list[list[float]]:
-    """The applied steps behind ``after`` as JSON; of each the last line."""
+    """The applied steps after ``after`` as JSON, from the last line of each."""
     found: dict[int, list[float]] = {}
     for line in lines:
         step = step_of(dict(line))
@@ -52,20 +52,20 @@ def recorded(lines: Iterable[Mapping[str, Any]], after: int) -> list[list[float]
 
 
 def repeats_as_before(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
-    """Whether two starts, by what their lines in the journal say, compute the same bits."""
+    """Whether two starts compute the same bits, according to their journal lines."""
     if before is None or not now.get("repeats_bits"):
         return False
     return all(before.get(name) == now.get(name) for name in _SAME)
 
 
 class ResumeCheck:
-    """Compares each applied step with what was recorded; tells the first that differs.
+    """Compares each applied step with the recorded one; reports the first that differs.
 
     Args:
-        step: that was resumed from.
+        step: from which the run resumed.
         rows: see :func:`recorded`, the same on all ranks.
         exactly: bit for bit.
-        tell: takes the incident; nothing follows from it.
+        tell: takes the incident, which is only information.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ResumeCheck:
         if row is None:
             return
         if (row.start, row.stop) != tuple(line.samples) or row.lr != line.lr:
-            self._rows = {}  # other samples, or another rate: it is not the same step
+            self._rows = {}  # other samples or another rate: not the same step
             return
         self.num_compared += 1
         if self._is_alike(row, line):
