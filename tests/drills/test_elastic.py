@@ -26,7 +26,7 @@ def half(runs: Path) -> Result:
     [
         pytest.param(0, "parallel=single", marks=pytest.mark.full),
         (3, "parallel=fsdp"),
-        (4, "parallel=hsdp parallel.shard_size=2"),
+        pytest.param(4, "parallel=hsdp parallel.shard_size=2", marks=pytest.mark.full),
         pytest.param(1, "parallel=fsdp", marks=pytest.mark.full),
         pytest.param(2, "parallel=ddp", marks=pytest.mark.full),
         pytest.param(3, "parallel=ddp batch.micro_size=4", marks=pytest.mark.full),

@@ -91,6 +91,7 @@ def test_stopped_and_killed(tmp_path: Path, clean: Result) -> None:
     asked = stopped(out, LATE, number=signal.SIGUSR1, rank=1)
     assert asked.summary["status"] == "preempted" and asked.summary["exit_code"] == 75, asked.tail
     assert f"saved at step {asked.summary['steps']}" in asked.summary["reason"]
+    assert "rank 1: SIGUSR1" in asked.summary["reason"]
     kill = "faults=[kill@step=50,rank=1]"
     assert train(out, LATE, kill).code != 0
     again = finish(out, LATE, kill)

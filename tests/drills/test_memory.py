@@ -98,7 +98,8 @@ def test_a_restart_after_a_rollback_to_memory(
     assert_every_sample_once(run)
 
 
-@pytest.mark.parametrize("what", ["lost", pytest.param("fewer ranks", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["lost", "fewer ranks"])
 def test_where_they_are_of_no_use_the_disk_is_used(
     tmp_path: Path,
     shared: Path,

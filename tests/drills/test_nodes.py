@@ -151,6 +151,7 @@ def test_a_lost_node_is_done_without_and_taken_back(
     assert_follows(run, clean)
 
 
+@pytest.mark.full
 def test_a_cut_link_is_noticed_within_the_configured_seconds(
     network: Network, job: Callable[..., Job], clean: Result
 ) -> None:

@@ -27,18 +27,6 @@ def running(out: Path, *overrides: str) -> Started:
     return started
 
 
-def test_a_second_launch_is_refused_in_words(tmp_path: Path, clean: Result) -> None:
-    out = tmp_path / "run"
-    first = running(out, "faults=[slow@step=10-40,seconds=0.5]")
-    second = train(out)
-    assert second.code != 0 and "is in use by a living run" in second.text, second.tail
-    assert "resume.take_over=true" in second.text, second.tail
-    ended = first.wait()
-    assert ended.code == 0, ended.tail
-    assert_same_run(ended, clean)
-    assert len(ended.journal("start")) == 1, "the second left no trace"
-
-
 def named(out: Path, *overrides: str, restarts: int) -> subprocess.Popen[str]:
     """As a person starts it: torchrun with a name and a port of its own."""
     told = command(out, *overrides, restarts=restarts)
@@ -52,14 +40,19 @@ def named(out: Path, *overrides: str, restarts: int) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_second_torchrun_of_the_same_name_is_refused(tmp_path: Path, clean: Result) -> None:
-    """Each of the two would take what the other has for its own restart, and so for ever."""
+def test_a_second_launch_is_refused_in_words(tmp_path: Path, clean: Result) -> None:
+    """Also one of the same name: each of the two would take what the other has for its own restart,
+    and so for ever.
+    """
     out = tmp_path / "run"
     # The first restarts its ranks once by itself, which is to be let in.
-    faults = "faults=[kill@step=5,rank=1,slow@step=10-50,seconds=0.5]"
+    faults = "faults=[kill@step=5,rank=1,slow@step=10-60,seconds=0.5]"
     first = Started(out=out, process=named(out, faults, restarts=1))
     try:
         first.until(lambda out: metrics_step(out) >= 12, timeout=120)
+        second = train(out)
+        assert second.code != 0 and "is in use by a living run" in second.text, second.tail
+        assert "resume.take_over=true" in second.text, second.tail
         refused = Started(out=out, process=named(out, restarts=0)).wait()
         assert refused.code != 0 and "in use by a living run" in refused.text, refused.tail
         assert "job torchrun mine" in refused.text and "is no restart" in refused.text, refused.tail
@@ -70,9 +63,10 @@ def test_a_second_torchrun_of_the_same_name_is_refused(tmp_path: Path, clean: Re
     assert ended.code == 0 and "has taken this run over" not in ended.text, ended.tail
     assert_same_run(ended, clean)
     starts = [line["detail"]["incarnation"] for line in ended.journal("start")]
-    assert starts == [1, 2], "the first and its own restart"
+    assert starts == [1, 2], "the first and its own restart; the others left no trace"
 
 
+@pytest.mark.full
 def test_a_run_is_taken_over(tmp_path: Path, clean: Result) -> None:
     out = tmp_path / "run"
     # Not over before a busy machine has started the second.
@@ -155,6 +149,7 @@ def test_workers_of_a_killed_launcher_stop_by_themselves(tmp_path: Path, clean: 
     assert_same_run(again, clean)
 
 
+@pytest.mark.full
 def test_the_owner_is_written_down(tmp_path: Path) -> None:
     run = finish(tmp_path / "run", "steps=10", ranks=0)
     claim = json.loads((run.out / "incarnation" / "000001.json").read_text())

@@ -33,7 +33,8 @@ def stopped(
     ("number", "rank"),
     [
         pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.full),
-        (signal.SIGTERM, 0),
+        # Always after several steps in flight: tests/drills/test_late.py.
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.full),
         pytest.param(signal.SIGINT, 1, marks=pytest.mark.full),
     ],
 )

@@ -57,6 +57,7 @@ def test_bad_first_batches_are_skipped_however_slow_the_proof(
     assert_every_sample_once(hit)
 
 
+@pytest.mark.full
 def test_the_untrained_state_is_proven_after_a_kill_before_its_proof(
     tmp_path: Path, slow: Path
 ) -> None:

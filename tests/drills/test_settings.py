@@ -137,6 +137,7 @@ def rank_of(pid: int) -> int:
 # -- nowhere to save
 
 
+@pytest.mark.full  # always: tests/drills/test_disk.py, a ring that cannot be written
 def test_a_save_that_fails_is_an_incident(tmp_path: Path, clean: Result) -> None:
     """A file stands where checkpoint 4 (step 30) wants its folder."""
     out = tmp_path / "run"

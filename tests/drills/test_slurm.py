@@ -97,6 +97,7 @@ def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submit]:
     assert not left & {str(job.out) for job in jobs}
 
 
+@pytest.mark.full
 def test_a_lost_node_puts_the_job_back_in_the_queue(
     cluster: Cluster, submit: Submit, clean: Result
 ) -> None:

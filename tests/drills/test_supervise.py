@@ -15,7 +15,7 @@ import pytest
 from runner.system.json_lines import read_lines
 from tests import warm
 from tests.drills.compare import assert_every_sample_once, assert_same_run
-from tests.run import TINY, Result, Started, metrics_step
+from tests.run import TINY, Result, Started, journalled, metrics_step
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 # Long enough to be hit in the middle.
@@ -68,12 +68,32 @@ def assert_healed(started: Started, clean: Result, codes: list[int]) -> Result:
     return run
 
 
-def test_a_killed_rank_is_a_restart(tmp_path: Path, clean: Result) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
+def test_asked_to_stop_and_started_again_a_rank_and_torchrun_are_killed(
+    tmp_path: Path, clean: Result, number: int
+) -> None:
+    """One run in a row: saved and not restarted when it is asked to stop; then what is killed."""
     started = launch(tmp_path / "run", SLOW)
     started.until(lambda out: metrics_step(out) >= 33)
+    started.process.send_signal(number)
+    stopped = started.wait()
+    assert stopped.code == 75 and stopped.summary["status"] == "preempted", stopped.tail
+    assert stopped.summary["steps"] >= 33 and started.pids() == []
+    started = launch(tmp_path / "run", SLOW)
+    started.until(lambda out: metrics_step(out) >= 38)
     os.kill(ranks(started)[-1], signal.SIGKILL)
-    run = assert_healed(started, clean, [1, 0])
-    assert run.summary["restarts"] == 1
+    started.until(lambda out: journalled(out, "start") >= 3 and metrics_step(out) >= 44)
+    # Torchrun's workers have sessions of their own and would go on training.
+    orphans = ranks(started)
+    os.kill(agent(started), signal.SIGKILL)
+    limit = time.monotonic() + 30
+    while set(orphans) & set(started.pids()) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not set(orphans) & set(started.pids()), "still there, half a minute after"
+    run = assert_healed(started, clean, [75, 1, 137, 0])
+    assert run.summary["restarts"] == 3
 
 
 def test_a_device_that_computes_wrongly_is_found_before_a_step(tmp_path: Path) -> None:
@@ -88,34 +108,6 @@ def test_a_device_that_computes_wrongly_is_found_before_a_step(tmp_path: Path) -
     assert crash["ranks"] == [1] and crash["step"] == 0, "before any step"
     assert "other bits for one product of two matrices than its like" in crash["reason"]
     assert (out / "bad_nodes").read_text().count("hardware: rank 1 on ") == 1
-
-
-def test_a_killed_torchrun_leaves_no_orphans(tmp_path: Path, clean: Result) -> None:
-    """Its workers have sessions of their own and would go on training."""
-    started = launch(tmp_path / "run", SLOW)
-    started.until(lambda out: metrics_step(out) >= 33)
-    orphans = ranks(started)
-    os.kill(agent(started), signal.SIGKILL)
-    limit = time.monotonic() + 30
-    while set(orphans) & set(started.pids()) and time.monotonic() < limit:
-        time.sleep(0.02)
-    assert not set(orphans) & set(started.pids()), "still there, half a minute after"
-    assert_healed(started, clean, [137, 0])
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
-)
-def test_asked_to_stop_it_saves_and_is_not_restarted(
-    tmp_path: Path, clean: Result, number: int
-) -> None:
-    started = launch(tmp_path / "run", SLOW)
-    started.until(lambda out: metrics_step(out) >= 33)
-    started.process.send_signal(number)
-    stopped = started.wait()
-    assert stopped.code == 75 and stopped.summary["status"] == "preempted", stopped.tail
-    assert stopped.summary["steps"] >= 33 and started.pids() == []
-    assert_healed(launch(tmp_path / "run", SLOW), clean, [75, 0])
 
 
 @pytest.mark.full

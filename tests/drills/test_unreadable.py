@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.drills.compare import BATCH, HELD_OUT, SAMPLES, SEED, assert_same_run
 from tests.run import Result, finish, train
 
 STREAM = SampleStream(num_samples=SAMPLES, seed=SEED, held_out_share=HELD_OUT, global_size=BATCH)
-EVALUATED = ("eval.every=20", "eval.samples=10")
+EVALUATED = ("steps=20", "eval.every=10", "eval.samples=10")
 
 # A corpus some of whose samples cannot be read, for each rank and loader process.
 PROGRAM = """
@@ -98,16 +99,24 @@ BROKEN = {330: "gone", 341: "id", 352: "refused", 353: "gone", 1200: "refused"}
 TOLD = "data.skip=[" + ",".join(f"[{p},{p + 1}]" for p in BROKEN) + "]"
 
 
+Told = Callable[[int], Result]
+
+
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Result]:
-    """Runs that were told never to read them, by ranks."""
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """Runs that were told never to read them, by ranks; each is made once."""
     folder = tmp_path_factory.mktemp("told")
-    return {ranks: finish(folder / str(ranks), TOLD, ranks=ranks) for ranks in (0, 2)}
+    return functools.cache(lambda ranks: finish(folder / str(ranks), TOLD, ranks=ranks))
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return finish(tmp_path_factory.mktemp("evaluated") / "run", *EVALUATED)
 
 
 CASES = [
     pytest.param(2, ("data.workers=1", "guard.sync=false"), id="two ranks, loaders, late"),
-    pytest.param(0, (), id="one process"),
+    pytest.param(0, (), id="one process", marks=pytest.mark.full),
     pytest.param(2, (), id="two ranks", marks=pytest.mark.full),
     pytest.param(0, ("data.workers=2",), id="one process, loaders", marks=pytest.mark.full),
 ]
@@ -115,7 +124,7 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "how"), CASES)
 def test_they_are_passed_over_as_if_told_so(
-    tmp_path: Path, told: dict[int, Result], ranks: int, how: tuple[str, ...]
+    tmp_path: Path, told: Told, ranks: int, how: tuple[str, ...]
 ) -> None:
     broken = {index_of(position): kind for position, kind in BROKEN.items()}
     run = finish(
@@ -125,7 +134,7 @@ def test_they_are_passed_over_as_if_told_so(
         ranks=ranks,
         program=program(tmp_path, broken),
     )
-    assert_same_run(run, told[ranks])
+    assert_same_run(run, told(ranks))
     lines = run.journal("unreadable")
     found = [p for line in lines for p in line["detail"]["positions"]]
     assert sorted(found) == sorted(BROKEN)
@@ -143,9 +152,7 @@ def test_they_are_passed_over_as_if_told_so(
     assert "unreadable" in run.text and "position 330" in run.text
 
 
-def test_past_the_budget_it_ends_in_words_and_goes_on_with_more(
-    tmp_path: Path, told: dict[int, Result]
-) -> None:
+def test_past_the_budget_it_ends_in_words_and_goes_on_with_more(tmp_path: Path, told: Told) -> None:
     broken = {index_of(position): kind for position, kind in BROKEN.items()}
     how = ("data.retry_seconds=0.1",)
     made = program(tmp_path, broken)
@@ -156,23 +163,21 @@ def test_past_the_budget_it_ends_in_words_and_goes_on_with_more(
     assert "5 different samples cannot be read" in ended.summary["reason"]
     run = finish(tmp_path / "run", *how, "data.max_unreadable=5", program=made)
     # From the checkpoint before, over what was passed over already.
-    assert run.digest == told[2].digest and run.counted() == told[2].counted()
-    assert run.summary["skipped"] == told[2].summary["skipped"]
+    assert run.digest == told(2).digest and run.counted() == told(2).counted()
+    assert run.summary["skipped"] == told(2).summary["skipped"]
 
 
-def test_a_storage_that_stutters_leaves_no_trace(tmp_path: Path) -> None:
-    clean = finish(tmp_path / "clean", "steps=20")
+def test_a_storage_that_stutters_leaves_no_trace(tmp_path: Path, evaluated: Result) -> None:
     stutters = {index_of(position): "stutter" for position in (3, 70, 71, 600)}
-    run = finish(tmp_path / "run", "steps=20", program=program(tmp_path, stutters))
-    assert_same_run(run, clean)
+    run = finish(tmp_path / "run", *EVALUATED, program=program(tmp_path, stutters))
+    assert_same_run(run, evaluated)
     assert not run.journal("unreadable") and not run.summary["skipped"]
 
 
-def test_a_storage_that_is_gone_costs_no_sample(tmp_path: Path) -> None:
+def test_a_storage_that_is_gone_costs_no_sample(tmp_path: Path, evaluated: Result) -> None:
     mark = tmp_path / "gone"
-    clean = finish(tmp_path / "clean", "steps=20")
     made = program(tmp_path, {}, GONE.format(mark=str(mark)))
-    out, how = tmp_path / "run", ("steps=20", "data.retry_seconds=0.1")
+    out, how = tmp_path / "run", (*EVALUATED, "data.retry_seconds=0.1")
     train(out, *how, "faults=[kill@step=15,rank=0]", program=made)
     mark.touch()
     ended = train(out, *how, program=made)
@@ -181,7 +186,7 @@ def test_a_storage_that_is_gone_costs_no_sample(tmp_path: Path) -> None:
     assert not ended.journal("unreadable")
     mark.unlink()
     run = finish(out, *how, program=made)
-    assert run.digest == clean.digest and not run.summary["skipped"]
+    assert run.digest == evaluated.digest and not run.summary["skipped"]
 
 
 # Evaluation
@@ -191,18 +196,13 @@ def held_out() -> list[int]:
     return STREAM.held_out_indices(10).tolist()
 
 
-@pytest.fixture(scope="module")
-def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return finish(tmp_path_factory.mktemp("evaluated") / "run", *EVALUATED, "steps=40")
-
-
 def losses(run: Result) -> dict[int, tuple[float | None, bool]]:
     """Step to held-out loss, and whether it is flagged."""
     lines = [json.loads(text) for text in (run.out / "metrics.jsonl").read_text().splitlines()]
     return {
         line["step"]: (line["eval_loss"], "eval_loss" in line.get("nonfinite", {}))
         for line in lines
-        if line["step"] % 20 == 0
+        if line["step"] % 10 == 0
     }
 
 
@@ -212,10 +212,10 @@ def test_a_held_out_sample_that_one_rank_cannot_read(
     tmp_path: Path, evaluated: Result, kind: str, place: int
 ) -> None:
     index = held_out()[place]
-    run = finish(tmp_path / "run", *EVALUATED, "steps=40", program=program(tmp_path, {index: kind}))
+    run = finish(tmp_path / "run", *EVALUATED, program=program(tmp_path, {index: kind}))
     assert run.digest == evaluated.digest, run.tail
     (line,) = run.journal("evaluation")
-    assert line["step"] == 20 and line["ranks"] == [place % 2] and line["decision"] == "go on"
+    assert line["step"] == 10 and line["ranks"] == [place % 2] and line["decision"] == "go on"
     assert line["detail"]["indices"] == [index] and line["detail"]["places"] == [place]
     assert "1 of 10 held-out samples cannot be read" in line["reason"]
     for step, (loss, flagged) in losses(run).items():
@@ -230,25 +230,25 @@ def test_a_held_out_loss_that_is_no_number(tmp_path: Path, evaluated: Result, ra
     index = held_out()[7]
     more = NAN_LOSS.format(samples=SAMPLES, seq_len=32, index=index)
     made = program(tmp_path, {}, more)
-    run = finish(tmp_path / "run", *EVALUATED, "steps=40", ranks=ranks, program=made)
+    run = finish(tmp_path / "run", *EVALUATED, ranks=ranks, program=made)
     if ranks == 2:
         assert run.digest == evaluated.digest, run.tail
-    assert losses(run) == {20: (None, True), 40: (None, True)}
+    assert losses(run) == {10: (None, True), 20: (None, True)}
     (line,) = run.journal("evaluation")
     assert line["ranks"] == [7 % 2 if ranks == 2 else 0]
     assert line["detail"]["indices"] == [index] and line["detail"]["errors"] == ["loss nan"]
     assert run.summary["eval_loss"] is None
     assert run.summary["nonfinite"] == {"eval_loss": "nan"}
     # A restart finds nothing in the files that it cannot read.
-    again = finish(tmp_path / "run", *EVALUATED, "steps=40", ranks=ranks, program=made)
+    again = finish(tmp_path / "run", *EVALUATED, ranks=ranks, program=made)
     assert again.digest == run.digest and again.summary["nonfinite"] == {"eval_loss": "nan"}
 
 
 def test_a_held_out_set_without_a_counted_token(tmp_path: Path, evaluated: Result) -> None:
     masked = {index: "masked" for index in held_out()}
-    run = finish(tmp_path / "run", *EVALUATED, "steps=40", program=program(tmp_path, masked))
+    run = finish(tmp_path / "run", *EVALUATED, program=program(tmp_path, masked))
     assert run.digest == evaluated.digest, run.tail
-    assert losses(run) == {20: (None, False), 40: (None, False)}
+    assert losses(run) == {10: (None, False), 20: (None, False)}
     (line,) = run.journal("evaluation")
     assert "no token of 10 held-out samples counts" in line["reason"]
 

@@ -18,6 +18,7 @@ FAULTS = "faults=[nan_grad@step=7,rank=1,kill@step=14,rank=0]"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
+@pytest.mark.full
 def test_it_ends_the_same_killed_and_restarted(tmp_path: Path) -> None:
     told = (FAULTS, "steps=20", "data.workers=1")
     forked = finish(tmp_path / "forked", *told, restarts=1)

@@ -155,6 +155,7 @@ def test_an_update_that_deepspeed_skips_by_itself_is_a_discard(tmp_path: Path, s
     assert_same_end(hit, told)
 
 
+@pytest.mark.full
 def test_without_a_guard_deepspeed_skipping_for_ever_ends_in_a_halt(tmp_path: Path) -> None:
     program = tmp_path / "forced.py"
     program.write_text(FORCED.replace("== 10", ">= 10"))
@@ -215,7 +216,8 @@ def test_zero_follows_fsdp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 WRITERS = [("fsdp", 2), ("ddp", 2), ("zero1", 2), ("zero2", 3), ("zero3", 2)]
 READERS = [(engine, ranks) for engine in ("fsdp", "ddp", *STAGES) for ranks in (1, 2, 3, 4)]
-ALWAYS = {("fsdp", 2, "zero1", 1), ("zero3", 2, "fsdp", 1)}
+# What fsdp wrote ZeRO reads always in tests/drills/test_damage.py.
+ALWAYS = {("zero3", 2, "fsdp", 1)}
 MATRIX = [
     pytest.param(*writer, *reader, marks=() if (*writer, *reader) in ALWAYS else pytest.mark.full)
     for writer in WRITERS
