@@ -465,7 +465,7 @@ def record(into: Path, mutant: Mutant, found: str, seconds: float) -> None:
         }
     )
     kept.sort(key=lambda row: NAMES.index(row["name"]))
-    head = {"command": "python -m tests.mutants --json " + str(into), "mutants": kept}
+    head = {"command": "python -m tests.mutants --json " + into.as_posix(), "mutants": kept}
     into.parent.mkdir(parents=True, exist_ok=True)
     into.write_text(json.dumps(head, indent=1) + "\n")
 

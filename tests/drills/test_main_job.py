@@ -77,6 +77,11 @@ def test_the_scripts_end_with_the_runners_own_code(tmp_path: Path) -> None:
     train_sh = str(ROOT / "scripts" / "train.sh")
     wrong = shell("bash", train_sh, "steps=none", cwd=tmp_path)
     assert wrong.returncode == 2 and "steps=none" in wrong.stderr, wrong.stdout + wrong.stderr
+
+
+@pytest.mark.full  # always by the launcher that the script calls: tests/drills/test_supervise.py
+def test_the_script_ends_with_the_code_of_a_halt(tmp_path: Path) -> None:
+    train_sh = str(ROOT / "scripts" / "train.sh")
     halted = shell(
         "bash", train_sh, f"out={tmp_path / 'run'}", "model=tiny", "data=synthetic", "steps=30",
         "guard.max_rollbacks=0", "faults=[poison@samples=100-900]", cwd=tmp_path,

@@ -42,7 +42,8 @@ def started_at(run: Result) -> tuple[int, str | None]:
     return last["step"], last["detail"]["tier"]
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(0, marks=pytest.mark.full)])
+@pytest.mark.full  # from memory always: test_a_restart_after_a_rollback_to_memory
+@pytest.mark.parametrize("every", [5, 0])
 def test_a_rollback_ends_the_same_from_memory_and_from_disk(
     tmp_path: Path, shared: Path, poisoned: Result, every: int
 ) -> None:

@@ -133,6 +133,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.full  # always with closed pipes: tests/drills/test_output.py
 def test_workers_of_a_killed_launcher_stop_by_themselves(tmp_path: Path, clean: Result) -> None:
     out = tmp_path / "run"
     started = running(out, "faults=[slow@step=10-60,seconds=0.5]")

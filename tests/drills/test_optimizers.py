@@ -106,7 +106,6 @@ def test_an_average_is_evaluated_and_exported_and_leaves_no_trace(
         (["optim._target_=torch.optim.LBFGS"], "cannot train parameters of 1, 2 dimensions"),
         (["optim._target_=torch.optim.nothing"], "has no 'nothing'"),
         (["optim._target_=torch.optim.RMSprop", "optim.rho=1"], "unexpected keyword"),
-        (["optim=lion", "parallel=zero1"], "optim.kind=lion: parallel=zero1 trains with AdamW"),
         (["optim.groups=[{rate: 2}]"], "{'rate': 2} is no rule; write"),
         (["optim.rho=1"], "unknown key 'optim.rho'"),
         (["schedule._target_=tests.guests.sawtooth", "schedule.period=0"], "modulo"),

@@ -23,7 +23,7 @@ verify = disk_tier.verify_files
 
 def slowly(*arguments, finite, **more):
     if finite:
-        time.sleep(4)
+        time.sleep(2)
     verify(*arguments, finite=finite, **more)
 
 disk_tier.verify_files = slowly

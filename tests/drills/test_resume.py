@@ -152,6 +152,7 @@ def test_killed_in_the_middle_of_trouble(
     assert_every_sample_once(again)
 
 
+@pytest.mark.full  # always on two ranks: tests/drills/test_precision.py
 def test_a_longer_run_of_the_same_schedule_is_the_same_run(
     tmp_path: Path, clean_alone: Result
 ) -> None:

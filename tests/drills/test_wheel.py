@@ -87,6 +87,7 @@ def test_the_environment_holds_no_extra_and_not_the_checkout(
     assert extras == "[]", done.stdout + done.stderr
 
 
+@pytest.mark.full  # on two ranks always
 def test_the_command_trains_without_extras(bin_folder: Path, tmp_path: Path) -> None:
     """On bytes of text, in one process."""
     (tmp_path / "corpus").mkdir()
@@ -120,9 +121,8 @@ def test_without_an_extra_the_error_names_it_and_the_command(
 ) -> None:
     """Before anything is made or waited for, by the training command and the launcher alike."""
     settings = ("parallel=zero1", "track=tensorboard", "data.tokenizer=t.json", "out=run")
-    for command in (["holdfast"], ["holdfast", "launch", "--nproc", "2"]):
-        program = str(bin_folder / command[0])
-        done = run(program, *command[1:], *settings, cwd=tmp_path)
+    for command in ([], ["launch", "--nproc", "2"]):
+        done = run(str(bin_folder / "holdfast"), *command, *settings, cwd=tmp_path)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         for setting, package, extra in (
             ("parallel=zero1", "deepspeed", "zero"),

@@ -53,7 +53,7 @@ from tests.mechanism.test_ring_on_disk import tensors, write
 TRIED: list[int] = []  # by the running test
 MOST_GROWTH_KIB = 1 << 20  # of this process's memory over one test
 
-often = pytest.mark.parametrize("num", [200, pytest.param(3000, marks=pytest.mark.full)])
+often = pytest.mark.parametrize("num", [80, pytest.param(3000, marks=pytest.mark.full)])
 slowly = pytest.mark.parametrize("num", [25, pytest.param(1000, marks=pytest.mark.full)])
 
 

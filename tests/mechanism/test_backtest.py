@@ -366,4 +366,4 @@ def test_a_row_costs_the_same_however_many_there_are(tmp_path: Path) -> None:
         return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
     num_calls(100)  # imports
-    assert num_calls(16_000) < 4.4 * num_calls(4_000)
+    assert num_calls(8_000) < 4.4 * num_calls(2_000)

@@ -432,7 +432,7 @@ class Crashes(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("num", [30, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num", [15, pytest.param(2000, marks=pytest.mark.full)])
 def test_any_order_of_anything(disk: Path, num: int) -> None:
     Crashes.root = disk
     chosen = settings(

@@ -231,7 +231,9 @@ def test_bad_batches_leave_no_trace(tmp_path: Path, kind: str) -> None:
     assert summary["rollbacks"] == 1 and summary["status"] == "done"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.full if k == "indexed" else ()) for k in KINDS]
+)
 def test_killed_and_started_again(tmp_path: Path, kind: str) -> None:
     data = batches({5, 18, 30, 31, 32})
     job, guard = finish(tmp_path / "a", lambda: KINDS[kind](data), [13, 2, 20])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -55,8 +56,13 @@ CRASHES: dict[str, tuple[Callable[[int], Report], set[int]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CRASHES)
-@pytest.mark.parametrize("without_leader", [None, 16])
+CASES = [
+    pytest.param(*case, marks=() if case[1] is None or case[0] == "silence" else pytest.mark.full)
+    for case in itertools.product(CRASHES, (None, 16))
+]
+
+
+@pytest.mark.parametrize(("kind", "without_leader"), CASES)
 def test_the_cause_is_the_same(tmp_path: Path, kind: str, without_leader: int | None) -> None:
     """Also where a node's leader did not come to write its file."""
     make, silent = CRASHES[kind]

@@ -167,7 +167,10 @@ class Dies:
         return change
 
 
-def test_dying_at_any_change_leaves_nothing_that_passes_for_whole(out: Path, url: str) -> None:
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_dying_at_any_change_leaves_nothing_that_passes_for_whole(
+    out: Path, url: str, stride: int
+) -> None:
     at = 0
     while True:
         shutil.rmtree(url.removeprefix("file://"), ignore_errors=True)
@@ -184,7 +187,7 @@ def test_dying_at_any_change_leaves_nothing_that_passes_for_whole(out: Path, url
         assert send(out, url, number=2, stored=stored, keep=1) == []
         assert folders(url)[-1] == folder_name(local(out)[-1])
         assert RemoteRing(url).entries(verify=True)[1] == []
-        at += 1
+        at += stride
     assert at > 40 and len(entries) == 1
 
 

@@ -135,7 +135,14 @@ def group() -> Iterator[None]:
     end_group()
 
 
-@pytest.fixture(scope="module", params=OPTIMIZERS, ids=lambda key: f"{key[0]}-{key[1]}")
+# Offload of stage 3 is always tried: the others share its code.
+STAGES = [
+    pytest.param(key, marks=pytest.mark.full if key in ((1, True), (2, True)) else ())
+    for key in OPTIMIZERS
+]
+
+
+@pytest.fixture(scope="module", params=STAGES, ids=lambda key: f"{key[0]}-{key[1]}")
 def stage(request: pytest.FixtureRequest) -> tuple[int, bool]:
     """(stage, with offload)."""
     key: tuple[int, bool] = request.param
