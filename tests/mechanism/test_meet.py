@@ -73,10 +73,8 @@ def said(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
 
 def test_absent_ranks_are_named() -> None:
     port = free_port()
-    began = time.monotonic()
     first, other = said([started(rank, 4, port) for rank in (0, 2)])
     assert "2 of 4 ranks are absent after parallel.start_seconds=3: rank 1, 3" in first
-    assert time.monotonic() - began < 100
     assert not other.strip() or "absent" in other, "rank 0 has said it for all"
 
 
@@ -307,9 +305,7 @@ def test_many_ranks_are_not_connected_all_with_all() -> None:
 
 def test_rank_zero_is_absent() -> None:
     store = HashStore()
-    began = time.monotonic()
-    told = roll_for(store, seconds=0.5)
-    assert "rank 0 is absent" in told and time.monotonic() - began < 100
+    assert "rank 0 is absent" in roll_for(store, seconds=0.5)
 
 
 def roll_for(store: Store, seconds: float) -> str:

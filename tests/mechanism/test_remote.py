@@ -7,7 +7,6 @@ import errno
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,12 +267,10 @@ def test_an_upload_under_way_is_pinned_and_given_up_when_tainted(out: Path, url:
 def test_a_remote_that_hangs_holds_up_no_end(out: Path, url: str) -> None:
     ring = RemoteRing(url)
     gone = threading.Event()
-    ring.claim = lambda claim, run: gone.wait(60)  # type: ignore[method-assign,assignment]
+    ring.claim = lambda claim, run: gone.wait()  # type: ignore[method-assign,assignment]
     made, said = uploads(out, url, ring=ring)
-    began = time.monotonic()
     made.finish(local(out), seconds=0.5)
     made.close()
-    assert time.monotonic() - began < 30
     assert ["not finished within" in incident.reason for incident in said] == [True]
     gone.set()
 
