@@ -228,9 +228,14 @@ def _remedies(refused: dict[str, tuple[Any, Any]], config: RunConfig) -> str:
     # Not a number: the stored settings are a file that a person may have edited.
     follows = isinstance(was, int) and was > 0 and config.schedule.total is None
     if follows and (was > warmup or config.steps <= warmup):
+        then = (
+            "trains on at the rate that the schedule ended with"
+            if config.steps > was
+            else "ends sooner, on the schedule as it was"
+        )
         lines.append(
             f"schedule.total follows steps where it is not given: steps={config.steps} "
-            f"schedule.total={was} trains on at the rate that the schedule ended with."
+            f"schedule.total={was} {then}."
         )
     return "\n".join([*lines, "Or give the old values, or another out."])
 

@@ -115,7 +115,8 @@ def sum_up(
         write_json(run_dir.summary, summary.to_json())
     except OSError as error:  # the run is over, and its exit code says how it ended
         console.say(f"warning: no summary was written: {error}")
-    console.table(f"{end.status}: {end.reason}", _rows(summary, wall, run_dir))
+    on = "; the same command goes on" if end.status == "preempted" else ""
+    console.table(f"{end.status}: {end.reason}{on}", _rows(summary, wall, run_dir))
     return summary
 
 
