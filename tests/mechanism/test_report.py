@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -473,6 +474,8 @@ def test_top_follows_on_a_terminal(tmp_path: Path) -> None:
     (out / "metrics.jsonl").write_text("".join(lines[:20]))
     pid, terminal = pty.fork()
     if pid == 0:
+        # Where the tests run in the background of a script, it would be ignored.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         words = [sys.executable, "-m", "runner", "top", str(out), "--seconds", "0.05"]
         os.execve(sys.executable, words, os.environ | {"TERM": "xterm", "COLUMNS": "100"})
     seen = b""
