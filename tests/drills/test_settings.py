@@ -91,10 +91,9 @@ def test_a_file_cut_short_while_training(tmp_path: Path) -> None:
         "data.token_dtype=uint16",
         "data.vocab_size=64",
         "data.max_unreadable=0",  # else some are skipped first
-        "steps=30",
     )
     untouched = finish(tmp_path / "untouched", *settings)
-    slow = (*settings, "faults=[slow@step=12-30,seconds=0.5]")
+    slow = (*settings, "faults=[slow@step=12-60,seconds=0.25]")
     started = start(tmp_path / "run", *slow)
     started.until(lambda out: metrics_step(out) >= 15)
     os.truncate(corpus, len(whole) // 4)

@@ -121,8 +121,9 @@ def test_without_an_extra_the_error_names_it_and_the_command(
 ) -> None:
     """Before anything is made or waited for, by the training command and the launcher alike."""
     settings = ("parallel=zero1", "track=tensorboard", "data.tokenizer=t.json", "out=run")
-    for command in ([], ["launch", "--nproc", "2"]):
-        done = run(str(bin_folder / "holdfast"), *command, *settings, cwd=tmp_path)
+    for command in (["holdfast"], ["holdfast", "launch", "--nproc", "2"]):
+        program = str(bin_folder / command[0])
+        done = run(program, *command[1:], *settings, cwd=tmp_path)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         for setting, package, extra in (
             ("parallel=zero1", "deepspeed", "zero"),

@@ -234,7 +234,7 @@ def starts(out: Path) -> list[dict[str, Any]]:
 
 def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
     """What was committed is loaded, bit for bit; a save that was not finished never was."""
-    for number in (1, 6):
+    for number in (1, 3, 6):
         out = tmp_path / str(number)
         assert script(out, "24", KILL_AT=str(number)) == -9
         assert script(out, "24") == 0
@@ -253,12 +253,13 @@ def test_a_snapshot_in_memory_outlives_its_process(tmp_path: Path) -> None:
 
 
 def test_sharded_and_on_another_world_size(tmp_path: Path) -> None:
-    """Two ranks; one is killed; then three."""
+    """Two ranks; one is killed; then three, then a process alone that shards nothing."""
     out = tmp_path / "a"
     assert script(out, "22", "sharded", ranks=2, KILL_AT="3") == 1
     assert script(out, "22", "sharded", ranks=2) == 0
     assert script(tmp_path / "b", "22", "sharded", ranks=2) == 0
     assert (out / "end").read_text() == (tmp_path / "b" / "end").read_text()
     assert script(out, "23", "sharded", ranks=3) == 0
-    assert [one["same"] for one in starts(out)] == [None, True, True]
-    assert [one["step"] for one in starts(out)][2:] == [22]
+    assert script(out, "24") == 0
+    assert [one["same"] for one in starts(out)] == [None, True, True, True]
+    assert [one["step"] for one in starts(out)][2:] == [22, 23]
