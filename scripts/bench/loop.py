@@ -35,6 +35,9 @@ def _row(plan: Plan, ranks: int) -> Row:
             "ranks": ranks,
             "parameters": result["parameters"],
             "rows": result["rows"],
+            # Of the first rank's main thread: what else runs on the machine is not in it.
+            "processor_ms": [round(1e3 * seconds, 3) for seconds in result["computing"]],
+            "processor_ratio": round(result["computing"][0] / result["computing"][1], 5),
             "difference_ms": round(
                 1e3 * statistics.median(ours - theirs for ours, theirs in pairs), 3
             ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -48,23 +49,29 @@ def main() -> None:
         clip=_CLIP,
     )
     batches = guard.over(_Batches(rows, device))
+    ours = _Computing(partial(_guarded_step, guarded, guard, batches))
     turns = Turns(
-        lambda: _guarded_step(guarded, guard, batches),
+        ours,
         device=device,
         block=1,
         warmup=_WARMUP,
         pairs=options.pairs,
     )
-    data = _Batches(rows, device)
-    for number in range(_RARELY):
-        _bare_step(bare, data[number])
+    theirs = _Computing(partial(_bare_step, bare, _Batches(rows, device)[0]))
+    while True:
+        theirs()
         if turns.after_step():
             break
-    pairs = [(ours, theirs) for theirs, ours in turns.pairs()]
+    pairs = [(passenger, driver) for driver, passenger in turns.pairs()]
     guard.close()
     if place.is_first:
-        told = {"pairs": pairs, "rows": rows, "parameters": bare.num_parameters}
-        (options.folder / "result.json").write_text(json.dumps(told))
+        result = {
+            "pairs": pairs,
+            "computing": [ours.median(options.pairs), theirs.median(options.pairs)],
+            "rows": rows,
+            "parameters": bare.num_parameters,
+        }
+        (options.folder / "result.json").write_text(json.dumps(result))
     end_group()
     leave(0)
 
@@ -84,6 +91,23 @@ class _Loop:
         loss: torch.Tensor = (self.model(batch) - batch).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
+
+
+class _Computing:
+    """A step, and the processor seconds of its own thread: what else runs does not count."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self._step = step
+        self._seconds: list[float] = []
+
+    def __call__(self) -> None:
+        began = time.thread_time()
+        self._step()
+        self._seconds.append(time.thread_time() - began)
+
+    def median(self, last: int) -> float:
+        """Of the last steps."""
+        return statistics.median(self._seconds[-last:])
 
 
 class _Batches:
@@ -129,10 +153,14 @@ def _rows_for(seconds: float, device: torch.device) -> int:
 
 
 def _timed(step: Callable[[], None]) -> float:
+    """Seconds; without a GPU those of the processor, which other programs do not lengthen."""
+    if not torch.cuda.is_available():
+        began = time.thread_time()
+        step()
+        return time.thread_time() - began
     began = time.perf_counter()
     step()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return time.perf_counter() - began
 
 

@@ -49,7 +49,10 @@ def poisoned_and_killed(
     return killed.skipped
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.full) if one == "sft" else one for one in FRAMEWORKS],
+)
 def test_poisoned_killed_and_resumed_is_told_to_skip(tmp_path: Path, name: str) -> None:
     pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
     is_hf = name in ("hf", "sft")  # which shuffles by itself
