@@ -51,6 +51,8 @@ class LayerSums:
     def __init__(self, engine: Engine, names: Sequence[str]) -> None:
         self._engine = engine
         self._names = tuple(names)
+        # Views of memory that stays where it is; to make them anew costs more than all the sums.
+        self._held: dict[str, dict[str, Tensor]] = {}
 
     @property
     def size(self) -> int:
@@ -90,12 +92,13 @@ class LayerSums:
         return torch.cat(told) / self._engine.replica[1]
 
     def _shards(self, kind: str) -> dict[str, Tensor]:
-        prefix = f"{kind}/"
-        return {
-            shard.name.removeprefix(prefix): shard.local.detach()
-            for shard in self._engine.shards()
-            if shard.name.startswith(prefix)
-        }
+        if not self._held:
+            self._held = {"param": {}, "exp_avg_sq": {}}
+            for shard in self._engine.shards():
+                of_kind, _, name = shard.name.partition("/")
+                if of_kind in self._held:
+                    self._held[of_kind][name] = shard.local.detach()
+        return self._held[kind]
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Of each tensor the sum of squares, FP64."""
