@@ -159,12 +159,12 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
         CorruptCheckpoint: not JSON, another format, or it does not add up.
     """
     try:
-        made = _from_json(parse_json(data))
-        _check(made)
+        manifest = _from_json(parse_json(data))
+        _check(manifest)
     except Exception as error:  # damage may take any form; json and int() raise many kinds
         words = f"{type(error).__name__}: {error}"
         raise CorruptCheckpoint(f"{path}: {words[:_WORDS]}") from None
-    return made
+    return manifest
 
 
 def _from_json(tree: Any) -> Manifest:

@@ -286,18 +286,18 @@ def _rows(batch: MicroBatch, rows: slice) -> MicroBatch:
 
 def _padded(batch: MicroBatch) -> MicroBatch:
     """The batch with its last row as padding."""
-    made = _rows(batch, slice(None))
+    padded = _rows(batch, slice(None))
     targets = batch.targets.clone()
     targets[-1] = -100
     real = None if batch.real is None else batch.real.clone()
     if real is not None:
         real[-1] = False
     return MicroBatch(
-        tokens=made.tokens,
+        tokens=padded.tokens,
         targets=targets,
-        segments=made.segments,
-        positions=made.positions,
-        fields=made.fields,
+        segments=padded.segments,
+        positions=padded.positions,
+        fields=padded.fields,
         real=real,
     )
 

@@ -157,16 +157,16 @@ def export_run(
     entries, damaged = CheckpointDirectory(ring).entries()
     out = run_of(run)
     if step is None and serial is None:
-        made = _newest_proven(entries, damaged, folder, _unproven(out), layout)
+        exported = _newest_proven(entries, damaged, folder, _unproven(out), layout)
     else:
         entry = _asked_for(entries, step=step, serial=serial)
-        made = Export(entry=entry, said=export(entry, folder, layout))
+        exported = Export(entry=entry, said=export(entry, folder, layout))
     total = _steps(out)
-    record = made.entry.record
+    record = exported.entry.record
     of = f" of {total}" if total is not None else ""
     word = "clean" if record.state is State.clean else f"{record.state.value}, not proven"
-    said = [f"exported step {record.step}{of} ({word}) to {folder}", *made.said]
-    said += made.passed_over
+    said = [f"exported step {record.step}{of} ({word}) to {folder}", *exported.said]
+    said += exported.passed_over
     if record.step == 0:
         said.append("step 0 is the state before the first update: nothing is learned in it")
     newest = max(entries, key=lambda entry: entry.record.serial).record.step

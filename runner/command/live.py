@@ -21,15 +21,15 @@ _PORT = 8765
 def live_command(arguments: Sequence[str]) -> int:
     """Parse and serve until Ctrl-C; returns the exit code."""
     options = _parser().parse_args(arguments)
-    made = server(Path(options.out), options.port)
-    port = made.server_address[1]
+    live_server = server(Path(options.out), options.port)
+    port = live_server.server_address[1]
     sys.stdout.write(
         f"http://{ADDRESS}:{port}/ shows {options.out}; Ctrl-C ends it\n"
         f"from another machine: ssh -L {port}:{ADDRESS}:{port} HOST\n"
     )
     sys.stdout.flush()
-    with made, contextlib.suppress(KeyboardInterrupt):
-        made.serve_forever()
+    with live_server, contextlib.suppress(KeyboardInterrupt):
+        live_server.serve_forever()
     return 0
 
 

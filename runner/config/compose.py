@@ -75,7 +75,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
         with initialize_config_dir(str(packaged_configs()), version_base="1.3"):
             tree = hydra_compose("config", overrides=arguments)
         _gather_arguments(tree, arguments, config_dir)
-        made = OmegaConf.to_object(tree)
+        config = OmegaConf.to_object(tree)
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException) as error:
@@ -89,14 +89,14 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
         words = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"cannot compose {' '.join(overrides)}: {words}") from None
     # A YAML without "- schema" would switch all type checking off in silence.
-    assert isinstance(made, RunConfig), "configs/config.yaml must begin with the schema"
-    if isinstance(made.data.path, str):
-        made.data.path = [made.data.path]
-    if isinstance(made.data.val_path, str):
-        made.data.val_path = [made.data.val_path]
-    _settle_compute(made)
-    _settle_tokenizer(made)
-    return made
+    assert isinstance(config, RunConfig), "configs/config.yaml must begin with the schema"
+    if isinstance(config.data.path, str):
+        config.data.path = [config.data.path]
+    if isinstance(config.data.val_path, str):
+        config.data.val_path = [config.data.val_path]
+    _settle_compute(config)
+    _settle_tokenizer(config)
+    return config
 
 
 def _settle_compute(config: RunConfig) -> None:
@@ -378,8 +378,8 @@ def fields(config: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Fie
 
 def to_plain(config: RunConfig) -> dict[str, Any]:
     """Nested dict of JSON values, without secrets."""
-    made: dict[str, Any] = redacted(dataclasses.asdict(config, dict_factory=_plain_dict))
-    return made
+    plain: dict[str, Any] = redacted(dataclasses.asdict(config, dict_factory=_plain_dict))
+    return plain
 
 
 def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -388,13 +388,13 @@ def _plain_dict(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def flat(config: RunConfig) -> dict[str, Any]:
     """Dotted key to JSON value, every leaf, without secrets."""
-    made: dict[str, Any] = redacted(
+    plain: dict[str, Any] = redacted(
         {
             name: value.value if isinstance(value, Enum) else value
             for name, _, value in fields(config)
         }
     )
-    return made
+    return plain
 
 
 def value_of(config: RunConfig, key: str) -> str:

@@ -73,7 +73,7 @@ def llama_config(
     heads = settings["model.heads"]
     has_norms = "blocks.0.attention.query_norm.weight" in shapes
     kind = "Qwen3" if has_norms else "Llama"
-    made = {
+    tree = {
         "architectures": [f"{kind}ForCausalLM"],
         "model_type": kind.lower(),
         "hidden_size": dim,
@@ -96,8 +96,8 @@ def llama_config(
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    made |= {"use_sliding_window": False} if has_norms else {"mlp_bias": False}
-    return made | _positions(settings)
+    tree |= {"use_sliding_window": False} if has_norms else {"mlp_bias": False}
+    return tree | _positions(settings)
 
 
 def _positions(settings: Mapping[str, Any]) -> dict[str, Any]:

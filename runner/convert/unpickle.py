@@ -34,9 +34,9 @@ class Shell:
         self.state: Any = None
 
     def __new__(cls, *arguments: object) -> Shell:
-        made = object.__new__(cls)
-        made.arguments, made.state = arguments, None
-        return made
+        shell = object.__new__(cls)
+        shell.arguments, shell.state = arguments, None
+        return shell
 
     def __setstate__(self, state: object) -> None:
         self.state = state
@@ -133,10 +133,10 @@ def read_dcp_metadata(path: Path) -> Shell:
     with _refusing(path):
         data = read_bounded(path, _METADATA_BYTES, follow=True)
         _check_memo(data)
-        made = _MetadataUnpickler(io.BytesIO(data)).load()
-        if not isinstance(made, Shell):
-            raise ValueError(f"holds {type(made).__name__}, not DCP's Metadata")
-        return made
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        if not isinstance(metadata, Shell):
+            raise ValueError(f"holds {type(metadata).__name__}, not DCP's Metadata")
+        return metadata
 
 
 def _check_memo(data: bytes) -> None:

@@ -71,10 +71,10 @@ class ChatTokens:
         return tokens, np.where(mask, tokens, NOT_COUNTED)
 
     def _marked(self, messages: Sequence[Any]) -> tuple[Sequence[int], Sequence[int]]:
-        made = self._tokenizer.apply_chat_template(
+        encoded = self._tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        return made["input_ids"], made["assistant_masks"]
+        return encoded["input_ids"], encoded["assistant_masks"]
 
     def _by_prefixes(self, messages: Sequence[Any]) -> tuple[Sequence[int], Sequence[int]]:
         ids = self._ids(messages)
@@ -93,10 +93,10 @@ class ChatTokens:
         return ids, counted
 
     def _ids(self, messages: Sequence[Any], *, asks: bool = False) -> list[int]:
-        made = self._tokenizer.apply_chat_template(
+        encoded = self._tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=True, add_generation_prompt=asks
         )
-        return [int(number) for number in made["input_ids"]]
+        return [int(number) for number in encoded["input_ids"]]
 
 
 def _open(folder: str) -> Any:

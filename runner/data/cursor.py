@@ -139,11 +139,11 @@ class SampleStream:
     @classmethod
     def of(cls, order: Order, *, global_size: int) -> SampleStream:
         """Make a stream with another order."""
-        made = cls.__new__(cls)
-        made.order = order
-        made._global_size = global_size
-        made._made = {}
-        return made
+        stream = cls.__new__(cls)
+        stream.order = order
+        stream._global_size = global_size
+        stream._made = {}
+        return stream
 
     @property
     def num_samples(self) -> int:

@@ -76,9 +76,9 @@ def adapt(
     one = item if collate is None else _only(collate([item]))
     if not _is_tokens(one):
         size = vocab_size or int(getattr(dataset, "vocab_size", 0) or 0)
-        made = AdaptedRecords(dataset, example=Record(item=item), vocab_size=size, name=name)
-        made.collate([made.example, made.example])
-        return made
+        adapted = AdaptedRecords(dataset, example=Record(item=item), vocab_size=size, name=name)
+        adapted.collate([adapted.example, adapted.example])
+        return adapted
     return Adapted(
         dataset,
         vocab_size=vocab_size or _vocab_size(dataset, name),
@@ -182,13 +182,13 @@ class AdaptedRecords:
         if self._collate is None:
             rows = [_tensors(item, self._name) for item in items]
             return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        made = self._collate(items)
-        if not isinstance(made, Mapping):
+        batch = self._collate(items)
+        if not isinstance(batch, Mapping):
             raise DataError(
-                f"{self._name}: collate gives {type(made).__name__}; it must give a mapping of "
+                f"{self._name}: collate gives {type(batch).__name__}; it must give a mapping of "
                 "tensors by name"
             )
-        fields = _tensors(made, f"{self._name}: collate")
+        fields = _tensors(batch, f"{self._name}: collate")
         for name, tensor in fields.items():
             if tensor.ndim < 1 or tensor.shape[0] != len(items):
                 raise DataError(

@@ -57,8 +57,8 @@ def _why_there_should_be_one(environment: Mapping[str, str]) -> str:
         return f"the job asked for GPUs ({asked}); use parallel.device=cpu if it is meant so"
     if torch.version.cuda is None or "CUDA_VISIBLE_DEVICES" in environment:
         return ""
-    there = num_gpus_here()
-    return f"the driver knows {there}; it may have failed (nvidia-smi tells)" if there else ""
+    num_gpus = num_gpus_here()
+    return f"the driver knows {num_gpus}; it may have failed (nvidia-smi tells)" if num_gpus else ""
 
 
 def num_gpus_here() -> int:

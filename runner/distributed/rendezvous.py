@@ -51,20 +51,20 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
     if point is not None:
         changeable().update(MASTER_ADDR=point[0], MASTER_PORT=str(point[1]))
     _reach(place, seconds)
-    made: list[Store | Exception] = []
+    outcome: list[Store | Exception] = []
 
     def make() -> None:
         try:
-            made.append(_store(place, seconds))
+            outcome.append(_store(place, seconds))
         except (KeyError, RuntimeError, ValueError) as error:
-            made.append(error)
+            outcome.append(error)
 
     # In a thread: torch waits for ever for an answer if the server is not a store.
     maker = threading.Thread(target=make, daemon=True)
     with _without_frames():
         maker.start()
         maker.join(seconds + _GRACE_SECONDS)
-    store = made[0] if made else TimeoutError("the server there does not answer as a store")
+    store = outcome[0] if outcome else TimeoutError("the server there does not answer as a store")
     if isinstance(store, Exception):
         raise _unreachable(place, seconds, store)
     return store
@@ -241,9 +241,9 @@ def _lead(store: Store, place: RankEnv, introduction: str, seconds: float) -> tu
     room = _room(store, number)
     room.set(_here(0), introduction)
     room.set(_OPEN, "")
-    there, missing = _there(room, place.world_size, seconds)
-    verdict = _verdict(there, missing, place.world_size, seconds)
-    answers = [_answer(one) for one in there.values()]
+    present, missing = _there(room, place.world_size, seconds)
+    verdict = _verdict(present, missing, place.world_size, seconds)
+    answers = [_answer(one) for one in present.values()]
     for at in range(0, len(answers), _AT_ONCE):
         _set_all(room, answers[at : at + _AT_ONCE], verdict or _WELCOME)
     room.set(_OVER, "")
@@ -287,7 +287,7 @@ def _absent(room: Store, ranks: Sequence[int]) -> list[int]:
 
 
 def _verdict(
-    there: Mapping[int, Mapping[str, Any]],
+    present: Mapping[int, Mapping[str, Any]],
     missing: Sequence[int],
     world_size: int,
     seconds: float,
@@ -300,7 +300,7 @@ def _verdict(
             f"{len(missing)} of {world_size} ranks are absent after "
             f"parallel.start_seconds={seconds:g}: rank {named}{more}"
         )
-    differing = difference([introduction["facts"]["versions"] for introduction in there.values()])
+    differing = difference([introduction["facts"]["versions"] for introduction in present.values()])
     return f"ranks have different versions: {differing}" if differing else ""
 
 

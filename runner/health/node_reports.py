@@ -56,8 +56,8 @@ def write_node(folder: Path, first_rank: int, reports: Sequence[Report]) -> None
         tree = redacted(replace(report, stacks=[], collectives=[]).to_json())
         about = (stacks.place(redacted({"of": frames})["of"]), lists.place(_shortened(report)))
         listed.append({"report": tree, "stacks": about[0], "collectives": about[1]})
-    made = {"reports": listed, "stacks": stacks.values, "collectives": lists.values}
-    data = json_text(made, is_compact=True).encode() + b"\n"
+    merged = {"reports": listed, "stacks": stacks.values, "collectives": lists.values}
+    data = json_text(merged, is_compact=True).encode() + b"\n"
     write_durably(node_file(folder, first_rank), data)
 
 

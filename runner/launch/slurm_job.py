@@ -156,13 +156,13 @@ class SlurmJob:
         known = slurm.addresses(chosen)
         # Another port each time: the one before may not be free yet.
         shift = int(self._job_id) * 64 + self._restart * 8 + number
-        made = dict(self._environment)
+        variables = dict(self._environment)
         pairs = [(node, known.get(node, node)) for node in chosen]
-        made |= announce(pairs, _FIRST_PORT + shift % _NUM_PORTS, file=file)
+        variables |= announce(pairs, _FIRST_PORT + shift % _NUM_PORTS, file=file)
         limit = slurm.end_time(self._job_id)
         if limit is not None:
-            made[END_TIME] = str(int(limit))
-        return made
+            variables[END_TIME] = str(int(limit))
+        return variables
 
     def _note_failed(self, number: int, ended: Ended) -> None:
         if ended.code != EXIT_DONE:

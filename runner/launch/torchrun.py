@@ -170,14 +170,14 @@ def _where(agent: Agent) -> list[str]:
 def environment(given: Mapping[str, str], agent: Agent) -> dict[str, str]:
     """The command's environment: the given one, with settings that we know better."""
     # Kubeflow's variables are defaults of torchrun's options, some of which we leave open.
-    made = {name: value for name, value in given.items() if not name.startswith("PET_")}
+    variables = {name: value for name, value in given.items() if not name.startswith("PET_")}
     # torchrun would say 1, and the ranks could not tell that from a person's choice.
-    made.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    made.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // agent.num_ranks)))
+    variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // agent.num_ranks)))
     if agent.nodes.most > 1:
         # With the shared store of torch 2.13 a node that comes back is never let in again.
-        made.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    return made
+        variables.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    return variables
 
 
 def parse_head(text: str) -> tuple[str, int]:

@@ -198,13 +198,13 @@ class GuestBlueprint:
     def _first(self) -> tuple[Recording, str]:
         """The twin, and why it had to be made in memory, if so."""
         try:
-            made, why = record(self._checked), ""
+            recording, why = record(self._checked), ""
         except Exception as error:  # from the user's constructor; any other error comes again
             cause = error.__cause__ or error
             why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-            made = self._in_memory()
-        self._settle(made.network)
-        return made, why
+            recording = self._in_memory()
+        self._settle(recording.network)
+        return recording, why
 
     @property
     def twin(self) -> Recording:
@@ -221,9 +221,9 @@ class GuestBlueprint:
 
     def again(self) -> Recording:
         """Build it again, like the twin."""
-        made = self._in_memory() if self.why_in_memory else record(self._checked)
-        self._settle(made.network)
-        return made
+        recording = self._in_memory() if self.why_in_memory else record(self._checked)
+        self._settle(recording.network)
+        return recording
 
     def _checked(self) -> nn.Module:
         network = self.make()
@@ -292,8 +292,8 @@ class GuestBlueprint:
         for name, tensor in named_tensors(self.twin.network):
             if not isinstance(tensor, nn.Parameter):
                 owner, _, own = name.rpartition(".")
-                made = self.twin.made(tensor, f"{self.seed}/{name}").to(device)
-                put_tensor(network.get_submodule(owner), own, made)
+                value = self.twin.made(tensor, f"{self.seed}/{name}").to(device)
+                put_tensor(network.get_submodule(owner), own, value)
 
     def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
         return GuestObjective(network, fp32=self.fp32, dtype=torch.bfloat16 if bf16 else None)

@@ -151,14 +151,16 @@ def _adapted(network: nn.Module, lora: Lora) -> nn.Module:
             # PEFT uses deprecated names of transformers, and warns of layers it transposes itself.
             warnings.simplefilter("ignore")
             # All parameters in one dtype: DeepSpeed's stage 3 needs that.
-            made: nn.Module = peft.get_peft_model(network, settings, autocast_adapter_dtype=False)
+            adapted: nn.Module = peft.get_peft_model(
+                network, settings, autocast_adapter_dtype=False
+            )
     except ValueError as error:
         linear = {n.rpartition(".")[2] for n, m in network.named_modules() if _is_layer(m)}
         raise ConfigError(
             f"model.lora: PEFT refuses it: {_words(error)}; layers that can be adapted end with "
             f"{', '.join(sorted(linear))}"
         ) from error
-    return made
+    return adapted
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -278,10 +280,10 @@ class PretrainedBlueprint(GuestBlueprint):
 
     def signature(self) -> str:
         """A digest of what decides the weights; raises as :func:`match`."""
-        made = super().signature()
+        digest = super().signature()
         if self._weights is None:
-            return made
-        return f"{made} {self._weights.signature()} {len(self._stored_names)}"
+            return digest
+        return f"{digest} {self._weights.signature()} {len(self._stored_names)}"
 
     def initial(self, seed: int, name: str, shape: Sequence[int], start: int, count: int) -> Tensor:
         stored = self._stored_names.get(name)
@@ -297,8 +299,8 @@ class PretrainedBlueprint(GuestBlueprint):
                 continue
             values = weights.read(base_name(name), 0, tensor.numel())
             owner, _, own = name.rpartition(".")
-            made = values.view(tensor.shape).to(device=device, dtype=tensor.dtype)
-            put_tensor(network.get_submodule(owner), own, made)
+            value = values.view(tensor.shape).to(device=device, dtype=tensor.dtype)
+            put_tensor(network.get_submodule(owner), own, value)
 
     def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
         return PretrainedObjective(network, fp32=self.fp32, dtype=torch.bfloat16 if bf16 else None)

@@ -220,8 +220,8 @@ def _to_meta(network: nn.Module) -> dict[int, Tensor]:
     for module in network.modules():
         for name, tensor in own_tensors(module):
             if id(tensor) not in metas:
-                made = _meta(tensor)
-                metas[id(tensor)], origins[id(made)] = made, tensor
+                meta = _meta(tensor)
+                metas[id(tensor)], origins[id(meta)] = meta, tensor
             put_tensor(module, name, metas[id(tensor)])
     return origins
 
@@ -242,8 +242,8 @@ def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _meta(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
 @contextlib.contextmanager
@@ -335,8 +335,8 @@ def _repeat(operation: _Operation, storages: dict[int, torch.UntypedStorage]) ->
 
     args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
     result = operation.function(*args, **kwargs)
-    for window, made in zip(operation.outputs, _tensors(result), strict=False):
-        storages.setdefault(window.owner, made.untyped_storage())
+    for window, tensor in zip(operation.outputs, _tensors(result), strict=False):
+        storages.setdefault(window.owner, tensor.untyped_storage())
 
 
 def _real(window: _Window, storages: dict[int, torch.UntypedStorage]) -> Tensor:

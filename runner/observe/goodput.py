@@ -106,23 +106,23 @@ def account(
     metrics: Iterable[Mapping[str, Any]], journal: Iterable[Mapping[str, Any]]
 ) -> TimeAccount:
     """Fold metrics lines, read one at a time, and journal lines."""
-    made = TimeAccount()
+    total = TimeAccount()
     undone: list[tuple[float, int]] = []
     for line in journal:
         detail = line["detail"]
-        made.stalled(detail.get("lost", {}))
-        made.stalled(detail.get("stalls", {}))
+        total.stalled(detail.get("lost", {}))
+        total.stalled(detail.get("stalls", {}))
         if line["kind"] == "rollback":
             undone.append((float(line["time"]), int(detail["to_step"])))
     # By time, not by position: a restart may have cut the file and rewritten it.
     undone.sort(reverse=True)
     for line in metrics:
         while undone and undone[-1][0] <= float(line.get("time", 0.0)):
-            made.undo(undone.pop()[1])
-        made.add(line)
+            total.undo(undone.pop()[1])
+        total.add(line)
     for _, step in reversed(undone):
-        made.undo(step)
-    return made
+        total.undo(step)
+    return total
 
 
 def past(

@@ -40,10 +40,10 @@ def prepare_data(config: RunConfig, tell: Tell) -> list[Prepared | None]:
     Raises:
         DataError: the corpus cannot be trained on.
     """
-    made = [_prepare(data, seed, tell) for data, seed in _parts(config)]
+    prepared = [_prepare(data, seed, tell) for data, seed in _parts(config)]
     if config.data.val_path is not None:  # the last one
-        made.append(_prepare(_validation(config.data), config.seed, tell))
-    return made
+        prepared.append(_prepare(_validation(config.data), config.seed, tell))
+    return prepared
 
 
 def open_dataset(
@@ -176,10 +176,10 @@ def _open(data: DataConfig, seed: int, place: str) -> Dataset:
         place: that of what was prepared, or empty.
     """
     if data._target_ is not None or data.kind is DataKind.hf:
-        made = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
+        dataset = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
         if not data.pack:
-            return made
-        return Packed(_unpadded(made), Path(place), seq_len=data.seq_len)
+            return dataset
+        return Packed(_unpadded(dataset), Path(place), seq_len=data.seq_len)
     if data.kind is DataKind.synthetic:
         return SyntheticLanguage(
             vocab_size=data.vocab_size or 64,

@@ -239,10 +239,10 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
     ranks, place = group.ranks, group.place
 
     def work(tell: Tell) -> list[list[str]]:
-        made = parts.prepare_data(config, tell) if not place.local_rank else []
-        return [[str(one.place), one.words] if one else ["", ""] for one in made]
+        prepared = parts.prepare_data(config, tell) if not place.local_rank else []
+        return [[str(one.place), one.words] if one else ["", ""] for one in prepared]
 
-    made = all_or_none_slowly(
+    prepared = all_or_none_slowly(
         ranks,
         "preparing the data",
         work,
@@ -251,12 +251,12 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
         is_asked_to_stop=lambda: group.stop.is_set,
     )
     group.console.close()
-    if made is None:
+    if prepared is None:
         raise Preempted(
             f"asked to stop ({who_asked(group.asked_to_stop())}) while the data was prepared; "
             "nothing was trained yet, and unfinished work starts over"
         )
-    by_rank = ranks.gather(made)[place.rank - place.local_rank]
+    by_rank = ranks.gather(prepared)[place.rank - place.local_rank]
     for words in dict.fromkeys(words for _, words in by_rank if words):
         group.console.say(f"data.tokenizer={config.data.tokenizer}: {words}")
     return [folder for folder, _ in by_rank]

@@ -109,12 +109,13 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
     arguments, offered = optim.arguments or {}, {"lr": optim.lr}
 
     def make(groups: Groups) -> torch.optim.Optimizer:
-        made = call_target(_TARGET, target, {"params": groups, **arguments}, offered)
-        if not isinstance(made, torch.optim.Optimizer):
+        optimizer = call_target(_TARGET, target, {"params": groups, **arguments}, offered)
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
-                f"{_TARGET}={target}: gives {type(made).__name__}; must be a torch.optim.Optimizer"
+                f"{_TARGET}={target}: gives {type(optimizer).__name__}; must be a "
+                "torch.optim.Optimizer"
             )
-        return made
+        return optimizer
 
     return OptimizerSettings(
         kind="other",

@@ -216,7 +216,7 @@ def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> 
         offered["vocab_size"] = vocab_size
     # Before DeepSpeed patches the modules it meets while a model is made.
     find_target("model._target_", target)
-    made = GuestBlueprint(
+    guest = GuestBlueprint(
         name=target,
         make=lambda: call_target("model._target_", target, arguments, offered),
         seed=config.seed,
@@ -226,22 +226,22 @@ def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> 
         fp32=model.loss_fp32,
         recompute=recompute_kind(config),
     )
-    return _with_segments(config, made)
+    return _with_segments(config, guest)
 
 
-def _with_segments(config: RunConfig, made: GuestBlueprint) -> GuestBlueprint:
+def _with_segments(config: RunConfig, guest: GuestBlueprint) -> GuestBlueprint:
     """
     Raises:
         ConfigError: documents must be kept apart, and the network cannot do that.
     """
-    if (config.data.isolate_documents or config.data.pack) and not made.takes_segments():
+    if (config.data.isolate_documents or config.data.pack) and not guest.takes_segments():
         key = "data.pack" if config.data.pack else "data.isolate_documents"
         remedy = "" if is_hf(config.model) else "give it a parameter segments (int32 [B, T]), or "
         raise ConfigError(
-            f"{key}=true: forward of {made.setting} takes no segments; "
+            f"{key}=true: forward of {guest.setting} takes no segments; "
             f"{remedy}leave the setting out"
         )
-    return made
+    return guest
 
 
 def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprint:
@@ -300,10 +300,10 @@ def engine(
     if isinstance(network, DecoderShape):
         network = decoder_blueprint(config, network)
     make = _zero if is_zero(config.parallel.kind) else _fsdp
-    made = _with_faults(lambda inside: make(config, network, place, device, inside), faults)
+    built = _with_faults(lambda inside: make(config, network, place, device, inside), faults)
     if has_weights:
-        initialise(made, config, network)
-    return made
+        initialise(built, config, network)
+    return built
 
 
 # The engine, the module that it calls, and that whose output is the first activation.
@@ -319,9 +319,9 @@ def _with_faults(
     if faults is None or not faults.has_any:
         return make(None)[0]
     inside = MicroBatchFaults()
-    made, model, embedding = make(inside)
+    built, model, embedding = make(inside)
     inside.attach(model, embedding, overflows=() if is_twin else faults.overflows())
-    return wrap_engine(made, faults, inside)
+    return wrap_engine(built, faults, inside)
 
 
 class Initial:
@@ -408,7 +408,7 @@ def _sharded(
     retie(network, places)
     blueprint.finish(network, device)
     embedding = blueprint.probe(network)
-    made = FsdpEngine(
+    fsdp = FsdpEngine(
         model,
         embedding=embedding,
         settings=how.settings,
@@ -418,7 +418,7 @@ def _sharded(
         probe=config.guard.enabled or inside is not None,
         disturb=inside,
     )
-    return made, model, embedding
+    return fsdp, model, embedding
 
 
 def give_twin(
@@ -472,7 +472,7 @@ def _zero(
     network = build_module(blueprint.made, plan, device)
     model = blueprint.objective(network, bf16=True)
     embedding = blueprint.probe(network)
-    made = ZeroEngine(
+    zero = ZeroEngine(
         model,
         embedding=embedding,
         settings=adamw_settings(config),
@@ -483,7 +483,7 @@ def _zero(
     )
     # Stage 3 made them in BF16, and all stages cast them to it.
     blueprint.finish(network, device)
-    return made, model, embedding
+    return zero, model, embedding
 
 
 def ring_rules(config: RunConfig) -> RingRules:

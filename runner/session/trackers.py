@@ -59,5 +59,5 @@ def _makers(wanted: TrackConfig, facts: RunFacts) -> Iterator[tuple[str, Callabl
             "digest": facts.digest,
             "out": facts.out,
         }
-        made = bound_target("track._target_", wanted._target_, wanted.arguments or {}, offered)
-        yield wanted._target_.rpartition(".")[2], made
+        make = bound_target("track._target_", wanted._target_, wanted.arguments or {}, offered)
+        yield wanted._target_.rpartition(".")[2], make

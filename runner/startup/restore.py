@@ -174,9 +174,9 @@ def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
             f"out={run_dir.out} (its name is {seen.run[:12]!r}, this one's {own[:12]!r}); give "
             "each run a place of its own"
         )
-    made = asdict(seen)
-    made["stored"] = [[record.serial, record.step] for record in seen.stored]
-    return made | {"silence": ""}
+    seen_json = asdict(seen)
+    seen_json["stored"] = [[record.serial, record.step] for record in seen.stored]
+    return seen_json | {"silence": ""}
 
 
 def _within(work: Callable[[], RemoteListing], seconds: float) -> RemoteListing:

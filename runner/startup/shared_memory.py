@@ -175,13 +175,13 @@ def node_needs(
         spare_slots: for another node's snapshots.
     """
     needs = []
-    for there in ([looks[rank] for rank in ranks] for ranks in ranks_by_node(looks)):
-        free = min(int(look["free"]) for look in there)
+    for of_node in ([looks[rank] for rank in ranks] for ranks in ranks_by_node(looks)):
+        free = min(int(look["free"]) for look in of_node)
         budget = free // 2 if limit_gib is None else min(free, int(limit_gib * _GIB))
         needs.append(
             NodeNeed(
-                name=there[0]["host"],
-                slot_bytes=sum(int(look["bytes"]) for look in there),
+                name=of_node[0]["host"],
+                slot_bytes=sum(int(look["bytes"]) for look in of_node),
                 budget_bytes=budget,
                 spare_slots=spare_slots,
             )

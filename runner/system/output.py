@@ -295,10 +295,10 @@ def install() -> None:
         if sink is None or not same:
             words = "standard output" if descriptor == 1 else "standard error"
             sink = Sink(descriptor, "standard output and error" if same else words)
-        made = Stream(sink, descriptor, stream.encoding)
-        setattr(sys, name, made)
+        replacement = Stream(sink, descriptor, stream.encoding)
+        setattr(sys, name, replacement)
         # Stored here as well: a live line replaces sys.stdout by a proxy.
-        setattr(sys, f"__{name}__", made)
+        setattr(sys, f"__{name}__", replacement)
     atexit.register(finish)  # for a normal interpreter exit
 
 
@@ -325,7 +325,7 @@ def finish(seconds: float | None = END_SECONDS) -> None:
 
 def _installed() -> list[Stream]:
     streams: list[object] = [sys.__stdout__, sys.__stderr__]
-    return [made for made in streams if isinstance(made, Stream)]
+    return [stream for stream in streams if isinstance(stream, Stream)]
 
 
 def _is_of(stream: TextIO, descriptor: int) -> bool:

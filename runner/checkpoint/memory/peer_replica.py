@@ -49,9 +49,9 @@ def peers(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
     """Each rank's peer, which keeps its copies: on the next node, at the same place there."""
     peer_of = {}
     for at, ranks in enumerate(nodes):
-        there = nodes[(at + 1) % len(nodes)]
+        next_node = nodes[(at + 1) % len(nodes)]
         for place, rank in enumerate(ranks):
-            peer_of[rank] = there[place % len(there)]
+            peer_of[rank] = next_node[place % len(next_node)]
     return peer_of
 
 

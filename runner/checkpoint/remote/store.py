@@ -212,8 +212,8 @@ class RemoteRing:
         Raises:
             RemoteFault: it cannot be done.
         """
-        there = self.files.names(f"ring/{folder}")
-        if COMMITTED in there and committed != self.files.read(
+        existing = self.files.names(f"ring/{folder}")
+        if COMMITTED in existing and committed != self.files.read(
             f"ring/{folder}/{COMMITTED}", _SMALL_BYTES
         ):
             self.files.delete(f"ring/{folder}/{COMMITTED}")

@@ -220,8 +220,8 @@ class Uploads:
         self._moved, self._due = 0, 2 * sum(entry.manifest.files[name].num_bytes for name in names)
         self._remote.files.moved = self._count
         for name in names:
-            there = f"ring/{entry.folder.name}/{name}"
-            self._remote.files.put(entry.folder / name, there, entry.manifest.files[name])
+            remote_path = f"ring/{entry.folder.name}/{name}"
+            self._remote.files.put(entry.folder / name, remote_path, entry.manifest.files[name])
         self._remote.files.moved = lambda count: None
 
     def _count(self, num_bytes: int) -> None:
@@ -229,17 +229,17 @@ class Uploads:
 
     def _publish(self, record: Record) -> None:
         folder = self._directory.folder_of(record)
-        there = f"ring/{folder.name}"
+        remote_folder = f"ring/{folder.name}"
         # A name that the next start sweeps away, should this process end in here.
         with tempfile.TemporaryDirectory(
             prefix="writing-run-", dir=self._directory.folder
         ) as scratch:
             self._remote.put_run_files(folder.name, self._target.out, Path(scratch))
         for name in (MANIFEST, CLEAN):
-            self._remote.files.put_bytes(f"{there}/{name}", (folder / name).read_bytes())
+            self._remote.files.put_bytes(f"{remote_folder}/{name}", (folder / name).read_bytes())
         committed = (folder / COMMITTED).read_bytes()
         self._own()
-        self._remote.files.put_bytes(f"{there}/{COMMITTED}", committed)
+        self._remote.files.put_bytes(f"{remote_folder}/{COMMITTED}", committed)
 
     def _sweep(self, kept: set[int], newest: Record) -> None:
         self._own()

@@ -289,7 +289,7 @@ _POWERS: dict[int, Words] = {}
 def _powers(number: int) -> Words:
     if number not in _POWERS:
         with np.errstate(over="ignore"):
-            made = np.full(number, _BASE, dtype=np.uint64)
-            made[0] = 1
-            _POWERS[number] = np.cumprod(made, dtype=np.uint64)
+            powers = np.full(number, _BASE, dtype=np.uint64)
+            powers[0] = 1
+            _POWERS[number] = np.cumprod(powers, dtype=np.uint64)
     return _POWERS[number]
