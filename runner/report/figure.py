@@ -150,9 +150,9 @@ def _above(picture: Picture, height: float) -> list[Html]:
 
 
 def _row_labels(names: Sequence[str], height: float) -> list[Label]:
-    stride = math.ceil(_LABEL / height)
+    stride = 1 if height >= _LABEL else math.ceil((_LABEL + 2) / height)
     return [
-        Label(at=max(11.0, (at + 0.5) * height + 4.5), text=cut(name, _LABEL_CHARACTERS), full=name)
+        Label(at=max(10.0, (at + 0.5) * height + 4.5), text=cut(name, _LABEL_CHARACTERS), full=name)
         for at, name in enumerate(names)
         if at % stride == 0
     ]

@@ -241,8 +241,11 @@ def _stream_legend(is_skipped: bool, is_planned: bool) -> Html:
 
 
 def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
+    # Wide enough to be seen, but many of them must not cover what was read.
+    least = max(0.6, min(4.0, 250 / max(1, len(ranges))))
+
     def rect(start: float, stop: float, cls: str, words: str) -> Html:
-        width = max(4.0 if cls == "skipped" else 0.0, WIDTH * (stop - start) / end)
+        width = max(least if cls == "skipped" else 0.0, WIDTH * (stop - start) / end)
         at = min(WIDTH * start / end, WIDTH - width)
         return tag(
             "rect",
