@@ -167,6 +167,7 @@ class RankMonitor:
             "world_size": self._place.world_size,
             "local_world_size": self._place.local_world_size,
             "incident": str(self._folder().absolute()),
+            "fatal": str(self._dir.fatal(fence.number, self._place.rank).absolute()),
         }
         tell_begun(variables(), self._place.rank, facts)
 

@@ -99,12 +99,13 @@ def _own_fault(kind: str, guilty: list[Report], reports: Sequence[Report]) -> Ro
     at = f" at {first.where}" if first.where else ""
     others = [report for report in reports if report.kind not in (*_OWN_FAULTS, "unclear")]
     waiting = "" if kind == "exception" else changed_shape(others) or _waiting_in(others)
+    # A supervisor that reports a rank does not know the step; those that waited for it do.
+    step = first.step or max(report.step for report in reports)
     return RootCause(
         kind=kind,
         ranks=ranks,
-        step=first.step,
-        reason=f"rank {named(ranks)}: {first.message} in {first.phase} of step {first.step}"
-        f"{at}{waiting}",
+        step=step,
+        reason=f"rank {named(ranks)}: {first.message} in {first.phase} of step {step}{at}{waiting}",
         signature=f"{kind} {_without_numbers(first.message)} {_without_numbers(first.where)}",
         first=first,
     )

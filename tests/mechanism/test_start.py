@@ -16,6 +16,7 @@ import pytest
 from runner.distributed.env import tell_begun
 from runner.health import rank_monitor as module
 from runner.health.rank_report import Report, read_reports, write_report
+from runner.health.root_cause import find_root_cause
 from runner.launch import begun as begun_module
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.prepared import Preparation
@@ -146,6 +147,25 @@ def test_a_rank_that_was_alone_on_its_node_is_told_of(tmp_path: Path) -> None:
     (told,) = read_reports(tmp_path / "incident")
     assert told.rank == 1 and told.kind in ("signal", "exit") and told.world_size == 2
     assert "supervisor" in told.message
+
+
+ABORTED = (
+    RANK + "told['fatal'] = sys.argv[1] + '.txt'\n"
+    "import faulthandler; faulthandler.enable(open(told['fatal'], 'w'))\n"
+    "tell_begun(os.environ, 1, told)\n"
+    "os.abort()"
+)
+
+
+def test_its_last_words_are_told_as_well(tmp_path: Path) -> None:
+    """As gloo and NCCL abort a rank in C++; of the step the supervisor knows nothing."""
+    attempt(tmp_path, ABORTED)
+    (seen,) = read_reports(tmp_path / "incident")
+    assert (seen.rank, seen.kind) == (1, "fatal") and "Aborted" in seen.message, seen
+    waits = Report(rank=0, world_size=2, kind="called", step=30, phase="agree", time=seen.time + 1)
+    cause = find_root_cause([waits, seen], 2)
+    assert (cause.ranks, cause.step) == ((1,), 30)
+    assert "rank 1: Fatal Python error: Aborted in some phase of step 30" in cause.reason
 
 
 def test_a_rank_that_is_dead_while_its_launcher_lives_on(
