@@ -633,7 +633,10 @@ class CheckpointConfig:
         0.0, "most that each rank writes to disk while training goes on; 0: no limit", ge=0
     )
     memory_every: int | None = key(
-        None, "steps between snapshots in memory; null: 10 where they fit, 0: none", ge=0
+        None,
+        "steps between snapshots in memory; null: 10 where they fit, or more by what they cost; 0: "
+        "none",
+        ge=0,
     )
     memory_slots: int | None = key(
         None, "snapshots held in memory; null: as many as clean_after needs", ge=2

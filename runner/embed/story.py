@@ -265,9 +265,10 @@ def _actors(
         opened.reporter.spent,
         opened.written.report,
     )
+    memory = parts.snapshot_times(config, journal.history, group.ranks, opened.written.report)
     checkpoints = Checkpoints(
         opened.ring,
-        schedule=SaveSchedule(disk=disk, memory_every=memory_every(config.checkpoint)),
+        schedule=SaveSchedule(disk=disk, memory=memory),
         proofs=Proofs(
             last=LastProof(
                 ring=opened.ring,

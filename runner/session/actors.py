@@ -27,7 +27,6 @@ from runner.session.layers import Layers
 from runner.session.optim import schedule
 from runner.session.phases import Actors, Machinery, Opened
 from runner.startup.resume import Resumed
-from runner.startup.shared_memory import memory_every
 from runner.system.json_lines import iter_lines
 from runner.system.process import host_name
 from runner.train.audit import Auditor, AuditRules
@@ -90,7 +89,9 @@ def make_actors(
             reporter.spent,
             written.report,
         ),
-        memory_every=memory_every(config.checkpoint) if machinery.tier.memory else 0,
+        memory=parts.snapshot_times(config, written.journal.history, group.ranks, written.report)
+        if machinery.tier.memory
+        else None,
         best=best,
     )
     planner = StepPlanner(

@@ -55,7 +55,12 @@ from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import BackgroundTracker, TensorBoardTracker
 from runner.policy.batch_shards import shard_batch
 from runner.policy.decision.history import History, Incident
-from runner.policy.retention.interval import IntervalRules, prior_seconds
+from runner.policy.retention.interval import (
+    MOST_SNAPSHOT_STEPS,
+    IntervalRules,
+    SnapshotRules,
+    prior_seconds,
+)
 from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir
 from runner.session.corpus import digest_notes as digest_notes
@@ -66,10 +71,11 @@ from runner.session.corpus import sample_stream as sample_stream
 from runner.session.optim import adamw_settings, optimizer_settings
 from runner.session.pretrained import pretrained_blueprint
 from runner.startup.resume import Resumed
+from runner.startup.shared_memory import memory_every
 from runner.system.error import ConfigError
 from runner.system.guest import call_target, find_target
 from runner.train.explaining import ExplainRules
-from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes
+from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes, SnapshotInterval
 
 # Replays of a step for one incident, and for all incidents as a share of the run's steps.
 _EXPLAINING = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (120, 0.05)}
@@ -522,6 +528,26 @@ def cadence(
         history=history,
         from_first=ranks.from_first,
         spent=spent,
+        report=report,
+    )
+
+
+def snapshot_times(
+    config: RunConfig, history: History, ranks: Ranks, report: Report
+) -> SaveTimes | None:
+    """When snapshots in memory are due; None: they are not wanted."""
+    wanted = config.checkpoint
+    every = memory_every(wanted)
+    if every == 0:
+        return None
+    if wanted.memory_every is not None:
+        return FixedInterval(every)
+    # More seldom than to disk would be never.
+    most = wanted.every if isinstance(wanted.every, int) else wanted.auto_most
+    return SnapshotInterval(
+        rules=SnapshotRules(first=every, most=min(most, MOST_SNAPSHOT_STEPS)),
+        history=history,
+        from_first=ranks.from_first,
         report=report,
     )
 

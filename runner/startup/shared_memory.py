@@ -47,7 +47,7 @@ class StateOnDevice(Protocol):
 
 
 def memory_every(config: CheckpointConfig) -> int:
-    """Steps between snapshots; 0: none."""
+    """Steps between snapshots, at first; 0: none."""
     return _EVERY if config.memory_every is None else config.memory_every
 
 
@@ -218,11 +218,12 @@ def _announced(
     plan: SlotPlan, layout: SlotLayout, node: NodeDir, num_ranks: int, config: CheckpointConfig
 ) -> str:
     wanted, tightest = _wanted(config), plan.tightest
+    more = "" if config.memory_every is not None else " or more, by cost"
     fewer = "" if plan.slots == wanted else f" (for {wanted} there is no room)"
     copies = f" and {tightest.spare_slots} of another node's" if tightest.spare_slots else ""
     total = (plan.slots + tightest.spare_slots) * tightest.slot_bytes
     return (
-        f"snapshots in memory: every {memory_every(config)} steps, {plan.slots} slots{fewer}"
+        f"snapshots in memory: every {memory_every(config)} steps{more}, {plan.slots} slots{fewer}"
         f"{copies} of {format_bytes(layout.num_bytes)} for each of {num_ranks} ranks, "
         f"{format_bytes(total)} of {format_bytes(tightest.budget_bytes)} on a node, "
         f"in {node.folder.parent}"

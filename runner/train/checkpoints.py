@@ -29,13 +29,13 @@ _LAST_TRIES = 2  # attempts at an end state that is damaged when it is read back
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSchedule:
-    """When a save is due: ``disk``; and a snapshot in memory every so many updates, 0 for never.
+    """When saves are due: to ``disk``, and to ``memory`` (None: no snapshots of their own).
 
     ``best``: the state with the best held-out loss is saved as well.
     """
 
     disk: SaveTimes
-    memory_every: int
+    memory: SaveTimes | None
     best: BestCheckpoint | None = None
 
     def is_due(self, updates: int) -> bool:
@@ -48,7 +48,7 @@ class SaveSchedule:
 
     def is_due_in_memory(self, updates: int) -> bool:
         """Whether a snapshot is taken, whether or not the disk gets a checkpoint."""
-        return self.memory_every > 0 and updates % self.memory_every == 0
+        return self.memory is not None and self.memory.is_due(updates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,13 +131,15 @@ class Checkpoints:
         Args:
             seconds: duration of the update.
         """
-        disk = self._schedule.disk
-        disk.step(seconds, busy=self._ring.is_busy)
+        disk, memory = self._schedule.disk, self._schedule.memory
+        for times in (disk, memory):
+            if times is not None:
+                times.step(seconds, busy=self._ring.is_busy)
         if self._schedule.is_due_on_disk(state.updates):
             with self._reporter.stall("checkpoint"), disk.save(state.updates):
                 self._save(state)
-        elif self._schedule.is_due_in_memory(state.updates):
-            with self._reporter.stall("checkpoint"):
+        elif memory is not None and memory.is_due(state.updates):
+            with self._reporter.stall("checkpoint"), memory.save(state.updates):
                 self._save(state, disk=False)
 
     def commit(self, state: TrainState) -> None:

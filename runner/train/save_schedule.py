@@ -1,4 +1,4 @@
-"""Decides when a checkpoint is due: at a fixed interval, or by cost; agreed among the ranks."""
+"""Decides when a checkpoint is due, on disk and in memory: at a fixed interval, or by cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from runner.policy.decision.history import History, Incident
-from runner.policy.retention.interval import IntervalRules, Measured, SaveCosts, next_steps, why
+from runner.policy.retention.interval import (
+    IntervalRules,
+    Measured,
+    SaveCosts,
+    SnapshotRules,
+    next_steps,
+    snapshot_steps,
+    why,
+    why_snapshots,
+)
+
+_FIRST_LOOK = 4  # at so many snapshots, then at twice as many, and so on: a look is a collective
 
 
 class SaveTimes(Protocol):
@@ -115,10 +126,72 @@ class AutoInterval:
             )
 
 
+class SnapshotInterval:
+    """Of snapshots in memory, by cost: see :func:`snapshot_steps`. On multiples of the interval.
+
+    Args:
+        history: of the run; a restart begins with the interval that it tells last.
+        from_first: collective; rank 0's JSON value.
+        report: takes incidents, alike on every rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        rules: SnapshotRules,
+        history: History,
+        from_first: Callable[[Any], Any],
+        report: Callable[[Incident], None],
+    ) -> None:
+        self._rules = rules
+        self._from_first = from_first
+        self._report = report
+        self._costs = SaveCosts()
+        self._count = 0
+        known = _told(history, "snapshot_steps")
+        self.steps = rules.bounded(known[-1] if known else rules.first)
+
+    def is_due(self, updates: int) -> bool:
+        return updates % self.steps == 0
+
+    def step(self, seconds: float, *, busy: bool) -> None:
+        """An update took ``seconds``; ``busy`` while a checkpoint was under way."""
+        if seconds:
+            self._costs.step(seconds, busy=busy)
+
+    @contextmanager
+    def save(self, updates: int) -> Iterator[None]:
+        """Around a snapshot that does not go to disk. Collective."""
+        began = time.monotonic()
+        yield
+        self._costs.saved(time.monotonic() - began)
+        self._count += 1
+        is_look = self._count >= _FIRST_LOOK and self._count & (self._count - 1) == 0
+        if not is_look or self._rules.bounded(self._rules.most) == self._rules.first:
+            return
+        own = self._costs.measured(restart=0.0, failures=0, up=0.0)
+        measured = Measured(**self._from_first(own.to_json()))
+        was, self.steps = self.steps, snapshot_steps(self.steps, measured, self._rules)
+        if self.steps != was:
+            self._report(
+                Incident(
+                    kind="interval",
+                    step=updates,
+                    decision=f"a snapshot in memory every {self.steps} steps",
+                    reason=why_snapshots(was, measured),
+                    detail={"snapshot_steps": self.steps, "measured": measured.to_json()},
+                )
+            )
+
+
+def _told(history: History, key: str) -> list[int]:
+    lines = [i.detail for i in history.incidents if i.kind == "interval"]
+    return [detail[key] for detail in lines if key in detail]
+
+
 def journalled(history: History, rules: IntervalRules) -> int:
     """The newest interval in the journal, with which a restart begins."""
-    lines = [i for i in history.incidents if i.kind == "interval"]
-    known = [i.detail["interval_steps"] for i in lines if "interval_steps" in i.detail]
+    known = _told(history, "interval_steps")
     return rules.bounded(known[-1]) if known else rules.first
 
 

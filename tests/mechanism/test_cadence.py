@@ -9,9 +9,22 @@ import pytest
 from runner.config.compose import compose
 from runner.config.validate import check
 from runner.policy.decision.history import History, Incident
-from runner.policy.retention.interval import IntervalRules
+from runner.policy.retention.interval import (
+    IntervalRules,
+    Measured,
+    SaveCosts,
+    SnapshotRules,
+    snapshot_steps,
+)
 from runner.system.error import ConfigError
-from runner.train.save_schedule import AutoInterval, FixedInterval, journalled, num_failures
+from runner.train.save_schedule import (
+    AutoInterval,
+    FixedInterval,
+    SaveTimes,
+    SnapshotInterval,
+    journalled,
+    num_failures,
+)
 
 RULES = IntervalRules(clean_after=5, most=40, prior_seconds=86400.0)
 
@@ -35,7 +48,7 @@ def auto(history: History, told: list[Any], *, updates: int = 0, rank: int = 0) 
     )
 
 
-def drive(one: AutoInterval, first: int, last: int, seconds: float) -> list[int]:
+def drive(one: SaveTimes, first: int, last: int, seconds: float) -> list[int]:
     """Run these updates; returns those at which it saved."""
     saved = []
     for updates in range(first, last + 1):
@@ -91,6 +104,67 @@ def test_an_incarnation_crashes_once_however_often_it_is_told() -> None:
         )
         history.add(crash)
     assert num_failures(history) == 2
+
+
+def costs(step: float, save: float) -> Measured:
+    return Measured(
+        step=step, blocked=save, slowed=0.0, write=save, restart=0.0, failures=0, up=0.0
+    )
+
+
+SNAPSHOTS = SnapshotRules(first=10, most=100)
+
+
+@pytest.mark.parametrize(
+    ("now", "step", "save", "steps"),
+    [
+        (10, 0.4, 0.01, 10),  # a quarter of a percent
+        (10, 0.07, 0.01, 30),
+        (10, 0.07, 0.03, 90),
+        (10, 0.07, 3.0, 100),  # no more seldom than that
+        (30, 0.07, 0.009, 30),  # near enough
+        (90, 0.4, 0.01, 10),
+        (10, 0.0, 0.01, 100),
+        (10, 0.07, 0.0, 10),
+    ],
+)
+def test_snapshots_are_as_near_as_they_are_cheap(
+    now: int, step: float, save: float, steps: int
+) -> None:
+    assert snapshot_steps(now, costs(step, save), SNAPSHOTS) == steps
+
+
+def test_the_interval_of_snapshots_is_a_multiple_within_bounds() -> None:
+    assert SnapshotRules(first=10, most=45).bounded(70) == 40
+    assert SnapshotRules(first=10, most=4).bounded(70) == 10  # every save to disk is one as well
+
+
+def test_ranks_take_snapshots_at_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rank 0's clock; looked at seldom; a restart begins with what was journalled."""
+    monkeypatch.setattr(SaveCosts, "measured", lambda *_, **__: costs(0.07, 0.01))
+    histories, told = [History(), History()], list[Any]()
+
+    def first(value: Any) -> Any:
+        told.append(value)
+        return value
+
+    ways = (first, lambda _: told[0])
+    saved = [
+        drive(
+            SnapshotInterval(rules=SNAPSHOTS, history=history, from_first=way, report=history.add),
+            *(1, 200, 1.0),
+        )
+        for history, way in zip(histories, ways, strict=True)
+    ]
+    assert saved[0] == saved[1] == [10, 20, 30, 40, 60, 90, 120, 150, 180]
+    assert len(told) == 2, "at the fourth and the eighth"
+    (line,) = histories[0].incidents
+    assert line.decision == "a snapshot in memory every 30 steps" and "1.43%" in line.reason
+    assert histories[0].incidents == histories[1].incidents
+    again = SnapshotInterval(
+        rules=SNAPSHOTS, history=histories[0], from_first=lambda v: v, report=print
+    )
+    assert again.steps == 30 and journalled(histories[0], RULES) == RULES.first
 
 
 def test_a_fixed_interval_falls_on_its_multiples() -> None:

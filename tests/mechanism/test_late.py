@@ -365,7 +365,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
     )
     heart = Heartbeat()
     backlog = Backlog(patience_seconds=1.0, ask_to_stop=str, from_first=ranks.from_first, say=str)
-    saves = SaveSchedule(disk=FixedInterval(story.checkpoint), memory_every=0)
+    saves = SaveSchedule(disk=FixedInterval(story.checkpoint), memory=None)
     periodic = Periodic(
         evaluate=lambda: evaluated.append(engine.weight.item()) or float(len(evaluated)),
         evaluate_every=story.evaluate,

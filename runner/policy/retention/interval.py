@@ -1,7 +1,9 @@
-"""``checkpoint.every=auto``: the number of steps between checkpoints, from measured costs.
+"""Computes the number of steps between checkpoints from measured costs.
 
-The formula is :func:`runner.policy.retention.goodput.availability_interval`. What goes into it
-is measured in the run. How often it fails is seldom known early, so a prior rate
+On disk with ``checkpoint.every=auto``; in memory where ``checkpoint.memory_every`` is not given.
+
+The formula of the former is :func:`runner.policy.retention.goodput.availability_interval`. What
+goes into it is measured in the run. How often it fails is seldom known early, so a prior rate
 counts as one failure.
 """
 
@@ -26,6 +28,8 @@ _LEAST_SAVES = 2  # saves measured before the interval changes
 _CALM = 1.25  # an interval stays while the best one is within this factor of it
 _REMEMBERED_SAVES = 8
 _REMEMBERED_STEPS = 256
+MOST_SNAPSHOT_STEPS = 100  # between snapshots in memory
+_SNAPSHOT_SHARE = 0.005  # of training's time, at most, for snapshots in memory
 _OWN_HOURS = 24.0  # for one machine: people and queues end a job more often than its hardware does
 
 
@@ -126,6 +130,38 @@ def why(was: int, steps: int, measured: Measured, rules: IntervalRules) -> str:
         f"every {hours:.3g} h ({measured.failures} seen in {measured.up / 3600:.3g} h, "
         f"{rules.prior_seconds / 3600:.3g} h expected), a restart takes {measured.restart:.3g} s: "
         f"{steps} steps lose least, it was {was}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRules:
+    """Steps between snapshots in memory: ``first``, or a multiple of it up to ``most``."""
+
+    first: int
+    most: int
+
+    def bounded(self, steps: int) -> int:
+        """A multiple of ``first`` within ``first`` and ``most``."""
+        return max(self.first, min(steps, self.most) // self.first * self.first)
+
+
+def snapshot_steps(now: int, measured: Measured, rules: SnapshotRules) -> int:
+    """Steps between snapshots from here on: the fewest at which they cost little.
+
+    ``now``, while that is near. What a rollback has to compute again does not count: it is rare.
+    """
+    steps = math.ceil(measured.save / (_SNAPSHOT_SHARE * max(measured.step, 1e-9)))
+    best = rules.bounded(-(-steps // rules.first) * rules.first)
+    return now if now / _CALM <= best <= now * _CALM else best
+
+
+def why_snapshots(was: int, measured: Measured) -> str:
+    """In words, with the numbers."""
+    return (
+        f"a snapshot costs {measured.save:.3g} s ({measured.blocked:.3g} of it blocking), a step "
+        f"takes {measured.step:.3g} s: every {was} steps that is "
+        f"{measured.save / (was * max(measured.step, 1e-9)):.2%} of the time, and shall be "
+        f"{_SNAPSHOT_SHARE:.1%}"
     )
 
 
