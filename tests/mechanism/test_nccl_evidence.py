@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from runner.distributed.debug import debug_settings
 from runner.health import collective_trace
 from runner.health.collective_trace import collectives
 from runner.health.flight_recorder import waits_in
@@ -364,3 +365,34 @@ def test_a_recorder_that_keeps_the_interpreters_lock(tmp_path: Path) -> None:
     assert ended.returncode == 1
     (told,) = read_reports(tmp_path / "incidents" / "000001")
     assert told.kind == "lost_contact" and told.stacks and not told.collectives
+
+
+OWN_RECORDER = """
+import pickle, sys, torch, torch.distributed as dist
+from runner.health.collective_trace import collectives, has_nccl
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+dist.all_reduce(torch.ones(3))
+dump = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace(True, True, False))
+told = collectives()
+assert has_nccl() and told[1] == "", told
+assert [(entry["op"], entry["finished"]) for entry in told[0]] == [("all_reduce", True)], told
+print(dump["version"], sorted(dump))
+"""
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is None, reason="this torch has no NCCL; its build for CUDA has, on any CPU"
+)
+def test_nccls_own_recorder_answers_and_names_are_as_it_knows_them(tmp_path: Path) -> None:
+    """Without a driver it has nothing to tell, and tells it in the form that is read here."""
+    program = tmp_path / "program.py"
+    program.write_text(OWN_RECORDER)
+    words = [sys.executable, str(program), str(tmp_path / "store")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("2.10 ") and "'entries'" in done.stdout, done.stdout
+    folder = Path(torch.__file__).parent / "lib"
+    library = b"".join((folder / f"libtorch_{kind}.so").read_bytes() for kind in ("cpu", "cuda"))
+    names = debug_settings("nccl", subsystems="INIT", folder=tmp_path)
+    torchs = [name for name in names if name.startswith("TORCH_")]
+    assert len(torchs) > 3 and [n for n in torchs if n.encode() not in library] == []
