@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,11 +103,38 @@ def command(
 ) -> list[str]:
     """``program``: a script that does something of its own and then calls the runner."""
     told = [*(["-m", "runner"] if program is None else [str(program)])]
-    told += [f"out={out}", *TINY, *_bf16_for_zero(overrides), *overrides]
+    told += [f"out={out}", *TINY, *_bf16_for_zero(overrides), *unbroken(overrides)]
     if ranks == 0:  # no launcher at all
         return [sys.executable, *told]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*launcher, f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *told]
+
+
+NO_BREAK = "no_break@step=1"
+_more_faults: list[str] = []
+
+
+@contextlib.contextmanager
+def nothing_breaks() -> Iterator[None]:
+    """No collective of the runs begun meanwhile raises because a peer is gone, as over NCCL."""
+    _more_faults.append(NO_BREAK)
+    try:
+        yield
+    finally:
+        _more_faults.clear()
+
+
+def unbroken(overrides: Sequence[str]) -> list[str]:
+    """Overrides as :func:`nothing_breaks` has them: with one more fault."""
+    told = list(overrides)
+    if not _more_faults:
+        return told
+    more = ",".join(_more_faults)
+    faults = [number for number, word in enumerate(told) if word.startswith("faults=[")]
+    if not faults:
+        return [*told, f"faults=[{more}]"]
+    told[faults[-1]] = told[faults[-1]].replace("faults=[", f"faults=[{more},", 1)
+    return told
 
 
 def _bf16_for_zero(overrides: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -17,11 +18,28 @@ import pytest
 
 from runner.system.process import started_at
 from tests.conftest import MEMORY_DIR
-from tests.run import Result, finish
+from tests.run import Result, finish, nothing_breaks
 from tests.warm import DRILL
 
 # Three steps' worth of positions and a bit: enough bad steps to force a rollback.
 POISON = "faults=[poison@samples=700-790]"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Drills in which a rank dies or hangs, once more where no collective breaks: their twins."""
+    mark = metafunc.definition.get_closest_marker("twin")
+    if mark is not None:
+        metafunc.fixturenames.append("_breaks")
+        always = mark.kwargs.get("always", False)
+        twin = pytest.param(False, marks=() if always else pytest.mark.full, id="nothing breaks")
+        metafunc.parametrize("_breaks", [pytest.param(True, id="gloo"), twin], indirect=True)
+
+
+@pytest.fixture
+def _breaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """See :func:`tests.run.nothing_breaks`."""
+    with contextlib.nullcontext() if request.param else nothing_breaks():
+        yield
 
 
 _SHARED = Path("/dev/shm")

@@ -39,6 +39,7 @@ def program(folder: Path, offset: int, jump: int = 0) -> Path:
     return path
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_restart_a_year_before_and_a_year_after(tmp_path: Path, clean: Result) -> None:
     """Killed twice; each life has another year. Journal, ring, claims and metrics go on."""

@@ -30,6 +30,7 @@ def test_losses_are_those_of_the_uncompiled_model(compiled: Result, clean: Resul
     assert compiled.digest != clean.digest, "it was compiled"
 
 
+@pytest.mark.twin
 @pytest.mark.full
 @pytest.mark.parametrize("sync", ["true", "false"])
 def test_killed_it_ends_the_same(tmp_path: Path, compiled: Result, sync: str) -> None:

@@ -16,7 +16,7 @@ from runner.fault.spec import ENDINGS, POINTS
 from tests import cgroup
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
 from tests.drills.conftest import POISON
-from tests.run import Result, finish, left_behind, metrics_step, start, train
+from tests.run import NO_BREAK, Result, finish, left_behind, metrics_step, start, train
 
 NO_MEMORY_GROUP = cgroup.unavailable()
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -29,7 +29,6 @@ ALWAYS = {
     ("hang", "apply", 1),
 }
 ALWAYS_WAITING = {("kill", "backward", 1)}
-NO_BREAK = "no_break@step=1"
 MATRIX = [
     pytest.param(
         *(e, p, r, breaks),
@@ -103,6 +102,7 @@ def _cause_before_the_rest(run: Result, reason: str) -> None:
     assert all(place < 0 or place > told for place in secondary), run.tail
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -126,6 +126,7 @@ def test_a_rank_that_strays_is_named(tmp_path: Path, kind: str, words: tuple[str
     assert again.summary["restarts"] == 1
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_another_shape_is_named_where_torch_looks(tmp_path: Path) -> None:
     """gloo aborts a rank of its choice; ``debug=collectives`` names ranks and shapes."""
@@ -152,6 +153,7 @@ def test_all_ranks_at_once(tmp_path: Path, clean: Result) -> None:
     assert_same_run(run, clean)
 
 
+@pytest.mark.twin
 @pytest.mark.skipif(NO_MEMORY_GROUP is not None, reason=NO_MEMORY_GROUP or "")
 def test_a_rank_that_the_kernel_kills_for_memory(tmp_path: Path, clean: Result) -> None:
     """A real OOM kill: the cause is told apart from any other SIGKILL."""
@@ -170,6 +172,7 @@ def test_a_rank_that_the_kernel_kills_for_memory(tmp_path: Path, clean: Result) 
     assert_every_sample_once(run)
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize(
     ("engine", "ranks", "named"),
     [
@@ -221,6 +224,7 @@ NCCLS_OWN = (
 )
 
 
+@pytest.mark.twin
 def test_a_rank_whose_device_fails_in_a_collective_is_named(tmp_path: Path) -> None:
     """NCCL gives the guilty rank an error of the class that the others get as well."""
     program = tmp_path / "own_fault.py"

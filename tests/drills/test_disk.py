@@ -171,6 +171,7 @@ def test_a_disk_that_stays_full(
         assert_every_sample_once(again)
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_start_on_a_full_disk(tmp_path: Path, clean: Result) -> None:
     """In words, on both ranks alike; nothing of what lies there is harmed."""

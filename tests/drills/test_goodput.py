@@ -14,6 +14,7 @@ from tests.run import finish, read_lines, train
 FAULTS = "faults=[poison@samples=700-790,kill@step=45,rank=1]"
 
 
+@pytest.mark.twin
 def test_the_time_of_a_rollback_and_a_restart_is_accounted(tmp_path: Path) -> None:
     out = tmp_path / "run"
     began = time.time()

@@ -86,6 +86,7 @@ def test_trouble(tmp_path: Path, ranks: int, settings: list[str]) -> None:
     assert_every_sample_once(late)
 
 
+@pytest.mark.twin
 def test_stopped_and_killed(tmp_path: Path, clean: Result) -> None:
     out = tmp_path / "run"
     asked = stopped(out, LATE, number=signal.SIGUSR1, rank=1)
@@ -100,6 +101,7 @@ def test_stopped_and_killed(tmp_path: Path, clean: Result) -> None:
     assert_every_sample_once(again)
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_it_may_change_from_start_to_start(tmp_path: Path, poisoned: Result) -> None:
     kill = POISON.replace("]", ",kill@step=30,rank=0]")

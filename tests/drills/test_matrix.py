@@ -33,6 +33,7 @@ def in_peace(runs: Path, world: int, poisoned: bool) -> Result:
     return _in_peace[key]
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize(
     ("world", "rank", "point"),
     [pytest.param(*row, marks=[pytest.mark.full] * (row not in ALWAYS)) for row in MATRIX],

@@ -71,6 +71,7 @@ def test_a_rollback_passes_over_what_is_damaged_on_one_rank(
     assert_same_end(run, poisoned)
 
 
+@pytest.mark.twin
 def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, shared: Path, clean: Result) -> None:
     run = finish(tmp_path / "run", *NEAR, *QUICK, KILLED, restarts=1)
     assert started_at(run) == (35, "memory"), run.tail
@@ -80,6 +81,7 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path: Path, shared: Path, clean: 
     assert list(shared.rglob("*.bin")) == []
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize("lost", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_restart_after_a_rollback_to_memory(
     tmp_path: Path, shared: Path, poisoned: Result, lost: bool
@@ -99,6 +101,7 @@ def test_a_restart_after_a_rollback_to_memory(
     assert_every_sample_once(run)
 
 
+@pytest.mark.twin
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["lost", "fewer ranks"])
 def test_where_they_are_of_no_use_the_disk_is_used(
@@ -127,6 +130,7 @@ def test_where_they_are_of_no_use_the_disk_is_used(
     assert list(shared.rglob("*.bin")) == []
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_with_zero(tmp_path: Path, shared: Path, clean_bf16: Result) -> None:
     """DeepSpeed's flat partitions, cut elsewhere; on two ranks its end is that of fsdp."""
@@ -145,6 +149,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.twin
 def test_a_lost_nodes_snapshots_come_back_from_its_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: Result
 ) -> None:

@@ -71,6 +71,7 @@ def assert_accounted(run: Result) -> None:
             assert len(set(epoch)) == len(epoch), f"{name} repeats\n{run.tail}"
 
 
+@pytest.mark.twin
 def test_poison_and_a_kill_end_as_if_told_and_other_ranks_and_weights_lose_nothing(
     tmp_path: Path,
 ) -> None:
@@ -105,6 +106,7 @@ def test_poison_and_a_kill_end_as_if_told_and_other_ranks_and_weights_lose_nothi
     assert sum(line["samples/code"] for line in late) > sum(line["samples/web"] for line in late)
 
 
+@pytest.mark.twin
 @pytest.mark.full
 @pytest.mark.parametrize("parallel", ["zero1", "ddp", "hsdp"])
 def test_other_engines_end_alike(tmp_path: Path, parallel: str) -> None:

@@ -40,6 +40,7 @@ def named(out: Path, *overrides: str, restarts: int) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.twin
 def test_a_second_launch_is_refused_in_words(tmp_path: Path, clean: Result) -> None:
     """Also one of the same name: each of the two would take what the other has for its own restart,
     and so for ever.
@@ -66,6 +67,7 @@ def test_a_second_launch_is_refused_in_words(tmp_path: Path, clean: Result) -> N
     assert starts == [1, 2], "the first and its own restart; the others left no trace"
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_run_is_taken_over(tmp_path: Path, clean: Result) -> None:
     out = tmp_path / "run"
@@ -133,6 +135,7 @@ def contents(out: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.twin
 @pytest.mark.full  # always with closed pipes: tests/drills/test_output.py
 def test_workers_of_a_killed_launcher_stop_by_themselves(tmp_path: Path, clean: Result) -> None:
     out = tmp_path / "run"

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 SHORT = ("steps=40", "schedule.total=40", "batch.micro_size=8")
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize(
     ("engine", "precision", "rounding"),
     [

@@ -308,6 +308,7 @@ def loaders(started: Started) -> list[int]:
     return found
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_crash_is_healed_while_the_reader_sleeps(tmp_path: Path, clean: Result) -> None:
     """torchrun has much to say about it, and waited for the reader for ever."""
@@ -328,13 +329,14 @@ def test_a_crash_is_healed_while_the_reader_sleeps(tmp_path: Path, clean: Result
     assert run.digest == clean.digest
 
 
+@pytest.mark.twin
 @pytest.mark.full  # tests/mechanism/test_witness.py and test_fence.py have the parts
 def test_a_run_that_hangs_makes_room_for_another(tmp_path: Path, clean: Result) -> None:
     """Nobody ends it (watchdog.enabled=false), but its heartbeat stops."""
     out = tmp_path / "run"
-    stands_still_soon = ("watchdog.floor_seconds=1", "watchdog.slow_seconds=4")
+    limits = ("watchdog.floor_seconds=1", "watchdog.factor=2", "watchdog.slow_seconds=4")
     hangs = ("faults=[hang@step=25,rank=1]", "watchdog.enabled=false", "preempt.grace_seconds=2")
-    first = start(out, *stands_still_soon, *hangs)
+    first = start(out, *limits, *hangs)
     try:
         first.until(lambda out: metrics_step(out) >= 24)
         second = finish(out, "resume.stale_seconds=5")

@@ -65,6 +65,7 @@ def test_a_scheduler_asks_every_process(tmp_path: Path, clean: Result) -> None:
     assert_same_run(finish(out), clean)
 
 
+@pytest.mark.twin
 def test_a_save_that_takes_too_long_is_given_up(tmp_path: Path, clean: Result) -> None:
     """The writer of one rank hangs: the newest committed checkpoint has to do."""
     out = tmp_path / "run"
@@ -84,6 +85,7 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path: Path, clean: Result) -
     assert again.digest == clean.digest and again.counted() == clean.counted()
 
 
+@pytest.mark.twin
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """Also while the training thread waits for a rank that will never come."""
     started = start(

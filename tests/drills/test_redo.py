@@ -82,6 +82,7 @@ def test_a_transient_fault_leaves_no_trace(
     assert redone_steps == [step for _, step, _ in faults]
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize(
     "settings", [[], pytest.param(["parallel=zero3", "guard.sync=false"], marks=pytest.mark.full)]
 )
@@ -270,6 +271,7 @@ def test_an_incident_is_computed_again_elsewhere(tmp_path: Path) -> None:
     assert sorted(path.relative_to(hit.out) for path in hit.out.rglob("*")) == before
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_another_mix_is_accepted_without_going_back(tmp_path: Path) -> None:
     level = (

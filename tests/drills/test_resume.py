@@ -27,6 +27,7 @@ def discarding(runs: Path) -> Result:
     return finish(runs / "discarding", f"faults=[{NAN_TWICE}]")
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_killed_rank(tmp_path: Path, clean: Result) -> None:
     kills = "faults=[kill@step=18,rank=0,kill@step=47,rank=1]"
@@ -39,6 +40,7 @@ def test_a_killed_rank(tmp_path: Path, clean: Result) -> None:
     assert_every_sample_once(again)
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_killed_one_step_after_a_discard(tmp_path: Path, discarding: Result) -> None:
     """The discards are known from the journal then; they are not computed again."""
@@ -59,6 +61,7 @@ def episodes(run: Result) -> list[list[object]]:
     return [[line[key] for key in keys] for line in run.journal("episode")]
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_discard_that_is_older_than_the_checkpoint_before_it(
     tmp_path: Path, discarding: Result

@@ -15,7 +15,7 @@ from tests.cluster import Cluster, Namespaced
 from tests.conftest import MEMORY_DIR
 from tests.drills.compare import assert_every_sample_once, assert_same_run
 from tests.drills.conftest import done_with_snapshots
-from tests.run import TINY, Result, journalled, metrics_step
+from tests.run import TINY, Result, journalled, metrics_step, unbroken
 
 REASON = slurm.unavailable()
 pytestmark = [
@@ -43,7 +43,7 @@ class Submitted:
         overrides = [word for word in words if not word.startswith("--")]
         options += [word for word in words if word.startswith("--")]
         runner = [sys.executable, "-m", "runner", "slurm", *options]
-        said = cluster.run(*runner, f"out={out}", *TINY, *overrides)
+        said = cluster.run(*runner, f"out={out}", *TINY, *unbroken(overrides))
         self.ids = [line.split()[1] for line in said.splitlines()]
 
     @property
@@ -97,6 +97,7 @@ def submit(cluster: Cluster, tmp_path: Path) -> Iterator[Submit]:
     assert not left & {str(job.out) for job in jobs}
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_lost_node_puts_the_job_back_in_the_queue(
     cluster: Cluster, submit: Submit, clean: Result
@@ -113,6 +114,7 @@ def test_a_lost_node_puts_the_job_back_in_the_queue(
     assert_every_sample_once(run)
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_spare_stands_in_for_a_lost_node(cluster: Cluster, submit: Submit, clean: Result) -> None:
     """The job keeps its allocation and its first node: no queue, no new batch script."""
@@ -172,6 +174,7 @@ def test_a_limit_too_short_for_any_step_is_no_endless_loop(submit: Submit) -> No
     assert int(job.job["Restarts"]) == 6
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_lost_first_node_takes_the_batch_script_with_it(
     cluster: Cluster, submit: Submit, clean: Result
@@ -207,6 +210,7 @@ def test_a_halted_run_is_not_started_again(submit: Submit) -> None:
     assert len(run.journal("start")) == 1
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_killed_rank_is_started_again_in_its_allocation(submit: Submit, clean: Result) -> None:
     job = submit("faults=[kill@step=30,rank=1]")
@@ -216,6 +220,7 @@ def test_a_killed_rank_is_started_again_in_its_allocation(submit: Submit, clean:
     assert_same_run(run, clean)
 
 
+@pytest.mark.twin
 def test_a_cut_off_node_publishes_nothing(
     cluster: Cluster, submit: Submit, clean_alone: Result
 ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from runner.system.json_lines import read_lines
 from tests import warm
 from tests.drills.compare import assert_every_sample_once, assert_same_run
-from tests.run import TINY, Result, Started, journalled, metrics_step
+from tests.run import TINY, Result, Started, journalled, metrics_step, unbroken
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 # Long enough to be hit in the middle.
@@ -28,11 +28,14 @@ def launch(out: Path, *overrides: str, options: tuple[str, ...] = ()) -> Started
     return begun(out, [*words, f"out={out}", *TINY, *overrides])
 
 
-def begun(out: Path, words: Sequence[str]) -> Started:
-    """``python -m runner WORDS`` in a session of its own."""
-    told = [sys.executable, "-m", "runner", *words]
+def begun(out: Path, words: Sequence[str], *, cold: bool = False) -> Started:
+    """``python -m runner WORDS`` in a session of its own.
+
+    ``cold``: with new interpreters, for what they read when they begin.
+    """
+    told = [sys.executable, "-m", "runner", *unbroken(words)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    begin = warm.WarmPopen if warm.suits(told, env) else subprocess.Popen
+    begin = warm.WarmPopen if not cold and warm.suits(told, env) else subprocess.Popen
     process = begin(
         told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
         start_new_session=True,
@@ -68,6 +71,7 @@ def assert_healed(started: Started, clean: Result, codes: list[int]) -> Result:
     return run
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize(
     "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
 )
@@ -96,6 +100,7 @@ def test_asked_to_stop_and_started_again_a_rank_and_torchrun_are_killed(
     assert run.summary["restarts"] == 3
 
 
+@pytest.mark.twin
 def test_a_device_that_computes_wrongly_is_found_before_a_step(tmp_path: Path) -> None:
     """Two of three agree, so the third is named, and its node is left out where there are more."""
     out = tmp_path / "run"
@@ -110,6 +115,7 @@ def test_a_device_that_computes_wrongly_is_found_before_a_step(tmp_path: Path) -
     assert (out / "bad_nodes").read_text().count("hardware: rank 1 on ") == 1
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_rank_that_is_preempted_alone_is_restarted(tmp_path: Path, clean: Result) -> None:
     started = launch(tmp_path / "run", SLOW)
@@ -118,6 +124,7 @@ def test_a_rank_that_is_preempted_alone_is_restarted(tmp_path: Path, clean: Resu
     assert_healed(started, clean, [75, 0])
 
 
+@pytest.mark.twin
 def test_a_poisoned_state_is_no_endless_loop(tmp_path: Path) -> None:
     """Every attempt dies at the same step; the third is the last."""
     kills = ",".join(f"kill@step=34-{34 + extra},rank=1" for extra in range(9))
@@ -130,6 +137,7 @@ def test_a_poisoned_state_is_no_endless_loop(tmp_path: Path) -> None:
     assert started.pids() == []
 
 
+@pytest.mark.twin
 def test_a_crash_in_gloo_is_diagnosed_once(tmp_path: Path, clean: Result) -> None:
     """gloo aborts a rank in C++; the attempt with every collective checked says why."""
     # Two faults: the attempt that looks closely shall meet one as well.
@@ -162,6 +170,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_a_rank_that_leaves_without_a_word_is_diagnosed(
     tmp_path: Path, clean: Result, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +186,7 @@ def test_a_rank_that_leaves_without_a_word_is_diagnosed(
     started = begun(
         tmp_path / "run",
         ["supervise", "--pause", "0.1", "--", *torchrun, "-m", "runner", *overrides],
+        cold=True,
     )
     run = assert_healed(started, clean, [1, 0])
     attempts, _ = read_lines(run.out / "attempts.jsonl")

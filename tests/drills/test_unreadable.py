@@ -174,6 +174,7 @@ def test_a_storage_that_stutters_leaves_no_trace(tmp_path: Path, evaluated: Resu
     assert not run.journal("unreadable") and not run.summary["skipped"]
 
 
+@pytest.mark.twin
 def test_a_storage_that_is_gone_costs_no_sample(tmp_path: Path, evaluated: Result) -> None:
     mark = tmp_path / "gone"
     made = program(tmp_path, {}, GONE.format(mark=str(mark)))

@@ -52,6 +52,7 @@ def test_all_faults_are_survived_exactly(tmp_path: Path, stage: str) -> None:
     assert_every_sample_once(hit)
 
 
+@pytest.mark.twin
 @pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_killed_and_damaged_it_ends_the_same(
@@ -74,6 +75,7 @@ def test_killed_and_damaged_it_ends_the_same(
     assert_every_sample_once(run)
 
 
+@pytest.mark.twin
 @pytest.mark.full  # always in small: tests/mechanism/test_zero_contract.py
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_offloaded_to_the_cpu_it_is_the_same_run(tmp_path: Path, stage: str) -> None:
