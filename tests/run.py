@@ -23,6 +23,9 @@ from tests import warm
 LIMITS = ("loss_limit", "norm_limit")
 TIMINGS = ("seconds", "tokens_per_second", "data_wait_seconds", "time", "stalls")
 
+# As real runs do, a drill looks at held-out samples now and then: few, so that it costs little.
+EVALUATED = ("eval.every=8", "eval.samples=8")
+
 # A model and a language that learn in seconds; the guard is armed early. In FP32, which is fast on
 # every processor.
 TINY = (
@@ -30,7 +33,7 @@ TINY = (
     "model.precision=fp32",
     "data=synthetic",
     "data.workers=0",
-    "eval.every=0",
+    *EVALUATED,
     "steps=60",
     "schedule.warmup=5",
     "checkpoint.every=10",
@@ -43,9 +46,6 @@ TINY = (
     "debug.preflight=false",
     "parallel.timeout_seconds=60",
 )
-
-# For drills whose runs are to look at held-out samples now and then, as real ones do.
-EVALUATED = ("eval.every=8", "eval.samples=8")
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ import torch
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import read_range
 from tests.drills.compare import assert_every_sample_once
-from tests.run import EVALUATED, Result, finish, train
+from tests.run import Result, finish, train
 
 # The input, a matrix, and norms: ZeRO-3 keeps those gathered. What is tied stays tied.
 FROZEN = (
     "model.precision=bf16",
     "model.frozen=[embedding,blocks.0.attention.query,ffn_norm]",
     "schedule.total=60",
-    *EVALUATED,
 )
 ENGINES = [
     "fsdp",

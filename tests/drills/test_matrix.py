@@ -10,13 +10,10 @@ import pytest
 
 from runner.fault.spec import POINTS
 from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
-from tests.run import EVALUATED, Result, finish
+from tests.run import Result, finish
 
 SEED = 7
-SETTINGS = (
-    *("steps=30", "schedule.total=60", "checkpoint.every=8", "checkpoint.keep=9"),
-    *EVALUATED,
-)
+SETTINGS = ("steps=30", "schedule.total=60", "checkpoint.every=8", "checkpoint.keep=9")
 # Read at step 22 and after: enough bad steps to force a rollback.
 POISON = "poison@samples=700-790"
 ALWAYS = {(3, 2, "save")}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.compare import assert_every_sample_once, assert_same_end
-from tests.run import EVALUATED, Result, finish, skip_override, train
+from tests.run import Result, finish, skip_override, train
 
 # kind, step, rank: far enough apart for each to be an episode of its own.
 EACH_RANK_IN_TURN = [
@@ -43,7 +43,7 @@ def faults(cases: list[tuple[str, int, int]]) -> str:
 def test_a_discarded_step_never_happened(
     tmp_path: Path, ranks: int, engine: str, cases: list[tuple[str, int, int]]
 ) -> None:
-    hit = finish(tmp_path / "hit", *engine.split(), *EVALUATED, faults(cases), ranks=ranks)
+    hit = finish(tmp_path / "hit", *engine.split(), faults(cases), ranks=ranks)
     discards = hit.journal("discard")
     assert [(d["step"], d["ranks"]) for d in discards] == [
         (step, [rank]) for _, step, rank in cases
@@ -52,7 +52,6 @@ def test_a_discarded_step_never_happened(
     told = finish(
         tmp_path / "told",
         *engine.split(),
-        *EVALUATED,
         skip_override(hit.summary["skipped"]),
         ranks=ranks,
     )

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from runner.__main__ import main
 from tests.drills.compare import assert_every_sample_once, assert_same_end
-from tests.run import Result, finish, skip_override, train
+from tests.run import EVALUATED, Result, finish, skip_override, train
 
 SMALL = ("model.precision=fp32", "steps=26", "checkpoint.memory_every=0")
 
@@ -99,7 +99,7 @@ def test_scattered_bad_steps_with_one_checkpoint_kept(tmp_path: Path, every: int
     assert_every_sample_once(hit)
 
 
-HELD_OUT = ("eval.every=8", "eval.samples=8")
+NO_HELD_OUT = ("eval.every=0",)
 
 # The last update ruins the weights, after the gate has let it through.
 RUINED = """
@@ -152,7 +152,7 @@ def metadata(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "settings"), [(2, HELD_OUT), pytest.param(0, (), marks=pytest.mark.full)]
+    ("ranks", "settings"), [(2, EVALUATED), pytest.param(0, NO_HELD_OUT, marks=pytest.mark.full)]
 )
 def test_a_finished_run_exports_its_last_step(
     tmp_path: Path, ranks: int, settings: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -188,9 +188,9 @@ def test_a_killed_run_exports_an_older_one_and_says_why(
 @pytest.mark.parametrize(
     ("ranks", "settings", "what"),
     [
-        (0, HELD_OUT, "held-out loss"),
-        pytest.param(0, (), "loss over the last batch", marks=pytest.mark.full),
-        pytest.param(2, HELD_OUT, "held-out loss", marks=pytest.mark.full),
+        (0, EVALUATED, "held-out loss"),
+        pytest.param(0, NO_HELD_OUT, "loss over the last batch", marks=pytest.mark.full),
+        pytest.param(2, EVALUATED, "held-out loss", marks=pytest.mark.full),
     ],
 )
 def test_a_last_update_that_ruined_the_weights_is_not_exported(
@@ -210,7 +210,7 @@ def test_a_last_update_that_ruined_the_weights_is_not_exported(
     assert marks(hit.out)[26] == {"COMMITTED"}
     first, why = export(hit.out, tmp_path / "weights", capsys)
     assert first.startswith("exported step 20 of 26 (clean)") and line["reason"] in why
-    if settings:
+    if settings is EVALUATED:
         again = finish(hit.out, *SMALL, *settings, ranks=ranks)
         assert again.digest == hit.digest, "nothing is gained by another start, and nothing lost"
         assert marks(hit.out)[26] == {"COMMITTED"} and len(again.journal("unproven")) == 2
