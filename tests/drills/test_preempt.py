@@ -14,6 +14,7 @@ from tests.run import Result, Started, finish, left_behind, metrics_step, start
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 SLOWED = "faults=[slow@step=15-60,seconds=0.25]"
+NEVER = "parallel.timeout_seconds=3600"  # no collective ends what the grace should end
 
 
 def stopped(
@@ -70,14 +71,12 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path: Path, clean: Result) -
     """The writer of one rank hangs: the newest committed checkpoint has to do."""
     out = tmp_path / "run"
     started = start(
-        out, "preempt.grace_seconds=2", "checkpoint.every=20",
+        out, "preempt.grace_seconds=2", "checkpoint.every=20", NEVER,
         "faults=[hang@step=40,rank=1,at=save,slow@step=41-60,seconds=0.5]",
     )  # fmt: skip
     started.until(lambda out: metrics_step(out) >= 45)
-    began = time.monotonic()
     os.kill(started.ranks()[0], signal.SIGTERM)
     ended = started.wait()
-    assert time.monotonic() - began < 50, "not parallel.timeout_seconds, 60"
     assert ended.summary["exit_code"] == 75, ended.tail
     assert "newest checkpoint is of step 20" in ended.summary["reason"], ended.tail
     again = finish(out, "checkpoint.every=20")
@@ -89,8 +88,7 @@ def test_a_save_that_takes_too_long_is_given_up(tmp_path: Path, clean: Result) -
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """Also while the training thread waits for a rank that will never come."""
     started = start(
-        tmp_path / "run", "faults=[hang@step=25,rank=1]", "preempt.grace_seconds=300",
-        "parallel.timeout_seconds=300",
+        tmp_path / "run", "faults=[hang@step=25,rank=1]", "preempt.grace_seconds=3000", NEVER,
     )  # fmt: skip
     started.until(lambda out: metrics_step(out) >= 24)
     time.sleep(1)
@@ -106,18 +104,18 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 def _until_gone(started: Started, rank: int) -> None:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 300
     while rank in started.ranks() and time.monotonic() < limit:
         time.sleep(0.05)
 
 
 def test_the_grace_ends_a_step_that_does_not_end(tmp_path: Path) -> None:
-    started = start(tmp_path / "run", "faults=[hang@step=25,rank=1]", "preempt.grace_seconds=2")
+    hang = "faults=[hang@step=25,rank=1]"
+    started = start(tmp_path / "run", hang, "preempt.grace_seconds=2", NEVER)
     started.until(lambda out: metrics_step(out) >= 24)
     os.kill(started.ranks()[0], signal.SIGTERM)
-    began = time.monotonic()
     _until_gone(started, 0)
-    assert time.monotonic() - began < 50, "not parallel.timeout_seconds, 60"
+    assert 0 not in started.ranks(), "it waits for the collective"
     started.kill()
     assert "preempt.grace_seconds=2" in started.wait().text
 
