@@ -34,7 +34,7 @@ OPTIMIZERS = {
     # Factors over whole parameters; bytes, a scale for a tensor, counts; weights to evaluate.
     "adafactor": ("optim=adafactor",),
     "eight-bit": ("optim._target_=tests.optimizers.EightBit", "optim.lr=1e-3"),
-    "schedule-free": ("optim._target_=tests.optimizers.ScheduleFree", "optim.lr=1.0", *EVALUATED),
+    "schedule-free": ("optim._target_=tests.optimizers.ScheduleFree", "optim.lr=1.0"),
 }
 FOREIGN = ("rmsprop", "adafactor", "eight-bit", "schedule-free")
 NAMES = ["muon", *(pytest.param(name, marks=FULL) for name in ("lion", "sgd", *FOREIGN))]
