@@ -92,11 +92,17 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
     assert isinstance(config, RunConfig), "configs/config.yaml must begin with the schema"
     if isinstance(config.data.path, str):
         config.data.path = [config.data.path]
-    if isinstance(config.data.val_path, str):
-        config.data.val_path = [config.data.val_path]
+    config.data.val_path = _listed(config.data.val_path)
     _settle_compute(config)
     _settle_tokenizer(config)
     return config
+
+
+def _listed(paths: Any) -> Any:
+    """A path as a list of one; of named sets each."""
+    if isinstance(paths, dict):
+        return {name: _listed(path) for name, path in paths.items()}
+    return [paths] if isinstance(paths, str) else paths
 
 
 def _settle_compute(config: RunConfig) -> None:

@@ -283,8 +283,9 @@ class DataConfig:
     )
     val_path: Any = key(
         None,
-        "files for the held-out loss, read as path is; then nothing of path is held out; null: a "
-        "share of path (held_out)",
+        "files for the held-out loss, read as path is, or several sets by name "
+        "({wiki: A, code: B}) with a loss each; then nothing of path is held out; null: a share of "
+        "path (held_out)",
         trajectory=True,
     )
     sources: Any = key(

@@ -37,6 +37,26 @@ class SourceSettings:
     seed: int | None = None
 
 
+def held_out_sets(data: DataConfig) -> dict[str, DataConfig]:
+    """The sets of ``data.val_path`` by name, in the order of names; "" is the name of a lone one.
+
+    Empty where it is not set.
+    """
+    wanted = data.val_path
+    if wanted is None:
+        return {}
+    by_name = wanted if isinstance(wanted, dict) else {"": wanted}
+    return {
+        name: dataclasses.replace(data, path=by_name[name], val_path=None)
+        for name in sorted(by_name)
+    }
+
+
+def is_source_name(name: object) -> bool:
+    """Whether it can be part of a column's name."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def sources_of(data: DataConfig) -> list[SourceSettings]:
     """The sources of a mixture; empty where there is none.
 

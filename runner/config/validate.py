@@ -21,7 +21,7 @@ from runner.config.schema import (
     Precision,
     RunConfig,
 )
-from runner.config.sources import sources_of
+from runner.config.sources import is_source_name, sources_of
 from runner.system.error import ConfigError
 
 _LAST_SAMPLE = 1 << 60  # positions are 64-bit numbers
@@ -92,17 +92,32 @@ def _lists(config: RunConfig) -> list[str]:
 
 
 def _val_path(data: DataConfig) -> list[str]:
-    paths = data.val_path
-    if paths is None:
+    wanted = data.val_path
+    if wanted is None:
         return []
-    if not isinstance(paths, list) or not paths or not all(isinstance(p, str) for p in paths):
-        return [f"data.val_path={paths}: must be a path or a list of paths"]
+    sets = wanted if isinstance(wanted, dict) else {"": wanted}
+    if not sets or not all(_are_paths(paths) for paths in sets.values()):
+        return [
+            f"data.val_path={str(wanted)[:200]}: must be a path, a list of paths, or names with "
+            "one of these each, such as {wiki: wiki.txt, code: [a.py, b.py]}"
+        ]
+    odd = [name for name in sets if isinstance(wanted, dict) and not is_source_name(name)]
+    if odd:
+        return [
+            f"data.val_path: {str(odd[0])[:80]!r} is no name of a held-out set; use letters, "
+            "digits, '.', '_' and '-', 64 at most"
+        ]
     if data.sources is not None or data._target_ is not None or data.kind is DataKind.synthetic:
         return [
-            f"data.val_path={paths}: is for data=text, tokens and hf; sources of a mixture, code "
-            "of your own and synthetic data have held-out samples of their own (data.held_out)"
+            f"data.val_path={str(wanted)[:200]}: is for data=text, tokens and hf; sources of a "
+            "mixture, code of your own and synthetic data have held-out samples of their own "
+            "(data.held_out)"
         ]
     return []
+
+
+def _are_paths(paths: Any) -> bool:
+    return isinstance(paths, list) and bool(paths) and all(isinstance(p, str) for p in paths)
 
 
 def _sources(config: RunConfig) -> list[str]:

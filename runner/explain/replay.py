@@ -193,9 +193,13 @@ class Replay:
         numerics = None if case.overflowed else self._in_the_precision(case, seen, again)
         if numerics is not None:
             return numerics
+        if not known.is_good(case.limits):
+            later = self._later_is_good(case, known, seen)
+            if later is None:
+                return self._bad_on_known(case, indices, known, seen)
+            known = later
         level = usual(known)
-        if level is None or not known.is_good(case.limits):
-            return self._bad_on_known(case, indices, known, seen)
+        assert level is not None, "a good reading is finite"
         culprits = Culprits(self._bench, case, seen, known=known, level=level)
         return culprits.find([reading for reading in (again, rotated) if reading is not None])
 
@@ -243,6 +247,23 @@ class Replay:
             module=module,
             not_tried=() if can else (f"this engine makes no update in {name}: {_ADVICE}",),
         )
+
+    def _later_is_good(self, case: Case, known: Reading, seen: Evidence) -> Reading | None:
+        """Samples far behind the incident, where they say that the weights are sound.
+
+        The limits are those of training. A network that has learnt its samples by heart may lie
+        above them on held-out ones, on most of these and by no more than their level: then samples
+        of the stream are the measure. None where they are bad too, or known ones are so otherwise.
+        """
+        rows = known.rows.values()
+        if not all(row.is_finite for row in rows):
+            return None
+        above = sum(row.level > case.limits.loss for row in rows)
+        if 2 * above <= len(known.rows) or not seen.left(self._bench):
+            return None
+        later = seen.note("later", self._bench.compute(self._bench.read(case.later)))
+        is_measure = later.is_good(case.limits) and all(r.is_finite for r in later.rows.values())
+        return later if is_measure else None
 
     def _bad_on_known(
         self, case: Case, indices: Indices, known: Reading, seen: Evidence

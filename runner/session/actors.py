@@ -10,6 +10,7 @@ from runner.config.validate import is_zero
 from runner.data.cursor import Indices, SampleStream
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed, named_samples
+from runner.data.mixture import Mixed
 from runner.explain.bundle import Bundles
 from runner.explain.probe import Bench
 from runner.explain.replay import Replay
@@ -17,6 +18,7 @@ from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
 from runner.health.checks import PaceInspector, ReplicaInspector
 from runner.health.device_check import device_kind
 from runner.observe.metrics import held_out_before
+from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import StepSignals
 from runner.policy.decision.way_back import Recorded, from_rows, recorded_in
 from runner.policy.retention.records import Record, rollback_targets
@@ -185,7 +187,9 @@ def _explaining(
     )
     replay = Replay(
         bench,
-        known=lambda: _known_samples(corpus.stream, config.batch.global_size),
+        known=lambda: _known_samples(
+            corpus.stream, config.batch.global_size, machinery.state, journal.history.ledger
+        ),
         host=host_name(),
         reread=feed.put,
     )
@@ -269,10 +273,17 @@ def _bundles(opened: Opened) -> Bundles:
     )
 
 
-def _known_samples(stream: SampleStream, size: int) -> Indices:
-    """Held-out samples, as many as a step has; repeated where there are fewer."""
-    found = stream.held_out_indices(size)
-    return np.resize(found, size) if len(found) else found
+def _known_samples(stream: SampleStream, size: int, state: TrainState, ledger: Ledger) -> Indices:
+    """Data set indices of samples that are known to be good, as many as a step has.
+
+    Held-out ones, repeated where there are fewer. Where nothing of the corpus is held out
+    (``data.val_path``, ``data.held_out=0``), those that the newest applied step has read; none
+    before the first.
+    """
+    held_out = stream.held_out_indices(size)
+    if len(held_out):
+        return np.resize(held_out, size)
+    return stream.plan_before(state.cursor, ledger).indices if state.updates else held_out
 
 
 def _stepper(opened: Opened, machinery: Machinery, feed: Feed) -> Stepper:
@@ -343,17 +354,34 @@ def _evaluator(opened: Opened, machinery: Machinery, feed: Feed) -> Evaluator:
 def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: int) -> Evaluator:
     """Make the evaluation on samples of ``data.val_path``, spread evenly over it."""
     group, lease = opened.group, opened.lease
-    size = min(count, len(dataset))
-    indices = np.arange(size, dtype=np.int64) * len(dataset) // max(size, 1)
+    samples = _spread_over(dataset, count)
     loader = parts.feed(lease.config, dataset, opened.corpus.stream, group.place, group.device)
     return Evaluator(
         engine=machinery.engine,
         feed=loader,
         dataset=dataset,
         ranks=group.ranks,
-        samples=FixedSet(indices=indices, what="samples of data.val_path"),
+        samples=samples,
         report=opened.written.report_once,
         step=lambda: machinery.state.updates,
+    )
+
+
+def _spread_over(dataset: Dataset, count: int) -> FixedSet:
+    """Up to ``count`` samples of each held-out set of ``data.val_path``, at equal distances."""
+    sets = dataset.lengths if isinstance(dataset, Mixed) else {"": len(dataset)}
+    indices, groups, first = [], [], 0
+    for number, length in enumerate(sets.values()):
+        size = min(count, length)
+        indices.append(first + np.arange(size, dtype=np.int64) * length // max(size, 1))
+        groups.append(np.full(size, number, dtype=np.int64))
+        first += length
+    is_named = isinstance(dataset, Mixed)
+    return FixedSet(
+        indices=np.concatenate(indices),
+        what="samples of data.val_path",
+        names=tuple(sets) if is_named else (),
+        groups=np.concatenate(groups) if is_named else None,
     )
 
 

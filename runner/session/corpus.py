@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.config.schema import DataConfig, DataKind, RunConfig
-from runner.config.sources import sources_of
+from runner.config.sources import held_out_sets, sources_of
 from runner.data.claim import Owners
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
@@ -41,9 +41,8 @@ def prepare_data(config: RunConfig, tell: Tell) -> list[Prepared | None]:
         DataError: the corpus cannot be trained on.
     """
     prepared = [_prepare(data, seed, tell) for data, seed in _parts(config)]
-    if config.data.val_path is not None:  # the last one
-        prepared.append(_prepare(_validation(config.data), config.seed, tell))
-    return prepared
+    sets = held_out_sets(config.data).values()  # behind the sources
+    return prepared + [_prepare(data, config.seed, tell) for data in sets]
 
 
 def open_dataset(
@@ -77,18 +76,21 @@ def open_dataset(
 
 
 def open_validation(config: RunConfig, prepared: Places) -> Dataset | None:
-    """Open what ``data.val_path`` names, if anything. Raises as :func:`open_dataset`.
+    """Open what ``data.val_path`` names, if anything: several sets as one, in the order of names.
+
+    Raises as :func:`open_dataset`.
 
     Args:
         prepared: as it takes it.
     """
-    if config.data.val_path is None:
+    sets = held_out_sets(config.data)
+    if not sets:
         return None
-    return _open(_validation(config.data), config.seed, prepared[-1])
-
-
-def _validation(data: DataConfig) -> DataConfig:
-    return dataclasses.replace(data, path=data.val_path, val_path=None)
+    opened = {
+        name: _open(data, config.seed, place)
+        for (name, data), place in zip(sets.items(), prepared[-len(sets) :], strict=True)
+    }
+    return opened[""] if "" in opened else mix(opened)
 
 
 def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:

@@ -1,4 +1,4 @@
-"""Columns of ``metrics.jsonl`` for each source of a mixture."""
+"""Columns of ``metrics.jsonl`` for each source of a mixture, and for each held-out set."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from runner.train.step import StepInfo
 
 class SourceColumns:
     """``samples/NAME`` counts a step's samples; ``loss/NAME`` is their training loss, in nats a
-    token, and ``eval_loss/NAME`` the held-out loss.
+    token, and ``eval_loss/NAME`` the held-out loss of a source or of a set of ``data.val_path``.
 
     Args:
-        order: None where there are no sources, and so no columns.
+        order: of the samples of several sources; None where there are none.
     """
 
     def __init__(self, order: MixtureOrder | None) -> None:
@@ -24,23 +24,27 @@ class SourceColumns:
         self._held_out: dict[str, float] = {}
 
     def evaluated(self, losses: Mapping[str, float]) -> None:
-        """Set the held-out losses of the present state, by source."""
+        """Set the held-out losses of the present state, by source or set."""
         self._held_out = dict(losses)
 
     def of(self, info: StepInfo, is_evaluated: bool) -> dict[str, float]:
         """The columns of one step; none for a step that was not computed."""
-        if self._order is None or info.batch is None:
+        if info.batch is None:
             return {}
+        columns = self._of_sources(info) if self._order is not None else {}
+        if is_evaluated:
+            columns |= {f"eval_loss/{name}": loss for name, loss in self._held_out.items()}
+        return columns
+
+    def _of_sources(self, info: StepInfo) -> dict[str, float]:
+        assert self._order is not None and info.batch is not None
         names = self._order.names
         counts = np.bincount(self._order.sources(info.batch.indices), minlength=len(names))
         columns: dict[str, float] = {
             f"samples/{name}": count for name, count in zip(names, counts.tolist(), strict=True)
         }
-        columns |= {
+        return columns | {
             f"loss/{name}": total / count
             for name, (total, count) in zip(names, info.source_sums, strict=False)
             if count and math.isfinite(total)
         }
-        if is_evaluated:
-            columns |= {f"eval_loss/{name}": loss for name, loss in self._held_out.items()}
-        return columns

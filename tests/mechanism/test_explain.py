@@ -491,6 +491,27 @@ def test_weights_that_are_bad_on_known_samples_name_no_sample(
     assert found.remedy is Remedy.go_back
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("bad", [{3: math.nan}, {3: 60.0}, {0: 60.0, 5: 70.0}])
+def test_held_out_samples_may_be_harder_than_the_stream(
+    ranks: int, bad: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network that has learnt its samples by heart: its weights are sound all the same."""
+    found = explained(World(world_size=ranks, bad=bad, known_level=6.0), monkeypatch)
+    assert (found.cause, found.remedy) == (Cause.data, Remedy.skip)
+    assert found.positions == tuple(sorted(bad)) and not found.ranks
+
+
+def test_a_few_known_samples_that_are_bad_speak_for_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a spoilt row of an embedding does; samples behind, which lack its token, prove nothing."""
+    spoilt = {3: 60.0, **dict.fromkeys(range(-SIZE // 4, 0), 60.0)}
+    found = explained(World(bad=spoilt), monkeypatch)
+    assert (found.cause, found.remedy) == (Cause.unclear, Remedy.go_back)
+    assert not found.positions
+
+
 @pytest.mark.parametrize("overflow", [math.inf, math.nan, 30.0])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("applies", [True, False])

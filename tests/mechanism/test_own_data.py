@@ -16,6 +16,7 @@ from runner.data.cursor import SampleStream
 from runner.data.dataset import NOT_COUNTED, RecordDataset, Sample
 from runner.data.feed import Feed, Loading, MicroBatch, RankShare
 from runner.data.guest import adapt
+from runner.data.mixture import Mixed
 from runner.policy.decision.ledger import Ledger
 from runner.session import parts
 from runner.system.error import ConfigError, DataError
@@ -335,6 +336,29 @@ def test_held_out_files_are_opened_beside_the_others(tmp_path: Path) -> None:
     config.data.path = []
     with pytest.raises(ConfigError, match=r"data\.val_path"):
         check(config, world_size=1)
+
+
+def test_several_held_out_sets_are_one_with_names(tmp_path: Path) -> None:
+    for name, tokens in (("a", 100), ("wiki", 30), ("code", 50)):
+        np.save(tmp_path / f"{name}.npy", np.arange(tokens, dtype=np.uint16) % 9)
+    config = compose(
+        ["data=tokens", f"data.path={tmp_path}/a.npy",
+         f"data.val_path={{wiki: {tmp_path}/wiki.npy, code: [{tmp_path}/code.npy]}}",
+         "data.vocab_size=9", "data.seq_len=4"]
+    )  # fmt: skip
+    check(config, world_size=1)
+    prepared = ["" if one is None else str(one.place) for one in parts.prepare_data(config, tell)]
+    assert len(parts.open_dataset(config, prepared)) == 24
+    validation = parts.open_validation(config, prepared)
+    assert isinstance(validation, Mixed) and validation.lengths == {"code": 12, "wiki": 7}
+
+
+@pytest.mark.parametrize(
+    "wanted", ["{}", "{a: 3}", "{a: []}", "{'a/b': x.npy}", "{'': x.npy}", "3"]
+)
+def test_held_out_sets_that_are_none(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.val_path"):
+        check(compose(["data=tokens", "data.path=a.npy", f"data.val_path={wanted}"]), world_size=1)
 
 
 def tell(*_: object) -> None:

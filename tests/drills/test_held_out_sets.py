@@ -1,0 +1,59 @@
+"""Held-out sets of files of their own: a loss each, and culprits are found without held-out samples
+of the corpus."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_same_end
+from tests.run import Result, finish, skip_override
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def text_file(path: Path, *, words: int, seed: int) -> Path:
+    """Sentences of few words, which a small model learns."""
+    dice = random.Random(seed)
+    known = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs")
+    path.write_text(" ".join(dice.choice(known) for _ in range(words)))
+    return path
+
+
+def held_out_losses(run: Result) -> dict[int, dict[str, float]]:
+    return {
+        line["step"]: {name: line[name] for name in line if name.startswith("eval_loss")}
+        for line in run.metrics()
+        if line.get("eval_loss") is not None
+    }
+
+
+def test_each_set_has_a_loss_and_culprits_are_found(tmp_path: Path) -> None:
+    train = text_file(tmp_path / "train.txt", words=20_000, seed=1)
+    easy = text_file(tmp_path / "easy.txt", words=2_000, seed=2)
+    (tmp_path / "odd.txt").write_bytes(random.Random(3).randbytes(4_000).hex().encode())
+    settings = (
+        "data=text",
+        f"data.path={train}",
+        f"data.val_path={{odd: {tmp_path}/odd.txt, easy: [{easy}]}}",
+        f"data.cache={tmp_path}/cache",
+        "guard.remedy=verdict",
+        "eval.every=10",
+        "eval.samples=4",
+        "steps=30",
+    )
+    hit = finish(tmp_path / "hit", *settings, "faults=[poison@samples=610-611]")
+    [redo] = hit.journal("redo")
+    cause = redo["detail"]["cause"]
+    assert (cause["cause"], redo["detail"]["skipped"]) == ("data", [610, 611]), hit.tail
+    told = finish(tmp_path / "told", *settings, skip_override(hit.summary["skipped"]))
+    assert_same_end(hit, told)
+    losses = held_out_losses(hit)
+    assert sorted(losses) == [10, 20, 30] and losses == held_out_losses(told)
+    for of_step in losses.values():
+        assert sorted(of_step) == ["eval_loss", "eval_loss/easy", "eval_loss/odd"]
+        parts = [of_step["eval_loss/easy"], of_step["eval_loss/odd"]]
+        assert min(parts) < of_step["eval_loss"] < max(parts)
+    assert losses[30]["eval_loss/easy"] < losses[30]["eval_loss/odd"] - 0.3
