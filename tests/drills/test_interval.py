@@ -47,4 +47,5 @@ def test_by_cost_it_ends_as_by_count(poisoned: Result, runs: Path) -> None:
     assert steps[:3] == [0, 6, 12] and steps[-1] == 60
     resumed = run.journal("start")[-1]["step"]
     after = [step for step in steps if step >= resumed]
-    assert [later - step for step, later in pairwise(after)][:2] == [15, 15], steps
+    gaps = [later - step for step, later in pairwise(after)]
+    assert gaps[:-1] and set(gaps[:-1]) == {15} and gaps[-1] <= 15, steps  # the last at the end

@@ -123,14 +123,14 @@ if __name__ == "__main__":
 # What is read back of the last checkpoint is not what was written, so many times.
 DAMAGED = """
 from runner.checkpoint.disk import tier as disk_tier
-from runner.fault.inject import _flip_byte
+from runner.fault.damage import flip_bit
 verify, times = disk_tier.verify_files, [TIMES]
 
 def damaging(entry, names, *, finite, **more):
     if finite and entry.manifest.step == 26 and times[0]:
         times[0] -= 1
         for name in names:
-            _flip_byte(entry.folder / name)
+            flip_bit(entry.folder / name)
     verify(entry, names, finite=finite, **more)
 
 disk_tier.verify_files = damaging

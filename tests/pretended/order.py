@@ -49,6 +49,9 @@ class Feed:
         made = [self._rig.batch(torch.device("cpu")) for _ in range(MICRO_BATCHES)]
         return RankBatch(micro_batches=tuple(made), wait_seconds=0.0)
 
+    def own_positions(self, plan: BatchPlan) -> list[int | None]:
+        return [int(position) for position in plan.positions]
+
 
 def plan(number: int) -> StepPlan:
     limits = Limits(loss=10.0, grad_norm=10.0)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import runner.engine.fsdp as fsdp_module
-import runner.model.decoder as decoder_module
+import runner.model.documents as documents_module
 from runner.config.compose import compose
 from runner.config.schema import RunConfig
 from runner.data.feed import MicroBatch
@@ -82,7 +82,7 @@ def give_way() -> None:
         ShardOptimizer._make_rest
     )
     fsdp_module.FsdpEngine._check_held = lambda self: None  # type: ignore[method-assign]
-    decoder_module.F = _Functional()  # type: ignore[assignment]
+    documents_module.F = _Functional()  # type: ignore[assignment]
 
 
 class Rig:
