@@ -126,14 +126,17 @@ def test_a_rank_that_is_preempted_alone_is_restarted(tmp_path: Path, clean: Resu
 
 @pytest.mark.twin
 def test_a_poisoned_state_is_no_endless_loop(tmp_path: Path) -> None:
-    """Every attempt dies at the same step; the third is the last."""
+    """Every attempt dies at the same step; the third in a row that does so alike is the last.
+
+    One that is described in other words, as may be on a busy machine, begins the count anew.
+    """
     kills = ",".join(f"kill@step=34-{34 + extra},rank=1" for extra in range(9))
     started = launch(tmp_path / "run", f"faults=[{kills}]", options=("--restarts", "8"))
     run = started.wait()
     assert run.code == 3, run.tail
     assert "deterministic: 3 attempts in a row failed at step 34" in run.text
     attempts, _ = read_lines(run.out / "attempts.jsonl")
-    assert [attempt["step"] for attempt in attempts] == [34, 34, 34]
+    assert {attempt["step"] for attempt in attempts} == {34} and 3 <= len(attempts) < 9
     assert started.pids() == []
 
 

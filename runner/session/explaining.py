@@ -1,0 +1,139 @@
+"""Makes what looks for the cause of a bad step, and what follows a rollback for its sake."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from runner.data.cursor import Indices, SampleStream
+from runner.data.feed import named_samples
+from runner.explain.bundle import Bundles
+from runner.explain.probe import Bench
+from runner.explain.replay import Replay
+from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.way_back import Recorded, from_rows, recorded_in
+from runner.policy.retention.records import Record, rollback_targets
+from runner.run_dir.build_info import versions
+from runner.session import parts
+from runner.session.phases import Actors, Machinery, Opened
+from runner.system.json_lines import iter_lines
+from runner.system.process import host_name
+from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules
+from runner.train.guard import Guard
+from runner.train.rehearsal import Rehearsal
+from runner.train.retracing import Retracing
+from runner.train.state import TrainState
+
+
+def explaining_guard(
+    opened: Opened, machinery: Machinery, actors: Actors, guard: Guard, rules: ExplainRules
+) -> ExplainingGuard:
+    """Make the guard that replays a bad step to find its cause first."""
+    group, corpus, feed = opened.group, opened.corpus, actors.feed
+    config, journal = opened.lease.config, opened.written.journal
+    bench = Bench(
+        engine=machinery.engine,
+        feed=feed,
+        ranks=group.ranks,
+        heart=group.heart,
+        may_watch=not config.model.compile,
+    )
+    replay = Replay(
+        bench,
+        known=lambda: _known_samples(
+            corpus.stream, config.batch.global_size, machinery.state, journal.history.ledger
+        ),
+        host=host_name(),
+        reread=feed.put,
+    )
+    bundles = _bundles(opened) if group.is_first else None
+    return ExplainingGuard(
+        guard,
+        replay,
+        rules=rules,
+        stepper=actors.stepper,
+        journal=journal,
+        reporter=actors.reporter,
+        evidence=Evidence(
+            batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
+            names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
+            bundles=bundles,
+            incarnation=opened.lease.fence.number,
+        ),
+        retracing=_retracing(opened, machinery, actors, replay, bundles),
+    )
+
+
+def _retracing(
+    opened: Opened,
+    machinery: Machinery,
+    actors: Actors,
+    replay: Replay,
+    bundles: Bundles | None,
+) -> Retracing:
+    """Make what compares the steps after a rollback with the recorded ones."""
+    group, config, written = opened.group, opened.lease.config, opened.written
+    history, ring, reporter = written.journal.history, machinery.ring, actors.reporter
+    rules = parts.remedy_rules(config)
+
+    def recorded(first: int, stop: int) -> dict[int, Recorded]:
+        reporter.metrics_bytes(durably=False)  # so that they can be read
+        rows = group.ranks.all_or_none(
+            "reading the metrics",
+            lambda: (
+                recorded_in(iter_lines(group.run_dir.metrics), first, stop)
+                if group.is_first
+                else []
+            ),
+        )
+        return from_rows(group.ranks.from_first(rows))
+
+    def target(bad: StepSignals, state: TrainState) -> Record | None:
+        """As the ladder has it (:func:`runner.policy.decision.ladder.decide`)."""
+        onset = state.trouble.bad[0] if state.trouble.bad else None
+        step, start = (onset.step, onset.start) if onset else (bad.step, bad.start)
+        cursor = history.ledger.before(start, rules.margin * rules.batch)
+        found = rollback_targets(ring.records, cursor=cursor, step=max(0, step - rules.back))
+        return found[0] if found else None
+
+    starts = [line for line in history.incidents if line.kind == "start"]
+    return Retracing(
+        replay=replay,
+        recorded=recorded,
+        is_exact=starts[-1].detail.get("repeats_bits") is True,
+        target=target,
+        rehearsal=Rehearsal(
+            engine=machinery.engine,
+            stepper=actors.stepper,
+            planner=actors.steps.planner,
+            ring=ring,
+            history=history,
+            fresh=lambda: TrainState(parts.judge_rules(config), rules),
+        ),
+        tell=written.report,
+        bundles=bundles,
+    )
+
+
+def _bundles(opened: Opened) -> Bundles:
+    group = opened.group
+    return Bundles(
+        group.run_dir.explanations,
+        opened.corpus.dataset,
+        facts={"host": host_name(), **versions(), **group.device_versions},
+        check=opened.lease.fence.check,
+        say=group.console.say,
+    )
+
+
+def _known_samples(stream: SampleStream, size: int, state: TrainState, ledger: Ledger) -> Indices:
+    """Data set indices of samples that are known to be good, as many as a step has.
+
+    Held-out ones, repeated where there are fewer. Where nothing of the corpus is held out
+    (``data.val_path``, ``data.held_out=0``), those that the newest applied step has read; none
+    before the first.
+    """
+    held_out = stream.held_out_indices(size)
+    if len(held_out):
+        return np.resize(held_out, size)
+    return stream.plan_before(state.cursor, ledger).indices if state.updates else held_out

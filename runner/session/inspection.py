@@ -1,0 +1,96 @@
+"""Makes what looks at ranks and copies now and then: their pace, their bits, their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from runner.config.validate import is_zero
+from runner.data.feed import Feed
+from runner.health.checks import PaceInspector, ReplicaInspector
+from runner.health.device_check import device_kind
+from runner.policy.straggler import Stragglers
+from runner.session.phases import Machinery, Opened
+from runner.startup.resume import Resumed
+from runner.system.process import host_name
+from runner.train.audit import Auditor, AuditRules
+from runner.train.report import Reporter
+from runner.train.step import Stepper
+
+# Of watchdog.straggler_factor. What slows a GPU in a fixed computation is its own throttling.
+_STRAGGLER_FACTOR, _DEVICE_FACTORS = 2.0, {"cuda": 1.2}
+
+
+def inspections(
+    opened: Opened,
+    machinery: Machinery,
+    resumed: Resumed,
+    feed: Feed,
+    stepper: Stepper,
+    reporter: Reporter,
+) -> Callable[[int], None]:
+    """Make the checks that follow an update."""
+    group, config, ring = opened.group, opened.lease.config, machinery.ring
+    watchdog, every = config.watchdog, config.debug.replica_check_every
+    pace = PaceInspector(
+        ranks=group.ranks,
+        device=group.device,
+        stragglers=Stragglers(
+            factor=watchdog.straggler_factor or _STRAGGLER_FACTOR,
+            device_factor=watchdog.straggler_factor or _DEVICE_FACTORS.get(group.device.type),
+            checks=watchdog.straggler_checks,
+        ),
+        take_seconds=stepper.take_seconds,
+        report=opened.written.report,
+        note=reporter.paces,
+    )
+    replicas = ReplicaInspector(
+        ranks=group.ranks,
+        engine=machinery.engine,
+        report=opened.written.report,
+        distrust=ring.distrust_after,
+        next_serial=lambda: ring.next_serial,
+        good_step=resumed.step,
+    )
+
+    auditor = _auditor(opened, machinery, resumed, feed, stepper)
+
+    def look(updates: int) -> None:
+        if auditor is not None:
+            auditor.look(updates)
+        if watchdog.straggler_every and updates % watchdog.straggler_every == 0:
+            pace.look(updates)
+        if every and updates % every == 0:
+            replicas.look(updates)
+
+    return look
+
+
+def _auditor(
+    opened: Opened, machinery: Machinery, resumed: Resumed, feed: Feed, stepper: Stepper
+) -> Auditor | None:
+    """Make what looks for a rank that computes wrongly in silence; None where it is off."""
+    group, lease = opened.group, opened.lease
+    config = lease.config
+    if not config.debug.audit_every or group.place.world_size < 2:
+        return None
+    starts = [i for i in opened.written.journal.history.incidents if i.kind == "start"]
+    auditor = Auditor(
+        engine=machinery.engine,
+        feed=feed,
+        steps=stepper,
+        ranks=group.ranks,
+        heart=group.heart,
+        rules=AuditRules(
+            every=config.debug.audit_every,
+            takes_whole_step=is_zero(config.parallel.kind),
+            repeats_bits=bool(starts and starts[-1].detail.get("repeats_bits")),
+            seed=config.seed,
+            host=host_name(),
+            kind=device_kind(group.device),
+            incarnation=lease.fence.number,
+        ),
+        report=opened.written.report,
+        distrust=machinery.ring.distrust_after,
+    )
+    auditor.begin(resumed.step)
+    return auditor
