@@ -172,7 +172,7 @@ def stream(run: RunReader) -> Html | None:
     words = f"{cursor:,} positions read or skipped"
     words += f" of about {planned:,}" if planned > end else ""
     words += (
-        f"; {skipped:,} skipped for good in {len(ranges):,} ranges" if ranges else "; none skipped"
+        f"; {skipped:,} skipped for good in {_counted(len(ranges))}" if ranges else "; none skipped"
     )
     rows = [[f"{start:,}", f"{stop - 1:,}", f"{stop - start:,}"] for start, stop in ranges]
     more = len(rows) - _MOST_RANGES
@@ -185,7 +185,7 @@ def stream(run: RunReader) -> Html | None:
         _stream_legend(bool(ranges), planned > end),
         tag(
             "details",
-            tag("summary", f"{len(rows):,} skipped ranges"),
+            tag("summary", f"skipped: {_counted(len(rows))}"),
             table(["from", "to", "samples"], rows[:_MOST_RANGES]),
             tag("p", f"and {more:,} more in the journal", cls="note") if more > 0 else None,
         )
@@ -238,6 +238,10 @@ def _stream_legend(is_skipped: bool, is_planned: bool) -> Html:
         tag("li", tag("span", cls=f"key {name}"), words) for name, words, there in keys if there
     )
     return tag("ul", *items, cls="legend")
+
+
+def _counted(num_ranges: int) -> str:
+    return f"{num_ranges:,} range{'' if num_ranges == 1 else 's'}"
 
 
 def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
