@@ -8,20 +8,18 @@ what they were; gradients are dropped.
 from __future__ import annotations
 
 import math
-import random
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import Feed, MicroBatch
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
+from runner.engine.randomness import same_randomness
 from runner.explain.layers import ModuleWatch, first_bad, largest_by_module
 from runner.explain.reading import Reading, Row, Share
 from runner.health.checks import checksum
@@ -97,7 +95,7 @@ class Bench:
             names: of their sequences; None: their positions.
         """
         self._heart.enter("explain")
-        with _same_randomness(self._engine.device):
+        with same_randomness(self._engine.device):
             sums = self._engine.accumulate(self._works(batches))
             self._drop_gradients()
         self.num_steps += 1
@@ -128,7 +126,7 @@ class Bench:
         twin = self._engine.twin
         try:
             self._ranks.all_or_none(f"building the model in {self.wider}", self._open_twin)
-            with _same_randomness(self._engine.device):
+            with same_randomness(self._engine.device):
                 sums = self._engine.accumulate_wider(self._works(batches), watch=self._wide.over)
                 if self._engine.applies_wider:
                     self._drop_gradients()
@@ -206,14 +204,14 @@ class Bench:
         return replace(reading, tokens=reading.tokens * self.world_size)
 
     def _fixed(self, indices: Indices) -> list[MicroBatch]:
-        with _same_randomness(self._engine.device):
+        with same_randomness(self._engine.device):
             return self._feed.fixed(indices)
 
     def read(self, plan: BatchPlan, *, shift: int = 0) -> tuple[MicroBatch, ...]:
         """The share of the rank ``shift`` before this one, read from the data set once more."""
         self._heart.enter("explain")
         whose = (self.rank - shift) % self.world_size
-        with _same_randomness(self._engine.device):
+        with same_randomness(self._engine.device):
             return self._feed.read_again(plan, whose)
 
     def rotated(self, plan: BatchPlan, shift: int) -> Reading:
@@ -321,18 +319,3 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _without_positions(batch: MicroBatch) -> MicroBatch:
     """Samples that have no place in the stream."""
     return batch.at((None,) * len(batch.positions))
-
-
-@contextmanager
-def _same_randomness(device: torch.device) -> Iterator[None]:
-    """What is drawn inside was never drawn."""
-    ours, theirs, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    try:
-        yield
-    finally:
-        random.setstate(ours)
-        np.random.set_state(theirs)
-        torch.set_rng_state(host)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)

@@ -12,8 +12,7 @@ compared.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine, MicroStep
+from runner.engine.randomness import same_randomness
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.history import Incident
 from runner.policy.restart import HARDWARE
@@ -140,7 +140,7 @@ class Auditor:
 
     def _batches(self, plan: BatchPlan, number: int) -> list[MicroBatch] | None:
         """One rank's micro-batch, the same on all ranks; None if a rank cannot read it."""
-        with _same_randomness(self._engine.device):
+        with same_randomness(self._engine.device):
             read = self._feed.read_again(plan, number % self._ranks.world_size)
         batches = list(read) if self._rules.takes_whole_step else list(read[:1])
         failed = any(batch.unreadable for batch in batches)
@@ -157,7 +157,7 @@ class Auditor:
             MicroStep(batch=batch.to(device), seed=self._rules.seed + number)
             for number, batch in enumerate(batches)
         ]
-        with _same_randomness(device):
+        with same_randomness(device):
             sums = self._engine.accumulate(works)
             one = torch.ones((), device=device)
             self._engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
@@ -287,10 +287,3 @@ def _alike(one: Sequence[float], other: Sequence[float], *, exactly: bool) -> bo
 
 def _bits(number: float) -> bytes:
     return struct.pack("<d", number)
-
-
-@contextmanager
-def _same_randomness(device: torch.device) -> Iterator[None]:
-    """Restore the random generators afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import random
+from types import SimpleNamespace
+from typing import Any
 
-from runner.train.audit import Opinion, named, opinion_on
+import numpy as np
+import pytest
+import torch
+
+from runner.train.audit import Auditor, AuditRules, Opinion, named, opinion_on
 
 GOOD, BAD, WORSE = [1.0, 2.0], [1.0, 2.0000000001], [1.5, 2.0]
 
@@ -54,3 +60,37 @@ def test_noise_is_no_fault_where_bits_do_not_repeat() -> None:
 def test_who_is_named(rounds: list[tuple[list[float], ...]], ranks: tuple[int, ...]) -> None:
     every = [told(*numbers) for numbers in rounds]
     assert named(every, [opinion_on(one, exactly=True) for one in every]) == ranks
+
+
+def drawn() -> tuple[float, float, float]:
+    return random.random(), float(np.random.random()), float(torch.rand(()))
+
+
+def test_reading_samples_again_leaves_no_trace_in_any_generator() -> None:
+    """A data set of the user's may draw from each when it is asked for a sample."""
+
+    def read_again(plan: Any, rank: int) -> tuple[Any, ...]:
+        drawn()
+        return (SimpleNamespace(unreadable=["so that nothing is computed"]),)
+
+    one: Any = SimpleNamespace
+    auditor = Auditor(
+        engine=one(device=torch.device("cpu")),
+        feed=one(read_again=read_again),
+        steps=one(newest_plan=object()),
+        ranks=one(world_size=2, sum=lambda numbers: numbers),
+        heart=one(enter=lambda phase: None),
+        rules=AuditRules(
+            every=1, takes_whole_step=False, repeats_bits=True, seed=0, host="", kind="",
+            incarnation=1,
+        ),
+        report=[].append,
+        distrust=[].append,
+    )  # fmt: skip
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    usual = drawn()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    auditor.look(1)
+    assert drawn() == usual
