@@ -24,6 +24,7 @@ from runner.data.dataset import Dataset
 from runner.data.feed import few_of
 from runner.observe.bar import Bar
 from runner.session import parts
+from runner.session.evaluation import spread_over
 from runner.session.optim import optimizer_settings
 from runner.startup.model_check import Check
 from runner.startup.preflight import hardware, learning, numerics, probes
@@ -111,9 +112,12 @@ def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus
     ]
     validation = parts.open_validation(config, prepared)
     assert validation is not None
-    size = min(_HELD_OUT, len(validation))
-    places = np.arange(size, dtype=np.int64) * len(validation) // max(size, 1)
-    return Corpus(dataset=dataset, held_out_from=validation, training=training, held_out=places)
+    return Corpus(
+        dataset=dataset,
+        held_out_from=validation,
+        training=training,
+        held_out=spread_over(validation, _HELD_OUT).indices,
+    )
 
 
 def _subject(config: RunConfig, dataset: Dataset, corpus: Corpus, device: torch.device) -> Subject:

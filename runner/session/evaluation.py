@@ -67,7 +67,7 @@ def _evaluator(opened: Opened, machinery: Machinery, feed: Feed) -> Evaluator:
 def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: int) -> Evaluator:
     """Make the evaluation on samples of ``data.val_path``, spread evenly over it."""
     group, lease = opened.group, opened.lease
-    samples = _spread_over(dataset, count)
+    samples = spread_over(dataset, count)
     loader = parts.feed(lease.config, dataset, opened.corpus.stream, group.place, group.device)
     return Evaluator(
         engine=machinery.engine,
@@ -80,7 +80,7 @@ def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: in
     )
 
 
-def _spread_over(dataset: Dataset, count: int) -> FixedSet:
+def spread_over(dataset: Dataset, count: int) -> FixedSet:
     """Up to ``count`` samples of each held-out set of ``data.val_path``, at equal distances."""
     sets = dataset.lengths if isinstance(dataset, Mixed) else {"": len(dataset)}
     indices, groups, first = [], [], 0
