@@ -31,7 +31,7 @@ def report_command(arguments: Sequence[str]) -> int:
     target = Path(options.output) if options.output else outs[0] / NAME
     try:
         with Bar("reading", 0) as bar:
-            text = page(read_runs(outs, moved=lambda out, done, total: bar.at(done, total)))
+            text = page(read_runs(outs, on_progress=lambda out, done, total: bar.at(done, total)))
         write_durably(target, text.encode())
     except OSError as error:
         raise ConfigError(f"report: {error}; -o FILE names another place") from None

@@ -9,16 +9,16 @@ from runner.observe.console import duration
 from runner.policy.retention.records import State
 from runner.report.drawing import WIDTH
 from runner.report.figure import Label, framed, stretched
+from runner.report.formatting import when
 from runner.report.markup import Html, table, tag
 from runner.report.run import RunReader
-from runner.report.side import TIERS, Copy
-from runner.report.words import when
+from runner.report.side_files import TIERS, Copy
 from runner.system.units import format_bytes
 
 _MOST_BARS = 250
 _MOST_ROWS = 60
 _LANE = 84
-_WORDS = {
+_STATE_LABELS = {
     State.clean: "proven",
     State.committed: "whole, not proven yet",
     State.tainted: "not to be used",
@@ -26,7 +26,7 @@ _WORDS = {
 
 
 def ring(run: RunReader) -> Html | None:
-    """The checkpoints that are there, and the life of all that were."""
+    """The checkpoints that exist now, and the lifetimes of all so far."""
     drawn, rows = _drawing(run), _rows(run)
     if drawn is None and not rows:
         return None
@@ -42,12 +42,18 @@ def ring(run: RunReader) -> Html | None:
 def _rows(run: RunReader) -> list[list[object]]:
     clock = float(run.clock())
     rows: list[tuple[int, int, list[object]]] = []
-    for found in run.checkpoints():
-        age = f"{duration(max(0.0, clock - found.time))} ago"
-        size = format_bytes(found.num_bytes)
-        rows.append((found.serial, 1, [f"{found.step:,}", _badge(found.state), "disk", size, age]))
+    for checkpoint in run.checkpoints():
+        age = f"{duration(max(0.0, clock - checkpoint.time))} ago"
+        size = format_bytes(checkpoint.num_bytes)
+        rows.append(
+            (
+                checkpoint.serial,
+                1,
+                [f"{checkpoint.step:,}", _badge(checkpoint.state), "disk", size, age],
+            )
+        )
     for order, tier in ((0, "memory"), (2, "remote")):
-        # What was in memory is gone with the processes that held it.
+        # Snapshots in memory are gone once the processes that held them have ended.
         for copy in run.sides.ring.live(tier) if tier == "remote" or run.is_alive() else []:
             age = f"{duration(max(0.0, clock - copy.saved))} ago"
             row: list[object] = [f"{copy.step:,}", _badge(_state(copy)), tier, "", age]
@@ -56,7 +62,7 @@ def _rows(run: RunReader) -> list[list[object]]:
 
 
 def _badge(state: State) -> Html:
-    return tag("span", _WORDS[state], cls=f"badge {state.value}")
+    return tag("span", _STATE_LABELS[state], cls=f"badge {state.value}")
 
 
 def _state(copy: Copy) -> State:
@@ -66,18 +72,18 @@ def _state(copy: Copy) -> State:
 
 
 def _drawing(run: RunReader) -> Html | None:
-    """Each copy a bar from its save to its end, a lane a tier; higher is a later step."""
+    """Draw one lane per tier, and in it one bar per copy; a higher bar is a later step."""
     fold = run.sides.ring
-    lanes = [(tier, fold.copies(tier)) for tier in TIERS]
-    lanes = [(tier, copies) for tier, copies in lanes if copies]
-    if not lanes:
+    copies_by_tier = [(tier, fold.copies(tier)) for tier in TIERS]
+    copies_by_tier = [(tier, copies) for tier, copies in copies_by_tier if copies]
+    if not copies_by_tier:
         return None
-    last_step = max(1, *(copy.step for _, copies in lanes for copy in copies))
-    saved = [copy.saved for _, copies in lanes for copy in copies]
+    last_step = max(1, *(copy.step for _, copies in copies_by_tier for copy in copies))
+    saved = [copy.saved for _, copies in copies_by_tier for copy in copies]
     end = max(run.last_time(), min(saved) + 1.0, *saved)
     across = _scale(run, min(saved), end)
     figures = []
-    for order, (tier, copies) in enumerate(lanes):
+    for index, (tier, copies) in enumerate(copies_by_tier):
         shapes = _lane(tier, copies, last_step, end, across)
         names = [Label(at=15, text=tier), Label(at=_LANE - 6, text=f"{len(copies):,} in all")]
         figures.append(
@@ -85,7 +91,7 @@ def _drawing(run: RunReader) -> Html | None:
                 [stretched(shapes, _LANE)],
                 height=_LANE,
                 left=names,
-                below=_steps(run) if order == len(lanes) - 1 else [],
+                below=_steps(run) if index == len(copies_by_tier) - 1 else [],
                 title=f"Checkpoints on tier {tier}, from their save to their end",
             )
         )
@@ -98,16 +104,16 @@ def _drawing(run: RunReader) -> Html | None:
 
 
 def _scale(run: RunReader, first: float, end: float) -> Callable[[float], float]:
-    """From seconds since the epoch to units: over attempts as the curves are, where there are."""
-    places = run.fold.places
+    """Map seconds since the epoch to x units: by attempt, like the curves, if there are any."""
+    places = run.fold.attempts
     last = len(places) - 1
 
     def across(time: float) -> float:
         if last > 0:
-            share = bisect_left(range(last + 1), time, key=places.time_of) / last
+            fraction = bisect_left(range(last + 1), time, key=places.time_of) / last
         else:
-            share = (time - first) / (end - first)
-        return WIDTH * min(1.0, max(0.0, share))
+            fraction = (time - first) / (end - first)
+        return WIDTH * min(1.0, max(0.0, fraction))
 
     return across
 
@@ -119,27 +125,27 @@ def _lane(
     end: float,
     across: Callable[[float], float],
 ) -> list[Html]:
-    made = [tag("rect", x=0, y=0, width=WIDTH, height=_LANE, cls="lane")]
-    for copy in _most_telling(copies):
+    shapes = [tag("rect", x=0, y=0, width=WIDTH, height=_LANE, cls="lane")]
+    for copy in _limit_bars(copies):
         y = 5 + (_LANE - 10) * (1 - copy.step / last_step)
-        over = end if copy.gone is None else copy.gone
+        end_of_life = end if copy.gone is None else copy.gone
         changes = [
             (copy.saved, "committed"),
             *([(copy.proven, "clean")] if copy.proven is not None else []),
             *([(copy.tainted, "tainted")] if copy.tainted is not None else []),
         ]
-        words = f"step {copy.step:,}, {tier}: saved {when(copy.saved)}"
+        tooltip = f"step {copy.step:,}, {tier}: saved {when(copy.saved)}"
         bars = []
-        for at, (since, state) in enumerate(changes):
-            until = changes[at + 1][0] if at + 1 < len(changes) else over
+        for index, (since, state) in enumerate(changes):
+            until = changes[index + 1][0] if index + 1 < len(changes) else end_of_life
             x, stop = across(since), max(across(until), across(since) + 1.5)
             bars.append(tag("path", d=f"M{x:.1f} {y:.1f}H{stop:.1f}", cls=f"life {state}"))
-        made.append(tag("g", tag("title", words), *bars))
-    return made
+        shapes.append(tag("g", tag("title", tooltip), *bars))
+    return shapes
 
 
-def _most_telling(copies: Sequence[Copy]) -> list[Copy]:
-    """All, or those that are there, those that were tainted, and the longest lived."""
+def _limit_bars(copies: Sequence[Copy]) -> list[Copy]:
+    """At most :data:`_MOST_BARS` copies: existing ones first, then tainted, then longest lived."""
     if len(copies) <= _MOST_BARS:
         return list(copies)
 
@@ -151,17 +157,17 @@ def _most_telling(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def _steps(run: RunReader) -> list[Label]:
-    places = run.fold.places
-    last = len(places) - 1
+    attempts = run.fold.attempts
+    last = len(attempts) - 1
     if last <= 0:
         return []
     return [
         Label(
-            at=order / 4,
-            text=f"{places.step_of(round(order * last / 4)):,}",
-            is_minor=order % 2 == 1,
+            at=index / 4,
+            text=f"{attempts.step_of(round(index * last / 4)):,}",
+            is_minor=index % 2 == 1,
         )
-        for order in range(5)
+        for index in range(5)
     ]
 
 
@@ -169,7 +175,7 @@ def _legend() -> Html:
     return tag(
         "ul",
         *(
-            tag("li", tag("span", cls=f"sign life-{state.value}"), _WORDS[state])
+            tag("li", tag("span", cls=f"sign life-{state.value}"), _STATE_LABELS[state])
             for state in (State.committed, State.clean, State.tainted)
         ),
         cls="legend",

@@ -13,18 +13,18 @@ from runner.report.figure import sign
 from runner.report.markup import Html, join, table, tag
 from runner.report.rows import Row
 from runner.report.run import RunReader
-from runner.report.state import Standing, standing
+from runner.report.state import RunStatus, run_status
 
 _POINTS = 600
-_LINES = 8  # colours and dashes that are told apart
+_LINES = 8  # distinguishable combinations of colour and dash
 
 
 def comparison(runs: Sequence[RunReader]) -> Html:
-    """What a person looks at first, of each; then what differs in the settings."""
-    now = [standing(run) for run in runs]
+    """A table with one row per run, their losses, and the settings that differ."""
+    now = [run_status(run) for run in runs]
     names = [run.run_dir.out.name or str(run.run_dir.out) for run in runs]
     rows = [
-        _row(place, name, one) for place, (name, one) in enumerate(zip(names, now, strict=True))
+        _row(index, name, one) for index, (name, one) in enumerate(zip(names, now, strict=True))
     ]
     heads = [
         "", "run", "status", "step", "loss", "held-out", "goodput", "wall", "discarded",
@@ -46,8 +46,8 @@ def comparison(runs: Sequence[RunReader]) -> Html:
 
 
 def comparison_data(runs: Sequence[RunReader], names: Sequence[str]) -> dict[str, Any]:
-    """The lines of the common chart, each thinned over steps that count."""
-    lines = [[[step, _plain(loss)] for step, loss in _counted(run)] for run in runs]
+    """The lines of the common chart; each holds a few hundred applied steps."""
+    lines = [[[step, _plain(loss)] for step, loss in _applied_points(run)] for run in runs]
     return {
         "names": list(names),
         "lines": lines,
@@ -55,9 +55,9 @@ def comparison_data(runs: Sequence[RunReader], names: Sequence[str]) -> dict[str
     }
 
 
-def _row(place: int, name: str, now: Standing) -> list[object]:
+def _row(index: int, name: str, now: RunStatus) -> list[object]:
     return [
-        sign(place),
+        sign(index),
         name,
         now.status,
         f"{now.step:,}",
@@ -71,18 +71,18 @@ def _row(place: int, name: str, now: Standing) -> list[object]:
     ]
 
 
-def _counted(run: RunReader) -> list[tuple[int, float]]:
-    """Step and loss of the steps that count, some hundred of them with every column's highest."""
+def _applied_points(run: RunReader) -> list[tuple[int, float]]:
+    """Step and loss of applied steps: the lowest and the highest loss of each column."""
     kept: dict[int, Row] = {}
     for row in run.fold.thinned.rows():
         if row.is_applied and math.isfinite(row.loss):
-            kept[row.step] = row  # a later attempt at a step takes the place of an undone one
+            kept[row.step] = row  # a later attempt at a step replaces one that was undone
     last = max(kept, default=1)
-    found: dict[int, list[tuple[int, float]]] = {}
+    columns: dict[int, list[tuple[int, float]]] = {}
     for step in sorted(kept):
-        found.setdefault(_POINTS * step // (last + 1), []).append((step, kept[step].loss))
+        columns.setdefault(_POINTS * step // (last + 1), []).append((step, kept[step].loss))
     points = set()
-    for column in found.values():
+    for column in columns.values():
         points |= {
             min(column, key=lambda point: point[1]),
             max(column, key=lambda point: point[1]),
@@ -91,7 +91,7 @@ def _counted(run: RunReader) -> list[tuple[int, float]]:
 
 
 def _still(runs: Sequence[RunReader]) -> Html:
-    lines = [_counted(run) for run in runs]
+    lines = [_applied_points(run) for run in runs]
     scale = bounds([loss for line in lines for _, loss in line], is_log=False)
     if scale is None:
         return Html("")
@@ -108,9 +108,9 @@ def _still(runs: Sequence[RunReader]) -> Html:
         tag(
             "path",
             d="M" + "L".join(at(*point) for point in line),
-            cls=f"curve line{place % _LINES}",
+            cls=f"curve line{index % _LINES}",
         )
-        for place, line in enumerate(lines)
+        for index, line in enumerate(lines)
         if line
     ]
     ends = [
@@ -126,12 +126,12 @@ def _still(runs: Sequence[RunReader]) -> Html:
 
 
 def _differences(runs: Sequence[RunReader], names: Sequence[str]) -> Html | None:
-    told = [run.settings() for run in runs]
-    keys = [key for key in dict.fromkeys(k for one in told for k in one) if key != "out"]
+    settings = [run.settings() for run in runs]
+    keys = [key for key in dict.fromkeys(k for one in settings for k in one) if key != "out"]
     rows = [
-        [key, *("-" if one.get(key) is None else str(one[key])[:200] for one in told)]
+        [key, *("-" if one.get(key) is None else str(one[key])[:200] for one in settings)]
         for key in keys
-        if len({repr(one.get(key)) for one in told}) > 1
+        if len({repr(one.get(key)) for one in settings}) > 1
     ]
     if not rows:
         return tag("p", "Their settings are the same.", cls="note")

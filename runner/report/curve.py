@@ -1,4 +1,4 @@
-"""The curves as the page's script takes them: columns of plain numbers, not finite ones null."""
+"""The curves in the form that the page's script reads: columns of numbers, null if not finite."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from runner.report.rows import Row
 from runner.report.run import Mark, RunReader
 from runner.system.parsing import json_text
 
-# What is drawn over the curves; discards are seen by their rows.
-_DRAWN = frozenset({"rollback", "rebaseline", "halt", "start", "crash", "redo", "replica_mismatch"})
+# Journal kinds drawn over the curves; a discard shows in the row of its step.
+_DRAWN_KINDS = frozenset(
+    {"rollback", "rebaseline", "halt", "start", "crash", "redo", "replica_mismatch"}
+)
 _MOST_MARKS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One of the charts: a field of :class:`Row` over attempts."""
+    """One chart: a field of :class:`Row` over attempts."""
 
     key: str
     title: str
@@ -42,7 +44,7 @@ CURVES = (
 
 
 def shown(rows: Sequence[Row]) -> list[Curve]:
-    """The curves that have anything to draw."""
+    """The curves that have at least one value to draw."""
     return [
         curve
         for curve in CURVES
@@ -51,12 +53,12 @@ def shown(rows: Sequence[Row]) -> list[Curve]:
 
 
 def _is_drawn(curve: Curve, value: float) -> bool:
-    """A logarithmic scale has no place for 0."""
+    """Whether the value can be drawn: finite, and positive on a logarithmic scale."""
     return math.isfinite(value) and (value > 0 or not curve.is_log)
 
 
 def columns(rows: Sequence[Row]) -> dict[str, Any]:
-    """Rows for the script: whole numbers as differences, what is not ordinary by place."""
+    """Rows for the script: integers as differences, unusual steps listed by row index."""
     return {
         "attempt": _differences(row.attempt for row in rows),
         "step": _differences(row.step for row in rows),
@@ -67,21 +69,21 @@ def columns(rows: Sequence[Row]) -> dict[str, Any]:
         "loss_limit": _numbers((row.loss_limit for row in rows), digits=4),
         "norm_limit": _numbers((row.norm_limit for row in rows), digits=4),
         "odd": [
-            [place, row.action, row.verdict]
-            for place, row in enumerate(rows)
+            [index, row.action, row.verdict]
+            for index, row in enumerate(rows)
             if not row.is_applied or row.verdict != "Clean"
         ],
     }
 
 
 def evaluations(rows: Sequence[Row]) -> list[list[Any]]:
-    """Attempt, step and held-out loss."""
+    """Attempt, step and held-out loss of each evaluation."""
     return [[row.attempt, row.step, _short(row.eval_loss, 6)] for row in rows]
 
 
 def marks_of(marks: Sequence[Mark]) -> list[dict[str, Any]]:
-    """What is drawn over the curves, the newest where there are too many."""
-    drawn = [mark for mark in marks if mark.line.kind in _DRAWN and is_news(mark)]
+    """The marks drawn over the curves; only the newest if there are too many."""
+    drawn = [mark for mark in marks if mark.line.kind in _DRAWN_KINDS and is_news(mark)]
     return [
         {
             "attempt": mark.attempt,
@@ -95,15 +97,15 @@ def marks_of(marks: Sequence[Mark]) -> list[dict[str, Any]]:
 
 
 def data_of(run: RunReader) -> dict[str, Any]:
-    """All that the script draws of a run."""
+    """Everything that the script draws for a run."""
     return news_of(run, run.fold.thinned.rows())
 
 
 def news_of(run: RunReader, rows: Sequence[Row]) -> dict[str, Any]:
-    """What the script adds: these rows; all else as it is by now."""
+    """The update that the script applies: new rows, and the current state of everything else."""
     return {
         "generation": run.generation,
-        "attempts": len(run.fold.places),
+        "attempts": len(run.fold.attempts),
         "rows": columns(rows),
         "evaluations": evaluations(run.fold.evaluated.rows()),
         "marks": marks_of(run.marks()),
@@ -113,31 +115,31 @@ def news_of(run: RunReader, rows: Sequence[Row]) -> dict[str, Any]:
 
 def ring_of(run: RunReader) -> list[dict[str, Any]]:
     """The checkpoints on disk at the attempts that made them."""
-    found = []
+    points = []
     for one in run.checkpoints():
-        attempt = run.fold.places.attempt_of(one.step)
+        attempt = run.fold.attempts.attempt_of(one.step)
         if attempt is not None:
-            found.append({"attempt": attempt, "step": one.step, "state": one.state.value})
-    return found
+            points.append({"attempt": attempt, "step": one.step, "state": one.state.value})
+    return points
 
 
 def script_json(tree: Mapping[str, Any]) -> str:
-    """JSON that may stand in a script element: nothing in it ends the element or begins another."""
-    told = json_text(tree, is_compact=True)
-    return told.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    """JSON that is safe in a script element: it cannot close the element or open another."""
+    text = json_text(tree, is_compact=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def is_news(mark: Mark) -> bool:
-    """All but the first start."""
+    """Whether the mark is worth drawing: every kind except the run's first start."""
     return mark.line.kind != "start" or mark.line.attempt_number > 1
 
 
 def _differences(values: Iterable[int]) -> list[int]:
-    made, before = [], 0
+    differences, before = [], 0
     for value in values:
-        made.append(value - before)
+        differences.append(value - before)
         before = value
-    return made
+    return differences
 
 
 def _numbers(values: Iterable[float], *, digits: int = 6) -> list[float | int | None]:

@@ -1,4 +1,4 @@
-"""A curve as SVG: what is seen without the script, and on paper."""
+"""A curve as SVG, which is shown without the script and in print."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 8, 16, 26
 _COLUMNS = 500
 _LIMIT_COLUMNS = 250
 _MOST_CROSSES = 400
-# A curve's own scale ends so far above what 98 % of it span; what lies higher is shown at the edge.
+# The scale is cut if all values span more than this many times the span of the lower 98 %.
 _SPANS = 6.0
 
 
 def bounds(values: Sequence[float], *, is_log: bool) -> tuple[float, float] | None:
-    """The scale of a chart: all values, but for outliers that would flatten the rest."""
+    """The scale of a chart: all values except outliers that would flatten the rest."""
     known = sorted(
         math.log10(value) if is_log else value
         for value in values
@@ -48,10 +48,11 @@ def drawing(
     evaluations: Sequence[Row] = (),
     ring: Sequence[Mapping[str, Any]] = (),
 ) -> Html:
-    """The whole run; every column's lowest and highest value.
+    """Draw the whole run: the lowest and the highest value of each column of pixels.
 
-    ``evaluations`` and ``ring``, as :func:`runner.report.curve.ring_of` has it, are drawn into the
-    loss alone.
+    Args:
+        evaluations: rows with a held-out loss; drawn only in the chart of the loss.
+        ring: checkpoints as :func:`runner.report.curve.ring_of` returns them; likewise.
     """
     applied = [row for row in rows if row.is_applied]
     is_loss = curve.key == "loss"
@@ -66,9 +67,9 @@ def drawing(
         return _LEFT + (WIDTH - _LEFT - _RIGHT) * attempt / last
 
     def up(value: float) -> float:
-        told = math.log10(max(value, 1e-300)) if curve.is_log else value
-        share = min(1.0, max(0.0, (told - low) / (high - low)))
-        return _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - share)
+        height = math.log10(max(value, 1e-300)) if curve.is_log else value
+        fraction = min(1.0, max(0.0, (height - low) / (high - low)))
+        return _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - fraction)
 
     return tag(
         "svg",
@@ -94,7 +95,7 @@ def _lines(
     across: Callable[[float], float],
     up: Callable[[float], float],
 ) -> str:
-    """A line from each way back to the next."""
+    """One line for each stretch between two rollbacks."""
     ends = [mark.attempt for mark in marks if mark.line.kind == "rollback"]
     parts, at = [], 0
     for end in [*ends, rows[-1].attempt + 1]:
@@ -108,21 +109,21 @@ def _lines(
 def _line(
     rows: Sequence[Row], key: str, across: Callable[[float], float], up: Callable[[float], float]
 ) -> str:
-    """Down and up within each column, and on to the next."""
+    """One path: first, lowest, highest and last value of each column."""
     spans: dict[int, list[float]] = {}
     step = (WIDTH - _LEFT - _RIGHT) / _COLUMNS
     for row in rows:
         value = getattr(row, key)
         if math.isfinite(value):
             spans.setdefault(int((across(row.attempt) - _LEFT) / step), []).append(up(value))
-    words = []
+    points = []
     for column, heights in spans.items():
-        at = _LEFT + column * step
-        words.append(f"{at:.1f} {heights[0]:.1f}")
+        x = _LEFT + column * step
+        points.append(f"{x:.1f} {heights[0]:.1f}")
         if len(heights) > 1:
-            words += [f"{at:.1f} {max(heights):.1f}", f"{at:.1f} {min(heights):.1f}"]
-            words.append(f"{at:.1f} {heights[-1]:.1f}")
-    return f"M{'L'.join(words)}" if words else ""
+            points += [f"{x:.1f} {max(heights):.1f}", f"{x:.1f} {min(heights):.1f}"]
+            points.append(f"{x:.1f} {heights[-1]:.1f}")
+    return f"M{'L'.join(points)}" if points else ""
 
 
 def _undone(mark: Mark, across: Callable[[float], float]) -> Html:
@@ -137,7 +138,7 @@ def _undone(mark: Mark, across: Callable[[float], float]) -> Html:
 def _limit(
     rows: Sequence[Row], key: str, across: Callable[[float], float], up: Callable[[float], float]
 ) -> list[Html]:
-    """What the gate would not have let pass: of each column the lowest limit, and all above it."""
+    """The band of values that the gate refuses: all above the lowest limit of each column."""
     spans: dict[int, float] = {}
     step = (WIDTH - _LEFT - _RIGHT) / _LIMIT_COLUMNS
     for row in rows:
@@ -145,16 +146,16 @@ def _limit(
         if math.isfinite(value):
             column = int((across(row.attempt) - _LEFT) / step)
             spans[column] = min(value, spans.get(column, value))
-    # A column without a limit ends the band, but not one without any row.
+    # A column of rows without a limit ends the band; a column without rows does not.
     known = {int((across(row.attempt) - _LEFT) / step) for row in rows}
-    made, open_ = [], []
+    bands, open_ = [], []
     for column in sorted(known):
         if column in spans:
             open_.append((_LEFT + column * step, up(spans[column])))
         elif open_:
-            made += _band(open_)
+            bands += _band(open_)
             open_ = []
-    return [*made, *_band(open_)]
+    return [*bands, *_band(open_)]
 
 
 def _band(points: Sequence[tuple[float, float]]) -> list[Html]:
@@ -168,22 +169,22 @@ def _band(points: Sequence[tuple[float, float]]) -> list[Html]:
 def _evaluations(
     rows: Sequence[Row], across: Callable[[float], float], up: Callable[[float], float]
 ) -> list[Html]:
-    """The held-out loss: a line, and a ring at each where there is room."""
+    """The held-out loss: a line, and a circle at each evaluation where there is room."""
     known = [row for row in rows if math.isfinite(row.eval_loss)]
     if not known:
         return []
     points = [(across(row.attempt), up(row.eval_loss)) for row in known]
     line = tag("path", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), cls="evaluated")
-    rings, before = [], -math.inf
+    circles, last_x = [], -math.inf
     for x, y in points:
-        if x - before >= 12:
-            rings.append(tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=3.4, cls="evaluation-at"))
-            before = x
-    return [line, *rings]
+        if x - last_x >= 12:
+            circles.append(tag("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=3.4, cls="evaluation-at"))
+            last_x = x
+    return [line, *circles]
 
 
 def _ring(ring: Sequence[Mapping[str, Any]], across: Callable[[float], float]) -> list[Html]:
-    """A triangle at each checkpoint that is there."""
+    """A triangle at each checkpoint on disk that is not tainted."""
     bottom = HEIGHT - _BOTTOM
     return [
         tag(
@@ -209,14 +210,14 @@ def _crosses(
     for row in odd:
         value = getattr(row, curve.key)
         x, y = across(row.attempt), up(value) if math.isfinite(value) else _TOP
-        if row.action == "redo":  # a ring that is open above right, as of going round
+        if row.action == "redo":  # a circular arrow, open at the upper right
             redone.append(f"M{x + 4:.1f} {y - 2:.1f}a4.6 4.6 0 1 0 1 3m-1 -3v-5m0 5h-5")
         else:
             crosses.append(f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
     return join(
-        tag("path", d="".join(words), cls=name)
-        for words, name in ((crosses, "cross"), (redone, "redone"))
-        if words
+        tag("path", d="".join(shapes), cls=name)
+        for shapes, name in ((crosses, "cross"), (redone, "redone"))
+        if shapes
     )
 
 
@@ -224,8 +225,8 @@ def _over(mark: Mark, across: Callable[[float], float]) -> Html:
     x = across(mark.attempt)
     if mark.line.kind == "rollback" and mark.back_to is not None:
         back = across(mark.back_to)
-        way = f"M{x:.1f} {_TOP + 16}Q{(x + back) / 2:.1f} {_TOP - 14} {back:.1f} {_TOP + 16}"
-        return tag("path", d=f"{way}l5 -7m-5 7l8 -2", cls="arc")
+        curve = f"M{x:.1f} {_TOP + 16}Q{(x + back) / 2:.1f} {_TOP - 14} {back:.1f} {_TOP + 16}"
+        return tag("path", d=f"{curve}l5 -7m-5 7l8 -2", cls="arc")
     if mark.line.kind in ("start", "crash", "rebaseline", "halt") and is_news(mark):
         bottom = HEIGHT - _BOTTOM
         return tag("path", d=f"M{x:.1f} {_TOP}V{bottom}", cls=f"over {_safe(mark.line.kind)}")
@@ -243,45 +244,45 @@ def _rulers(
     across: Callable[[float], float],
     up: Callable[[float], float],
 ) -> list[Html]:
-    made = []
+    shapes = []
     for value in ticks(scale, is_log=curve.is_log):
         y = up(value)
-        made.append(tag("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", cls="grid"))
-        made.append(
+        shapes.append(tag("path", d=f"M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}", cls="grid"))
+        shapes.append(
             tag("text", number(value), x=_LEFT - 6, y=f"{y + 4:.1f}", text_anchor="end", cls="tick")
         )
     for row in _spread(rows):
         x = across(row.attempt)
         end = "start" if x < _LEFT + 20 else "end" if x > WIDTH - 40 else "middle"
-        made.append(
+        shapes.append(
             tag("text", f"{row.step:,}", x=f"{x:.1f}", y=HEIGHT - 8, text_anchor=end, cls="tick")
         )
-    return made
+    return shapes
 
 
 def _spread(rows: Sequence[Row], count: int = 8) -> Iterable[Row]:
-    """Rows at about equal distances."""
+    """About ``count`` rows at about equal distances."""
     last = rows[-1].attempt
-    found: dict[int, Row] = {}
+    chosen: dict[int, Row] = {}
     for row in rows:
-        found.setdefault(count * row.attempt // max(1, last), row)
-    return found.values()
+        chosen.setdefault(count * row.attempt // max(1, last), row)
+    return chosen.values()
 
 
 def ticks(scale: tuple[float, float], *, is_log: bool) -> list[float]:
-    """Round numbers on a scale, about four."""
+    """About four round numbers on a scale."""
     low, high = scale
     if is_log:
         first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
         tens = [10.0**power for power in range(first, last + 1)]
         if len(tens) >= 2:
             return tens[:: max(1, len(tens) // 5)]
-        return [low * (high / low) ** (place / 3) for place in range(4)]
+        return [low * (high / low) ** (index / 3) for index in range(4)]
     rough = (high - low) / 4
     power = 10 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
     first = math.ceil(low / step)
-    return [place * step for place in range(first, math.floor(high / step) + 1)]
+    return [index * step for index in range(first, math.floor(high / step) + 1)]
 
 
 def number(value: float) -> str:
@@ -298,28 +299,28 @@ def number(value: float) -> str:
 
 
 def bar(parts: Sequence[tuple[str, float]], title: str) -> Html:
-    """Shares of a whole, one beside the other; each part's name is its class."""
+    """A bar of shares of a whole, side by side; each part's name is its CSS class."""
     whole = sum(amount for _, amount in parts) or 1.0
-    made, at = [], 0.0
+    shapes, x = [], 0.0
     for name, amount in parts:
         width = WIDTH * amount / whole
         if width > 0:
-            made.append(
+            shapes.append(
                 tag(
                     "rect",
                     tag("title", f"{name.replace('_', ' ')} {amount / whole:.1%}"),
-                    x=f"{at:.2f}",
+                    x=f"{x:.2f}",
                     y=0,
                     width=f"{width:.2f}",
                     height=26,
                     cls=f"kind {name}",
                 )
             )
-        at += width
+        x += width
     return tag(
         "svg",
         tag("title", title),
-        join(made),
+        join(shapes),
         viewBox=f"0 0 {WIDTH} 26",
         preserveAspectRatio="none",
         cls="bar",

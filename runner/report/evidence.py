@@ -1,4 +1,4 @@
-"""The evidence of explained steps, as the run left it: what was computed again, and the samples."""
+"""The evidence that a run wrote for explained steps: the repeated computations and the samples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ _MOST_PROBES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One computation of the step: what was changed in it, nats per token, gradient norm.
+    """One repetition of the step, with one variation.
 
-    ``None`` for what is not finite. ``nonfinite_ranks``: which ranks had NaN or Inf.
+    Attributes:
+        name: the variation.
+        loss: nats per token; None if not finite.
+        grad_norm: before clipping; None if not finite.
+        nonfinite_ranks: ranks that had NaN or Inf.
     """
 
     name: str
@@ -31,7 +35,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Of one step: the probes, and what ``samples.txt`` says."""
+    """The evidence of one step: its probes, and the text of ``samples.txt``."""
 
     number: int
     probes: tuple[Probe, ...]
@@ -39,13 +43,13 @@ class Evidence:
 
 
 def number_of(cause: Mapping[str, Any]) -> int | None:
-    """Of the evidence that a verdict names."""
+    """The number of the evidence that a verdict names; None if it names none."""
     number = cause.get("bundle")
     return number if type(number) is int and 0 <= number < 10**12 else None
 
 
 def evidence(run_dir: RunDir, number: int, *, most_characters: int) -> Evidence | None:
-    """What lies in ``out`` of it; None where nothing does, or nothing that can be read."""
+    """Read the evidence with this number; None if there is none, or it cannot be read."""
     folder = run_dir.explanation(number)
     try:
         incident = parse_json(read_bounded(folder / "incident.json", _JSON_BYTES))
@@ -80,7 +84,7 @@ def _probe(name: str, probe: Mapping[str, Any]) -> Probe:
 
 
 def _without_head(text: str) -> str:
-    """The first line repeats the verdict."""
+    """The text without its first line, which repeats the verdict."""
     return text.partition("\n")[2].strip()
 
 

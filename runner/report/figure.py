@@ -1,4 +1,4 @@
-"""Still figures: colours over time, lines beside each other, small curves of a number each."""
+"""Static figures: heat maps over time, charts with several lines, small curves of one number."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from runner.report.drawing import WIDTH, bounds, number, ticks
+from runner.report.formatting import cut
 from runner.report.heat import ABOVE, Picture
 from runner.report.markup import Html, join, tag
-from runner.report.words import cut
 from runner.system.parsing import json_text
 
 _ROWS_HEIGHT, _LEAST_ROW, _MOST_ROW = 220, 1.8, 20  # pixels
@@ -18,15 +18,15 @@ _LABEL = 15  # pixels that a row's label takes
 _LABEL_CHARACTERS = 12
 _MOST_DOTS = 200
 _NAMES, _NUMBERS = 96, 48  # pixels to the left
-_BELOW = 22  # pixels for what stands under a figure
+_BELOW = 22  # pixels for the labels below a figure
 _HEIGHT = 170
-MOST_LINES = 8  # colours and dashes that are told apart
+MOST_LINES = 8  # distinguishable combinations of colour and dash
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A line of a figure, its points in the order of ``x``; a NaN leaves a gap."""
+    """A named line of a figure; points are in the order of ``x``, and a NaN leaves a gap."""
 
     name: str
     points: Sequence[Point]
@@ -34,9 +34,13 @@ class Named:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Label:
-    """Text at a place: pixels from the top, or a share of the width. ``is_minor``: for wide ones.
+    """A label beside or below a figure.
 
-    ``full`` is shown to who points at it.
+    Attributes:
+        at: pixels from the top for a label at the left, a share of the width for one below.
+        text: what is printed.
+        is_minor: shown only where the figure is wide.
+        full: the tooltip.
     """
 
     at: float
@@ -54,11 +58,11 @@ def framed(
     title: str,
     names: bool = True,
 ) -> Html:
-    """A figure as high on a phone as on a wide screen: only the plane is stretched.
+    """A figure of fixed height: a wider screen stretches only the plane.
 
     Args:
-        plane: what is drawn, its x in shares of the width.
-        names: whether names stand to the left, which take more room than numbers.
+        plane: the shapes; their x coordinates are shares of the width.
+        names: whether the labels at the left are names, which need more room than numbers.
     """
     width = _NAMES if names else _NUMBERS
     whole = math.ceil(height) + (_BELOW if below else 6)
@@ -89,7 +93,7 @@ def framed(
 
 
 def stretched(shapes: Sequence[Html], height: float) -> Html:
-    """Shapes on 1000 units of width, as wide as the plane."""
+    """Shapes drawn on 1000 units of width, stretched to the width of the plane."""
     return tag(
         "svg",
         *shapes,
@@ -101,11 +105,11 @@ def stretched(shapes: Sequence[Html], height: float) -> Html:
 
 
 def heat(picture: Picture, title: str, unit: str) -> Html:
-    """Rows over looks; the script tells the numbers under the pointer."""
+    """A heat map of rows over inspections; the script shows the value under the pointer."""
     rows, columns = len(picture.names), len(picture.steps)
     height = min(_MOST_ROW, max(_LEAST_ROW, _ROWS_HEIGHT / rows))
     whole = rows * height
-    words = f"{title}: {rows} rows over {columns} looks, from step {picture.steps[0]:,}"
+    description = f"{title}: {rows} rows over {columns} columns, from step {picture.steps[0]:,}"
     cells = tag(
         "image",
         href=picture.png(),
@@ -125,7 +129,7 @@ def heat(picture: Picture, title: str, unit: str) -> Html:
             height=whole,
             left=_row_labels(picture.names, height),
             below=_look_labels(picture),
-            title=words,
+            title=description,
         ),
         _scale(picture),
         cls="heat",
@@ -134,9 +138,9 @@ def heat(picture: Picture, title: str, unit: str) -> Html:
 
 
 def _above(picture: Picture, height: float) -> list[Html]:
-    """A dot on what is far above the scale: seen without colours, and where a cell is a line."""
+    """A dot on each value far above the scale: visible without colour and in narrow cells."""
     columns = len(picture.steps)
-    places = [at for at, place in enumerate(picture.places) if place == ABOVE]
+    indices = [at for at, place in enumerate(picture.places) if place == ABOVE]
     return [
         tag(
             "circle",
@@ -145,7 +149,7 @@ def _above(picture: Picture, height: float) -> list[Html]:
             r=3.2,
             cls="spike",
         )
-        for at in places[:_MOST_DOTS]
+        for at in indices[:_MOST_DOTS]
     ]
 
 
@@ -160,19 +164,19 @@ def _row_labels(names: Sequence[str], height: float) -> list[Label]:
 
 def _look_labels(picture: Picture) -> list[Label]:
     columns = len(picture.steps)
-    places = sorted({round(at * (columns - 1) / 4) for at in range(5)})
+    columns_shown = sorted({round(at * (columns - 1) / 4) for at in range(5)})
     return [
         Label(
             at=(at + 0.5) / columns if columns < 12 else at / (columns - 1),
             text=f"{picture.last_step if at == columns - 1 else picture.steps[at]:,}",
-            is_minor=order % 2 == 1,
+            is_minor=index % 2 == 1,
         )
-        for order, at in enumerate(places)
+        for index, at in enumerate(columns_shown)
     ]
 
 
 def _scale(picture: Picture) -> Html:
-    """What the colours mean."""
+    """The legend of the colours."""
     above = join([tag("span", cls="above"), "far above"]) if picture.has_above else None
     return tag(
         "p",
@@ -242,27 +246,27 @@ def lines(title: str, unit: str, named: Sequence[Named], *, x_words: str) -> Htm
 
 
 def _whole_labels(first: float, last: float) -> list[Label]:
-    """Steps and positions are whole."""
+    """Labels at integers: steps and positions are whole numbers."""
     if last <= first:
         return [Label(at=0.0, text=f"{first:,.0f}")]
-    found = [value for value in ticks((first, last), is_log=False) if value == round(value)]
+    values = [value for value in ticks((first, last), is_log=False) if value == round(value)]
     return [
-        Label(at=(value - first) / (last - first), text=f"{value:,.0f}", is_minor=order % 2 == 1)
-        for order, value in enumerate(found)
+        Label(at=(value - first) / (last - first), text=f"{value:,.0f}", is_minor=index % 2 == 1)
+        for index, value in enumerate(values)
     ]
 
 
 def key(names: Sequence[str]) -> Html:
-    """Which line is which."""
+    """The legend: the name of each line."""
     return tag(
         "ul",
-        *(tag("li", sign(place), name) for place, name in enumerate(names)),
+        *(tag("li", sign(index), name) for index, name in enumerate(names)),
         cls="legend",
     )
 
 
 def sign(place: int) -> Html:
-    """A piece of a line, as it is drawn."""
+    """A short piece of a line in its colour and dash."""
     piece = tag("path", d="M0 4H30", cls=f"curve line{place % MOST_LINES}")
     return tag(
         "svg", piece, viewBox="0 0 30 8", width=30, height=8, cls="piece", aria_hidden="true"
@@ -272,17 +276,17 @@ def sign(place: int) -> Html:
 def path(
     points: Sequence[Point], across: Callable[[float], float], up: Callable[[float], float]
 ) -> str:
-    """Lines between the points; what is not a number is a gap."""
-    words, is_open = [], False
+    """The SVG path through the points; a value that is not finite leaves a gap."""
+    commands, is_open = [], False
     for x, y in points:
         if math.isfinite(y):
-            words.append(f"{'L' if is_open else 'M'}{across(x):.1f} {up(y):.1f}")
+            commands.append(f"{'L' if is_open else 'M'}{across(x):.1f} {up(y):.1f}")
         is_open = math.isfinite(y)
-    return "".join(words)
+    return "".join(commands)
 
 
 def small(title: str, points: Sequence[Point]) -> Html | None:
-    """One number over time, with its extremes; None without a number."""
+    """A small curve of one number over time, with its extremes; None without a finite value."""
     known = [y for _, y in points if math.isfinite(y)]
     if not known:
         return None
@@ -313,10 +317,10 @@ def small(title: str, points: Sequence[Point]) -> Html | None:
         preserveAspectRatio="none",
         role="img",
     )
-    words = f"{number(low)} to {number(high)}{', log scale' if is_log else ''}"
+    range_text = f"{number(low)} to {number(high)}{', log scale' if is_log else ''}"
     return tag(
         "figure",
         tag("figcaption", title, " ", tag("b", number(known[-1]))),
         drawn,
-        tag("small", words),
+        tag("small", range_text),
     )

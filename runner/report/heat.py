@@ -1,7 +1,7 @@
-"""Rows over time as colours: a fold that keeps the extremes, and the picture of it.
+"""Heat maps of named rows over time: a grid that keeps extremes, and its picture.
 
-The picture is a PNG of a pixel a cell, made here, so that the page holds it without asking anybody
-for it; its colours are told apart without red and green, and on light and dark paper.
+The picture is a PNG with one pixel per cell. It is made here, so that the page needs no request.
+Its colours can be distinguished with red-green blindness, and on light and dark backgrounds.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _MOST_NAMES = 4096
-# Of the known values so many lie within the scale; what is far above it has a colour of its own.
+# The quantiles at which the scale starts and ends; values far above have a colour of their own.
 _LOW_SHARE, _HIGH_SHARE = 0.01, 0.98
-_FAR = 0.35  # of the scale's length, above its end
+_FAR = 0.35  # share of the scale's length above its end
 NONE, ABOVE = 0, 255
-# From dark to light through blue, grey and yellow: as cividis (Nunez, Anderton and Renslow, 2018).
+# From dark to light through blue, grey and yellow, like cividis (Nunez, Anderton, Renslow, 2018).
 _ANCHORS = (
     (0, 32, 77), (31, 57, 109), (66, 78, 108), (92, 99, 111), (118, 118, 120),
     (149, 142, 118), (182, 168, 106), (216, 196, 83), (255, 233, 69),
@@ -27,26 +27,26 @@ ABOVE_COLOUR = (230, 0, 110)
 
 
 class Grid:
-    """Values of named rows, added look by look; two columns become one when there are too many.
+    """Values of named rows, added one inspection at a time; too many columns are merged in pairs.
 
     Args:
-        most_columns: at most so many are kept.
+        most_columns: the most columns that are kept.
     """
 
     def __init__(self, *, most_columns: int = 200) -> None:
         self._most_columns = max(2, most_columns)
         self.names: list[str] = []
         self._places: dict[str, int] = {}
-        self.width = 1  # looks of a column
+        self.width = 1  # inspections per column
         self._in_last = 0
-        self.steps: list[int] = []  # of each column's first look
-        # By row: the lowest and the highest value, their sum and their number.
+        self.steps: list[int] = []  # of each column's first inspection
+        # By row: lowest value, highest value, sum and count.
         self._columns: list[dict[int, tuple[float, float, float, int]]] = []
-        self.num_looks = 0
+        self.num_inspections = 0
         self.last_step = 0
 
     def add(self, step: int, values: Mapping[str, float | None]) -> None:
-        """The next look. What is not finite leaves its cell empty."""
+        """Add the next inspection. A value that is not finite leaves its cell empty."""
         if not self._columns or self._in_last >= self.width:
             if len(self._columns) >= self._most_columns:
                 self._double()
@@ -55,7 +55,7 @@ class Grid:
                 self.steps.append(step)
                 self._in_last = 0
         self._in_last += 1
-        self.num_looks += 1
+        self.num_inspections += 1
         self.last_step = step
         column = self._columns[-1]
         for name, value in values.items():
@@ -66,20 +66,20 @@ class Grid:
             column[row] = min(low, value), max(high, value), total + value, count + 1
 
     def cells(self) -> list[list[float]]:
-        """By row and column, of each cell the value that is farther from the row's usual one.
+        """By row and column, the value of each cell that is farthest from the row's median.
 
-        NaN where there is none. "Far" is a factor where all values are positive.
+        NaN for an empty cell. The distance is a ratio where all values are positive.
         """
-        made = []
+        rows = []
         for row, means in enumerate(self.means()):
             known = sorted(mean for mean in means if math.isfinite(mean))
             usual = known[(len(known) - 1) // 2] if known else math.nan
             cells = (column.get(row) for column in self._columns)
-            made.append([math.nan if cell is None else _far(cell, usual) for cell in cells])
-        return made
+            rows.append([math.nan if cell is None else _extreme(cell, usual) for cell in cells])
+        return rows
 
     def means(self) -> list[list[float]]:
-        """By row and column, the mean of each cell; NaN where there is none."""
+        """By row and column, the mean of each cell; NaN for an empty cell."""
         return [
             [
                 math.nan if cell is None else cell[2] / cell[3]
@@ -96,7 +96,7 @@ class Grid:
         return row
 
     def _double(self) -> None:
-        joined = []
+        columns = []
         for at in range(0, len(self._columns), 2):
             column = self._columns[at]
             later = self._columns[at + 1] if at + 1 < len(self._columns) else {}
@@ -108,19 +108,19 @@ class Grid:
                     total + known[2],
                     count + known[3],
                 )
-            joined.append(column)
+            columns.append(column)
         if len(self._columns) % 2 == 0:
             self._in_last += self.width
-        self._columns, self.steps = joined, self.steps[::2]
+        self._columns, self.steps = columns, self.steps[::2]
         self.width *= 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """A grid in colours: ``places`` has for each cell its place on the scale, row by row.
+    """A grid in colours: ``places`` holds the colour index of each cell, row by row.
 
-    A column stands for ``width`` looks. A place is :data:`NONE`, :data:`ABOVE`, or 1 at ``low`` to
-    254 at ``high``, evenly in the logarithm where ``is_log``.
+    A column stands for ``width`` inspections. An index is :data:`NONE`, :data:`ABOVE`, or from 1 at
+    ``low`` to 254 at ``high``, linear in the logarithm if ``is_log``.
     """
 
     names: tuple[str, ...]
@@ -137,13 +137,13 @@ class Picture:
         return ABOVE in self.places
 
     def png(self) -> str:
-        """As a ``data:`` address."""
+        """The picture as a ``data:`` URL."""
         return data_address(self.places, len(self.steps), len(self.names))
 
 
 def picture(grid: Grid, *, most_rows: int = 128) -> Picture | None:
-    """Of a grid; None where it holds no number."""
-    names, cells = _joined(grid.names, grid.cells(), most_rows)
+    """The picture of a grid; None if it holds no finite value."""
+    names, cells = _join_rows(grid.names, grid.cells(), most_rows)
     known = sorted(value for row in cells for value in row if math.isfinite(value))
     if not known:
         return None
@@ -184,26 +184,26 @@ def _place(value: float, low: float, high: float, *, is_log: bool) -> int:
     return 1 + round(253 * min(1.0, max(0.0, share)))
 
 
-def _joined(
+def _join_rows(
     names: Sequence[str], cells: Sequence[Sequence[float]], most_rows: int
 ) -> tuple[list[str], list[list[float]]]:
-    """At most so many rows: of neighbours the highest."""
+    """Merge neighbouring rows into at most ``most_rows``, keeping the highest value."""
     size = math.ceil(len(names) / most_rows) if names else 1
     if size == 1:
         return list(names), [list(row) for row in cells]
-    labels, made = [], []
+    labels, joined = [], []
     for at in range(0, len(names), size):
-        several = list(names[at : at + size])
-        labels.append(several[0] if len(several) == 1 else f"{several[0]} to {several[-1]}")
-        made.append([_highest(column) for column in zip(*cells[at : at + size], strict=True)])
-    return labels, made
+        group = list(names[at : at + size])
+        labels.append(group[0] if len(group) == 1 else f"{group[0]} to {group[-1]}")
+        joined.append([_highest(column) for column in zip(*cells[at : at + size], strict=True)])
+    return labels, joined
 
 
 def _highest(values: Sequence[float]) -> float:
     return max((value for value in values if math.isfinite(value)), default=math.nan)
 
 
-def _far(cell: tuple[float, float, float, int], usual: float) -> float:
+def _extreme(cell: tuple[float, float, float, int], usual: float) -> float:
     low, high = cell[:2]
     if low > 0 and usual > 0:
         return high if high / usual >= usual / low else low
@@ -211,22 +211,22 @@ def _far(cell: tuple[float, float, float, int], usual: float) -> float:
 
 
 def palette() -> list[tuple[int, int, int]]:
-    """256 colours: of nothing, of the scale, of what lies above it."""
-    made = [(0, 0, 0)]
-    for place in range(254):
-        at = place / 253 * (len(_ANCHORS) - 1)
+    """256 colours: index 0 for no value, then the scale, then one for values above it."""
+    colours = [(0, 0, 0)]
+    for index in range(254):
+        at = index / 253 * (len(_ANCHORS) - 1)
         below = min(len(_ANCHORS) - 2, int(at))
         share = at - below
         first, second = _ANCHORS[below], _ANCHORS[below + 1]
         red, green, blue = (
             round(one + (two - one) * share) for one, two in zip(first, second, strict=True)
         )
-        made.append((red, green, blue))
-    return [*made, ABOVE_COLOUR]
+        colours.append((red, green, blue))
+    return [*colours, ABOVE_COLOUR]
 
 
 def data_address(places: bytes, width: int, height: int) -> str:
-    """A picture of a pixel a place, as a ``data:`` address; :data:`NONE` is transparent."""
+    """A PNG with one pixel per index, as a ``data:`` URL; :data:`NONE` is transparent."""
     rows = b"".join(
         b"\0" + places[at : at + width] for at in range(0, width * height, max(1, width))
     )

@@ -1,4 +1,4 @@
-"""Journal lines, told as what they are together: a trouble with its steps, or a notice."""
+"""Journal lines, grouped into incidents and notices."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a person reads of first; all other kinds are notices or belong to the settings.
-TROUBLE = frozenset(
+# Kinds that a person reads about first; others are notices or belong to the settings.
+INCIDENT_KINDS = frozenset(
     {"discard", "redo", "rollback", "rebaseline", "halt", "crash", "unreadable", "evaluation"}
 )
-READING = "reading"  # a signature that the run found in its own curve
-CHANGES = frozenset({"setting_changed", "mixture", "interval"})
-# No trouble, and nothing to warn of.
-CALM = frozenset({"start", "restored", "episode", "explained", "stable", READING}) | CHANGES
-# What is said of a trouble, beside the lines that are it.
-REMARKS = frozenset({"episode", "explained"})
+READING = "reading"  # a signature found in the run's own curve
+CHANGE_KINDS = frozenset({"setting_changed", "mixture", "interval"})
+# Neither an incident nor a warning.
+QUIET_KINDS = (
+    frozenset({"start", "restored", "episode", "explained", "stable", READING}) | CHANGE_KINDS
+)
+# Lines that comment on an incident.
+REMARK_KINDS = frozenset({"episode", "explained"})
 _NAMES_NOTHING = ("unclear", "not reproducible")
-_FAR_STEPS = 30  # where no episode tells, trouble so much later is another
-_WORDS = 2000  # of one text of a line
-_NAMES = 64
+_FAR_STEPS = 30  # without an episode, a line this many steps later starts another incident
+_MOST_CHARACTERS = 2000  # of one text of a line, in characters
+_MOST_NAMES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One journal line as it is shown: texts are bounded, what is missing is empty."""
+    """One journal line as it is shown: texts are bounded, missing fields are empty."""
 
     time: float
     attempt_number: int
@@ -41,8 +43,8 @@ class Line:
 
 
 @dataclass(slots=True, kw_only=True)
-class Trouble:
-    """Lines that are one incident, in their order; ``place`` is the attempt where it began."""
+class IncidentGroup:
+    """The journal lines of one incident, in order."""
 
     lines: list[Line]
     place: int | None = None
@@ -55,99 +57,96 @@ class Trouble:
         return next((line for line in reversed(self.lines) if line.kind == kind), None)
 
 
-def line_of(told: Mapping[str, Any]) -> Line | None:
-    """A journal line; None for what is none."""
-    kind, step = told.get("kind"), told.get("step")
+def line_of(record: Mapping[str, Any]) -> Line | None:
+    """Parse a journal record; None if it is not one."""
+    kind, step = record.get("kind"), record.get("step")
     if not isinstance(kind, str) or type(step) is not int:
         return None
-    detail = told.get("detail")
+    detail = record.get("detail")
     return Line(
-        time=_seconds(told.get("time")),
-        attempt_number=_count(told.get("attempt")),
+        time=_seconds(record.get("time")),
+        attempt_number=_count(record.get("attempt")),
         kind=kind[:40],
         step=step,
-        decision=_text(told.get("decision")),
-        reason=_text(told.get("reason")),
-        ranks=tuple(rank for rank in _list(told.get("ranks")) if type(rank) is int),
-        samples=_span(told.get("samples")),
-        sample_ids=tuple(_text(name) for name in _list(told.get("sample_ids"))[:_NAMES]),
-        cost_steps=_count(told.get("cost_steps")),
-        cost_seconds=_seconds(told.get("cost_seconds")),
+        decision=_text(record.get("decision")),
+        reason=_text(record.get("reason")),
+        ranks=tuple(rank for rank in _list(record.get("ranks")) if type(rank) is int),
+        samples=_span(record.get("samples")),
+        sample_ids=tuple(_text(name) for name in _list(record.get("sample_ids"))[:_MOST_NAMES]),
+        cost_steps=_count(record.get("cost_steps")),
+        cost_seconds=_seconds(record.get("cost_seconds")),
         detail=detail if isinstance(detail, dict) else {},
     )
 
 
-def troubles(lines: Iterable[Line]) -> list[Trouble]:
-    """Lines of trouble, grouped: those up to the episode that tells what they were."""
-    found: list[Trouble] = []
-    open_: Trouble | None = None
+def group_incidents(lines: Iterable[Line]) -> list[IncidentGroup]:
+    """Group the lines of incidents: each group ends with the episode that describes it."""
+    groups: list[IncidentGroup] = []
+    current: IncidentGroup | None = None
     for line in lines:
         if line.kind == "episode":
-            _conclude(found, line)
-            open_ = None if line.decision != "persistent" else open_
+            _add_episode(groups, line)
+            current = None if line.decision != "persistent" else current
         elif line.kind == "explained":
-            _explain(found, line)
-        elif line.kind not in TROUBLE:
-            open_ = None if line.kind == "start" else open_
-        elif open_ is not None and _belongs(line, open_):
-            open_.lines.append(line)
-            open_ = None if line.kind == "rollback" else open_
+            _add_explanation(groups, line)
+        elif line.kind not in INCIDENT_KINDS:
+            current = None if line.kind == "start" else current
+        elif current is not None and _belongs(line, current):
+            current.lines.append(line)
+            current = None if line.kind == "rollback" else current
         else:
-            open_ = Trouble(lines=[line])
-            found.append(open_)
+            current = IncidentGroup(lines=[line])
+            groups.append(current)
             if line.kind not in ("discard", "redo"):
-                open_ = None
-    return found
+                current = None
+    return groups
 
 
-def verdicts(trouble: Trouble) -> list[Mapping[str, Any]]:
-    """What replays found of a trouble, the newest first; those that name something before others.
-
-    Equal ones once.
-    """
-    found = [line.detail.get("cause") for line in reversed(trouble.lines)]
-    told: dict[tuple[str, str, str], Mapping[str, Any]] = {}
-    for one in found:
+def verdicts(trouble: IncidentGroup) -> list[Mapping[str, Any]]:
+    """The distinct causes that replays found, newest first; those that name a cause come first."""
+    causes = [line.detail.get("cause") for line in reversed(trouble.lines)]
+    distinct: dict[tuple[str, str, str], Mapping[str, Any]] = {}
+    for one in causes:
         if isinstance(one, dict) and one.get("cause"):
             names = (str(one.get("cause")), str(one.get("why")), str(one.get("positions")))
-            told.setdefault(names, one)
-    return sorted(told.values(), key=lambda one: one.get("cause") in _NAMES_NOTHING)
+            distinct.setdefault(names, one)
+    return sorted(distinct.values(), key=lambda one: one.get("cause") in _NAMES_NOTHING)
 
 
 def readings(lines: Iterable[Line]) -> list[Line]:
-    """Signatures that the run read in its own curve."""
+    """Signatures that the run found in its own curve."""
     return [line for line in lines if line.kind == READING]
 
 
 def notices(lines: Iterable[Line]) -> list[Line]:
-    """Lines that warn of something beside the steps, the same ones once."""
-    known = TROUBLE | CALM
-    told: dict[tuple[str, str], Line] = {}
+    """Distinct lines that warn about something other than a bad step."""
+    excluded = INCIDENT_KINDS | QUIET_KINDS
+    distinct: dict[tuple[str, str], Line] = {}
     for line in lines:
-        if line.kind not in known:
-            told.setdefault((line.kind, line.reason), line)
-    return list(told.values())
+        if line.kind not in excluded:
+            distinct.setdefault((line.kind, line.reason), line)
+    return list(distinct.values())
 
 
-def _belongs(line: Line, trouble: Trouble) -> bool:
+def _belongs(line: Line, trouble: IncidentGroup) -> bool:
     is_near = abs(line.step - trouble.lines[-1].step) <= _FAR_STEPS
     return is_near and line.kind in ("discard", "redo", "rollback", "rebaseline", "halt")
 
 
-def _conclude(found: Sequence[Trouble], line: Line) -> None:
-    """An episode tells of the trouble whose samples it spans."""
+def _add_episode(groups: Sequence[IncidentGroup], line: Line) -> None:
+    """Add an episode to the incident whose samples it spans."""
     span = line.samples
-    for trouble in reversed(found):
-        mine = trouble.first.samples
-        if span is None or mine is None or span[0] <= mine[0] < span[1]:
+    for trouble in reversed(groups):
+        group_span = trouble.first.samples
+        if span is None or group_span is None or span[0] <= group_span[0] < span[1]:
             trouble.lines.append(line)
             return
 
 
-def _explain(found: Sequence[Trouble], line: Line) -> None:
-    """Add a verdict that came later to the trouble of the same evidence."""
+def _add_explanation(groups: Sequence[IncidentGroup], line: Line) -> None:
+    """Add a verdict that came later to the incident with the same evidence."""
     number = _bundle(line)
-    for trouble in reversed(found):
+    for trouble in reversed(groups):
         if number is not None and any(_bundle(one) == number for one in trouble.lines):
             trouble.lines.append(line)
             return
@@ -159,7 +158,7 @@ def _bundle(line: Line) -> object:
 
 
 def _text(value: Any) -> str:
-    return str(value)[:_WORDS] if value is not None else ""
+    return str(value)[:_MOST_CHARACTERS] if value is not None else ""
 
 
 def _list(value: Any) -> list[Any]:
@@ -171,8 +170,8 @@ def _count(value: Any) -> int:
 
 
 def _seconds(value: Any) -> float:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e11
-    return float(value) if good else 0.0
+    is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e11
+    return float(value) if is_valid else 0.0
 
 
 def _span(value: Any) -> tuple[int, int] | None:

@@ -1,9 +1,9 @@
-"""The page of a run that goes on, served on this machine's loopback address only.
+"""The page of a run in progress, served only on this machine's loopback address.
 
-A browser gets the whole page once and then, every second or two, what came since. The files are
-followed from where the last look ended and are only read, by whoever asks first. A request that
-names another host than this one is refused: a page of somebody else's, open in the same browser,
-must not get here by a name of its own that leads to 127.0.0.1.
+A browser gets the whole page once, and then every second or two what is new. The files are read
+incrementally, on request, and never written. A request whose Host header does not name this machine
+is refused: otherwise a foreign page in the same browser could read this one through a domain that
+resolves to 127.0.0.1 (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from runner.system.parsing import json_text
 
 ADDRESS = "127.0.0.1"
 _HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
-_LOOK_SECONDS = 0.5  # the files are not looked at more often, whoever asks
-_MOST_RECENT = 5000  # rows kept for those who ask for what came since
+_UPDATE_SECONDS = 0.5  # the files are not read more often, however many requests come
+_MOST_RECENT = 5000  # rows kept for incremental requests
 _IDLE_SECONDS = 30.0
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -40,14 +40,14 @@ _HEADERS = {
 
 
 class LiveRun:
-    """One run for any number of browsers. Any thread may call."""
+    """One run for any number of browsers; thread-safe."""
 
     def __init__(self, run: RunReader, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
         self._clock = clock
         self._lock = threading.Lock()
         self._recent: deque[Row] = deque(maxlen=_MOST_RECENT)
-        self._looked = -_LOOK_SECONDS
+        self._updated_at = -_UPDATE_SECONDS
 
     def page(self) -> str:
         """The whole document.
@@ -56,57 +56,57 @@ class LiveRun:
             OSError: a file cannot be read.
         """
         with self._lock:
-            self._look()
+            self._update()
             return page([self._run], is_live=True)
 
     def news(self, *, after: int, generation: int, known: str) -> dict[str, Any]:
-        """What came since.
+        """What is new since a browser's last request.
 
         Args:
-            after: the newest attempt that is known; -1 for all.
-            generation: which file that was of; see :attr:`RunReader.generation`.
-            known: ``known`` of the last answer.
+            after: the newest attempt that the browser has; -1 for none.
+            generation: the generation of that attempt; see :attr:`RunReader.generation`.
+            known: the field ``known`` of the last answer.
 
         Raises:
             OSError: a file cannot be read.
         """
         with self._lock:
-            self._look()
+            self._update()
             run = self._run
             keys = dict(part.split(":", 1) for part in known.split(",") if ":" in part)
-            made = {name: (key, markup) for name, key, markup in parts_of(run, 0)}
+            sections = {name: (key, markup) for name, key, markup in parts_of(run, 0)}
             rows = self._rows_after(after) if generation == run.generation else None
-            told = None
+            update = None
             if rows is None:
-                told = data_of(run) if len(run.fold.places) else None
+                update = data_of(run) if len(run.fold.attempts) else None
             elif rows or after >= 0:
-                told = news_of(run, rows)
+                update = news_of(run, rows)
             return {
                 "alive": run.is_alive(),
                 "whole": rows is None,
-                "known": ",".join(f"{name}:{_short(key)}" for name, (key, _) in made.items()),
+                "known": ",".join(f"{name}:{_short(key)}" for name, (key, _) in sections.items()),
                 "parts": {
                     name: markup()
-                    for name, (key, markup) in made.items()
+                    for name, (key, markup) in sections.items()
                     if keys.get(name) != _short(key)
                 },
-                "run": told,
+                "run": update,
             }
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         now = self._clock()
-        if now < self._looked + _LOOK_SECONDS:
+        if now < self._updated_at + _UPDATE_SECONDS:
             return
         generation = self._run.generation
         fresh = self._run.update()
         if self._run.generation != generation:
             self._recent.clear()
         self._recent.extend(fresh)
-        self._looked = self._clock()
+        self._updated_at = self._clock()
 
     def _rows_after(self, after: int) -> list[Row] | None:
-        """None where too many came since."""
-        newest = len(self._run.fold.places) - 1
+        """The rows after an attempt; None if some are no longer kept."""
+        newest = len(self._run.fold.attempts) - 1
         if after < 0 or after > newest or newest - after > len(self._recent):
             return None
         return [row for row in self._recent if row.attempt > after]
@@ -117,7 +117,7 @@ def _short(key: str) -> str:
 
 
 def server(out: Path, port: int) -> ThreadingHTTPServer:
-    """A server that listens; its caller serves and closes.
+    """A server that listens; the caller serves and closes it.
 
     Raises:
         ConfigError: there is no run in ``out``, or the port is taken.
@@ -128,17 +128,18 @@ def server(out: Path, port: int) -> ThreadingHTTPServer:
         run = live
 
     try:
-        made = ThreadingHTTPServer((ADDRESS, port), Handler)
+        http_server = ThreadingHTTPServer((ADDRESS, port), Handler)
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"live: port {port} of {ADDRESS}: {error}; --port N names another, --port 0 takes any"
+            f"live: port {port} of {ADDRESS}: {error}; choose another with --port N, or any free "
+            "one with --port 0"
         ) from None
-    made.daemon_threads = True
-    return made
+    http_server.daemon_threads = True
+    return http_server
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET, and nothing else."""
+    """Answers GET requests only."""
 
     run: LiveRun
     protocol_version = "HTTP/1.1"
@@ -148,26 +149,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not _is_own(self.headers.get_all("Host") or []):
-            self._send(403, "text/plain", "this page is for this machine's own browser only\n")
+            self._send(403, "text/plain", "this page is only for a browser on this machine\n")
             return
-        asked = urlsplit(self.path)
+        url = urlsplit(self.path)
         try:
-            if asked.path == "/":
+            if url.path == "/":
                 self._send(200, "text/html", self.run.page())
-            elif asked.path == "/news":
-                self._send(200, "application/json", json_text(self._news(asked.query)))
+            elif url.path == "/news":
+                self._send(200, "application/json", json_text(self._news(url.query)))
             else:
-                self._send(404, "text/plain", "there is / and nothing else\n")
+                self._send(404, "text/plain", "not found: only / is served\n")
         except OSError as error:
             if not isinstance(error, ConnectionError | TimeoutError):
                 self._send(503, "text/plain", f"{error}\n")
 
     def _news(self, query: str) -> dict[str, Any]:
-        told = parse_qs(query[:4096])
+        query_fields = parse_qs(query[:4096])
         return self.run.news(
-            after=_number(told, "after"),
-            generation=_number(told, "generation"),
-            known=told.get("known", [""])[0],
+            after=_number(query_fields, "after"),
+            generation=_number(query_fields, "generation"),
+            known=query_fields.get("known", [""])[0],
         )
 
     def _send(self, code: int, kind: str, text: str) -> None:
@@ -181,19 +182,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is said of requests."""
+        """Requests are not logged."""
 
 
-def _is_own(told: list[str]) -> bool:
-    """Whether the request names this machine; a tunnel's other end may have another port."""
-    if len(told) != 1:
+def _is_own(hosts: list[str]) -> bool:
+    """Whether the Host header names this machine; any port, because a tunnel may have another."""
+    if len(hosts) != 1:
         return False
-    name, colon, port = told[0].rpartition(":")
+    name, colon, port = hosts[0].rpartition(":")
     if colon and port.isdigit():
         return name.lower() in _HOSTS
-    return told[0].lower() in _HOSTS
+    return hosts[0].lower() in _HOSTS
 
 
-def _number(told: dict[str, list[str]], name: str) -> int:
-    text = told.get(name, ["-1"])[0]
+def _number(query_fields: dict[str, list[str]], name: str) -> int:
+    text = query_fields.get(name, ["-1"])[0]
     return int(text) if text.isascii() and text.isdigit() and len(text) < 18 else -1

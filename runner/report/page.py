@@ -1,7 +1,7 @@
-"""The page: one file that asks nobody for anything.
+"""The page: one self-contained file that makes no requests.
 
-Its Content-Security-Policy allows the two scripts and the style that it holds, by their digests,
-and nothing else. Without the script it shows still drawings, tables and all texts.
+Its Content-Security-Policy allows only its own two scripts and its style, by their digests. Without
+scripts it shows static drawings, tables and all texts.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runner.report import checkpoint, inside, section, trouble
+from runner.report import checkpoint, incident_section, internals, section
 from runner.report.compare import comparison, comparison_data
 from runner.report.curve import data_of, script_json
 from runner.report.markup import Html, join, tag, void
 from runner.report.run import RunReader
-from runner.report.state import standing
+from runner.report.state import run_status
 from runner.system.error import ConfigError
 from runner.system.version import __version__
 
-# uPlot 1.6.32 as it came: https://github.com/leeoniya/uPlot, MIT.
+# uPlot 1.6.32, unmodified: https://github.com/leeoniya/uPlot, MIT.
 VENDORED = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
     "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
 }
 _ASSETS = Path(__file__).parent / "assets"
-# Rows of all runs together: about 60 bytes each.
+# Columns of all runs together; a row takes about 60 bytes.
 _COLUMNS = 1024
 _LEAST_COLUMNS = 128
 MOST_RUNS = 16
-_STILL_STEPS = 500
+_DRAWING_STEPS = 500
 _AGES_SECONDS = 10
 _ORDER = (
     "head", "time", "curves", "warnings", "incidents", "layers", "position", "source", "stream",
@@ -43,33 +43,33 @@ _ORDER = (
 
 @cache
 def asset(name: str) -> str:
-    """A file of the page.
+    """The text of an asset of the page.
 
     Raises:
-        ConfigError: a vendored one is not as it came.
+        ConfigError: a vendored file was modified.
     """
     data = (_ASSETS / name).read_bytes()
     wanted = VENDORED.get(name)
     if wanted is not None and hashlib.sha256(data).hexdigest() != wanted:
-        raise ConfigError(f"{_ASSETS / name}: is not the file that was vendored; install anew")
+        raise ConfigError(f"{_ASSETS / name}: is not the vendored file; reinstall the package")
     return data.decode()
 
 
 def columns_for(num_runs: int) -> int:
-    """How finely each of several runs is drawn."""
+    """How many columns each of several runs is drawn with."""
     return max(_LEAST_COLUMNS, _COLUMNS // max(1, num_runs))
 
 
 def read_runs(
     outs: Sequence[Path],
     *,
-    moved: Callable[[Path, int, int], None] = lambda out, done, total: None,
+    on_progress: Callable[[Path, int, int], None] = lambda out, done, total: None,
     clock: Callable[[], float] = time.time,
 ) -> list[RunReader]:
-    """Runs, read to their end.
+    """Read runs to their current end.
 
     Args:
-        moved: told now and then how many bytes of a run's metrics are read, and of how many.
+        on_progress: called now and then with a run, and its bytes of metrics: read, and in all.
 
     Raises:
         ConfigError: there is no run in one of them.
@@ -77,14 +77,14 @@ def read_runs(
     """
     if len(outs) > MOST_RUNS:
         raise ConfigError(f"{len(outs)} runs: at most {MOST_RUNS} are shown side by side")
-    made = []
+    readers = []
     for out in outs:
         run = RunReader(out, columns=columns_for(len(outs)), clock=clock)
         for count, _ in enumerate(run.iter_update()):
             if count % 4096 == 0:
-                moved(out, *run.read_bytes)
-        made.append(run)
-    return made
+                on_progress(out, *run.read_bytes)
+        readers.append(run)
+    return readers
 
 
 def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
@@ -95,9 +95,9 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
     library = f"/* uPlot 1.6.32\n{licence}\n*/\n{asset('uPlot.iife.min.js')}"
     script = asset("page.js")
     data = script_json(_data(runs, is_live=is_live))
-    told = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(float(runs[0].clock())))
+    made_at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(float(runs[0].clock())))
     footer = (
-        f"Made {told} by holdfast {__version__} from the files of the run. Curves: uPlot (MIT)."
+        f"Made {made_at} by holdfast {__version__} from the files of the run. Curves: uPlot (MIT)."
     )
     head = tag(
         "head",
@@ -126,7 +126,7 @@ def page(runs: Sequence[RunReader], *, is_live: bool = False) -> str:
 
 
 def main(runs: Sequence[RunReader]) -> Html:
-    """All that the data changes."""
+    """The part of the page that depends on the data."""
     parts = [tag("article", run_sections(run, number)) for number, run in enumerate(runs)]
     if len(runs) > 1:
         parts.insert(0, comparison(runs))
@@ -134,7 +134,7 @@ def main(runs: Sequence[RunReader]) -> Html:
 
 
 def run_sections(run: RunReader, number: int) -> Html:
-    """One run, from its state to its settings."""
+    """All sections of one run."""
     return join(
         tag("div", markup(), cls="part", data_part=name)
         for name, _, markup in parts_of(run, number)
@@ -142,35 +142,39 @@ def run_sections(run: RunReader, number: int) -> Html:
 
 
 def parts_of(run: RunReader, number: int) -> list[tuple[str, str, Callable[[], Html]]]:
-    """The sections in order: name, what tells one state of it from another, and what makes it.
+    """The sections in order: name, a key that changes with the content, and a function to make it.
 
-    One without data is empty.
+    A section without data is empty.
     """
-    now = standing(run)
-    ready: list[tuple[str, Html | None]] = [
+    now = run_status(run)
+    eager: list[tuple[str, Html | None]] = [
         ("head", join([tag("h2", name_of(run)), section.head(run, now)])),
         ("time", section.where_time_went(run, now)),
-        ("warnings", trouble.warnings(run)),
-        ("incidents", trouble.incidents(run)),
+        ("warnings", incident_section.warnings(run)),
+        ("incidents", incident_section.incidents(run)),
         ("stream", section.stream(run)),
         ("settings", section.settings(run)),
     ]
-    made: dict[str, tuple[str, str, Callable[[], Html]]] = {
-        name: (name, part or Html(""), _always(part or Html(""))) for name, part in ready
+    parts: dict[str, tuple[str, str, Callable[[], Html]]] = {
+        name: (name, part or Html(""), _always(part or Html(""))) for name, part in eager
     }
-    # Drawings are large: they need not follow every step.
-    key = f"{run.generation} {len(run.fold.places) // _STILL_STEPS}"
-    looks = f"{run.generation} {run.sides.version}"
-    late: list[tuple[str, str, Callable[[], Html | None]]] = [
+    # Drawings are large, so they are not updated at every step.
+    key = f"{run.generation} {len(run.fold.attempts) // _DRAWING_STEPS}"
+    side_key = f"{run.generation} {run.sides.version}"
+    lazy: list[tuple[str, str, Callable[[], Html | None]]] = [
         ("curves", f"{key} {section.legend_of(run)}", lambda: section.curves(run, number)),
-        ("layers", looks, lambda: inside.layers(run)),
-        ("position", looks, lambda: inside.position(run)),
-        ("source", f"{key} {run.fold.sources.losses.num_looks}", lambda: inside.source(run)),
-        ("ranks", looks, lambda: inside.ranks(run)),
-        ("ring", f"{looks} {key} {_ring_key(run)}", lambda: checkpoint.ring(run)),
+        ("layers", side_key, lambda: internals.layers(run)),
+        ("position", side_key, lambda: internals.position(run)),
+        (
+            "source",
+            f"{key} {run.fold.sources.losses.num_inspections}",
+            lambda: internals.source(run),
+        ),
+        ("ranks", side_key, lambda: internals.ranks(run)),
+        ("ring", f"{side_key} {key} {_ring_key(run)}", lambda: checkpoint.ring(run)),
     ]
-    made |= {name: (name, state, _or_empty(make)) for name, state, make in late}
-    return [made[name] for name in _ORDER]
+    parts |= {name: (name, state, _or_empty(make)) for name, state, make in lazy}
+    return [parts[name] for name in _ORDER]
 
 
 def _always(part: Html) -> Callable[[], Html]:
@@ -182,25 +186,25 @@ def _or_empty(make: Callable[[], Html | None]) -> Callable[[], Html]:
 
 
 def _ring_key(run: RunReader) -> str:
-    """Changes with the checkpoints, and now and then for their ages."""
-    found = ",".join(f"{one.serial}{one.state.value}" for one in run.checkpoints())
-    return f"{found} {int(run.clock()) // _AGES_SECONDS} {run.is_alive()}"
+    """A key that changes with the checkpoints, and regularly because their ages are shown."""
+    states = ",".join(f"{one.serial}{one.state.value}" for one in run.checkpoints())
+    return f"{states} {int(run.clock()) // _AGES_SECONDS} {run.is_alive()}"
 
 
 def name_of(run: RunReader) -> str:
-    """The run, as a person calls it."""
+    """The run's name: that of its directory."""
     out = run.run_dir.out
     return out.name or str(out.resolve())
 
 
 def policy(style: str, scripts: Sequence[str], *, is_live: bool) -> str:
-    """The Content-Security-Policy of a page that holds just these."""
+    """The Content-Security-Policy of a page with exactly this style and these scripts."""
     allowed = " ".join(f"'sha256-{_digest(one)}'" for one in scripts)
     parts = [
         "default-src 'none'",
         f"script-src {allowed}",
         f"style-src 'sha256-{_digest(style)}'",
-        "img-src data:",  # a browser's own pictures of an element that is printed or dragged
+        "img-src data:",  # browsers use such images to print or drag an element
         *(["connect-src 'self'"] if is_live else []),
         "base-uri 'none'",
         "form-action 'none'",
@@ -213,7 +217,7 @@ def _digest(text: str) -> str:
 
 
 def _data(runs: Sequence[RunReader], *, is_live: bool) -> dict[str, Any]:
-    made: dict[str, Any] = {"live": is_live, "runs": [data_of(run) for run in runs]}
+    data: dict[str, Any] = {"live": is_live, "runs": [data_of(run) for run in runs]}
     if len(runs) > 1:
-        made["compare"] = comparison_data(runs, [name_of(run) for run in runs])
-    return made
+        data["compare"] = comparison_data(runs, [name_of(run) for run in runs])
+    return data

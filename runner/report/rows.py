@@ -1,8 +1,8 @@
-"""Which attempted steps are drawn: a million are more than a screen has columns.
+"""Chooses the attempted steps that are drawn, because a run has more steps than a screen columns.
 
-Of each column the lowest and the highest value of every curve stay, so no spike is lost, and near
-what was not an ordinary step every one stays. Columns double in width as steps come in, so one pass
-suffices, and a growing file needs no second look.
+Each column keeps the lowest and the highest value of every curve, so no spike is lost. Near an
+unusual step every step is kept. Columns double in width as steps come in, so one pass over the file
+suffices, also while it grows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ NAN = math.nan
 
 
 class Row(NamedTuple):
-    """One attempted step. What a line does not have, or was not finite, is NaN.
+    """One attempted step; a value that is missing or not finite is NaN.
 
-    ``attempt`` counts the lines of the metrics from 0. Losses are nats per token, ``grad_norm`` is
-    before clipping, ``time`` in seconds since the epoch. ``loss_limit`` and ``norm_limit`` are the
-    gate's.
+    ``attempt`` counts lines of the metrics from 0. Losses are in nats per token, ``grad_norm`` is
+    before clipping, ``time`` is in seconds since the epoch. ``loss_limit`` and ``norm_limit`` are
+    those of the gate.
     """
 
     attempt: int
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def row_of(attempt: int, line: Mapping[str, Any]) -> Row:
-    """The row of a metrics line, whatever the line holds."""
+    """The row of a metrics line; fields of the wrong type become NaN, 0 or empty."""
     action, verdict = line.get("action"), line.get("verdict")
     step = line.get("step")
     return Row(
@@ -65,7 +65,7 @@ def row_of(attempt: int, line: Mapping[str, Any]) -> Row:
 
 
 def is_odd(row: Row, line: Mapping[str, Any]) -> bool:
-    """Whether a person wants to see every step around it."""
+    """Whether the step is unusual: not applied, not clean, or with a non-finite number."""
     return row.action != "apply" or row.verdict != "Clean" or NONFINITE in line
 
 
@@ -78,12 +78,12 @@ def _number(value: Any) -> float:
     return NAN
 
 
-# The curves whose extremes are kept, by place in Row.
+# The curves whose extremes are kept, by index into Row.
 _WATCHED = (2, 3, 5, 6)
 
 
 class Column:
-    """Rows of some neighbouring attempts: of each curve the lowest and the highest."""
+    """Neighbouring attempts: for each curve the rows with its lowest and highest value."""
 
     __slots__ = ("first", "high", "low")
 
@@ -112,12 +112,12 @@ class Column:
 
 
 class Thinned:
-    """The rows that are drawn, of those that are added in order.
+    """The rows to draw, chosen from all rows, which are added in order.
 
     Args:
-        columns: at most twice so many are kept, at least so many once there are as many rows.
-        near: this many rows before and after an odd one are kept too.
-        most_near: rows kept for being near; beyond it, near means less far.
+        columns: between this many and twice as many are kept, if there are as many rows.
+        near: rows kept before and after an odd one.
+        most_near: the most rows kept near odd ones; beyond it, ``near`` is halved.
     """
 
     def __init__(self, *, columns: int = 1024, near: int = 60, most_near: int = 5000) -> None:
@@ -126,17 +126,17 @@ class Thinned:
         self._most_near = most_near
         self._columns: list[Column] = []
         self._width = 1
-        self._kept: dict[int, tuple[int, Row]] = {}  # attempt: distance to what is odd, row
+        self._kept: dict[int, tuple[int, Row]] = {}  # attempt: distance to the nearest odd row, row
         self._before: deque[Row] = deque(maxlen=near)
         self._odd = -(near + 1)
         self.num_rows = 0
         self.last: Row | None = None
 
     def add(self, row: Row, *, odd: bool) -> None:
-        """Take the next row; ``odd``: those around it are to be kept."""
-        at = self.num_rows // self._width
-        if at < len(self._columns):
-            self._columns[at].add(row)
+        """Add the next row; if ``odd``, the rows around it are kept."""
+        column = self.num_rows // self._width
+        if column < len(self._columns):
+            self._columns[column].add(row)
         else:
             self._columns.append(Column(row))
             if len(self._columns) > self._most_columns:
@@ -154,12 +154,12 @@ class Thinned:
         self.last = row
 
     def rows(self) -> list[Row]:
-        """In order, each once."""
-        found = {row.attempt: row for column in self._columns for row in column.rows()}
-        found |= {attempt: row for attempt, (_, row) in self._kept.items()}
+        """The chosen rows in order, without duplicates."""
+        by_attempt = {row.attempt: row for column in self._columns for row in column.rows()}
+        by_attempt |= {attempt: row for attempt, (_, row) in self._kept.items()}
         if self.last is not None:
-            found[self.last.attempt] = self.last
-        return [found[attempt] for attempt in sorted(found)]
+            by_attempt[self.last.attempt] = self.last
+        return [by_attempt[attempt] for attempt in sorted(by_attempt)]
 
     def _double(self) -> None:
         pairs = list(self._columns)
@@ -169,19 +169,19 @@ class Thinned:
         self._width *= 2
 
     def _keep(self, distance: int, row: Row) -> None:
-        known = self._kept.get(row.attempt)
-        if known is None or distance < known[0]:
+        kept = self._kept.get(row.attempt)
+        if kept is None or distance < kept[0]:
             self._kept[row.attempt] = (distance, row)
         while len(self._kept) > self._most_near and self._near > 0:
             self._near //= 2
             near = self._near
-            self._kept = {at: one for at, one in self._kept.items() if one[0] <= near}
+            self._kept = {attempt: one for attempt, one in self._kept.items() if one[0] <= near}
             self._before = deque(self._before, maxlen=max(1, near))
-        while len(self._kept) > self._most_near:  # odd ones alone are too many: every second
+        while len(self._kept) > self._most_near:  # too many odd rows alone: keep every second one
             self._kept = dict(list(self._kept.items())[::2])
 
 
-class Places:
+class AttemptIndex:
     """Step and time of every attempt: 16 bytes each."""
 
     def __init__(self) -> None:
@@ -196,14 +196,14 @@ class Places:
         self._times.append(row.time)
 
     def attempt_of(self, step: int, *, before: int | None = None) -> int | None:
-        """The last attempt at a step, before another attempt; None where there is none."""
+        """The last attempt at a step before the attempt ``before``; None if there is none."""
         steps = self._steps
-        at = (len(steps) if before is None else min(before, len(steps))) - 1
-        while at >= 0:
-            if steps[at] == step:
-                return at
-            # Steps rise by one at most: what is further ahead is at least so far back.
-            at -= max(1, steps[at] - step) if steps[at] > step else 1
+        index = (len(steps) if before is None else min(before, len(steps))) - 1
+        while index >= 0:
+            if steps[index] == step:
+                return index
+            # Steps rise by at most one per attempt, so the wanted step is at least this far back.
+            index -= max(1, steps[index] - step) if steps[index] > step else 1
         return None
 
     def step_of(self, attempt: int) -> int:
@@ -213,7 +213,7 @@ class Places:
         return self._times[attempt]
 
     def pace(self, last: int = 200) -> float | None:
-        """Seconds per step over the newest attempts, all that is between them included."""
+        """Seconds per step over the newest attempts, pauses between them included."""
         count = min(last, len(self._steps) - 1)
         if count < 1:
             return None

@@ -1,4 +1,4 @@
-"""One run as its files tell it: a fold that goes on where the last look ended."""
+"""The state of one run, read incrementally from its files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from runner.policy.retention.records import State
 from runner.report.evidence import Evidence, evidence
 from runner.report.follow import Follower
 from runner.report.incident import Line, line_of
-from runner.report.rows import Places, Row, Thinned, is_odd, row_of
-from runner.report.side import Sides
+from runner.report.rows import AttemptIndex, Row, Thinned, is_odd, row_of
+from runner.report.side_files import SideFiles
 from runner.report.source import SourceFold
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
@@ -26,15 +26,15 @@ from runner.system.parsing import parse_json
 
 _SUMMARY_BYTES = 4 << 20
 _HOUR = 3600.0
-_MOST_RECENT = 100_000  # lines kept for what the last hour was spent on
-_PLAIN_KEYS = 17  # of a metrics line without columns of its own
+_MOST_RECENT = 100_000  # lines kept for the account of the last hour
+_COMMON_KEYS = 17  # of a metrics line without columns for sources
 _EVIDENCE_CHARACTERS = 2000
-_ALIVE_SECONDS = 60.0  # an owner beats every second or so; a busy file system is slow to say it
+_ALIVE_SECONDS = 60.0  # the owner beats about every second; a busy file system may show it late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A journal line's place among the attempts; ``back_to`` is where a rollback went."""
+    """A journal line at an attempt; ``back_to`` is the attempt that a rollback returned to."""
 
     line: Line
     attempt: int
@@ -43,7 +43,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One that lies in the ring on disk. ``time`` of its last change, since the epoch."""
+    """A checkpoint on disk; ``time`` is when it was committed, in seconds since the epoch."""
 
     serial: int
     step: int
@@ -54,20 +54,20 @@ class Checkpoint:
 
 @dataclass(slots=True, kw_only=True)
 class _Fold:
-    """All that is gathered from lines; thrown away when a file was cut."""
+    """Everything gathered from lines; dropped when a file was truncated."""
 
     thinned: Thinned
     evaluated: Thinned
     sources: SourceFold
-    places: Places = field(default_factory=Places)
+    attempts: AttemptIndex = field(default_factory=AttemptIndex)
     lines: list[Line] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    waiting: deque[Line] = field(default_factory=deque)  # journalled, no later attempt yet
-    undone: deque[Line] = field(default_factory=deque)  # rollbacks that the account lacks
+    waiting: deque[Line] = field(default_factory=deque)  # journal lines without a later attempt yet
+    undone: deque[Line] = field(default_factory=deque)  # rollbacks that are not in the account yet
     history: History = field(default_factory=History)
     account: TimeAccount = field(default_factory=TimeAccount)
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
-    told: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=10_000))
+    journal: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=10_000))
     num_odd: int = 0
     last_action: str = ""
     cursor: int = 0
@@ -75,7 +75,7 @@ class _Fold:
 
 
 class RunReader:
-    """Follows the files of one run; only reads.
+    """Follows the files of one run, without writing.
 
     Args:
         out: the run's directory.
@@ -90,15 +90,15 @@ class RunReader:
         self.run_dir = RunDir(out)
         if not (self.run_dir.journal.exists() or self.run_dir.metrics.exists()):
             raise ConfigError(
-                f"{out}: no run: neither metrics.jsonl nor journal.jsonl is there; name the "
-                "directory that a run was given as out"
+                f"{out}: not a run: it has neither metrics.jsonl nor journal.jsonl; give the "
+                "directory that was the run's out"
             )
         self.clock = clock
-        self.generation = 0  # rises when a file was cut, and all is read again
+        self.generation = 0  # rises when a file was truncated, and everything is read again
         self._columns = columns
         self._metrics = Follower(self.run_dir.metrics)
         self._journal = Follower(self.run_dir.journal)
-        self.sides = Sides(self.run_dir, columns=max(32, columns // 5))
+        self.sides = SideFiles(self.run_dir, columns=max(32, columns // 5))
         self._evidence: dict[int, Evidence] = {}
         self.fold = self._new_fold()
 
@@ -111,71 +111,71 @@ class RunReader:
         )
 
     def update(self) -> list[Row]:
-        """Read what is new; the new attempts. A file that was cut is read again from its begin."""
+        """Read what is new and return the new attempts; a truncated file is read again in full."""
         return list(self.iter_update())
 
     def iter_update(self) -> Iterator[Row]:
-        """:meth:`update` one at a time, for who tells how far it is."""
+        """:meth:`update` as an iterator, for callers that show progress."""
         if self._metrics.was_replaced() or self._journal.was_replaced():
             self.generation += 1
-            self._metrics.begin_anew()
-            self._journal.begin_anew()
+            self._metrics.restart()
+            self._journal.restart()
             self.fold = self._new_fold()
             self._evidence.clear()
         self.sides.update()
-        # The journal first: a decision is written there before the step's own line.
-        for told in self._journal.lines():
-            self._add_journal(told)
-        for told in self._metrics.lines():
-            yield self._add_metrics(told)
+        # The journal first: a decision is written there before the step's metrics line.
+        for record in self._journal.lines():
+            self._add_journal(record)
+        for record in self._metrics.lines():
+            yield self._add_metrics(record)
         fold = self.fold
         while fold.undone:
             fold.account.undo(_whole(fold.undone.popleft().detail.get("to_step")))
 
     @property
     def read_bytes(self) -> tuple[int, int]:
-        """Of the metrics: read, and in the file at the last look."""
+        """Bytes of the metrics: read so far, and in the file at the last read."""
         return self._metrics.offset, self._metrics.size
 
     @property
     def num_damaged(self) -> int:
-        """Lines that could not be read, or made no sense."""
+        """Lines that could not be read or parsed."""
         followed = self._metrics.num_damaged + self._journal.num_damaged + self.sides.num_damaged
         return followed + self.fold.num_odd
 
-    def _add_journal(self, told: dict[str, Any]) -> None:
+    def _add_journal(self, record: dict[str, Any]) -> None:
         fold = self.fold
-        line = line_of(told)
+        line = line_of(record)
         if line is None:
             fold.num_odd += 1
             return
         fold.lines.append(line)
-        fold.told.append(_account_line(line))
+        fold.journal.append(_account_line(line))
         fold.waiting.append(line)
         if line.kind == "rollback":
             fold.undone.append(line)
         for kind in ("lost", "stalls"):
             fold.account.stalled(_stalls(line.detail.get(kind)))
         try:
-            fold.history.add(Incident.from_json(told))
+            fold.history.add(Incident.from_json(record))
         except (LookupError, TypeError, ValueError, ArithmeticError):
             fold.num_odd += 1
 
-    def _add_metrics(self, told: dict[str, Any]) -> Row:
+    def _add_metrics(self, record: dict[str, Any]) -> Row:
         fold = self.fold
-        row = row_of(len(fold.places), told)
-        fold.places.add(row)
+        row = row_of(len(fold.attempts), record)
+        fold.attempts.add(row)
         is_marked = self._place_marks(row)
-        fold.thinned.add(row, odd=is_marked or is_odd(row, told))
+        fold.thinned.add(row, odd=is_marked or is_odd(row, record))
         if row.eval_loss == row.eval_loss:
             fold.eval_loss = row.eval_loss
             fold.evaluated.add(row, odd=False)
-        if len(told) > _PLAIN_KEYS:
-            fold.sources.add(told)
-        fold.cursor = max(fold.cursor, _whole(told.get("cursor")))
+        if len(record) > _COMMON_KEYS:
+            fold.sources.add(record)
+        fold.cursor = max(fold.cursor, _whole(record.get("cursor")))
         while fold.undone and fold.undone[0].time <= row.time:
             fold.account.undo(_whole(fold.undone.popleft().detail.get("to_step")))
-        timed = _timed(told)
+        timed = _timed(record)
         if timed is None:
             fold.num_odd += 1
         else:
@@ -184,56 +184,56 @@ class RunReader:
         return row
 
     def _place_marks(self, row: Row) -> bool:
-        """Give what was journalled before this row its place; whether there was anything."""
+        """Place the journal lines that came before this row; whether any of them is an incident."""
         fold = self.fold
-        found = False
+        is_marked = False
         while fold.waiting and fold.waiting[0].time <= row.time:
             line = fold.waiting.popleft()
             fold.marks.append(self._mark(line, row.attempt))
-            found = found or line.kind not in ("episode", "setting_changed", "interval")
+            is_marked = is_marked or line.kind not in ("episode", "setting_changed", "interval")
         fold.last_action = row.action
-        return found
+        return is_marked
 
     def _mark(self, line: Line, attempt: int) -> Mark:
-        # What ends a step is journalled behind the step's own line, a discard before it.
+        # A discard is journalled before the step's metrics line, what ends a step after it.
         if line.kind == self.fold.last_action:
             attempt -= line.kind in ("rollback", "halt", "rebaseline")
         back = None
         if line.kind == "rollback":
             to_step = _whole(line.detail.get("to_step"))
-            back = self.fold.places.attempt_of(to_step, before=attempt)
+            back = self.fold.attempts.attempt_of(to_step, before=attempt)
         return Mark(line=line, attempt=attempt, back_to=back)
 
     def marks(self) -> list[Mark]:
-        """Every journal line at its place; what came after the last step stands behind it."""
-        end = len(self.fold.places)
+        """Every journal line at its attempt; lines after the last step come at the end."""
+        end = len(self.fold.attempts)
         return [*self.fold.marks, *(self._mark(line, end) for line in self.fold.waiting)]
 
     def evidence(self, number: int) -> Evidence | None:
-        """What was written of an explained step; looked for once it is there."""
-        found = self._evidence.get(number)
-        if found is None:
-            found = evidence(self.run_dir, number, most_characters=_EVIDENCE_CHARACTERS)
-            if found is not None:
-                self._evidence[number] = found
-        return found
+        """The evidence of an explained step, cached once it exists."""
+        cached = self._evidence.get(number)
+        if cached is None:
+            cached = evidence(self.run_dir, number, most_characters=_EVIDENCE_CHARACTERS)
+            if cached is not None:
+                self._evidence[number] = cached
+        return cached
 
-    # -- what the files say of the whole ----------------------------------------------------
+    # -- the run as a whole -----------------------------------------------------------------
 
     def summary(self) -> Mapping[str, Any] | None:
-        """``summary.json`` of the newest start; None while that one has not ended."""
+        """``summary.json`` of the newest start; None until that has ended."""
         try:
-            told = parse_json(read_bounded(self.run_dir.summary, _SUMMARY_BYTES, follow=True))
+            summary = parse_json(read_bounded(self.run_dir.summary, _SUMMARY_BYTES, follow=True))
         except (OSError, ValueError, RecursionError):
             return None
-        if not isinstance(told, dict):
+        if not isinstance(summary, dict):
             return None
         start = self.last("start")
         number = start.detail.get("incarnation") if start else None
-        return told if number is None or told.get("incarnation") == number else None
+        return summary if number is None or summary.get("incarnation") == number else None
 
     def settings(self) -> dict[str, Any]:
-        """Dotted keys; empty where they cannot be read."""
+        """The settings by dotted key; empty if they cannot be read."""
         try:
             return self.run_dir.stored_settings()
         except ConfigError:
@@ -244,7 +244,7 @@ class RunReader:
         return next((line for line in reversed(self.fold.lines) if line.kind == kind), None)
 
     def silent_seconds(self) -> float | None:
-        """Since the owner last gave a sign of life; None when there never was an owner."""
+        """Seconds since the last heartbeat of the run's owner; None without an owner."""
         try:
             beat = (self.run_dir.incarnation / "beat").stat().st_mtime
         except OSError:
@@ -252,58 +252,58 @@ class RunReader:
         return max(0.0, float(self.clock()) - beat)
 
     def is_alive(self) -> bool:
-        """Whether somebody is training right now."""
+        """Whether the run is training right now."""
         silent = self.silent_seconds()
         return self.summary() is None and silent is not None and silent < _ALIVE_SECONDS
 
     def began(self) -> float | None:
-        """Seconds since the epoch at which the run was first started."""
+        """When the run was first started, in seconds since the epoch; None if unknown."""
         return next((line.time for line in self.fold.lines if line.time), None)
 
     def last_time(self) -> float:
-        """Of the newest line, since the epoch; 0 without any."""
-        places, lines = self.fold.places, self.fold.lines
+        """The time of the newest line, in seconds since the epoch; 0 without lines."""
+        places, lines = self.fold.attempts, self.fold.lines
         newest = places.time_of(len(places) - 1) if len(places) else 0.0
         return max([newest if newest == newest else 0.0, *(line.time for line in lines[-1:])])
 
     def time_spent(self) -> dict[str, float]:
         """Seconds by kind since the first start; they add up to the wall time."""
         summary = self.summary()
-        told = _stalls(summary.get("time")) if summary else {}
-        if told:
-            return told
+        breakdown = _stalls(summary.get("time")) if summary else {}
+        if breakdown:
+            return breakdown
         until = float(self.clock()) if self.is_alive() else self.last_time()
         return self.fold.account.breakdown(until - (self.began() or until))
 
     def last_hour(self) -> dict[str, float] | None:
-        """The same of the newest hour; None for a run that took less."""
+        """The same for the last hour; None for a shorter run."""
         until = float(self.clock()) if self.is_alive() else self.last_time()
         since = until - _HOUR
         if (self.began() or until) >= since:
             return None
         steps = [line for line in self.fold.recent if line["time"] >= since]
-        told = [line for line in self.fold.told if line["time"] >= since]
-        return account(steps, told).breakdown(_HOUR)
+        journal = [line for line in self.fold.journal if line["time"] >= since]
+        return account(steps, journal).breakdown(_HOUR)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """What lies in the ring on disk, committed, by serial."""
-        found = []
+        """The committed checkpoints on disk, in the order of their serials."""
+        checkpoints = []
         try:
             folders = sorted(self.run_dir.ring.iterdir())
         except OSError:
             return []
         for folder in folders:
             name = parse_name(folder.name)
-            made = _checkpoint(folder, *name) if name else None
-            if made is not None:
-                found.append(made)
-        return sorted(found, key=lambda one: one.serial)
+            checkpoint = _checkpoint(folder, *name) if name else None
+            if checkpoint is not None:
+                checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda one: one.serial)
 
 
 def _checkpoint(folder: Path, serial: int, step: int) -> Checkpoint | None:
     try:
         files = {file.name: file.stat() for file in folder.iterdir()}
-    except OSError:  # it was just retired
+    except OSError:  # it was retired just now
         return None
     if "COMMITTED" not in files:
         return None
@@ -312,7 +312,7 @@ def _checkpoint(folder: Path, serial: int, step: int) -> Checkpoint | None:
         state = State.tainted
     elif "CLEAN" in files:
         state = State.clean
-    data = [found.st_size for name, found in files.items() if name.endswith(".bin")]
+    data = [status.st_size for name, status in files.items() if name.endswith(".bin")]
     return Checkpoint(
         serial=serial,
         step=step,
@@ -322,23 +322,23 @@ def _checkpoint(folder: Path, serial: int, step: int) -> Checkpoint | None:
     )
 
 
-def _timed(told: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the account takes of a metrics line; None where the line lacks it."""
-    seconds, wait = _seconds(told.get("seconds")), _seconds(told.get("data_wait_seconds"))
-    if seconds is None or wait is None or type(told.get("step")) is not int:
+def _timed(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fields of a metrics line that the account uses; None if one is missing."""
+    seconds, wait = _seconds(record.get("seconds")), _seconds(record.get("data_wait_seconds"))
+    if seconds is None or wait is None or type(record.get("step")) is not int:
         return None
     return {
         "seconds": seconds,
         "data_wait_seconds": wait,
-        "step": told["step"],
-        "time": _seconds(told.get("time")) or 0.0,
-        "stalls": _stalls(told.get("stalls")),
-        "action": told.get("action"),
+        "step": record["step"],
+        "time": _seconds(record.get("time")) or 0.0,
+        "stalls": _stalls(record.get("stalls")),
+        "action": record.get("action"),
     }
 
 
 def _account_line(line: Line) -> dict[str, Any]:
-    """What the account takes of a journal line."""
+    """The fields of a journal line that the account uses."""
     detail = {name: _stalls(line.detail.get(name)) for name in ("lost", "stalls")}
     to_step = _whole(line.detail.get("to_step"))
     return {"kind": line.kind, "time": line.time, "detail": detail | {"to_step": to_step}}
@@ -353,8 +353,8 @@ def _seconds(value: Any) -> float | None:
 def _stalls(value: Any) -> dict[str, float]:
     if not value or not isinstance(value, dict):  # empty in nearly every line
         return {}
-    told = {kind: _seconds(value.get(kind)) for kind in KINDS}
-    return {kind: seconds for kind, seconds in told.items() if seconds is not None}
+    seconds_by_kind = {kind: _seconds(value.get(kind)) for kind in KINDS}
+    return {kind: seconds for kind, seconds in seconds_by_kind.items() if seconds is not None}
 
 
 def _whole(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""The sections of the page, each from what the files hold; a section without data is not there."""
+"""The sections of the page; a section without data is left out."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from runner.observe.console import duration
 from runner.policy.retention.records import State
 from runner.report.curve import ring_of, shown
 from runner.report.drawing import WIDTH, bar, drawing
-from runner.report.incident import CHANGES, Line
+from runner.report.formatting import status_class, took, when
+from runner.report.incident import CHANGE_KINDS, Line
 from runner.report.markup import Html, join, table, tag
 from runner.report.run import RunReader
-from runner.report.state import Standing, sentence
-from runner.report.words import status_class, took, when
+from runner.report.state import RunStatus, sentence
 
 _MOST_RANGES = 100
 _STRIP = 22
-_KIND_WORDS = {
+_TIME_LABELS = {
     "productive": "steps that count",
     "recomputed": "steps that had to be computed again",
     "discarded": "discarded steps",
     "checkpoint": "checkpoints",
     "evaluation": "evaluation",
     "rollback": "rollback",
-    "restart": "restart, down time included",
+    "restart": "restart, including down time",
     "data_wait": "waiting for data",
-    "other": "start-up and all else",
+    "other": "start-up and everything else",
 }
-_KEYS = (
+_LEGEND = (
     ("curve", "applied steps"),
     ("cross", "not applied"),
     ("redo", "computed again"),
@@ -43,8 +43,8 @@ _KEYS = (
 )
 
 
-def head(run: RunReader, now: Standing) -> Html:
-    """The state in one sentence, and its numbers."""
+def head(run: RunReader, now: RunStatus) -> Html:
+    """The run's state in one sentence, and its numbers."""
     facts = [
         ("step", f"{now.step:,}" + (f" of {now.total:,}" if now.total is not None else "")),
         *([("to go", duration(now.eta_seconds))] if now.eta_seconds is not None else []),
@@ -62,15 +62,15 @@ def head(run: RunReader, now: Standing) -> Html:
         [
             tag("p", sentence(now), cls=f"state {status_class(now.status)}"),
             tag("dl", *tiles, cls="tiles"),
-            tag("p", f"{damaged:,} lines could not be read and are left out.", cls="note")
+            tag("p", f"{damaged:,} lines could not be read; they are left out.", cls="note")
             if damaged
             else "",
         ]
     )
 
 
-def where_time_went(run: RunReader, now: Standing) -> Html | None:
-    """In all, and in the last hour."""
+def where_time_went(run: RunReader, now: RunStatus) -> Html | None:
+    """How the time was spent: in total, and in the last hour."""
     whole = run.time_spent()
     if sum(whole.values()) <= 0:
         return None
@@ -83,7 +83,7 @@ def where_time_went(run: RunReader, now: Standing) -> Html | None:
     rows = [
         [
             tag("span", cls=f"key {name}"),
-            _KIND_WORDS.get(name, name),
+            _TIME_LABELS.get(name, name),
             *_amount(whole, name),
             *(_amount(hour, name) if hour else []),
         ]
@@ -103,10 +103,10 @@ def _amount(spent: Mapping[str, float], name: str) -> list[str]:
 
 
 def curves(run: RunReader, number: int) -> Html | None:
-    """The charts: still ones, that the script puts its own in the place of."""
+    """The charts: static ones, which the script replaces."""
     rows = run.fold.thinned.rows()
-    found = shown(rows)
-    if not found:
+    drawn_curves = shown(rows)
+    if not drawn_curves:
         return None
     marks, ring = run.marks(), ring_of(run)
     evaluated = run.fold.evaluated.rows()
@@ -115,7 +115,7 @@ def curves(run: RunReader, number: int) -> Html | None:
         tag("h3", "Curves"),
         tag(
             "p",
-            "Over attempted steps, labelled by step: a step that was tried again stands twice.",
+            "Over attempted steps, labelled by step; a step that was tried again appears twice.",
             cls="note",
         ),
         legend_of(run),
@@ -129,7 +129,7 @@ def curves(run: RunReader, number: int) -> Html | None:
                 cls="chart",
                 data_curve=curve.key,
             )
-            for curve in found
+            for curve in drawn_curves
         ),
         cls="curves",
         data_run=number,
@@ -137,10 +137,10 @@ def curves(run: RunReader, number: int) -> Html | None:
 
 
 def legend_of(run: RunReader) -> Html:
-    """What the signs in the curves mean, of those that there are."""
+    """The legend of the curves, for the signs that occur."""
     rows = run.fold.thinned.rows()
     kinds = {mark.line.kind for mark in run.marks()}
-    there = {
+    is_present = {
         "curve": True,
         "cross": any(not row.is_applied and row.action != "redo" for row in rows),
         "redo": any(row.action == "redo" for row in rows),
@@ -154,25 +154,29 @@ def legend_of(run: RunReader) -> Html:
         "proven": any(one.state is State.clean for one in run.checkpoints()),
     }
     keys = (
-        tag("li", tag("span", cls=f"sign {name}"), words) for name, words in _KEYS if there[name]
+        tag("li", tag("span", cls=f"sign {name}"), label)
+        for name, label in _LEGEND
+        if is_present[name]
     )
     return tag("ul", *keys, cls="legend")
 
 
 def stream(run: RunReader) -> Html | None:
-    """What of the stream of samples was read, and what never will be."""
+    """How much of the stream of samples was read, and which ranges are skipped."""
     cursor, ledger = run.fold.cursor, list(run.fold.history.ledger)
-    told = _told_to_skip(run.settings().get("data.skip"))
-    ranges = sorted([*ledger, *told])
+    configured = _configured_skips(run.settings().get("data.skip"))
+    ranges = sorted([*ledger, *configured])
     if not cursor:
         return None
     skipped = sum(stop - start for start, stop in ranges)
     end = max([cursor, *(stop for _, stop in ranges)])
     planned = max(end, _planned(run) + skipped)
-    words = f"{cursor:,} positions read or skipped"
-    words += f" of about {planned:,}" if planned > end else ""
-    words += (
-        f"; {skipped:,} skipped for good in {_counted(len(ranges))}" if ranges else "; none skipped"
+    text = f"{cursor:,} positions read or skipped"
+    text += f" of about {planned:,}" if planned > end else ""
+    text += (
+        f"; {skipped:,} skipped for good in {_count_ranges(len(ranges))}"
+        if ranges
+        else "; none skipped"
     )
     rows = [[f"{start:,}", f"{stop - 1:,}", f"{stop - start:,}"] for start, stop in ranges]
     more = len(rows) - _MOST_RANGES
@@ -180,12 +184,12 @@ def stream(run: RunReader) -> Html | None:
         "section",
         tag("h3", "The stream"),
         _strip(planned, cursor, ranges),
-        tag("p", f"{words}."),
+        tag("p", f"{text}."),
         *_held_out(run),
         _stream_legend(bool(ranges), planned > end),
         tag(
             "details",
-            tag("summary", f"skipped: {_counted(len(rows))}"),
+            tag("summary", f"skipped: {_count_ranges(len(rows))}"),
             table(["from", "to", "samples"], rows[:_MOST_RANGES]),
             tag("p", f"and {more:,} more in the journal", cls="note") if more > 0 else None,
         )
@@ -196,7 +200,7 @@ def stream(run: RunReader) -> Html | None:
 
 
 def _planned(run: RunReader) -> int:
-    """Positions that the whole run reads; 0 where nobody knows."""
+    """The positions that the whole run reads; 0 if unknown."""
     settings = run.settings()
     steps, size = settings.get("steps"), settings.get("batch.global_size")
     if type(steps) is not int or type(size) is not int or min(steps, size) < 0:
@@ -205,10 +209,12 @@ def _planned(run: RunReader) -> int:
 
 
 def _held_out(run: RunReader) -> list[Html]:
-    """The samples that the stream never has, as a share of all."""
+    """The samples that are held out of the stream, as a share of all."""
     settings = run.settings()
     if settings.get("data.val_path"):
-        return [tag("p", "The held-out loss is of files of its own (data.val_path).", cls="note")]
+        return [
+            tag("p", "The held-out loss is computed on separate files (data.val_path).", cls="note")
+        ]
     share = settings.get("data.held_out")
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share < 1:
         return []
@@ -235,26 +241,28 @@ def _stream_legend(is_skipped: bool, is_planned: bool) -> Html:
         ("held", "held out", True),
     ]
     items = (
-        tag("li", tag("span", cls=f"key {name}"), words) for name, words, there in keys if there
+        tag("li", tag("span", cls=f"key {name}"), label)
+        for name, label, is_present in keys
+        if is_present
     )
     return tag("ul", *items, cls="legend")
 
 
-def _counted(num_ranges: int) -> str:
+def _count_ranges(num_ranges: int) -> str:
     return f"{num_ranges:,} range{'' if num_ranges == 1 else 's'}"
 
 
 def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
-    # Wide enough to be seen, but many of them must not cover what was read.
-    least = max(0.6, min(4.0, 250 / max(1, len(ranges))))
+    # Wide enough to see, but many of them must not cover the part that was read.
+    least_width = max(0.6, min(4.0, 250 / max(1, len(ranges))))
 
-    def rect(start: float, stop: float, cls: str, words: str) -> Html:
-        width = max(least if cls == "skipped" else 0.0, WIDTH * (stop - start) / end)
-        at = min(WIDTH * start / end, WIDTH - width)
+    def rect(start: float, stop: float, cls: str, tooltip: str) -> Html:
+        width = max(least_width if cls == "skipped" else 0.0, WIDTH * (stop - start) / end)
+        x = min(WIDTH * start / end, WIDTH - width)
         return tag(
             "rect",
-            tag("title", words),
-            x=f"{at:.2f}",
+            tag("title", tooltip),
+            x=f"{x:.2f}",
             y=0,
             width=f"{width:.2f}",
             height=_STRIP,
@@ -269,7 +277,7 @@ def _strip(end: int, cursor: int, ranges: Sequence[tuple[int, int]]) -> Html:
     )  # fmt: skip
 
 
-def _told_to_skip(value: Any) -> list[tuple[int, int]]:
+def _configured_skips(value: Any) -> list[tuple[int, int]]:
     pairs = value if isinstance(value, list) else []
     return [
         (pair[0], pair[1])
@@ -279,11 +287,11 @@ def _told_to_skip(value: Any) -> list[tuple[int, int]]:
 
 
 def settings(run: RunReader) -> Html | None:
-    """Changes first, then the starts, then every setting."""
+    """The changes of settings, then the starts, then every setting."""
     parts = [*_changes(run.fold.lines), *_starts(run.fold.lines)]
-    told = run.settings()
-    if told:
-        rows = [[key, _value(value)] for key, value in told.items()]
+    all_settings = run.settings()
+    if all_settings:
+        rows = [[key, _value(value)] for key, value in all_settings.items()]
         parts.append(
             tag(
                 "details",
@@ -299,7 +307,7 @@ def _changes(lines: Iterable[Line]) -> list[Html]:
     rows = [
         [when(line.time), f"{line.step:,}", line.kind.replace("_", " "), line.reason, line.decision]
         for line in lines
-        if line.kind in CHANGES
+        if line.kind in CHANGE_KINDS
     ]
     heads = ["when", "at step", "what", "why", "decision"]
     return [table(heads, rows[-_MOST_RANGES:])] if rows else []

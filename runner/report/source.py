@@ -1,4 +1,4 @@
-"""What metrics tell of each source of a mixture: a fold over columns, see ``source_columns``."""
+"""Numbers of each source of a mixture, from columns of the metrics; see ``source_columns``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runner.report.heat import Grid
-from runner.report.side import number, whole
+from runner.report.side_files import number, whole
 
 _MOST_SOURCES = 256
 _SAMPLES, _LOSS, _TRAINED = "samples/", "eval_loss/", "loss/"
@@ -17,9 +17,9 @@ class SourceFold:
 
     Attributes:
         samples: how many of the attempted steps came from each.
-        losses: the held-out losses, a row a source, a look an evaluation.
+        losses: the held-out losses, one row per source, one column per evaluation.
         newest: the last held-out loss of each.
-        trained: the training losses of applied steps, a row a source, a look a step.
+        trained: the training losses of applied steps, one row per source, one column per step.
     """
 
     def __init__(self, columns: int) -> None:

@@ -1,4 +1,4 @@
-"""How a run stands, in numbers and in one sentence."""
+"""The status of a run, in numbers and in one sentence."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from runner.report.run import Checkpoint, RunReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """``status`` is done, halted, preempted, failed, running, starting or silent.
+class RunStatus:
+    """The status of a run.
 
-    Losses in nats per token. ``lost_steps`` and ``lost_seconds``: what a crash right now would have
-    computed again from the disk; None where no checkpoint is. ``silent_seconds``: since the last
-    sign of life.
+    ``status`` is done, halted, preempted, failed, running, starting or silent. Losses are in nats
+    per token. ``lost_steps`` and ``lost_seconds`` are what a restart from disk would compute again
+    after a crash right now; None without a checkpoint. ``silent_seconds`` counts from the last
+    heartbeat.
     """
 
     status: str
@@ -39,15 +40,15 @@ class Standing:
     restarts: int
 
 
-def standing(run: RunReader) -> Standing:
-    """How the run stands now."""
+def run_status(run: RunReader) -> RunStatus:
+    """The status of the run now."""
     fold, summary, now = run.fold, run.summary(), float(run.clock())
     last = fold.thinned.last
     status = _status(run)
     step = _step(run)
     total = run.settings().get("steps")
     total = total if type(total) is int else None
-    pace = fold.places.pace()
+    pace = fold.attempts.pace()
     spent = run.time_spent()
     wall = sum(spent.values())
     ring = run.checkpoints()
@@ -55,16 +56,18 @@ def standing(run: RunReader) -> Standing:
     usable = _newest(ring, {State.clean, State.committed})
     lost_seconds = None
     if usable is not None:
-        at = fold.places.attempt_of(usable.step)
-        if at is not None:
-            lost_seconds = fold.places.time_of(len(fold.places) - 1) - fold.places.time_of(at)
-    left = max(0, total - step) if total is not None else None
-    return Standing(
+        attempt = fold.attempts.attempt_of(usable.step)
+        if attempt is not None:
+            lost_seconds = fold.attempts.time_of(len(fold.attempts) - 1) - fold.attempts.time_of(
+                attempt
+            )
+    remaining = max(0, total - step) if total is not None else None
+    return RunStatus(
         status=status,
         reason=str(summary.get("reason", ""))[:2000] if summary else "",
         step=step,
         total=total,
-        eta_seconds=left * pace if status == "running" and left and pace else None,
+        eta_seconds=remaining * pace if status == "running" and remaining and pace else None,
         seconds_per_step=pace,
         loss=_finite(last.loss if last else None),
         eval_loss=_finite(fold.eval_loss),
@@ -82,8 +85,8 @@ def standing(run: RunReader) -> Standing:
     )
 
 
-def sentence(now: Standing) -> str:
-    """All of it that matters first."""
+def sentence(now: RunStatus) -> str:
+    """One sentence with what a person needs first."""
     parts = [_progress(now)]
     losses = [
         *([f"loss {now.loss:.4f}"] if now.loss is not None else []),
@@ -94,7 +97,7 @@ def sentence(now: Standing) -> str:
     return f"{'; '.join(parts)}. {_safety(now)}"
 
 
-def _progress(now: Standing) -> str:
+def _progress(now: RunStatus) -> str:
     of = f" of {now.total:,}" if now.total is not None else ""
     at = f"step {now.step:,}{of}"
     if now.status == "running":
@@ -104,12 +107,12 @@ def _progress(now: Standing) -> str:
         return f"Starting: {at}"
     if now.status == "silent":
         silent = "" if now.silent_seconds is None else f" for {duration(now.silent_seconds)}"
-        return f"No sign of life{silent}: {at}"
-    words = f" ({now.reason})" if now.reason and now.status != "done" else ""
-    return f"{now.status.capitalize()}{words}: {at}"
+        return f"No heartbeat{silent}: {at}"
+    reason = f" ({now.reason})" if now.reason and now.status != "done" else ""
+    return f"{now.status.capitalize()}{reason}: {at}"
 
 
-def _safety(now: Standing) -> str:
+def _safety(now: RunStatus) -> str:
     if now.proven is None:
         proven = "No checkpoint on disk is proven yet"
     else:
@@ -129,16 +132,16 @@ def _status(run: RunReader) -> str:
     if summary is not None:
         return str(summary.get("status", "ended"))[:40]
     if run.is_alive():
-        return "running" if len(run.fold.places) else "starting"
+        return "running" if len(run.fold.attempts) else "starting"
     return "silent"
 
 
 def _step(run: RunReader) -> int:
-    """Applied updates."""
+    """The number of applied updates."""
     summary = run.summary()
-    told = summary.get("steps") if summary else None
-    if type(told) is int:
-        return told
+    steps = summary.get("steps") if summary else None
+    if type(steps) is int:
+        return steps
     last = run.fold.thinned.last
     if last is None:
         return 0

@@ -1,4 +1,4 @@
-"""A run in a terminal: one screen, made from the same files as the page."""
+"""One screen of a terminal about a run, from the same files as the page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.text import Text
 
 from runner.observe.console import duration
 from runner.report.drawing import bounds, number
-from runner.report.incident import REMARKS, notices, readings, troubles, verdicts
-from runner.report.inside import slowest
+from runner.report.formatting import took
+from runner.report.incident import REMARK_KINDS, group_incidents, notices, readings, verdicts
+from runner.report.internals import slowest
 from runner.report.markup import plain
 from runner.report.rows import Row
 from runner.report.run import RunReader
-from runner.report.state import Standing, sentence, standing
-from runner.report.words import took
+from runner.report.state import RunStatus, run_status, sentence
 from runner.system.units import format_bytes
 
 _HEIGHT = 7  # lines of the chart
@@ -29,12 +29,12 @@ _MOST = 5  # incidents, checkpoints
 
 
 def frame(run: RunReader, *, width: int) -> Group:
-    """The screen of a run as it is now.
+    """The screen for the run's current state.
 
     Args:
         width: of the terminal, in characters.
     """
-    now = standing(run)
+    now = run_status(run)
     parts: list[RenderableType] = [
         Panel(
             Text(plain(sentence(now))),
@@ -55,8 +55,8 @@ def frame(run: RunReader, *, width: int) -> Group:
     return Group(*parts)
 
 
-def _numbers(now: Standing) -> Text:
-    told = [
+def _numbers(now: RunStatus) -> Text:
+    parts = [
         *([f"to go {duration(now.eta_seconds)}"] if now.eta_seconds is not None else []),
         *([f"{now.tokens_per_second:,.0f} tok/s"] if now.tokens_per_second else []),
         f"goodput {now.goodput:.0%}",
@@ -64,11 +64,11 @@ def _numbers(now: Standing) -> Text:
         f"rollbacks {now.rollbacks:,}",
         f"restarts {now.restarts:,}",
     ]
-    return Text("  ".join(told))
+    return Text("  ".join(parts))
 
 
 def _chart(rows: Sequence[Row], width: int) -> Group:
-    """The loss over all attempted steps, the highest of each column; crosses are not applied."""
+    """The highest loss of each column over all attempted steps; a cross is a step not applied."""
     last = rows[-1].attempt
     highest: list[float | None] = [None] * width
     odd = [False] * width
@@ -78,7 +78,7 @@ def _chart(rows: Sequence[Row], width: int) -> Group:
             odd[at] = True
         else:
             highest[at] = max(row.loss, highest[at] or row.loss)
-    for at in range(1, width):  # a column of crosses, or of no step: the line goes on
+    for at in range(1, width):  # a column without an applied step continues the line
         highest[at] = highest[at - 1] if highest[at] is None else highest[at]
     scale = bounds([row.loss for row in rows if row.is_applied], is_log=False)
     assert scale is not None, "there is an applied loss"
@@ -102,14 +102,14 @@ def _cell(value: float | None, low: float, high: float, line: int) -> str:
 
 
 def _incidents(run: RunReader, width: int) -> list[RenderableType]:
-    found = troubles(run.fold.lines)
-    warned = [*notices(run.fold.lines), *readings(run.fold.lines)]
-    if not found and not warned:
+    incidents = group_incidents(run.fold.lines)
+    warnings = [*notices(run.fold.lines), *readings(run.fold.lines)]
+    if not incidents and not warnings:
         return []
-    table = _table(f"incidents ({len(found):,})", "step", "what", "ranks", "why", "done")
-    room = max(20, width - 42)
-    for one in found[-_MOST:]:
-        line = next((one for one in reversed(one.lines) if one.kind not in REMARKS), one.first)
+    table = _table(f"incidents ({len(incidents):,})", "step", "what", "ranks", "why", "done")
+    width_left = max(20, width - 42)
+    for one in incidents[-_MOST:]:
+        line = next((one for one in reversed(one.lines) if one.kind not in REMARK_KINDS), one.first)
         verdict = next(iter(verdicts(one)), None)
         why = line.reason if verdict is None else f"{verdict.get('cause')}: {verdict.get('why')}"
         _add(
@@ -117,12 +117,12 @@ def _incidents(run: RunReader, width: int) -> list[RenderableType]:
             f"{one.first.step:,}",
             line.kind,
             ",".join(map(str, line.ranks[:8])),
-            _cut(why, 0.6 * room),
-            _cut(line.decision, 0.4 * room),
+            _cut(why, 0.6 * width_left),
+            _cut(line.decision, 0.4 * width_left),
         )
-    for line in warned[-2:]:
-        words = _cut(line.reason, 0.6 * room), _cut(line.decision, 0.4 * room)
-        _add(table, f"{line.step:,}", line.kind, "", *words)
+    for line in warnings[-2:]:
+        cells = _cut(line.reason, 0.6 * width_left), _cut(line.decision, 0.4 * width_left)
+        _add(table, f"{line.step:,}", line.kind, "", *cells)
     return [table]
 
 
@@ -143,14 +143,20 @@ def _time(run: RunReader) -> Table:
 
 
 def _ring(run: RunReader) -> list[RenderableType]:
-    found = run.checkpoints()
-    if not found:
+    checkpoints = run.checkpoints()
+    if not checkpoints:
         return []
     table = _table("the ring on disk", "step", "state", "size", "age")
     clock = float(run.clock())
-    for one in reversed(found[-_MOST:]):
-        age = duration(max(0.0, clock - one.time))
-        _add(table, f"{one.step:,}", one.state.value, format_bytes(one.num_bytes), age)
+    for checkpoint in reversed(checkpoints[-_MOST:]):
+        age = duration(max(0.0, clock - checkpoint.time))
+        _add(
+            table,
+            f"{checkpoint.step:,}",
+            checkpoint.state.value,
+            format_bytes(checkpoint.num_bytes),
+            age,
+        )
     return [table]
 
 

@@ -1,7 +1,7 @@
-"""Writes the page beside a run that goes on, and at its end; nothing here can stop or delay one.
+"""Writes the page during a run and at its end, without ever stopping or delaying the run.
 
-While the run goes on a process of its own reads the files and makes the page, with low priority. It
-dies with the run. At the end the page is made in a thread that is waited for some seconds.
+During the run a separate process with low priority reads the files and makes the page. It ends with
+the run. At the end a thread makes the page, and the run waits for it only some seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from runner.system.output import Loss
 
 NAME = "report.html"
 OUTLET = "report.html"
-_CHILD_SECONDS = 900.0  # a page that takes longer is given up
-_TAIL = 500  # characters of what the process said
+_CHILD_SECONDS = 900.0  # a page that takes longer is abandoned
+_TAIL = 500  # characters of the process's stderr
 _POLL_SECONDS = 0.2
 
 
@@ -30,11 +30,11 @@ class PageWriter:
     """Keeps ``out/report.html`` up to date, on the first rank.
 
     Args:
-        every_seconds: between pages while the run goes on; 0: only at the end.
-        check: raises when this process may not write here any more.
+        every_seconds: between pages during the run; 0: only at the end.
+        check: raises if this process may no longer write here.
 
     Attributes:
-        loss: the first thing that went wrong; None when nothing did.
+        loss: the first failure; None if there was none.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class PageWriter:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """From now on, until :meth:`finish`."""
+        """Write pages from now on, until :meth:`finish`."""
         if self._every_seconds > 0:
             self._thread = threading.Thread(target=self._run, name=OUTLET, daemon=True)
             self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Write the last page, waiting no longer than this for it; 0: none."""
+        """Write the last page and wait at most this long for it; 0: write none."""
         self._end.set()
         if seconds <= 0:
             return
         if self._thread is not None:
-            self._thread.join(seconds)  # it has a process to end
+            self._thread.join(seconds)  # it has to end its process
         last = threading.Thread(target=self._guarded, args=(self._write,), daemon=True)
         last.start()
         last.join(seconds)
@@ -71,7 +71,7 @@ class PageWriter:
             self._guarded(self._write_beside)
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        """Whatever goes wrong in there is no trouble of the run's."""
+        """Call ``write``; an exception must not reach the run."""
         try:
             write()
         except Exception as error:
@@ -90,13 +90,13 @@ class PageWriter:
 
     def _write_beside(self) -> None:
         target = self._run_dir.out / NAME
-        made = target.with_name(f"{NAME}.{os.getpid()}.new")
-        words = [sys.executable, "-m", "runner", "report", str(self._run_dir.out)]
-        words += ["-o", str(made), "--beside", str(os.getpid())]
+        new_page = target.with_name(f"{NAME}.{os.getpid()}.new")
+        command = [sys.executable, "-m", "runner", "report", str(self._run_dir.out)]
+        command += ["-o", str(new_page), "--beside", str(os.getpid())]
         try:
             self._wait_for(
                 subprocess.Popen(
-                    words,
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
@@ -105,26 +105,26 @@ class PageWriter:
             )
             if not self._end.is_set():
                 self._check()
-                made.rename(target)
+                new_page.rename(target)
         finally:
-            for left in (made, Path(f"{made}.tmp")):
-                left.unlink(missing_ok=True)
+            for leftover in (new_page, Path(f"{new_page}.tmp")):
+                leftover.unlink(missing_ok=True)
 
     def _wait_for(self, process: subprocess.Popen[bytes]) -> None:
         """
         Raises:
-            OSError: it failed, or took too long.
+            OSError: the process failed or took too long.
         """
         limit = time.monotonic() + _CHILD_SECONDS
         with process:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    _, said = process.communicate(timeout=_POLL_SECONDS)
+                    _, stderr = process.communicate(timeout=_POLL_SECONDS)
                     break
                 if self._end.is_set() or time.monotonic() > limit:
                     process.kill()
             if self._end.is_set():
                 return
             if process.returncode:
-                words = said.decode(errors="replace").strip()[-_TAIL:]
-                raise OSError(f"the process that makes it ended with {process.returncode}: {words}")
+                error_text = stderr.decode(errors="replace").strip()[-_TAIL:]
+                raise OSError(f"the page's process exited with {process.returncode}: {error_text}")

@@ -134,7 +134,7 @@ def test_it_begins_before_the_first_step_and_sees_the_end(watched: Watched, tmp_
         ended = {"status": "done", "steps": 400, "incarnation": 1, "time": {"productive": 1.0}}
         (tmp_path / "summary.json").write_text(json.dumps(ended))
         page.locator("text=Done: step 400 of 400").wait_for()
-        page.locator("text=a run that is not going on").wait_for()
+        page.locator("text=a run that is not in progress").wait_for()
 
 
 def test_a_restart_that_cuts_the_file_is_followed(tmp_path: Path) -> None:

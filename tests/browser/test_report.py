@@ -273,10 +273,10 @@ def test_an_incident_tells_its_verdict_and_the_samples(watched: Watched, inside:
     page = watched.open(inside)
     found = page.locator("li.incident", has_text="redo")
     assert found.locator(".verdict").inner_text() == "data"
-    assert "still bad without it (tried, and not so)" in found.inner_text()
+    assert "still bad without it (tested: not so)" in found.inner_text()
     assert "rank 1 on node-1" in found.inner_text()
     assert " --incident 1" in found.locator("code").inner_text()
-    found.locator("summary", has_text="What the samples say").click()
+    found.locator("summary", has_text="Text of the samples").click()
     assert HOSTILE in found.locator("pre").inner_text()
     found.locator("summary", has_text="computed again").click()
     assert found.locator("td", has_text="E without it").is_visible()

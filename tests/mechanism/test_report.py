@@ -27,12 +27,12 @@ from runner.report import page as pages
 from runner.report.curve import script_json
 from runner.report.follow import Follower
 from runner.report.heat import ABOVE, ABOVE_COLOUR, NONE, Grid, picture
-from runner.report.incident import line_of, troubles
+from runner.report.incident import group_incidents, line_of
 from runner.report.markup import tag
 from runner.report.rows import Row, Thinned, row_of
 from runner.report.run import RunReader
-from runner.report.side import LayerFold, RingFold
-from runner.report.state import sentence, standing
+from runner.report.side_files import LayerFold, RingFold
+from runner.report.state import run_status, sentence
 from runner.report.writer import PageWriter
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
@@ -67,7 +67,7 @@ def test_a_file_that_was_cut_is_read_anew(tmp_path: Path) -> None:
     (out / "new").write_text("".join(lines[:20]))
     (out / "new").rename(out / "metrics.jsonl")
     assert len(run.update()) == 20
-    assert run.generation == 1 and len(run.fold.places) == 20
+    assert run.generation == 1 and len(run.fold.attempts) == 20
 
 
 # -- which steps are drawn ----------------------------------------------------------------------
@@ -122,10 +122,10 @@ def test_the_state_says_what_would_be_lost(tmp_path: Path) -> None:
     checkpoint(out, serial=9, step=60, mark="TAINTED")
     run = RunReader(out)
     run.update()
-    now = standing(run)
+    now = run_status(run)
     assert now.status == "running" and now.step == 100 and now.lost_steps == 0
     (out / "ring" / "000004-step-00000100" / "COMMITTED").unlink()
-    words = sentence(standing(run))
+    words = sentence(run_status(run))
     assert "Running: step 100 of 100" in words
     assert "proven checkpoint is of step 80" in words and "20 steps (20s of work)" in words
 
@@ -134,7 +134,7 @@ def test_a_run_without_life_or_end_is_said_to_be_silent(tmp_path: Path) -> None:
     out = Made(steps=10, status=None).write(tmp_path / "run")
     run = RunReader(out)
     run.update()
-    assert standing(run).status == "silent"
+    assert run_status(run).status == "silent"
 
 
 def test_lines_of_one_trouble_are_told_together() -> None:
@@ -148,7 +148,7 @@ def test_lines_of_one_trouble_are_told_together() -> None:
         incident("crash", 50),
     ]
     lines = [line for line in map(line_of, told) if line is not None]
-    assert [[line.kind for line in one.lines] for one in troubles(lines)] == [
+    assert [[line.kind for line in one.lines] for one in group_incidents(lines)] == [
         ["discard", "discard", "episode", "rollback"],
         ["discard"],
         ["crash"],
@@ -184,7 +184,7 @@ def test_no_line_ends_it(metrics: list[Any], journal: list[Any], torn: bytes) ->
 
 
 def test_no_run_is_an_error_of_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run: neither"):
+    with pytest.raises(ConfigError, match="not a run: it has neither"):
         RunReader(tmp_path)
     assert main(["report", str(tmp_path)]) == 2
 
@@ -225,7 +225,7 @@ def test_what_is_vendored_is_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None
         assert pages.asset(name)
     pages.asset.cache_clear()
     monkeypatch.setitem(pages.VENDORED, "uPlot.min.css", "0" * 64)
-    with pytest.raises(ConfigError, match="is not the file that was vendored"):
+    with pytest.raises(ConfigError, match="is not the vendored file"):
         pages.asset("uPlot.min.css")
 
 
@@ -246,7 +246,7 @@ def test_the_page_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
     until((out / "report.html").exists)
     writer.finish(20)
     assert writer.loss is None
-    assert "No sign of life" in (out / "report.html").read_text()
+    assert "No heartbeat" in (out / "report.html").read_text()
     assert [one.name for one in out.glob("report.html?*")] == []
 
 
@@ -453,7 +453,7 @@ def test_top_shows_one_screen(
     out = made.write(tmp_path / "run")
     assert main(["top", str(out), "--once"]) == 0
     shown = capsys.readouterr().out
-    assert "No sign of life" in shown and "step 300 of 300" in shown
+    assert "No heartbeat" in shown and "step 300 of 300" in shown
     assert "discard" in shown and "productive" in shown and "clean" in shown
     assert "plateau" in shown and "data: 1 sample" in shown and "Slowest: rank 1" in shown
     assert "\x1b" not in shown and "\\x1b[2J[bold]x" in shown

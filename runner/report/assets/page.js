@@ -1,6 +1,6 @@
 "use strict";
-// Draws the curves in the place of the still ones, and follows a run that is going on. Texts go in
-// as text, never as markup, but for what the server of the live page has made and escaped.
+// Replaces the static curves by interactive ones, and follows a run in progress. Texts are inserted
+// as text, never as markup, except for markup that the live page's server made and escaped.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
@@ -29,7 +29,7 @@
     return size >= 1e-3 ? String(Number(value.toPrecision(4))) : Number(value.toPrecision(3)).toExponential();
   }
 
-  // The last place whose value is not above the wanted one.
+  // The last index whose value is not above the wanted one.
   function place(sorted, wanted) {
     let low = 0, high = sorted.length - 1;
     while (low < high) {
@@ -39,7 +39,7 @@
     return low;
   }
 
-  // As runner/report/drawing.py: all values but outliers that would flatten the rest.
+  // As in runner/report/drawing.py: all values except outliers that would flatten the rest.
   function bounds(values, isLog) {
     const known = values.filter((v) => v !== null && (!isLog || v > 0)).map((v) => (isLog ? Math.log10(v) : v));
     if (!known.length) return null;
@@ -93,7 +93,7 @@
       this.ring = told.ring;
     }
 
-    // Rows that came since; the last one may have been there already.
+    // New rows; the first one may be known already.
     append(told) {
       const attempts = sum(told.rows.attempt), steps = sum(told.rows.step);
       const fresh = attempts.findIndex((one) => one > this.attempt[this.attempt.length - 1]);
@@ -232,7 +232,7 @@
       };
     }
 
-    // A step that was not applied is spanned; where the run went back, the line begins anew.
+    // The line spans a step that was not applied, and starts again after a rollback.
     gaps(u) {
       const found = [];
       for (const mark of this.marks) {
@@ -258,7 +258,7 @@
       return bounds(seen, isLog) ?? bounds(this.columns[name], isLog) ?? [0.1, 1];
     }
 
-    // What lies behind the curve: the gate's limits, what was undone, where the run began again.
+    // Behind the curve: the gate's limits, undone stretches, restarts.
     drawBelow(u, name) {
       const pen = u.ctx, { left, top, width, height } = u.bbox;
       const ratio = devicePixelRatio;
@@ -312,7 +312,7 @@
       pen.stroke(edge);
     }
 
-    // What lies before it: steps that were not applied, what is off the scale, rollbacks, held-out.
+    // In front of it: steps not applied, values off the scale, rollbacks, held-out losses.
     drawAbove(u, name) {
       const pen = u.ctx, { left, top, width, height } = u.bbox, ratio = devicePixelRatio;
       pen.save();
@@ -344,7 +344,7 @@
         pen.globalAlpha = 1;
         pen.lineWidth = 2 * ratio;
         pen.beginPath();
-        if (action === "redo") { // going round: an open ring with a head
+        if (action === "redo") { // a circular arrow
           pen.arc(x, y, arm, 0.9, 2 * Math.PI - 0.3);
           pen.moveTo(x + arm + 1.5 * ratio, y - arm); pen.lineTo(x + arm, y - 0.5 * ratio); pen.lineTo(x + 0.5 * ratio, y - 2 * ratio);
           pen.stroke();
@@ -645,7 +645,7 @@
     return answer.json();
   }
 
-  // The legend and the still drawings; the charts stay as they are.
+  // Updates the legend and the static drawings; the charts stay.
   function renew(section, markup) {
     const fresh = document.createElement("template");
     fresh.innerHTML = markup;
@@ -682,7 +682,7 @@
         view.refresh();
       }
     }
-    line.textContent = told.alive ? "live" : "live page of a run that is not going on";
+    line.textContent = told.alive ? "live" : "live page of a run that is not in progress";
   }
 
   if (data.live) {

@@ -1,4 +1,4 @@
-"""What lies beside metrics and journal: the layers, the ranks' times, the life of checkpoints."""
+"""The files beside metrics and journal: layers, rank times, and the lifetimes of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.report.follow import Follower
 from runner.report.heat import Grid
 from runner.run_dir.paths import RunDir
 
-# Of a layer, in the order in which they are shown, and of the model; see docs/warnings.md.
+# The quantities of a layer, in the order in which they are shown; see docs/warnings.md.
 LAYER_QUANTITIES = {
     "grad": "gradient norm",
     "update": "update relative to the weights",
@@ -25,22 +25,22 @@ _MOST_POSITIONS = 512
 _MOST_PROFILES = 64
 _MOST_RANKS = 4096
 TIERS = ("memory", "disk", "remote")
-_MOST_GONE = 1000  # copies of each tier; those that lived longest stay
+_MOST_GONE = 1000  # copies kept per tier; those that lived longest stay
 
 
 class Fold(Protocol):
-    """Takes the lines of one file, whatever they hold."""
+    """Consumes the lines of one file; ignores fields that it cannot parse."""
 
     def add(self, line: Mapping[str, Any]) -> None: ...
 
 
 class LayerFold:
-    """``layers.jsonl``.
+    """The contents of ``layers.jsonl``.
 
     Attributes:
-        grids: by quantity, a row a layer.
-        model: a row a number of the whole model.
-        profiles: some looks at the loss by position: step, and nats per token in equal stretches.
+        grids: by quantity, with one row per layer.
+        model: numbers of the whole model, one row each.
+        profiles: step and loss by position (nats per token, equal stretches) of some inspections.
         positions: tokens of a sequence.
     """
 
@@ -77,9 +77,9 @@ class LayerFold:
             self.grids[name].add(step, values)
 
     def _add_profile(self, step: int, profile: tuple[float, ...]) -> None:
-        """The first, the last, and some between."""
+        """Keep the first profile, the last, and some between."""
         if self.profiles and (self._num_profiles - 1) % self._profile_stride:
-            self.profiles.pop()  # it was there as the last one only
+            self.profiles.pop()  # it was kept only because it was the last
         self._num_profiles += 1
         self.profiles.append((step, profile))
         if len(self.profiles) > _MOST_PROFILES:
@@ -88,10 +88,10 @@ class LayerFold:
 
 
 class RankFold:
-    """``ranks.jsonl``: seconds of each rank.
+    """The contents of ``ranks.jsonl``: seconds of each rank.
 
     Attributes:
-        own: before a step's first collective.
+        own: from a step's begin to its first collective.
         device: for one fixed computation.
     """
 
@@ -109,7 +109,7 @@ class RankFold:
 
 @dataclass(slots=True, kw_only=True)
 class Copy:
-    """A checkpoint's life in one tier; times in seconds since the epoch, None: not (yet)."""
+    """A checkpoint in one tier; times are seconds since the epoch, None if it has not happened."""
 
     serial: int
     step: int
@@ -119,7 +119,7 @@ class Copy:
     gone: float | None = None
 
     def lived(self) -> float:
-        """Seconds, of one that is gone."""
+        """Seconds from save to removal; 0 for a copy that still exists."""
         return (self.gone or self.saved) - self.saved
 
 
@@ -130,47 +130,47 @@ class _Tier:
 
 
 class RingFold:
-    """``ring.jsonl``: what became of each copy of a checkpoint."""
+    """The contents of ``ring.jsonl``: the states of each copy of a checkpoint."""
 
     def __init__(self) -> None:
         self._tiers = {tier: _Tier() for tier in TIERS}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        tier, serial, at = line.get("tier"), line.get("serial"), number(line.get("time"))
-        found = self._tiers.get(tier) if isinstance(tier, str) else None
-        if found is None or type(serial) is not int or at is None:
+        name, serial, time = line.get("tier"), line.get("serial"), number(line.get("time"))
+        tier_state = self._tiers.get(name) if isinstance(name, str) else None
+        if tier_state is None or type(serial) is not int or time is None:
             return
-        state, copy = line.get("state"), found.live.get(serial)
+        state, copy = line.get("state"), tier_state.live.get(serial)
         if state == "committed":
-            found.live[serial] = Copy(serial=serial, step=whole(line.get("of")), saved=at)
+            tier_state.live[serial] = Copy(serial=serial, step=whole(line.get("of")), saved=time)
         elif copy is None:
             return
         elif state == "clean":
-            copy.proven = at
+            copy.proven = time
         elif state == "tainted":
-            copy.tainted = at
+            copy.tainted = time
         elif state == "gone":
-            copy.gone = at
-            found.gone.append(found.live.pop(serial))
-            if len(found.gone) > 2 * _MOST_GONE:
-                longest = sorted(found.gone, key=Copy.lived, reverse=True)[:_MOST_GONE]
-                found.gone = sorted(longest, key=lambda one: one.saved)
+            copy.gone = time
+            tier_state.gone.append(tier_state.live.pop(serial))
+            if len(tier_state.gone) > 2 * _MOST_GONE:
+                longest = sorted(tier_state.gone, key=Copy.lived, reverse=True)[:_MOST_GONE]
+                tier_state.gone = sorted(longest, key=lambda one: one.saved)
 
     def copies(self, tier: str) -> list[Copy]:
-        """Of one tier, in the order in which they were saved; of very many the longest lived."""
-        found = self._tiers[tier]
-        return sorted([*found.gone, *found.live.values()], key=lambda one: one.saved)
+        """The copies of one tier in the order of their saves; the longest lived if very many."""
+        tier_state = self._tiers[tier]
+        return sorted([*tier_state.gone, *tier_state.live.values()], key=lambda one: one.saved)
 
     def live(self, tier: str) -> list[Copy]:
-        """Those that are not gone, by serial."""
+        """The copies that still exist, by serial."""
         return sorted(self._tiers[tier].live.values(), key=lambda one: one.serial)
 
 
 T = TypeVar("T", bound=Fold)
 
 
-class _Side(Generic[T]):
-    """One file, followed."""
+class _FollowedFile(Generic[T]):
+    """One file that is followed, with what was gathered from it."""
 
     def __init__(self, follower: Follower, make: Callable[[], T]) -> None:
         self._follower = follower
@@ -180,7 +180,7 @@ class _Side(Generic[T]):
 
     def update(self) -> None:
         if self._follower.was_replaced():
-            self._follower.begin_anew()
+            self._follower.restart()
             self.fold = self._make()
             self.version += 1
         before = self._follower.offset
@@ -193,17 +193,17 @@ class _Side(Generic[T]):
         return self._follower.num_damaged
 
 
-class Sides:
-    """The three files of one run.
+class SideFiles:
+    """The three side files of one run.
 
     Args:
-        columns: about how many columns a picture of them has.
+        columns: about how many columns a picture has.
     """
 
     def __init__(self, run_dir: RunDir, *, columns: int) -> None:
-        self._layers = _Side(Follower(run_dir.layers), lambda: LayerFold(columns))
-        self._ranks = _Side(Follower(run_dir.rank_times), lambda: RankFold(columns))
-        self._ring = _Side(Follower(run_dir.ring_lines), RingFold)
+        self._layers = _FollowedFile(Follower(run_dir.layers), lambda: LayerFold(columns))
+        self._ranks = _FollowedFile(Follower(run_dir.rank_times), lambda: RankFold(columns))
+        self._ring = _FollowedFile(Follower(run_dir.ring_lines), RingFold)
 
     def update(self) -> None:
         """Read what is new.
@@ -229,28 +229,28 @@ class Sides:
 
     @property
     def version(self) -> str:
-        """Another one whenever there was anything new."""
+        """A text that changes whenever a file changed."""
         return f"{self._layers.version} {self._ranks.version} {self._ring.version}"
 
     @property
     def num_damaged(self) -> int:
-        """Lines that could not be read."""
+        """Lines in the three files that could not be read."""
         return sum(one.num_damaged for one in (self._layers, self._ranks, self._ring))
 
 
 def number(value: Any) -> float | None:
-    """A finite number; None for all else."""
+    """A finite number; None for anything else."""
     if type(value) is not float and type(value) is not int:
         return None
     try:
-        found = float(value)
+        converted = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return converted if math.isfinite(converted) else None
 
 
 def whole(value: Any) -> int:
-    """A count; 0 for what is none."""
+    """A count; 0 for anything else."""
     return value if type(value) is int and 0 <= value < 1 << 53 else 0
 
 
@@ -258,6 +258,6 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _rank_name(at: int, size: int) -> str:
-    first = at * size
+def _rank_name(index: int, size: int) -> str:
+    first = index * size
     return f"rank {first}" if size == 1 else f"ranks {first}-{first + size - 1}"

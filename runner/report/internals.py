@@ -1,4 +1,4 @@
-"""Sections of what is inside: layers over time, loss by position and by source, ranks over time."""
+"""Sections on the model and the ranks: layers, loss by position and source, rank times."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from runner.report.figure import Named, heat, lines, small
 from runner.report.heat import Grid, picture
 from runner.report.markup import Html, table, tag
 from runner.report.run import RunReader
-from runner.report.side import LAYER_QUANTITIES
+from runner.report.side_files import LAYER_QUANTITIES
 
 T = TypeVar("T")
-_SHOWN_LAYERS = 4  # quantities at once; the others are folded away
+_SHOWN_LAYERS = 4  # quantities shown at once; the others are collapsed
 _MOST_SMALL = 12
 _MOST_ROWS = 128
 _PROFILES = 5
 _UNIT = "nats per token"
-_ALIKE = 1.12  # ranks that differ by less need no picture
+_ALIKE = 1.12  # ranks whose times differ by a smaller factor need no picture
 _MOST_SOURCES = 40
-_MODEL_WORDS = {
+_MODEL_LABELS = {
     "grad_ratio": "largest gradient of a layer / median",
     "grad_first_to_last": "gradient, first / last layers",
     "weight_norm": "weight norm",
@@ -35,43 +35,47 @@ _MODEL_WORDS = {
 
 
 def layers(run: RunReader) -> Html | None:
-    """Heat maps of the layers, a row each, and the numbers of the whole model."""
+    """Heat maps with one row per layer, and the numbers of the whole model."""
     fold = run.sides.layers
-    order = [*(name for name in LAYER_QUANTITIES if name in fold.grids)]
-    order += [name for name in fold.grids if name not in LAYER_QUANTITIES]
+    names = [*(name for name in LAYER_QUANTITIES if name in fold.grids)]
+    names += [name for name in fold.grids if name not in LAYER_QUANTITIES]
     drawn = []
-    for name in order:
+    for name in names:
         shown = picture(fold.grids[name], most_rows=_MOST_ROWS)
         if shown is not None:
             title = LAYER_QUANTITIES.get(name, name)
-            drawn.append(heat(shown, title[:1].upper() + title[1:], "by layer, over looks"))
+            drawn.append(heat(shown, title[:1].upper() + title[1:], "by layer, over inspections"))
     numbers = _model_numbers(fold.model)
     if not drawn and not numbers:
         return None
-    more = drawn[_SHOWN_LAYERS:]
-    note = "A row is a layer, a column one or more looks into the model, labelled by step; a cell "
-    note += "shows its farthest value, so that no single look is lost."
+    hidden_figures = drawn[_SHOWN_LAYERS:]
+    note = (
+        "A row is a layer, a column one or more inspections of the model, labelled by step; a cell "
+    )
+    note += "shows its most unusual value, so that no single inspection is lost."
     return tag(
         "section",
         tag("h3", "Layers over time"),
         tag("p", note, cls="note") if drawn else None,
         *drawn[:_SHOWN_LAYERS],
-        tag("details", tag("summary", f"{len(more)} more of each layer"), *more) if more else None,
+        tag("details", tag("summary", f"{len(hidden_figures)} more of each layer"), *hidden_figures)
+        if hidden_figures
+        else None,
         tag("div", *numbers, cls="smalls") if numbers else None,
         cls="layers",
     )
 
 
 def _model_numbers(grid: Grid) -> list[Html]:
-    made: list[Html] = []
+    figures: list[Html] = []
     for name, row in zip(grid.names, grid.cells(), strict=True):
-        if len(made) >= _MOST_SMALL:
+        if len(figures) >= _MOST_SMALL:
             break
         points = [(float(step), value) for step, value in zip(grid.steps, row, strict=True)]
-        drawn = small(_MODEL_WORDS.get(name, name), points)
+        drawn = small(_MODEL_LABELS.get(name, name), points)
         if drawn is not None:
-            made.append(drawn)
-    return made
+            figures.append(drawn)
+    return figures
 
 
 def position(run: RunReader) -> Html | None:
@@ -88,12 +92,14 @@ def position(run: RunReader) -> Html | None:
     )
     if drawn is None:
         return None
-    words = "A right model is better the more it has read: the lines fall to the right. A jump "
-    words += "says where documents are packed, masked or cut."
+    note = (
+        "A healthy model predicts better the more context it has: the lines fall to the right. A "
+    )
+    note += "jump shows where documents are packed, masked or cut."
     return tag(
         "section",
         tag("h3", "Loss by position"),
-        tag("p", words, cls="note"),
+        tag("p", note, cls="note"),
         drawn,
         cls="position",
     )
@@ -135,7 +141,7 @@ def _by_source(grid: Grid) -> list[Named]:
 
 
 def ranks(run: RunReader) -> Html | None:
-    """Ranks over time: who was slow, and whether its device was."""
+    """Times of the ranks: which rank was slow, and whether its device was."""
     fold = run.sides.ranks
     drawn = []
     for grid, title in (
@@ -144,10 +150,10 @@ def ranks(run: RunReader) -> Html | None:
     ):
         shown = picture(grid, most_rows=_MOST_ROWS) if len(grid.names) > 1 else None
         if shown is not None and shown.high <= _ALIKE * shown.low and not shown.has_above:
-            words = f"{title}: about {number(shown.high)} s on all, all along."
-            drawn.append(tag("p", words, cls="note"))
+            sentence = f"{title}: about {number(shown.high)} s on all ranks, the whole time."
+            drawn.append(tag("p", sentence, cls="note"))
         elif shown is not None:
-            drawn.append(heat(shown, title, "seconds, by rank, over looks"))
+            drawn.append(heat(shown, title, "seconds, by rank, over inspections"))
     if not drawn:
         return None
     return tag(
@@ -160,7 +166,7 @@ def ranks(run: RunReader) -> Html | None:
 
 
 def slowest(grid: Grid) -> str:
-    """Whose median is the highest, in words."""
+    """A sentence about the rank with the highest median; empty without values."""
     medians = {}
     for name, row in zip(grid.names, grid.cells(), strict=True):
         known = sorted(value for value in row if value == value)
@@ -173,7 +179,7 @@ def slowest(grid: Grid) -> str:
     return f"Slowest: {name}, {number(most)} s; the median {number(usual)} s."
 
 
-def _spread(some: Sequence[T], count: int) -> list[T]:
-    if len(some) <= count:
-        return list(some)
-    return [some[round(at * (len(some) - 1) / (count - 1))] for at in range(count)]
+def _spread(items: Sequence[T], count: int) -> list[T]:
+    if len(items) <= count:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (count - 1))] for index in range(count)]

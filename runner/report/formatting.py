@@ -1,4 +1,4 @@
-"""How times, numbers and names are told on the page."""
+"""How times, numbers and names are printed on the page."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ _KNOWN = ("done", "running", "halted", "failed", "crash", "halt", "silent", "pre
 
 
 def when(seconds: float) -> str:
-    """Local time; empty for none."""
+    """Local date and time; empty for 0."""
     if not seconds:
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def took(seconds: float) -> str:
-    """0.7s, 12s, 3m07s."""
+    """A duration such as 0.7s, 12s or 3m07s."""
     return f"{seconds:.1f}s" if 0 < seconds < 10 else duration(seconds)
 
 
 def ranks_of(line: Line) -> str:
-    """The first of them."""
+    """The first 32 ranks of a line."""
     return ", ".join(map(str, line.ranks[:32]))
 
 
 def status_class(status: str) -> str:
-    """A class that the style knows."""
+    """The CSS class of a status or kind."""
     return status if status in _KNOWN else "plain"
 
 
-def cut(words: str, most: int) -> str:
-    """The end of a long name: that tells more."""
-    return words if len(words) <= most else f"…{words[1 - most :]}"
+def cut(text: str, most: int) -> str:
+    """The end of a long name, which says more than its start."""
+    return text if len(text) <= most else f"…{text[1 - most :]}"
