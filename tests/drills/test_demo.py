@@ -40,8 +40,15 @@ def test_the_two_runs_of_the_demo_end_alike(healed: demo.Ended, tmp_path: Path) 
 
 def test_its_runs_leave_a_page(healed_out: Path) -> None:
     text = (healed_out / "report.html").read_text()
-    assert "Done: step 60 of 60" in text and "killed by SIGKILL" in text
-    assert "rollback" in text and ">Curves<" in text and ">The ring<" in text
+    journal = (healed_out / "journal.jsonl").read_text()
+    for shown in (
+        "Done: step 60 of 60",
+        "killed by SIGKILL",
+        "rollback",
+        ">Curves<",
+        ">The ring<",
+    ):
+        assert shown in text, f"{shown!r} is not on the page of a run with this journal:\n{journal}"
 
 
 def test_the_demo_fails_where_it_shows_nothing(healed: demo.Ended) -> None:
