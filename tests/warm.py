@@ -38,9 +38,10 @@ from typing import Any
 
 from runner.launch.prepared import split
 
-_MODULES = ("runner", "torch.distributed.run")
+_TORCHRUNS = ("torch.distributed.run", "runner.launch.agent")
+_MODULES = ("runner", *_TORCHRUNS)
 # torch._dynamo comes with the first wrapper of FSDP2 or of an optimizer.
-_IMPORTS = ("torch._dynamo", "torch.distributed.run", "runner.__main__", "runner.session.session")
+_IMPORTS = ("torch._dynamo", *_TORCHRUNS, "runner.__main__", "runner.session.session")
 # The optimizer's module brings torch._inductor: five seconds a rank.
 _IMPORTS_OF_ZERO = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # prctl(2)
@@ -315,8 +316,8 @@ def _become(job: Mapping[str, Any], files: Sequence[int], *, is_launcher: bool) 
         arguments = arguments[1:]
     if prepared is not None:
         prepared.apply()
-    if arguments[:2] == ["-m", "torch.distributed.run"]:
-        _launch(arguments[2:])
+    if arguments[0] == "-m" and arguments[1] in _TORCHRUNS:
+        _launch(arguments[1], arguments[2:])
     elif arguments[0] == "-m":
         if arguments[2:3] and arguments[2] in _SUPERVISORS:
             _have_ready(_ATTEMPTS)
@@ -330,8 +331,10 @@ def _become(job: Mapping[str, Any], files: Sequence[int], *, is_launcher: bool) 
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def _launch(arguments: list[str]) -> None:
+def _launch(module: str, arguments: list[str]) -> None:
     from torch.distributed import run
+
+    from runner.launch import agent
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     options = run.parse_args(arguments)
@@ -339,6 +342,8 @@ def _launch(arguments: list[str]) -> None:
         _have_ready(int(options.nproc_per_node) * (options.max_restarts + 1))
     subprocess_handler.Popen = _StubPopen  # type: ignore[misc]
     sys.argv = [run.__file__, *arguments]
+    if module == agent.__name__:
+        sys.exit(agent.run(arguments))
     run.main(arguments)
 
 

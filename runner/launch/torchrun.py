@@ -17,7 +17,8 @@ from runner.distributed.env import gpus_asked_for, gpus_on_node
 from runner.system.error import ConfigError
 
 DEFAULT_PORT = 29400
-_TORCHRUN, _ELASTIC = "torch.distributed.run", "runner.launch.agent"
+# Ours runs torchrun's own main.
+_TORCHRUN, _AGENT = "torch.distributed.run", "runner.launch.agent"
 # Without a GPU: as many as the smallest machine has cores.
 _RANKS_WITHOUT_GPU = 2
 # A worker that fails is replaced by the supervisor, which knows when that helps. With a varying
@@ -106,7 +107,7 @@ def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
     """
     return [
         # As -m: the torchrun script may belong to another Python.
-        *(sys.executable, "-m", _ELASTIC if agent.nodes.is_elastic else _TORCHRUN),
+        *(sys.executable, "-m", _AGENT),
         f"--nproc-per-node={agent.num_ranks}",
         f"--max-restarts={_torchrun_restarts(agent)}",
         # Not SIGTERM and SIGUSR1: torchrun would kill its workers 30 s after, in the midst of
@@ -121,7 +122,7 @@ def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
 def is_started_by(command: Sequence[str]) -> bool:
     """Whether this is a torchrun command, ours or another."""
     names = {Path(word).name for word in command[: _words_before_module(command)]}
-    return bool(names & {"torchrun", _TORCHRUN, _ELASTIC})
+    return bool(names & {"torchrun", _TORCHRUN, _AGENT})
 
 
 def _words_before_module(command: Sequence[str]) -> int:

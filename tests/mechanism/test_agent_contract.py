@@ -98,3 +98,36 @@ def test_the_launcher_calls_it_at_its_end_while_the_error_passes_by(
         raised = caught
     assert raised is error
     assert closed == ([handler] if error is None else [])
+
+
+def failure(code: int) -> ProcessFailure:
+    return ProcessFailure(local_rank=0, pid=70, exitcode=code, error_file="none")
+
+
+def test_failed_ranks_are_one_line_and_the_first_to_fail_comes_first(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failures = {rank: failure(2) for rank in range(12)}
+    failures[3].timestamp -= 60
+    failures[3].exitcode = -9
+    error = ChildFailedError("runner", failures)
+
+    def fail(_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(agent, "main", fail)
+    assert agent.run(["--standalone", "-m", "runner"]) == 1
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("torchrun: rank 3 (pid 70) was killed by SIGKILL, rank 0 (pid 70) ended")
+    assert line.endswith("rank 7 (pid 70) ended with exit code 2, 4 more")
+
+
+@pytest.mark.parametrize(("nodes", "stays_open"), [("2", False), ("1:2", True)])
+def test_only_a_varying_number_of_nodes_needs_an_open_rendezvous(
+    nodes: str, stays_open: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = DynamicRendezvousHandler.shutdown
+    monkeypatch.setattr(DynamicRendezvousHandler, "shutdown", before)
+    monkeypatch.setattr(agent, "main", lambda _: None)
+    assert agent.run([f"--nnodes={nodes}", "-m", "runner"]) == 0
+    assert (DynamicRendezvousHandler.shutdown is agent.shutdown) is stays_open
