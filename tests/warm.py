@@ -333,9 +333,9 @@ def _become(job: Mapping[str, Any], files: Sequence[int], *, is_launcher: bool) 
 
 def _launch(module: str, arguments: list[str]) -> None:
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from runner.launch import agent
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     options = run.parse_args(arguments)
     with contextlib.suppress(ValueError):

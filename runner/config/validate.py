@@ -262,7 +262,7 @@ def _checkpoint_rules(config: RunConfig) -> list[tuple[bool, str]]:
             f"checkpoint.clean_after={ring.clean_after}",
         ),
         (
-            config.debug.replica_check_every > longest,
+            ring.keep >= 1 and config.debug.replica_check_every > longest,
             f"debug.replica_check_every={config.debug.replica_check_every}: a mismatch distrusts "
             f"what was saved since the last look, and the {ring.keep} clean checkpoints kept may "
             f"all be younger; use at most {longest} (clean_after + (keep - 1) * every), or a "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,8 +220,8 @@ def open_run(
     reporter = _reporter(group, lease, written, resumed, ring, spent)
     backlog.add(reporter.metrics_file)
     hosts = ranks.gather(host_name())
-    lost = ranks.from_first(spent.lost)
-    written.journal.add(_start_incident(lease, group, resumed, hosts, lost, command))
+    before = ranks.from_first({"lost": spent.lost, "idle_seconds": spent.idle_seconds})
+    written.journal.add(_start_incident(lease, group, resumed, hosts, before, command))
     ring.begin()
     return Opened(
         config=config,
@@ -243,7 +244,13 @@ def _past(group: RankGroup, resumed: Resumed, journal: list[dict[str, Any]]) -> 
     if not group.is_first:
         return past([], [], [])
     path, length = group.run_dir.metrics, resumed.metrics_bytes
-    return past(iter_lines(path, stop=length), iter_lines(path, start=length), journal)
+    return past(
+        iter_lines(path, stop=length),
+        iter_lines(path, start=length),
+        journal,
+        summary=group.run_dir.stored_summary(),
+        now=time.time(),
+    )
 
 
 def _reporter(
@@ -313,7 +320,7 @@ def _start_incident(
     group: RankGroup,
     resumed: Resumed,
     hosts: list[str],
-    lost: dict[str, float],
+    before: dict[str, Any],
     command: str,
 ) -> Incident:
     return Incident(
@@ -331,7 +338,7 @@ def _start_incident(
             "settings": lease.config_digest,
             "data": _FINGERPRINT,
             "debug": {},
-            "lost": lost,
+            **before,
             "tier": resumed.tier.value if resumed.step else None,
         },
     )

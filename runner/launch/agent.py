@@ -10,6 +10,7 @@ next restart.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,9 @@ def run(arguments: Sequence[str]) -> int:
     try:
         main(arguments)
     except ChildFailedError as error:
-        print(summary(error), file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody may be reading any more
+            sys.stderr.write(summary(error) + "\n")
+            sys.stderr.flush()
         return EXIT_CRASH
     return 0
 

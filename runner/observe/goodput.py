@@ -35,6 +35,7 @@ class TimeAccount:
         self._spent = dict.fromkeys(KINDS, 0.0)
         self._steps = array("q")
         self._seconds = array("d")
+        self._idle_seconds = 0.0
         self.last_time = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -58,6 +59,10 @@ class TimeAccount:
         for kind, amount in seconds.items():
             self._spent[kind] += amount
 
+    def idle(self, seconds: float) -> None:
+        """Note a pause after the run was done: it is no part of the run's wall time."""
+        self._idle_seconds += seconds
+
     def undo(self, to_step: int) -> None:
         """Note a rollback: the steps after ``to_step`` no longer count."""
         while self._steps and self._steps[-1] > to_step:
@@ -71,16 +76,18 @@ class TimeAccount:
         return dict(self._spent)
 
     def goodput(self, wall_seconds: float) -> float:
-        """The share of ``wall_seconds`` that was productive, 0 to 1."""
-        return self.breakdown(wall_seconds)["productive"] / max(wall_seconds, 1e-9)
+        """The share of ``wall_seconds`` that was productive, 0 to 1; pauses do not count."""
+        spent = self.breakdown(wall_seconds)
+        return spent["productive"] / max(sum(spent.values()), 1e-9)
 
     def breakdown(self, wall_seconds: float) -> dict[str, float]:
-        """Seconds by kind that add up to ``wall_seconds``, in milliseconds' precision.
+        """Seconds by kind that add up to ``wall_seconds`` without pauses, to the millisecond.
 
         Where more was spent than the wall clock says (it was set back), all is cut in
         proportion.
         """
         total = sum(self._spent.values())
+        wall_seconds = max(wall_seconds - self._idle_seconds, min(wall_seconds, total))
         share = min(1.0, max(wall_seconds, 0.0) / total) if total else 1.0
         kinds = {kind: max(0.0, round(amount * share, 3)) for kind, amount in self._spent.items()}
         kinds["other"] = 0.0
@@ -94,12 +101,14 @@ class Past:
 
     ``lost`` has the seconds by kind of the lines that this start cuts off; ``account`` has
     them already. ``last_life`` is the time of the last sign of life of an earlier start, None
-    without one.
+    without one. ``idle_seconds`` passed between the end of a run that was done and this start; the
+    run's life then goes on at this start.
     """
 
     account: TimeAccount
     lost: dict[str, float]
     last_life: float | None
+    idle_seconds: float = 0.0
 
 
 def account(
@@ -112,6 +121,7 @@ def account(
         detail = line["detail"]
         total.stalled(detail.get("lost", {}))
         total.stalled(detail.get("stalls", {}))
+        total.idle(float(detail.get("idle_seconds", 0.0)))
         if line["kind"] == "rollback":
             undone.append((float(line["time"]), int(detail["to_step"])))
     # By time, not by position: a restart may have cut the file and rewritten it.
@@ -129,8 +139,16 @@ def past(
     kept: Iterable[Mapping[str, Any]],
     cut: Iterable[Mapping[str, Any]],
     journal: Iterable[Mapping[str, Any]],
+    *,
+    summary: Mapping[str, Any] | None = None,
+    now: float = 0.0,
 ) -> Past:
-    """The account before this start: from the metrics lines it keeps and cuts, and the journal."""
+    """The account before this start: from the metrics lines it keeps and cuts, and the journal.
+
+    Args:
+        summary: what ``summary.json`` holds; it tells whether the last start ended as done.
+        now: seconds since the epoch.
+    """
     known = list(journal)
     before = account(kept, known)
     away = account(cut, [])
@@ -142,4 +160,17 @@ def past(
     starts = [float(line["time"]) for line in known if line["kind"] == "start"]
     # A start without a step: the run has been down since it began.
     last_life = max(times) if times else (starts[0] if starts else None)
-    return Past(account=before, lost=lost, last_life=last_life)
+    if last_life is None or not _was_done(summary, known):
+        return Past(account=before, lost=lost, last_life=last_life)
+    idle_seconds = round(max(0.0, now - last_life), 3)
+    before.idle(idle_seconds)
+    return Past(
+        account=before, lost=lost, last_life=last_life + idle_seconds, idle_seconds=idle_seconds
+    )
+
+
+def _was_done(summary: Mapping[str, Any] | None, journal: Iterable[Mapping[str, Any]]) -> bool:
+    starts = [line["detail"].get("incarnation") for line in journal if line["kind"] == "start"]
+    if not starts or summary is None:
+        return False
+    return summary.get("status") == "done" and summary.get("incarnation") == starts[-1]

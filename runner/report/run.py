@@ -21,10 +21,7 @@ from runner.report.side_files import SideFiles
 from runner.report.source import SourceFold
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
-from runner.system.files import read_bounded
-from runner.system.parsing import parse_json
 
-_SUMMARY_BYTES = 4 << 20
 _HOUR = 3600.0
 _MOST_RECENT = 100_000  # lines kept for the account of the last hour
 _COMMON_KEYS = 17  # of a metrics line without columns for sources
@@ -222,11 +219,8 @@ class RunReader:
 
     def summary(self) -> Mapping[str, Any] | None:
         """``summary.json`` of the newest start; None until that has ended."""
-        try:
-            summary = parse_json(read_bounded(self.run_dir.summary, _SUMMARY_BYTES, follow=True))
-        except (OSError, ValueError, RecursionError):
-            return None
-        if not isinstance(summary, dict):
+        summary = self.run_dir.stored_summary()
+        if summary is None:
             return None
         start = self.last("start")
         number = start.detail.get("incarnation") if start else None

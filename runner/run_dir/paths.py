@@ -15,8 +15,9 @@ from runner.config.compose import digest, flat, from_yaml, to_yaml, trajectory
 from runner.config.schema import ResumeConfig, RunConfig
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, read_bounded, write_durably
+from runner.system.parsing import parse_json
 
-_CONFIG_BYTES = 4 << 20
+_CONFIG_BYTES = _SUMMARY_BYTES = 4 << 20
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _ID_BYTES = 4096
 _NOT_FOR_OTHERS = 0o022
@@ -63,6 +64,14 @@ class RunDir:
         self.explanations = out / "explanations"
         self.run_id = out / "run_id"
         self.pretrained = out / "pretrained"
+
+    def stored_summary(self) -> dict[str, Any] | None:
+        """What ``summary.json`` holds; None where there is none that can be read."""
+        try:
+            summary = parse_json(read_bounded(self.summary, _SUMMARY_BYTES, follow=True))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return summary if isinstance(summary, dict) else None
 
     def incident(self, number: int) -> Path:
         """The folder for the failure reports of an incarnation."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -69,8 +71,8 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     )
     machinery.backlog.add(reporter.metrics_file)
     # After the reporter has cut the metrics, so that lost lines are journalled once.
-    lost = group.ranks.from_first(past.lost)
-    start = _start_incident(opened, resumed, hosts, lost)
+    before = group.ranks.from_first({"lost": past.lost, "idle_seconds": past.idle_seconds})
+    start = _start_incident(opened, resumed, hosts, before)
     start = replace(start, detail={**start.detail, "repeats_bits": repeats})
     reporter.also_applied(_resume_check(opened, resumed, again, start).applied)
     opened.written.journal.add(start)
@@ -97,8 +99,13 @@ def _past(opened: Opened, resumed: Resumed) -> Past:
     if not opened.group.is_first:
         return past([], [], [])
     path, length = opened.group.run_dir.metrics, resumed.metrics_bytes
-    inventory = opened.inventory.found
-    return past(iter_lines(path, stop=length), iter_lines(path, start=length), inventory.journal)
+    return past(
+        iter_lines(path, stop=length),
+        iter_lines(path, start=length),
+        opened.inventory.found.journal,
+        summary=opened.group.run_dir.stored_summary(),
+        now=time.time(),
+    )
 
 
 def _recorded(opened: Opened, resumed: Resumed) -> list[list[float]]:
@@ -228,7 +235,7 @@ def _losses(*others: PageWriter | CommandAlerts | None) -> list[output.Loss]:
 
 
 def _start_incident(
-    opened: Opened, resumed: Resumed, hosts: list[str], lost: dict[str, float]
+    opened: Opened, resumed: Resumed, hosts: list[str], before: dict[str, Any]
 ) -> Incident:
     group, lease = opened.group, opened.lease
     return Incident(
@@ -249,7 +256,7 @@ def _start_incident(
             "settings": lease.config_digest,
             "data": opened.corpus.dataset.fingerprint(),
             "debug": dict(group.debug),
-            "lost": lost,
+            **before,
             "tier": resumed.tier.value if resumed.step else None,
         },
     )

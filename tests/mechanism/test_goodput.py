@@ -138,6 +138,28 @@ def test_the_last_sign_of_life(
     assert past(kept, [], journal).last_life == expected
 
 
+def test_the_pause_after_a_finished_run_is_not_counted() -> None:
+    """A run is asked for more steps a day after it was done."""
+    metrics = [line(1, 1), line(2, 2)]
+    journal = [entry("start", 0, incarnation=1)]
+    done = {"status": "done", "incarnation": 1}
+    stopped = done | {"status": "preempted"}
+    for summary in (None, stopped, done | {"incarnation": 7}):
+        assert past(metrics, [], journal, summary=summary, now=86_402.0).idle_seconds == 0.0
+    found = past(metrics, [], journal, summary=done, now=86_402.0)
+    assert found.idle_seconds == 86_400 and found.last_life == 86_402
+    assert found.account.breakdown(86_404.0) == dict.fromkeys(KINDS, 0.0) | {
+        "productive": 2.0,
+        "other": 2.0,
+    }
+    assert found.account.goodput(86_404.0) == 0.5
+    # The next start and the report find it in the journal.
+    journal.append(entry("start", 86_402, incarnation=2, idle_seconds=found.idle_seconds))
+    again = past([*metrics, line(3, 86_403)], [], journal, summary=done, now=86_500.0)
+    assert again.idle_seconds == 0.0, "the second start did not end as done"
+    assert again.account.goodput(86_404.0) == 0.75
+
+
 amounts = st.floats(0, 1e4)
 
 
