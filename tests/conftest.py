@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from tests import reaper, run, share, warm
+from tests import cost, reaper, run, share, warm
 
 # What pytest calls here.
 pytest_runtestloop = share.pytest_runtestloop
 pytest_runtest_makereport = share.pytest_runtest_makereport
+pytest_runtest_protocol = cost.pytest_runtest_protocol
+pytest_terminal_summary = cost.pytest_terminal_summary
 
 MEMORY_DIR = "HOLDFAST_MEMORY_DIR"
 
