@@ -1,5 +1,5 @@
-"""The guard in the loops of other frameworks: a module each, imported only when it is asked for.
+"""The guard in the loops of other frameworks: one module each, imported only on demand.
 
-Each needs its framework, an extra of the same name. A framework's private names are used in these
-modules only, and pinned by tests/mechanism/test_integrations.py.
+Each module needs its framework, an extra of the same name. Private names of a framework are used
+only in these modules, and are pinned by tests/mechanism/test_integrations.py.
 """

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from runner.embed.guard import Guard
 from runner.system.error import ConfigError
 
-_GUARDED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+_SUPPORTED = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 
 
 def guard_prepared(
@@ -34,19 +34,19 @@ def guard_prepared(
     scheduler: Any = None,
     **settings: Any,
 ) -> Guard:
-    """A guard for what ``accelerator.prepare`` has given.
+    """A guard for objects that ``accelerator.prepare`` returned.
 
     Args:
-        settings: as :class:`runner.Guard` takes them; ``accumulate`` is the Accelerator's.
+        settings: those of :class:`runner.Guard`; ``accumulate`` comes from the Accelerator.
 
     Raises:
-        ConfigError: DeepSpeed or another engine of its own, or FP16 loss scaling.
+        ConfigError: DeepSpeed or another engine that steps by itself, or FP16 loss scaling.
     """
     kind = accelerator.distributed_type.name
-    if kind not in _GUARDED:
+    if kind not in _SUPPORTED:
         raise ConfigError(
             f"guard_prepared: the Accelerator runs {kind}, whose engine applies the update itself; "
-            f"{', '.join(_GUARDED)} can be guarded"
+            f"supported: {', '.join(_SUPPORTED)}"
         )
     if accelerator.scaler is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The guard under the Hugging Face Trainer, and trainers made of it such as TRL's.
+"""The guard in the Hugging Face Trainer, and in trainers derived from it such as TRL's.
 
 >>> from runner.integrations.hf import guard_trainer  # doctest: +SKIP
 >>> guard = guard_trainer(trainer, "runs/a", every=50)  # doctest: +SKIP
@@ -17,14 +17,14 @@ from runner.embed.guard import Guard
 from runner.integrations.batches import GuardedBatches, HasBatches
 from runner.system.error import ConfigError
 
-_REFUSED = {
+_UNSUPPORTED = {
     "deepspeed": "its engine applies the update itself; use python -m runner parallel=zero3",
     "fp16": "its loss scaling overflows on purpose; use bf16=True",
 }
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]
-    """Carries the guard's questions to where the Trainer asks its callbacks."""
+    """Calls the guard from the Trainer's callbacks."""
 
     def __init__(self, guarded: GuardedTrainer) -> None:
         self._guarded = guarded
@@ -46,7 +46,7 @@ class _Callback(TrainerCallback):  # type: ignore[misc]
 
 
 class GuardedTrainer(HasBatches):
-    """What :func:`guard_trainer` gives: the guard, once training has begun."""
+    """A Trainer with a guard, which exists once training has begun."""
 
     def __init__(self, trainer: Trainer, out: str | Path, settings: dict[str, Any]) -> None:
         self._trainer = trainer
@@ -55,13 +55,15 @@ class GuardedTrainer(HasBatches):
         self._optimizer: Any = None
         self._training_step = trainer.training_step
         self._clip = float(trainer.args.max_grad_norm or 0.0)
-        trainer.args.max_grad_norm = 0.0  # it clips before it asks; the guard clips after
+        trainer.args.max_grad_norm = (
+            0.0  # the Trainer clips before its callback; the guard clips after it
+        )
         trainer.training_step = self._step
         trainer.add_callback(_Callback(self))
 
     def begin(self, model: Any, optimizer: Any, scheduler: Any) -> None:
-        """Training begins: resume what ``out`` holds."""
-        # Accelerate's wrapper, which tells the Trainer whether to step its schedule.
+        """Create the guard when training begins; resumes the run in ``out``."""
+        # Accelerate's wrapper; the Trainer reads from it whether to step its schedule.
         self._optimizer = optimizer
         args = self._trainer.args
         self._batches = GuardedBatches(
@@ -77,7 +79,7 @@ class GuardedTrainer(HasBatches):
         )
 
     def before_step(self) -> None:
-        """After the backward passes; without gradients nothing is changed."""
+        """Call after the backward passes; drops the gradients if the step is not allowed."""
         is_allowed = self.batches.may_step()
         if not is_allowed:
             for group in self._optimizer.param_groups:
@@ -86,7 +88,7 @@ class GuardedTrainer(HasBatches):
         self._optimizer._is_overflow = not is_allowed
 
     def _step(self, model: Any, inputs: Any, *rest: Any, **kwargs: Any) -> torch.Tensor:
-        """In the place of ``Trainer.training_step``: forward and backward of one batch."""
+        """Replaces ``Trainer.training_step``: forward and backward of one batch."""
         if not self.batches.take():
             return torch.zeros((), device=self._trainer.args.device)
         loss: torch.Tensor = self._training_step(model, inputs, *rest, **kwargs)
@@ -97,18 +99,18 @@ class GuardedTrainer(HasBatches):
 def guard_trainer(trainer: Trainer, out: str | Path, **settings: Any) -> GuardedTrainer:
     """Guard a Trainer; call it before ``trainer.train()``, without ``resume_from_checkpoint``.
 
-    The Trainer's ``max_grad_norm`` becomes the guard's clip. Its step counter counts batches read,
-    skipped ones too; so a restart reads the data again, passes over what is behind it, and ends
-    where it would have ended. ``save_strategy="no"`` saves disk: the ring has the checkpoints.
+    The Trainer's ``max_grad_norm`` becomes the guard's clip. Its step counter also counts skipped
+    batches; so a restart reads the data again, skips what was used before, and ends where an
+    uninterrupted run ends. ``save_strategy="no"`` saves disk space: the ring has the checkpoints.
 
     Args:
         out: directory of the run; the same one again resumes it.
         settings: as :class:`runner.Guard` takes them.
 
     Raises:
-        ConfigError: the Trainer uses what cannot be guarded: DeepSpeed, FP16 loss scaling.
+        ConfigError: the Trainer uses DeepSpeed or FP16 loss scaling, which cannot be guarded.
     """
-    for name, why in _REFUSED.items():
+    for name, why in _UNSUPPORTED.items():
         if getattr(trainer.args, name, None):
             raise ConfigError(f"guard_trainer: {name}={getattr(trainer.args, name)!r}: {why}")
     return GuardedTrainer(trainer, out, settings)

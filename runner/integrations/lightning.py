@@ -1,4 +1,4 @@
-"""The guard as a callback of the Lightning Trainer. Under Fabric use :class:`runner.Guard` itself.
+"""The guard as a callback of the Lightning Trainer; with Fabric use :class:`runner.Guard` itself.
 
 >>> from runner.integrations.lightning import GuardCallback  # doctest: +SKIP
 >>> trainer = Trainer(callbacks=[GuardCallback("runs/a", every=50)])  # doctest: +SKIP
@@ -22,22 +22,22 @@ from runner.system.error import ConfigError
 class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     """Guards ``Trainer.fit`` with automatic optimization and one optimizer.
 
-    Lightning counts each step that it tries, skipped ones too; so a restart reads the data again,
-    passes over what is behind it, and ends where it would have ended.
+    Lightning counts every attempted step, also skipped ones; so a restart reads the data again,
+    skips what was used before, and ends where an uninterrupted run ends.
 
     Args:
         out: directory of the run; the same one again resumes it.
-        settings: as :class:`runner.Guard` takes them; clipping is Lightning's own.
+        settings: those of :class:`runner.Guard`; Lightning clips by itself.
     """
 
     def __init__(self, out: str | Path, **settings: Any) -> None:
         self._out = out
         self._settings = settings
         self._schedules: list[dict[str, Any]] | None = None
-        self._is_passed_over = False  # the batch in hand is not trained on
+        self._is_passed_over = False  # the current batch is not trained on
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what cannot be guarded."""
+        """Refuse trainers that cannot be guarded."""
         strategy = type(trainer.strategy).__name__
         if "DeepSpeed" in strategy:
             raise ConfigError(
@@ -46,8 +46,8 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
             )
         if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
             raise ConfigError(
-                f"GuardCallback: {strategy}: a batch can be passed over on one device and with "
-                "strategy='ddp' only; for FSDP2 (fully_shard) put runner.Guard into a loop of "
+                f"GuardCallback: {strategy}: a batch can be skipped only on one device and with "
+                "strategy='ddp'; for FSDP2 (fully_shard) use runner.Guard in a loop of "
                 "your own, such as Fabric's"
             )
         if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -62,7 +62,7 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Resume what ``out`` holds."""
+        """Create the guard, which resumes the run in ``out``."""
         self._batches = GuardedBatches(
             lambda: Guard(
                 self._out,
@@ -77,7 +77,7 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
         batches = self._batches
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            """In the place of ``training_step``: None is no loss, and nothing is computed."""
+            """Replaces ``training_step``; returns None, which is no loss, for a skipped batch."""
             self._is_passed_over = not batches.take()
             if not self._is_passed_over:
                 return train(*args, **kwargs)
@@ -99,13 +99,13 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """After the backward passes; without gradients nothing is changed."""
+        """After the backward passes: drop the gradients if the step is not allowed."""
         self._schedules = None
         if not self.batches.may_step():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-            # Lightning steps them all the same.
+            # Lightning steps the schedulers even so.
             self._schedules = [
                 dict(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs
             ]
@@ -117,7 +117,7 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the schedules were stepped: undo that for a step that was not made, or count it."""
+        """After the schedulers stepped: undo that for a refused step, or count the step."""
         if self._schedules is not None:
             for config, state in zip(trainer.lr_scheduler_configs, self._schedules, strict=True):
                 config.scheduler.load_state_dict(state)
@@ -135,6 +135,6 @@ class GuardCallback(HasBatches, Callback):  # type: ignore[misc]
 
 
 def _no_loss(module: torch.nn.Module) -> torch.Tensor:
-    """Zero, with a gradient of zeros for each parameter, whatever its value."""
+    """A zero loss whose gradient is zero for every parameter, even if a weight is NaN."""
     trained = [p for p in module.parameters() if p.requires_grad]
     return torch.stack([p.flatten()[:0].sum() for p in trained]).sum()

@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Column = Sequence[float | None] | Floats
 
-# Of further columns, by the names that Curve.of takes.
+# The names of further columns that Curve.of accepts.
 LEARNING_RATE = "lr"
 EPOCH = "epoch"
 HELD_OUT = "eval_loss"
@@ -37,13 +37,13 @@ _MEDIAN_ERROR = 1.2533  # the standard error of a median over that of a mean, sq
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """One training, a row a logged step.
+    """One training with one row per logged step.
 
     Args:
         steps: int64 [n].
-        loss: float64 [n], in nats or any other unit; NaN or infinite where it was.
+        loss: float64 [n], in nats or any other unit; NaN and infinite values are kept.
         grad_norm: float64 [n], before clipping; NaN where it was not logged.
-        columns: further float64 [n] by name, NaN where there is none; absent where none has any.
+        columns: further float64 [n] by name, NaN where empty; a column without values is absent.
         held_out_rows: int64 [m], the last row of training at or before each evaluation.
         held_out: float64 [m], the finite held-out losses.
     """
@@ -63,22 +63,22 @@ class Curve:
         grad_norm: Column,
         further: Mapping[str, Column] | None = None,
     ) -> Curve:
-        """From equally long columns in the order of the file, None where a cell is empty.
+        """Build a curve from equally long columns in the order of the file; empty cells are None.
 
-        Rows without a loss give their held-out loss to the row before. What a rollback has undone
-        is left out: where the steps go back to a step in the midst, the later row of a step counts.
+        A row without a loss passes its held-out loss to the row before. Rows that a rollback undid
+        are left out: where the steps go back, the later row of a step counts.
         """
         losses = _floats(loss)
-        others = {name: _floats(column) for name, column in (further or {}).items()}
+        further_columns = {name: _floats(column) for name, column in (further or {}).items()}
         has_loss = np.fromiter((value is not None for value in loss), bool, len(losses))
-        whole_steps = _whole_steps(_floats(steps))
+        whole_steps = _integer_steps(_floats(steps))
         is_last = _is_last_of_its_step(whole_steps)
         rows = np.flatnonzero(has_loss & is_last)
-        held_out = others.pop(HELD_OUT, np.full(len(losses), np.nan))
-        at = np.flatnonzero(np.isfinite(held_out) & is_last)
+        held_out = further_columns.pop(HELD_OUT, np.full(len(losses), np.nan))
+        evaluation_rows = np.flatnonzero(np.isfinite(held_out) & is_last)
         columns = {
             name: _filled(values)[rows]
-            for name, values in others.items()
+            for name, values in further_columns.items()
             if np.isfinite(values).any()
         }
         return cls(
@@ -86,20 +86,20 @@ class Curve:
             loss=losses[rows],
             grad_norm=_floats(grad_norm)[rows],
             columns=columns,
-            held_out_rows=np.maximum(np.searchsorted(rows, at, side="right") - 1, 0),
-            held_out=held_out[at],
+            held_out_rows=np.maximum(np.searchsorted(rows, evaluation_rows, side="right") - 1, 0),
+            held_out=held_out[evaluation_rows],
         )
 
     def __len__(self) -> int:
         return len(self.loss)
 
     def column(self, name: str) -> Floats | None:
-        """A further column with at least one number; else None."""
+        """A further column, if it has at least one number; else None."""
         return self.columns.get(name)
 
     @cached_property
     def learning_rate(self) -> Floats | None:
-        """The rate where it was logged and was not always zero."""
+        """The learning rate, if it was logged and not always zero; else None."""
         rate = self.columns.get(LEARNING_RATE)
         return rate if rate is not None and np.nanmax(rate) > 0 else None
 
@@ -115,15 +115,15 @@ def _floats(column: Column) -> Floats:
 
 
 def _filled(values: Floats) -> Floats:
-    """A cell that is empty has the last value before it; those before the first have the first."""
-    known = np.isfinite(values)
-    last = np.maximum.accumulate(np.where(known, np.arange(len(values)), -1))
-    filled: Floats = values[np.where(last < 0, np.argmax(known), last)]
+    """Fill empty cells with the last value before, or with the first value at the start."""
+    is_finite = np.isfinite(values)
+    last_finite = np.maximum.accumulate(np.where(is_finite, np.arange(len(values)), -1))
+    filled: Floats = values[np.where(last_finite < 0, np.argmax(is_finite), last_finite)]
     return filled
 
 
-def _whole_steps(steps: Floats) -> Ints:
-    """Whole steps; where none was told, rows are counted."""
+def _integer_steps(steps: Floats) -> Ints:
+    """Steps as integers; row numbers if no step was logged."""
     if not np.isfinite(steps).any():
         return np.arange(len(steps))
     bounded = np.clip(_filled(steps), -(2.0**62), 2.0**62)
@@ -131,18 +131,18 @@ def _whole_steps(steps: Floats) -> Ints:
 
 
 def _is_last_of_its_step(steps: Ints) -> Flags:
-    """False for rows that a rollback or a restart has undone.
+    """False for rows that a rollback or a restart undid.
 
-    Steps that begin anew from their smallest, as a counter within the epoch does, undo nothing.
+    Steps that restart at their smallest, like a counter within the epoch, undo nothing.
     """
-    back = np.flatnonzero(np.diff(steps) < 0) + 1
-    if not len(back) or (steps[back] <= steps[0]).any():
+    resets = np.flatnonzero(np.diff(steps) < 0) + 1
+    if not len(resets) or (steps[resets] <= steps[0]).any():
         return np.ones(len(steps), dtype=bool)
-    # Neighbours of one step belong together; they stay where their step lies before all later ones.
+    # Neighbouring rows of one step stay together; they count if no later row has a step as small.
     ends = np.flatnonzero(np.append(np.diff(steps) != 0, True))
-    of_row = ends[np.searchsorted(ends, np.arange(len(steps)))]
-    later = np.append(np.minimum.accumulate(steps[::-1])[::-1], np.iinfo(np.int64).max)
-    kept: Flags = steps < later[of_row + 1]
+    end_of_row = ends[np.searchsorted(ends, np.arange(len(steps)))]
+    lowest_later = np.append(np.minimum.accumulate(steps[::-1])[::-1], np.iinfo(np.int64).max)
+    kept: Flags = steps < lowest_later[end_of_row + 1]
     return kept
 
 
@@ -158,12 +158,12 @@ def noise(values: Floats) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Levels:
-    """Medians of equally long runs of rows.
+    """Medians of blocks of equally many rows.
 
     Args:
-        rows: int64 [k + 1], where each begins, and the end of the last.
+        rows: int64 [k + 1], the first row of each block, and the end of the last.
         values: float64 [k].
-        error: float64 [k], the standard error of each.
+        error: float64 [k], the standard error of each value.
     """
 
     rows: Ints
@@ -177,26 +177,28 @@ class Levels:
 def levels(values: Floats, use: Flags, most: int = 50, least_rows: int = 8) -> Levels:
     """Medians of ``values`` [n] where ``use`` [n] holds, in at most ``most`` blocks."""
     rows = np.flatnonzero(use)
-    number = int(np.clip(len(rows) // least_rows, 1, most))
-    edges = np.linspace(0, len(rows), number + 1).astype(np.int64)
-    medians, errors = np.full(number, np.nan), np.full(number, np.inf)
-    for block in range(number):
-        inside = values[rows[edges[block] : edges[block + 1]]]
-        if len(inside):
-            medians[block] = np.median(inside)
-            errors[block] = _MEDIAN_ERROR * noise(inside) / np.sqrt(len(inside))
-    begins = np.append(rows, len(values))[edges] if len(rows) else np.zeros(number + 1, np.int64)
+    num_blocks = int(np.clip(len(rows) // least_rows, 1, most))
+    edges = np.linspace(0, len(rows), num_blocks + 1).astype(np.int64)
+    medians, errors = np.full(num_blocks, np.nan), np.full(num_blocks, np.inf)
+    for block in range(num_blocks):
+        in_block = values[rows[edges[block] : edges[block + 1]]]
+        if len(in_block):
+            medians[block] = np.median(in_block)
+            errors[block] = _MEDIAN_ERROR * noise(in_block) / np.sqrt(len(in_block))
+    begins = (
+        np.append(rows, len(values))[edges] if len(rows) else np.zeros(num_blocks + 1, np.int64)
+    )
     return Levels(rows=begins.astype(np.int64), values=medians, error=errors)
 
 
 def median_of(values: Floats) -> float:
-    """Of the finite ones; NaN where there is none."""
+    """The median of the finite values; NaN if there is none."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else float("nan")
 
 
 def smoothed(values: Floats, width: int = 3) -> Floats:
-    """Running median; the ends have narrower windows."""
+    """Running median; the windows are narrower at the ends."""
     half = width // 2
     return np.array(
         [np.median(values[max(0, at - half) : at + half + 1]) for at in range(len(values))]

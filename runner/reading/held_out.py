@@ -1,4 +1,4 @@
-"""What the held-out loss says beside the training loss."""
+"""Rules that compare the held-out loss with the training loss."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import numpy as np
 from runner.reading.curve import EPOCH, Curve, Flags, Floats, median_of, noise, smoothed
 from runner.reading.finding import Finding
 
-_LEAST, _MANY = 5, 7  # evaluations: to say something, to say it with confidence
+_LEAST, _MANY = 5, 7  # evaluations: for any finding, for one of high confidence
 _ROWS = 20  # of training before an evaluation, for its level
 _WORSE = 0.03  # of the lowest held-out loss
-_ERRORS = 2.5  # standard errors of that rise; the lowest of many is low by chance too
+_ERRORS = 2.5  # standard errors of that rise; the lowest of many is low partly by chance
 _TRAINING_FELL = 0.25  # of the rise of the held-out loss
 _FAR_BELOW = 0.6  # of the training loss
 _SWINGS = 0.03
-_AT_RATE = 0.3  # of the peak; below, the rate cannot be what makes it swing
+_AT_RATE = 0.3  # of the peak; below, the rate cannot cause the swings
 _KNOWN = 0.05  # of the loss at the start
 _EPOCHS = 5
 
 
 def _training_levels(curve: Curve, calm: Flags) -> Floats:
-    """Float64 [m]: the training loss just before each evaluation; NaN where there is none."""
-    found = np.full(len(curve.held_out), np.nan)
-    begin = -1
-    for place, row in enumerate(curve.held_out_rows.tolist()):
-        first = max(begin + 1, row + 1 - _ROWS)
-        inside = curve.loss[first : row + 1][calm[first : row + 1]]
-        if len(inside):
-            found[place] = np.median(inside)
-        begin = row
-    return found
+    """Float64 [m]: the training loss just before each evaluation; NaN without calm rows."""
+    medians = np.full(len(curve.held_out), np.nan)
+    last_row = -1
+    for index, row in enumerate(curve.held_out_rows.tolist()):
+        first = max(last_row + 1, row + 1 - _ROWS)
+        calm_losses = curve.loss[first : row + 1][calm[first : row + 1]]
+        if len(calm_losses):
+            medians[index] = np.median(calm_losses)
+        last_row = row
+    return medians
 
 
 def overfitting(curve: Curve, calm: Flags) -> Iterator[Finding]:
-    """A minimum of the held-out loss, then a rise, while the training loss goes on falling."""
+    """The held-out loss has a minimum and then rises, while the training loss keeps falling."""
     losses = curve.held_out
     if len(losses) < _LEAST:
         return
@@ -66,7 +66,7 @@ def overfitting(curve: Curve, calm: Flags) -> Iterator[Finding]:
 
 
 def _fell(curve: Curve, calm: Flags, training: Floats, best: int) -> float:
-    """How much the training loss fell since the best evaluation; a few rows there stand for it."""
+    """How much the training loss fell since the best evaluation."""
     at_end = training[-1]
     if not np.isfinite(at_end):
         tail = curve.loss[calm][-_ROWS:]
@@ -84,9 +84,9 @@ def far_below(curve: Curve, calm: Flags) -> Iterator[Finding]:
     ratio = curve.held_out[usable] / training[usable]
     if len(ratio) < 3 or np.median(ratio) >= _FAR_BELOW or np.max(ratio) >= 0.75:
         return
-    whole = 1.0 / float(np.median(ratio))
-    steady = float(np.std(ratio) / np.mean(ratio)) < 0.1 and abs(whole - round(whole)) < 0.15
-    hint = f"; the ratio is steady at 1 : {whole:.2g}, as of a sum" if steady else ""
+    factor = 1.0 / float(np.median(ratio))
+    is_steady = float(np.std(ratio) / np.mean(ratio)) < 0.1 and abs(factor - round(factor)) < 0.15
+    hint = f"; the ratio is steady at 1 : {factor:.2g}, as for a sum" if is_steady else ""
     yield Finding(
         signature="held_out_below_training",
         first=int(curve.held_out_rows[0]),
@@ -101,7 +101,7 @@ def far_below(curve: Curve, calm: Flags) -> Iterator[Finding]:
 
 
 def stalls(curve: Curve, calm: Flags) -> Iterator[Finding]:
-    """The held-out loss stands for the last half while the training loss falls on, well below."""
+    """The held-out loss stalls in the last half while the training loss keeps falling far below."""
     losses = curve.held_out
     if len(losses) < 2 * _LEAST:
         return
@@ -121,15 +121,15 @@ def stalls(curve: Curve, calm: Flags) -> Iterator[Finding]:
         first=int(curve.held_out_rows[half]),
         last=int(curve.held_out_rows[-1]),
         evidence=f"in the last half of the evaluations the held-out loss gained {gain:.2g} and "
-        f"stands at {float(np.median(now)):.4g}, while the training loss fell by {fell:.3g}",
+        f"is at {float(np.median(now)):.4g}, while the training loss fell by {fell:.3g}",
         remedy="the run has learned what this data can teach about the held-out set: stop, or "
-        "bring other data; look for held-out text that training repeats (holdfast preflight)",
+        "add other data; look for held-out text that training repeats (holdfast preflight)",
         confidence="medium",
     )
 
 
 def memorised(curve: Curve, calm: Flags) -> Iterator[Finding]:
-    """Nothing is held out, many epochs, and hardly any training loss left."""
+    """Many epochs, almost no training loss left, and nothing held out."""
     epoch = curve.column(EPOCH)
     if epoch is None or len(curve.held_out) or int(calm.sum()) < 20 or epoch[-1] <= _EPOCHS:
         return
@@ -143,14 +143,14 @@ def memorised(curve: Curve, calm: Flags) -> Iterator[Finding]:
         first=int(np.argmax(epoch > _EPOCHS)),
         last=len(curve) - 1,
         evidence=f"after {epoch[-1]:.3g} epochs the training loss is {end:.3g}, "
-        f"{100 * end / start:.2g} % of its start, and no held-out loss tells what was learned",
+        f"{100 * end / start:.2g} % of its start, and no held-out loss shows what was learned",
         remedy="hold something out (data.held_out) and look at it; fewer epochs or more data",
         confidence="high",
     )
 
 
 def oscillation(curve: Curve, calm: Flags) -> Iterator[Finding]:
-    """The loss of one fixed set goes up and down without getting better, at a high rate."""
+    """The held-out loss goes up and down without improving, at a high rate."""
     losses, rows = curve.held_out, curve.held_out_rows
     rate = curve.learning_rate
     if rate is not None:
@@ -172,7 +172,7 @@ def oscillation(curve: Curve, calm: Flags) -> Iterator[Finding]:
         first=int(rows[0]),
         last=int(rows[-1]),
         evidence=f"the held-out loss swings by {100 * size / abs(level):.2g} % from one evaluation "
-        f"to the next about {level:.4g}, in {len(losses)} evaluations, and gets no better",
-        remedy="a lower rate or a larger batch (more accumulation); beta2 below 0.9 does it too",
+        f"to the next about {level:.4g}, in {len(losses)} evaluations, and does not improve",
+        remedy="a lower rate or a larger batch (more accumulation); beta2 below 0.9 also causes it",
         confidence="high" if len(losses) >= 2 * _MANY else "medium",
     )

@@ -1,4 +1,4 @@
-"""Too little progress, and why: the plateau with its causes, the rate, the schedule's floor."""
+"""Too little progress, and its causes: plateau, learning rate, the schedule's floor."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from runner.reading.finding import Finding
 from runner.reading.trouble import unit
 
 _LEAST_ROWS = 60
-_HIGH = 0.8  # of what knowing the frequencies of the tokens alone costs
+_HIGH = 0.8  # of the loss of a model that knows only the frequencies of the tokens
 _HARDLY = 0.03  # improvement of the last third, of the level
-_UNTRAINED = 4.0  # nats: who begins there was not trained before
+_UNTRAINED = 4.0  # nats: a model that starts above was not trained before
 _SMALL_UPDATE, _LARGE_UPDATE = 6e-4, 2e-2  # of the weights' norm, per step
 _VANISHING = 0.05  # norm of the first quarter of the layers over that of the last
 _FEW_TOKENS = 0.6  # of the corpus' entropy
 _AT_FLOOR, _FLOOR_ROWS = 0.02, 0.3
 _NO_GRADIENT = 1e-2  # of the norm of the first rows
-_STANDS = 0.015  # of the loss: less is no progress over all the rows at the floor
+_STANDS = 0.015  # of the loss: a smaller gain over all rows at the floor is no progress
 _AT_START = 0.97  # of the first loss: nothing was learned
 _LOW_RATE, _HIGH_RATE = 5e-5, 2e-2  # for Adam, of an untrained model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fall:
-    """How the loss fell: levels at the start, at a third, at two thirds, at the end; the usual."""
+    """Levels of the loss: at the start, at one and two thirds, at the end; and their median."""
 
     start: float
     first: float
@@ -58,7 +58,7 @@ class Fall:
 
 
 def fall_of(curve: Curve, calm: Flags) -> Fall | None:
-    """None where there are too few rows to speak of a plateau."""
+    """The levels of the loss; None with too few rows to call anything a plateau."""
     if int(calm.sum()) < _LEAST_ROWS:
         return None
     rows = np.flatnonzero(calm)
@@ -76,22 +76,24 @@ def fall_of(curve: Curve, calm: Flags) -> Fall | None:
 
 
 def slow_progress(curve: Curve, calm: Flags) -> Iterator[Finding]:
-    """One plateau, told by its cause where what was logged shows one."""
+    """Find a plateau, and report it by its cause if the logged columns show one."""
     fall = fall_of(curve, calm)
     if fall is None or not _is_high(curve, fall):
         yield from _logged_causes(curve, calm, fall)
         return
-    stands = fall.last_third < max(_HARDLY * abs(fall.end), 3 * fall.error)
+    is_stalled = fall.last_third < max(_HARDLY * abs(fall.end), 3 * fall.error)
     causes = list(_logged_causes(curve, calm, fall))
     if causes:
         yield causes[0]
     elif _is_slow_and_steady(fall) or _is_hardly_moving(curve, fall):
         yield _too_low(curve, fall)
-    elif (early := _stuck_after_peak(curve, calm) or _waits_for_the_fall(curve, calm)) is not None:
-        yield early
+    elif (
+        high_rate_finding := _stuck_after_peak(curve, calm) or _waits_for_the_fall(curve, calm)
+    ) is not None:
+        yield high_rate_finding
     elif (rate := curve.learning_rate) is not None and np.max(rate) >= _HIGH_RATE:
         yield _far_too_high(curve, fall, float(np.max(rate)))
-    elif stands:
+    elif is_stalled:
         yield _plateau(curve, fall)
 
 
@@ -99,13 +101,13 @@ def _is_high(curve: Curve, fall: Fall) -> bool:
     entropy = curve.column(CORPUS_ENTROPY)
     if entropy is not None:
         return fall.end > _HIGH * median_of(entropy)
-    # A loss that lies above its start the whole time has something added that the start had not.
+    # A loss that is above its start all the time has something added that the start lacks.
     is_in_its_unit = fall.usual < 1.02 * fall.start
     return is_in_its_unit and fall.start >= _UNTRAINED and fall.end > _HIGH * fall.start
 
 
 def _logged_causes(curve: Curve, calm: Flags, fall: Fall | None) -> Iterator[Finding]:
-    """Each speaks for itself where its column is there."""
+    """Causes that a logged column shows by itself."""
     if fall is None:
         return
     is_high = _is_high(curve, fall)
@@ -126,17 +128,17 @@ def _few_tokens(curve: Curve) -> Finding | None:
     if entropy is None:
         return None
     corpus = curve.column(CORPUS_ENTROPY)
-    usual = median_of(corpus) if corpus is not None else float(np.nanquantile(entropy, 0.95))
-    poor = np.flatnonzero(entropy < _FEW_TOKENS * usual)
-    if len(poor) < max(3, 0.02 * len(curve)):
+    reference = median_of(corpus) if corpus is not None else float(np.nanquantile(entropy, 0.95))
+    low_rows = np.flatnonzero(entropy < _FEW_TOKENS * reference)
+    if len(low_rows) < max(3, 0.02 * len(curve)):
         return None
     return Finding(
         signature="degenerate_batches",
-        first=int(poor[0]),
-        last=int(poor[-1]),
-        evidence=f"in {len(poor)} of {len(curve)} rows the tokens of a batch have an entropy below "
-        f"{_FEW_TOKENS:g} of the corpus' {usual:.3g} nats, at the median "
-        f"{float(np.median(entropy[poor])):.3g}",
+        first=int(low_rows[0]),
+        last=int(low_rows[-1]),
+        evidence=f"in {len(low_rows)} of {len(curve)} rows the tokens of a batch have an entropy "
+        f"below {_FEW_TOKENS:g} of the corpus' {reference:.3g} nats, at the median "
+        f"{float(np.median(entropy[low_rows])):.3g}",
         remedy="look at the batches of those steps: repeated or constant text, a broken shuffle, "
         "padding that counts",
         confidence="high",
@@ -163,7 +165,7 @@ def _vanishing(curve: Curve, fall: Fall) -> Finding | None:
 
 
 def _no_gradient(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
-    """The total norm went to nothing although there is much left to learn."""
+    """The total norm nearly vanished although much is left to learn."""
     norm = curve.grad_norm
     if not np.isfinite(norm).any() or not (is_high or fall.total < 0.1 * abs(fall.start)):
         return None
@@ -229,7 +231,7 @@ def _update_size(curve: Curve, fall: Fall, is_high: bool) -> Finding | None:
 
 
 def _high_rate(curve: Curve, calm: Flags) -> Finding | None:
-    """The loss rose while the rate was near its peak, and fell again as the rate did."""
+    """The loss rose while the rate was near its peak, and fell again when the rate fell."""
     rate = curve.learning_rate
     if rate is None or int(calm.sum()) < _LEAST_ROWS:
         return None
@@ -261,7 +263,7 @@ def _high_rate(curve: Curve, calm: Flags) -> Finding | None:
 
 
 def _width(rise: Floats, top: int) -> int:
-    """Blocks around the top that lie above half of its height."""
+    """The number of blocks around the top that are above half of its height."""
     is_up = rise > 0.5 * rise[top]
     before = int(np.argmin(is_up[: top + 1][::-1])) if not is_up[: top + 1].all() else top + 1
     after = int(np.argmin(is_up[top:])) if not is_up[top:].all() else len(rise) - top
@@ -269,7 +271,7 @@ def _width(rise: Floats, top: int) -> int:
 
 
 def _is_slow_and_steady(fall: Fall) -> bool:
-    """The last third gains nearly as much as the first: the curve has not begun to bend."""
+    """Whether the last third gains nearly as much as the first: the curve does not bend yet."""
     middle = fall.first - fall.second
     return (
         fall.total > max(6 * fall.error, 0.002 * abs(fall.start))
@@ -280,7 +282,7 @@ def _is_slow_and_steady(fall: Fall) -> bool:
 
 
 def _is_hardly_moving(curve: Curve, fall: Fall) -> bool:
-    """The loss never left its start, with gradients as at the start, at a rate that says why."""
+    """Whether loss and gradients stay as at the start, at a rate low enough to explain it."""
     rate, norm = curve.learning_rate, curve.grad_norm
     if rate is None or np.max(rate) > _LOW_RATE or fall.end < _AT_START * fall.start:
         return False
@@ -303,7 +305,7 @@ def _too_low(curve: Curve, fall: Fall) -> Finding:
 
 
 def _stuck_after_peak(curve: Curve, calm: Flags) -> Finding | None:
-    """The best level came before the rate had reached its peak, and not since."""
+    """The best level came before the rate reached its peak, and never again."""
     rate = curve.learning_rate
     smooth: Levels = levels(curve.loss, calm, most=40, least_rows=4)
     if rate is None or len(smooth) < 8:
@@ -327,7 +329,7 @@ def _stuck_after_peak(curve: Curve, calm: Flags) -> Finding | None:
 
 
 def _waits_for_the_fall(curve: Curve, calm: Flags) -> Finding | None:
-    """After the first tenth nothing was gained while the rate was high, and more as it fell."""
+    """The loss gained nothing after the first tenth until the rate fell."""
     rate = curve.learning_rate
     smooth = levels(curve.loss, calm, most=20, least_rows=6)
     if rate is None or len(smooth) < 10:
@@ -345,7 +347,7 @@ def _waits_for_the_fall(curve: Curve, calm: Flags) -> Finding | None:
         first=int(smooth.rows[tenth]),
         last=len(curve) - 1,
         evidence=f"while the rate was above {rates[half]:.3g} the loss stayed at about "
-        f"{middle:.4g} ({begins:.4g} before), and only as it fell the loss came to {ends:.4g}",
+        f"{middle:.4g} ({begins:.4g} before), and only a lower rate brought it to {ends:.4g}",
         remedy="a peak rate 3 to 10 times lower",
         confidence="low",
     )
@@ -356,9 +358,9 @@ def _far_too_high(curve: Curve, fall: Fall, peak: float) -> Finding:
         signature="rate_too_high",
         first=len(curve) - len(curve) // 3,
         last=len(curve) - 1,
-        evidence=f"the loss went from {fall.start:.4g} to {fall.end:.4g} only, at rates up to "
-        f"{peak:.3g}; Adam's are seldom above {_HIGH_RATE:g}",
-        remedy="if the optimizer is one of Adam's kind, a rate 10 times lower; holdfast preflight "
+        evidence=f"the loss only went from {fall.start:.4g} to {fall.end:.4g}, at rates up to "
+        f"{peak:.3g}; Adam's rate is rarely above {_HIGH_RATE:g}",
+        remedy="if the optimizer is a kind of Adam, a rate 10 times lower; holdfast preflight "
         "has a rate range test",
         confidence="low",
     )
@@ -371,57 +373,59 @@ def _plateau(curve: Curve, fall: Fall) -> Finding:
         last=len(curve) - 1,
         evidence=f"the loss went from {fall.start:.4g} to {fall.end:.4g} and by "
         f"{max(fall.last_third, 0):.2g} in the last third of {len(curve)} rows",
-        remedy="holdfast preflight: does one batch get memorised, does every parameter get a "
+        remedy="holdfast preflight: is one batch memorised, does every parameter get a "
         "gradient, what rate does the range test find; then look at the tokens of a batch",
         confidence="medium",
     )
 
 
 def floor_early(curve: Curve, calm: Flags) -> Iterator[Finding]:
-    """The rate has long been at its minimum, and the loss stopped to fall when it came there."""
+    """The rate has long been at its minimum, and the loss stopped falling when it got there."""
     rate = curve.learning_rate
     if rate is None or len(curve) < _LEAST_ROWS:
         return
-    lowest, peak = float(np.min(rate[len(rate) // 10 :])), float(np.max(rate))
-    above = np.flatnonzero(rate > lowest + _AT_FLOOR * max(lowest, 0.01 * peak))
+    floor, peak = float(np.min(rate[len(rate) // 10 :])), float(np.max(rate))
+    above = np.flatnonzero(rate > floor + _AT_FLOOR * max(floor, 0.01 * peak))
     since = int(above[-1]) + 1 if len(above) else len(rate)
     num_rows = len(rate) - since
-    if lowest > peak / 3 or num_rows < _FLOOR_ROWS * len(rate) or since < _LEAST_ROWS // 3:
+    if floor > peak / 3 or num_rows < _FLOOR_ROWS * len(rate) or since < _LEAST_ROWS // 3:
         return
     length = min(num_rows, 3 * since // 4)
     before = _gain(curve, calm, since - length, since)
     after = _gain(curve, calm, since, since + length)
     if before is None or after is None:
         return
-    whole = _gain(curve, calm, since, len(curve))
-    stands = whole is not None and whole[0] < max(_STANDS * abs(curve.loss[since]), 2 * whole[1])
+    gain_at_floor = _gain(curve, calm, since, len(curve))
+    is_stalled = gain_at_floor is not None and gain_at_floor[0] < max(
+        _STANDS * abs(curve.loss[since]), 2 * gain_at_floor[1]
+    )
     is_slower = before[0] > 3 * before[1] and after[0] < before[0] / 3
-    if not is_slower and not (stands and lowest < peak / 20):
+    if not is_slower and not (is_stalled and floor < peak / 20):
         return
     yield Finding(
         signature="floor_early",
         first=since,
         last=len(rate) - 1,
-        evidence=f"the rate is at its floor of {lowest:.3g} (peak {peak:.3g}) since step "
+        evidence=f"the rate is at its floor of {floor:.3g} (peak {peak:.3g}) since step "
         f"{curve.steps[since]}, {100 * num_rows / len(rate):.0f} % of the rows; in the {length} "
-        f"rows before the loss fell by {before[0]:.3g}, in as many after by {after[0]:.3g}",
-        remedy="a decay as long as the run (schedule.total), or a higher floor; such a plateau is "
-        "the schedule's, not the model's",
-        confidence="high" if lowest < peak / 10 else "medium",
+        f"rows before, the loss fell by {before[0]:.3g}, in as many rows after, by {after[0]:.3g}",
+        remedy="a decay as long as the run (schedule.total), or a higher floor; the schedule "
+        "causes such a plateau, not the model",
+        confidence="high" if floor < peak / 10 else "medium",
     )
 
 
 def _gain(curve: Curve, calm: Flags, begin: int, end: int) -> tuple[float, float] | None:
-    """How much the loss fell between two rows, and the error of that."""
+    """How much the loss fell between two rows, and the standard error of that."""
     quarter = (end - begin) // 4
-    inside = calm[begin:end]
+    is_calm = calm[begin:end]
     if quarter < 5:
         return None
     loss = curve.loss[begin:end]
-    head, tail = loss[:quarter][inside[:quarter]], loss[-quarter:][inside[-quarter:]]
+    head, tail = loss[:quarter][is_calm[:quarter]], loss[-quarter:][is_calm[-quarter:]]
     if len(head) < 4 or len(tail) < 4:
         return None
-    spread = float(np.median(np.abs(np.diff(loss[inside])))) * 1.05
+    spread = float(np.median(np.abs(np.diff(loss[is_calm])))) * 1.05
     return float(np.median(head) - np.median(tail)), 1.25 * spread * float(
         np.sqrt(1 / len(head) + 1 / len(tail))
     )

@@ -1,4 +1,4 @@
-"""All rules over one curve, in one pass each, and which of them speaks where two see one thing."""
+"""Applies all rules to one curve, and decides which finding is shown if two have one cause."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from runner.reading import held_out, progress, repeats, trouble
 from runner.reading.curve import Curve
 from runner.reading.finding import SIGNATURES, Finding
 
-LEAST_ROWS = 20  # below, only what is not finite is told
-# The second is not told where the first one is: it is the same thing seen from another side.
-_SAYS_IT_ALL = (
+LEAST_ROWS = 20  # with fewer rows, only losses that are not finite are reported
+# The first hides the second, which is another effect of the same cause.
+_HIDES = (
     ("divergence", "rate_too_high"),
     ("divergence", "rate_too_low"),
     ("divergence", "norm_creep"),
@@ -34,17 +34,17 @@ _SAYS_IT_ALL = (
 
 
 def read(curve: Curve) -> list[Finding]:
-    """What the curve shows, in the order of :data:`SIGNATURES`; nothing of a healthy one."""
+    """The findings in a curve, in the order of :data:`SIGNATURES`; empty for a healthy one."""
     if not len(curve):
         return []
-    found = list(trouble.not_finite(curve))
+    findings = list(trouble.not_finite(curve))
     if int(curve.finite.sum()) >= LEAST_ROWS:
-        with np.errstate(all="ignore"):  # what overflows compares as false
-            found += _rules(curve)
-    names = {one.signature for one in found}
-    hidden = {second for first, second in _SAYS_IT_ALL if first in names}
+        with np.errstate(all="ignore"):  # an overflow compares as false
+            findings += _rules(curve)
+    names = {one.signature for one in findings}
+    hidden = {second for first, second in _HIDES if first in names}
     order = list(SIGNATURES)
-    shown = [one for one in found if one.signature not in hidden]
+    shown = [one for one in findings if one.signature not in hidden]
     return sorted(shown, key=lambda one: order.index(one.signature))
 
 

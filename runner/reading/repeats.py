@@ -1,4 +1,4 @@
-"""What comes back: steps at epochs, patterns of the data's order; and norms that creep up."""
+"""Repeating patterns: drops at epochs, patterns of the data order; and rising gradient norms."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ _CORRELATION = 0.35
 
 
 def epoch_steps(curve: Curve, calm: Flags) -> Iterator[Finding]:
-    """Straight lines on both sides of each boundary do not meet."""
+    """Straight lines fitted before and after an epoch's begin do not meet there."""
     epoch = curve.column(EPOCH)
     if epoch is None:
         return
-    found = []
+    steps = []
     boundaries = _boundaries(epoch)
-    for place, row in enumerate(boundaries):
-        begin = boundaries[place - 1] if place else 0
-        end = boundaries[place + 1] if place + 1 < len(boundaries) else len(curve)
+    for index, row in enumerate(boundaries):
+        begin = boundaries[index - 1] if index else 0
+        end = boundaries[index + 1] if index + 1 < len(boundaries) else len(curve)
         step = _step(curve, calm, (begin, row, end))
         if step is not None:
-            found.append((row, *step))
-    if not found:
+            steps.append((row, *step))
+    if not steps:
         return
-    sigmas = sorted((step / error for _, step, error in found), reverse=True)
-    if sigmas[0] < 5 and len(found) < 2:
+    sigmas = sorted((step / error for _, step, error in steps), reverse=True)
+    if sigmas[0] < 5 and len(steps) < 2:
         return
-    worst = max(found, key=lambda one: one[1])
-    many = f"; {len(found)} such boundaries" if len(found) > 1 else ""
+    worst = max(steps, key=lambda one: one[1])
+    count_text = f"; {len(steps)} such boundaries" if len(steps) > 1 else ""
     yield Finding(
         signature="epoch_steps",
-        first=found[0][0],
-        last=found[-1][0],
+        first=steps[0][0],
+        last=steps[-1][0],
         evidence=f"at step {curve.steps[worst[0]]}, where an epoch begins, the loss falls by "
-        f"{worst[1]:.3g} at once ({worst[1] / worst[2]:.2g} standard errors){many}",
-        remedy="the samples are being learned by heart: judge by the held-out loss, take fewer "
+        f"{worst[1]:.3g} at once ({worst[1] / worst[2]:.2g} standard errors){count_text}",
+        remedy="the model memorises the samples: judge by the held-out loss, use fewer "
         "epochs or more data",
         confidence="high" if sigmas[0] >= 5 else "medium",
     )
@@ -57,19 +57,19 @@ def _boundaries(epoch: Floats) -> list[int]:
 
 
 def _step(curve: Curve, calm: Flags, around: tuple[int, int, int]) -> tuple[float, float] | None:
-    """How far the loss falls at the row, and the error of that; None for no step."""
+    """How far the loss drops at the row, and the standard error of that; None for no drop."""
     begin, row, end = around
     before = np.flatnonzero(calm[max(begin, row - _FIT_ROWS) : row]) + max(begin, row - _FIT_ROWS)
     after = np.flatnonzero(calm[row : min(end, row + _FIT_ROWS)]) + row
     if min(len(before), len(after)) < _EPOCH_ROWS:
         return None
-    left, left_error = _at(before, curve.loss[before], row)
-    right, right_error = _at(after, curve.loss[after], row)
+    left, left_error = _line_at(before, curve.loss[before], row)
+    right, right_error = _line_at(after, curve.loss[after], row)
     step, error = left - right, float(np.hypot(left_error, right_error))
     return (step, error) if step > max(_SIGMAS * error, _STEP * abs(left)) else None
 
 
-def _at(rows: Ints, loss: Floats, row: int) -> tuple[float, float]:
+def _line_at(rows: Ints, loss: Floats, row: int) -> tuple[float, float]:
     """The least-squares line's value at a row, and its standard error."""
     x = (rows - row).astype(np.float64)
     center = x.mean()
@@ -84,8 +84,8 @@ def _at(rows: Ints, loss: Floats, row: int) -> tuple[float, float]:
 def norm_creep(curve: Curve, calm: Flags) -> Iterator[Finding]:
     """Each quarter of the run has a larger gradient norm than the one before.
 
-    Under weight decay and norm layers the norm goes as the rate to the power of -1/2 (arXiv
-    2506.02285), so that much of a rise is the schedule's and is taken off.
+    Under weight decay and norm layers the norm is proportional to rate ** -0.5 (arXiv
+    2506.02285), so the part of a rise that the schedule causes is subtracted.
     """
     use = calm & np.isfinite(curve.grad_norm) & (curve.grad_norm > 0)
     if int(use.sum()) < 80:
@@ -99,7 +99,9 @@ def norm_creep(curve: Curve, calm: Flags) -> Iterator[Finding]:
     rows = np.flatnonzero(use)
     if len(rows) < 80:
         return
-    use[rows[: len(rows) // 20]] = False  # the first steps' norms are the initial weights'
+    use[rows[: len(rows) // 20]] = (
+        False  # the norms of the first steps depend on the initial weights
+    )
     quarters = levels(height, use, most=4)
     rise = float(np.exp(quarters.values[-1] - quarters.values[0]))
     is_ordered = bool((np.diff(quarters.values) > 0).all())
@@ -115,7 +117,7 @@ def norm_creep(curve: Curve, calm: Flags) -> Iterator[Finding]:
         evidence="the gradient norm rises from quarter to quarter: "
         + ", ".join(f"{norm:.3g}" for norm in norms)
         + (", also when corrected for the rate" if rate is not None else "; no rate was logged"),
-        remedy="a lower rate or more weight decay before it ends in a divergence; look at the "
+        remedy="a lower rate or more weight decay, before the run diverges; look at the "
         "layers' norms and at the attention logits",
         confidence="medium" if rate is not None else "low",
     )
@@ -133,7 +135,7 @@ def _goes_well(curve: Curve, calm: Flags) -> bool:
 
 
 def data_order(curve: Curve, calm: Flags) -> Iterator[Finding]:
-    """The loss about its trend is like itself a fixed number of rows before."""
+    """The loss around its trend correlates with itself a fixed number of rows before."""
     rows = np.flatnonzero(calm)
     if len(rows) < 100:
         return
@@ -154,13 +156,13 @@ def data_order(curve: Curve, calm: Flags) -> Iterator[Finding]:
         evidence=f"the loss repeats itself every {lag} rows (correlation {strength:.2g}), by about "
         f"{swing:.2g} up and down" + (": an epoch" if is_epoch else ""),
         remedy="shuffle over the whole corpus (sorted or blocked files, a small shuffle buffer); "
-        "see whether something that runs every so many steps changes the state",
+        "check whether something that runs periodically changes the state",
         confidence="medium",
     )
 
 
 def _detrended(loss: Floats) -> Floats:
-    """Less a smooth trend of few pieces, outliers cut to four deviations."""
+    """The loss minus a piecewise linear trend, with outliers clipped to four deviations."""
     number = 8
     edges = np.linspace(0, len(loss), number + 1).astype(int)
     centers = (edges[:-1] + edges[1:]) / 2
@@ -173,7 +175,7 @@ def _detrended(loss: Floats) -> Floats:
 
 
 def _period(rest: Floats) -> tuple[int, float]:
-    """The lag of the highest peak of the autocorrelation that comes again at twice the lag."""
+    """The lag and height of the highest autocorrelation peak that recurs at twice the lag."""
     number = len(rest)
     size = 1 << (2 * number - 1).bit_length()
     power = np.abs(np.fft.rfft(rest, size)) ** 2
