@@ -1,5 +1,5 @@
-"""The guard, the ring and the sampler in somebody else's loop.
+"""The guard, the ring and the sampler in a user's own training loop.
 
-Owns what a loop that is not ours needs: its state laid out as the ring's shards, its randomness,
-its loaders, and the story of its steps. Must not know engines or the built-in model.
+Owns what a user's loop needs: its state as shards of the ring, its random generators, its loaders,
+and the sequence of its steps. Must not know engines or the built-in model.
 """

@@ -1,4 +1,4 @@
-"""A model's buffers: what a forward pass changes (running statistics) is put back at a discard."""
+"""A model's buffers: a discard undoes what forward passes changed (running statistics)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-_COMPARED = 3  # steps after which every buffer is compared with what it was
+_COMPARED = 3  # first steps, in which every buffer is compared with its copy
 
 
 @dataclass(slots=True)
-class _Kept:
+class _BufferCopy:
     owner: nn.Module
     key: str
     copy: torch.Tensor
@@ -22,25 +22,25 @@ class _Kept:
 
     @property
     def was_written(self) -> bool:
-        """Whether torch has noted a change in place. Batch norm's kernels go unnoticed."""
+        """Whether torch recorded an in-place change. It does not record batch norm's kernels."""
         return self.is_changing or self.live._version != self.version
 
     @property
     def live(self) -> torch.Tensor:
-        found = self.owner._buffers[self.key]
-        assert found is not None
-        return found
+        buffer = self.owner._buffers[self.key]
+        assert buffer is not None
+        return buffer
 
 
 class Buffers:
-    """Copies of the buffers as they were before a batch; only those that change are copied again.
+    """Copies of the buffers from before a batch; only changed buffers are copied again.
 
     Args:
-        named: modules with their names.
+        named: names and modules.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, _BufferCopy] = {}
         self._num_compared = 0
         seen: set[int] = set()
         for prefix, module in named:
@@ -49,11 +49,11 @@ class Buffers:
                     seen.add(id(buffer))
                     name = f"{prefix}.{key}" if prefix else key
                     copy = buffer.detach().clone()
-                    changes = isinstance(module, _NormBase) and module.track_running_stats
-                    self._kept[name] = _Kept(module, key, copy, buffer._version, changes)
+                    is_changing = isinstance(module, _NormBase) and module.track_running_stats
+                    self._kept[name] = _BufferCopy(module, key, copy, buffer._version, is_changing)
 
-    def remember(self) -> None:
-        """As they are now is what :meth:`put_back` gives."""
+    def capture(self) -> None:
+        """Copy the buffers, for :meth:`restore`."""
         compare = self._num_compared < _COMPARED
         self._num_compared += 1
         for kept in self._kept.values():
@@ -63,8 +63,8 @@ class Buffers:
                 kept.copy.copy_(live.detach())
                 kept.version = live._version
 
-    def put_back(self) -> None:
-        """Undo what was written since :meth:`remember`."""
+    def restore(self) -> None:
+        """Undo changes since :meth:`capture`."""
         for kept in self._kept.values():
             live = kept.live
             if kept.was_written:
@@ -74,11 +74,11 @@ class Buffers:
                 kept.version = live._version
 
     def changing(self) -> list[str]:
-        """Names of those that a forward pass has written to, or a checkpoint."""
+        """Names of buffers that a forward pass or a checkpoint has changed."""
         return [name for name, kept in self._kept.items() if kept.was_written]
 
     def mark(self, name: str) -> None:
-        """It changes: a checkpoint, or another rank, says so."""
+        """Treat a buffer as changing, because a checkpoint or another rank has it changed."""
         self._kept[name].is_changing = True
 
     def __contains__(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Values of other people's ``state_dict``s as JSON, exactly, and back. Nothing is pickled."""
+"""Encodes values of any ``state_dict`` as exact JSON, and back. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def pack(value: Any, where: str, tensor: PackTensor | None = None) -> Any:
 
     Args:
         where: names the value in an error.
-        tensor: JSON for a tensor and its name; without it the bytes are put in.
+        tensor: makes JSON for a tensor and its name; without it the bytes are included.
 
     Raises:
-        ConfigError: it holds an object of another kind.
+        ConfigError: it holds an object of an unsupported type.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -44,7 +44,7 @@ def pack(value: Any, where: str, tensor: PackTensor | None = None) -> Any:
 def _pack_numpy(value: np.generic | np.ndarray[Any, Any], where: str) -> Any:
     array = np.ascontiguousarray(value)
     if array.dtype.hasobject:
-        raise ConfigError(f"{where}: is a NumPy array of Python objects; it cannot be saved")
+        raise ConfigError(f"{where}: cannot save a NumPy array of Python objects")
     kind = "array" if isinstance(value, np.ndarray) else "scalar"
     return _tagged(kind, [array.dtype.str, list(np.shape(value)), _text(array.tobytes())])
 
@@ -76,7 +76,7 @@ def unpack(value: Any, tensor: UnpackTensor | None = None) -> Any:
     """Inverse of :func:`pack`.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not what :func:`pack` gives.
+        KeyError, TypeError, ValueError: :func:`pack` did not make it.
     """
     if isinstance(value, list):
         return [unpack(item, tensor) for item in value]
@@ -90,7 +90,7 @@ def unpack(value: Any, tensor: UnpackTensor | None = None) -> Any:
     if kind in ("dict", "counter"):
         pairs = {unpack(key): unpack(item, tensor) for key, item in packed}
         return Counter(pairs) if kind == "counter" else pairs
-    made: dict[str, Callable[[], Any]] = {
+    decoders: dict[str, Callable[[], Any]] = {
         "float": lambda: float(packed),
         "bytes": lambda: base64.b64decode(packed),
         "array": lambda: _array(packed),
@@ -99,7 +99,7 @@ def unpack(value: Any, tensor: UnpackTensor | None = None) -> Any:
         "set": lambda: {unpack(item, tensor) for item in packed},
         "deque": lambda: deque(unpack(item, tensor) for item in packed),
     }
-    return made[kind]()
+    return decoders[kind]()
 
 
 def _tagged(kind: str, value: Any) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _array(packed: Any) -> np.ndarray[Any, Any]:
 
 
 def inline(value: torch.Tensor, where: str) -> Any:
-    """JSON for a tensor with its bytes in it."""
+    """JSON for a tensor, including its bytes."""
     flat = value.detach().cpu().contiguous().reshape(-1)
     return [str(value.dtype), list(value.shape), _text(flat.view(torch.uint8).numpy().tobytes())]
 
@@ -130,12 +130,12 @@ def outline(packed: Any) -> torch.Tensor:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """``torch.float32`` for its name.
+    """The dtype with a name such as ``torch.float32``.
 
     Raises:
-        ValueError: there is no such type.
+        ValueError: there is no such dtype.
     """
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no type of tensor")
-    return found
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype")
+    return dtype

@@ -1,4 +1,4 @@
-"""Where this rank's part of a tensor lies in the whole, and who else holds the same part."""
+"""Where this rank's part of a tensor lies in the whole, and how many ranks hold that part."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from runner.system.error import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """``count`` elements from ``start`` on of the flattened tensor of ``shape``.
+    """A part of a tensor of ``shape``: ``count`` elements of the flattened tensor from ``start``.
 
-    The same part is held by ``copies`` ranks, of which this is number ``index``; they are the
+    ``copies`` ranks hold the same part, and this one is number ``index`` of them; they are the
     ranks of ``group`` (None: all ranks).
     """
 
@@ -29,29 +29,29 @@ class Geometry:
 
     @property
     def own(self) -> tuple[int, int]:
-        """(first, size) of the elements of this part that this rank saves for all its copies."""
+        """(first, size) of the elements of this part that this rank saves for all copies."""
         size = -(-self.count // self.copies)
         first = min(self.count, self.index * size)
         return first, min(size, self.count - first)
 
 
 def geometry(tensor: torch.Tensor, name: str, *, rank: int, world_size: int) -> Geometry:
-    """Of a plain tensor, the same on all ranks; or of a DTensor.
+    """The geometry of a DTensor, or of a plain tensor that is the same on all ranks.
 
     Raises:
-        ConfigError: it is cut in a way that the ring cannot hold.
+        ConfigError: the ring does not support its placements.
     """
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         return Geometry(shape=shape, start=0, count=math.prod(shape), index=rank, copies=world_size)
     mesh, shards = tensor.device_mesh, [p for p in tensor.placements if not p.is_replicate()]
-    others = [n for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    replicated = [n for n, placement in enumerate(tensor.placements) if placement.is_replicate()]
     is_plain = all(type(p) in (Shard, Replicate) for p in tensor.placements)
     if (
         not is_plain
         or any(shard.dim != 0 for shard in shards if isinstance(shard, Shard))
         or len(shards) > 1
-        or (shards and len(others) > 1)
+        or (shards and len(replicated) > 1)
         or mesh.size() != world_size
     ):
         raise ConfigError(
@@ -59,21 +59,21 @@ def geometry(tensor: torch.Tensor, name: str, *, rank: int, world_size: int) -> 
             "only parameters replicated, or sharded along dimension 0 on one dimension of a mesh "
             "of all ranks (FSDP2, HSDP), can be saved"
         )
-    return _of_dtensor(tensor, others, rank=rank, world_size=world_size)
+    return _of_dtensor(tensor, replicated, rank=rank, world_size=world_size)
 
 
-def _of_dtensor(tensor: DTensor, others: list[int], *, rank: int, world_size: int) -> Geometry:
+def _of_dtensor(tensor: DTensor, replicated: list[int], *, rank: int, world_size: int) -> Geometry:
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    cut = next((n for n in range(mesh.ndim) if n not in others), None)
-    if cut is None:
+    sharded_dim = next((n for n in range(mesh.ndim) if n not in replicated), None)
+    if sharded_dim is None:
         return Geometry(shape=shape, start=0, count=math.prod(shape), index=rank, copies=world_size)
     index, copies, group = 0, 1, None
-    if others:
-        index, copies = mesh.get_local_rank(others[0]), mesh.size(others[0])
-        group = mesh.get_group(others[0])
+    if replicated:
+        index, copies = mesh.get_local_rank(replicated[0]), mesh.size(replicated[0])
+        group = mesh.get_group(replicated[0])
     # FSDP2 gives each rank ceil(rows / ranks) rows (torch.chunk).
-    per_rank = -(-shape[0] // mesh.size(cut))
-    rows_before = min(shape[0], per_rank * mesh.get_local_rank(cut))
+    per_rank = -(-shape[0] // mesh.size(sharded_dim))
+    rows_before = min(shape[0], per_rank * mesh.get_local_rank(sharded_dim))
     return Geometry(
         shape=shape,
         start=rows_before * math.prod(shape[1:]),
@@ -85,5 +85,5 @@ def _of_dtensor(tensor: DTensor, others: list[int], *, rank: int, world_size: in
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part, without a way back through autograd."""
+    """This rank's part, detached from autograd."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,8 +1,8 @@
-"""The three kinds of loaders, read by the number of a batch.
+"""The kinds of loaders, all read by batch number.
 
-What a loader can do decides what happens after a rollback: with ``[i]`` and ``len``, or with
-``state_dict`` and ``load_state_dict``, what was read since the checkpoint is read again but for
-the batches to skip; of any other iterable the data goes on, and all that was read since is skipped.
+A loader's abilities decide what happens after a rollback. With ``[i]`` and ``len``, or with
+``state_dict`` and ``load_state_dict``, batches since the checkpoint are read again, except skipped
+ones. Any other iterable continues, and everything read since the checkpoint is skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from runner.embed.randomness import Randomness, generators_of
-from runner.embed.sampler import Sampler, tells_its_state
+from runner.embed.sampler import Sampler, keeps_own_position
 from runner.system.error import ConfigError
 
 # By these the wrappers of Accelerate and of Lightning Fabric count their passes, and shuffle each
@@ -22,7 +22,7 @@ _PASSES = ("iteration", "_num_iter_calls")
 
 
 class Exhausted(Exception):
-    """The loader has no such batch; ``count`` is how many it had."""
+    """The loader has no such batch; ``count`` is how many it has."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -30,44 +30,44 @@ class Exhausted(Exception):
 
 
 class Source(Protocol):
-    """One pass over a loader. ``drawn`` batches have been taken from it."""
+    """One pass over a loader, of which ``drawn`` batches were taken."""
 
-    is_over: bool  # there was no further one
-    rereads: bool  # what was read can be read again
-    reads_by_number: bool  # and nothing is drawn to pass a batch over
+    is_over: bool  # there is no further batch
+    rereads: bool  # batches can be read again
+    reads_by_number: bool  # skipping a batch reads nothing
 
     @property
     def drawn(self) -> int: ...
     def begin(self) -> Any:
-        """Before the first batch. Returns what :meth:`resume` needs to do the same again."""
+        """Begin the pass. Returns what :meth:`resume` needs to begin it again."""
         ...
 
     def read(self, number: int) -> Any:
-        """Batch ``number`` of this pass; those before it that were not taken are passed over.
+        """Read batch ``number`` of this pass; earlier batches that were not taken are skipped.
 
         Raises:
-            Exhausted: there is none.
+            Exhausted: there is no such batch.
         """
         ...
 
     def state(self) -> Any:
-        """What :meth:`resume` needs to go on from here."""
+        """What :meth:`resume` needs to continue from here."""
         ...
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
-        """Make :meth:`read` go on behind ``drawn`` batches; nowhere if they were all."""
+        """Continue after ``drawn`` batches; with no batch if the pass is over."""
         ...
 
 
 def source_of(loader: Any) -> Source:
-    """How this loader is read.
+    """The source for a loader, by its abilities.
 
     Raises:
-        ConfigError: it cannot be.
+        ConfigError: the loader cannot be read.
     """
     kind = type(loader)
     sampler = getattr(loader, "batch_sampler", None)
-    if isinstance(sampler, Sampler) and not tells_its_state(loader):
+    if isinstance(sampler, Sampler) and not keeps_own_position(loader):
         return Sampled(loader, sampler)
     if isinstance(loader, Mapping):
         raise ConfigError(
@@ -75,7 +75,7 @@ def source_of(loader: Any) -> Source:
         )
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
         return Indexed(loader)
-    if tells_its_state(loader):
+    if keeps_own_position(loader):
         return Resumable(loader)
     if hasattr(kind, "__iter__"):
         return Plain(loader)
@@ -85,9 +85,9 @@ def source_of(loader: Any) -> Source:
 
 
 class Indexed:
-    """``[i]`` and ``len``: any batch at any time. It must give the same batch each time."""
+    """A loader with ``[i]`` and ``len``, which returns the same batch each time."""
 
-    is_over = False  # its length says so
+    is_over = False  # its length tells
     rereads = True
     reads_by_number = True
 
@@ -112,8 +112,8 @@ class Indexed:
         self.drawn = drawn
 
 
-class _Drawn:
-    """What batches are drawn from, one after the other."""
+class _Sequential:
+    """A source whose batches are read in sequence."""
 
     rereads = False
     reads_by_number = False
@@ -139,24 +139,24 @@ class _Drawn:
                 return batch
 
 
-class Plain(_Drawn):
-    """Any iterable. A restart reads it from the beginning, as far as the run had come."""
+class Plain(_Sequential):
+    """Any iterable. A restart reads it from the beginning up to the run's position."""
 
     def begin(self) -> dict[str, Any]:
-        """The state of all that may shuffle: DataLoader draws its seeds when it begins."""
-        made = {
+        """Return the state of all that may shuffle; DataLoader draws seeds when it begins."""
+        begun = {
             "random": Randomness().to_json(),
             "generators": [g.get_state() for g in generators_of(self._loader)],
             "passes": {name: getattr(self._loader, name) for name in self._counters()},
         }
         self._begin(iter(self._loader), drawn=0)
-        return made
+        return begun
 
     def state(self) -> None:
         return None
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
-        Randomness.from_json(begun["random"]).put_back()
+        Randomness.from_json(begun["random"]).restore()
         for generator, old in zip(generators_of(self._loader), begun["generators"], strict=True):
             generator.set_state(old)
         passes = begun.get("passes", {})  # none in a checkpoint of an older version
@@ -170,8 +170,8 @@ class Plain(_Drawn):
         return [name for name in _PASSES if type(getattr(self._loader, name, None)) is int]
 
 
-class Sampled(_Drawn):
-    """A DataLoader with our sampler, which can begin at any batch."""
+class Sampled(_Sequential):
+    """A DataLoader with our sampler, which can start at any batch."""
 
     rereads = True
 
@@ -184,9 +184,9 @@ class Sampled(_Drawn):
 
     def read(self, number: int) -> Any:
         if number > self.drawn:
-            left = len(self._sampler) - self.drawn
+            remaining = len(self._sampler) - self.drawn
             self._sampler.pass_over(number - self.drawn)
-            self.drawn += min(left, number - self.drawn)
+            self.drawn += min(remaining, number - self.drawn)
         return super().read(number)
 
     def state(self) -> Any:
@@ -194,18 +194,18 @@ class Sampled(_Drawn):
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self._sampler.load_state_dict(state)
-        left = iter(()) if is_over else self._sampler.over(self._loader)
-        self._begin(left, drawn=drawn, is_over=is_over)
+        iterator = iter(()) if is_over else self._sampler.over(self._loader)
+        self._begin(iterator, drawn=drawn, is_over=is_over)
 
 
-class Resumable(_Drawn):
-    """``state_dict`` and ``load_state_dict``: torchdata, MosaicML Streaming, litdata."""
+class Resumable(_Sequential):
+    """A loader with ``state_dict``: torchdata, MosaicML Streaming, litdata."""
 
     rereads = True
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._held: Any = None  # its state, while a batch is read ahead
+        self._held: Any = None  # its state before a batch that was read ahead
 
     def begin(self) -> None:
         self._held = None
@@ -223,11 +223,11 @@ class Resumable(_Drawn):
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self._loader.load_state_dict(state)
         self._held = None
-        # Of a pass that is over, the next one begins with iter: it may draw an order.
-        left = iter(()) if is_over else iter(self._loader)
-        if inspect.isgenerator(left) and drawn:
-            # Nothing of it has run yet. It draws seeds with its first batch (litdata, MosaicML):
-            # that is to be over when the random generators are put back, as it was then.
+        # If the pass is over, do not call iter: that begins the next pass, and may draw an order.
+        iterator = iter(()) if is_over else iter(self._loader)
+        if inspect.isgenerator(iterator) and drawn:
+            # A generator has not run yet, and draws seeds with its first batch (litdata, MosaicML).
+            # Read that batch now, before the caller restores the random generators.
             self._held = state
-            left = itertools.chain(list(itertools.islice(left, 1)), left)
-        self._begin(left, drawn=drawn, is_over=is_over)
+            iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+        self._begin(iterator, drawn=drawn, is_over=is_over)

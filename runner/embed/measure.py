@@ -1,4 +1,4 @@
-"""The numbers of a step in somebody else's loop: loss and gradient norm, agreed by all ranks."""
+"""Measures a step of a user's loop: loss and gradient norm, agreed by all ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LOSS, _GRAD_SQUARE, _NONFINITE, _STOP, _KEPT, _TOKENS = range(6)
 _FINGERPRINT = 6
 _JOBS = _FINGERPRINT + FINGERPRINT_SIZE
 _NUM_LOUDEST = 3
-_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 def plan_of(start: int, stop: int) -> BatchPlan:
-    """Batches by their numbers."""
+    """A plan for the batches ``[start, stop)``, whose positions are their numbers."""
     numbers = np.arange(start, stop, dtype=np.int64)
     return BatchPlan(positions=numbers, indices=numbers)
 
@@ -67,33 +67,40 @@ class Measurer:
         """Agree on the step's numbers: one all-reduce. Collective.
 
         Args:
-            flags: whether a stop is asked for, whether lines cannot be written, and the number of
+            flags: whether a stop is requested, whether lines cannot be written, and the number of
             tokens in this rank's batch.
 
         Raises:
-            RankError: a rank stands elsewhere than the others.
+            RankError: a rank is at another step than the others.
         """
         ranks, device = self._ranks, self._state.device
-        value = _scalar(loss, device)
+        mean_loss = _scalar(loss, device)
         square = self._square().to(device)
-        is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
-        own = torch.stack([value, square, is_bad.double()])
+        is_bad = (~torch.isfinite(mean_loss)) | (~torch.isfinite(square))
+        own_numbers = torch.stack([mean_loss, square, is_bad.double()])
         stop, keeps_lines, tokens = flags
-        rest = [float(stop), float(keeps_lines), float(tokens), *ranks.fingerprint(identity)]
-        rest += progress.counts
-        packed = torch.cat([own, torch.tensor(rest, dtype=torch.float64, device=device)])
+        other_numbers = [
+            float(stop),
+            float(keeps_lines),
+            float(tokens),
+            *ranks.fingerprint(identity),
+        ]
+        other_numbers += progress.counts
+        packed = torch.cat(
+            [own_numbers, torch.tensor(other_numbers, dtype=torch.float64, device=device)]
+        )
         if ranks.world_size > 1:
-            mine = own.clone()
+            own_copy = own_numbers.clone()
             ranks.all_reduce(packed)
-            numbers = torch.cat([packed, mine]).tolist()
-            packed_numbers, mine_numbers = numbers[:-3], numbers[-3:]
+            numbers = torch.cat([packed, own_copy]).tolist()
+            sums, own_values = numbers[:-3], numbers[-3:]
         else:
-            packed_numbers = packed.tolist()
-            mine_numbers = packed_numbers[:3]
-        # By the loss alone: a gradient that was reduced is everybody's.
-        self._own = (math.isfinite(mine_numbers[0]), mine_numbers[0])
-        ranks.require_alike(packed_numbers[_FINGERPRINT:_JOBS], identity)
-        return self._info(packed_numbers, step, batches, limits, progress, began)
+            sums = packed.tolist()
+            own_values = sums[:3]
+        # Only the loss shows which rank is at fault: a reduced gradient is the same on all ranks.
+        self._own = (math.isfinite(own_values[0]), own_values[0])
+        ranks.require_alike(sums[_FINGERPRINT:_JOBS], identity)
+        return self._info(sums, step, batches, limits, progress, began)
 
     def _info(
         self,
@@ -127,7 +134,7 @@ class Measurer:
         )
 
     def _parameters(self) -> list[tuple[torch.Tensor, int]]:
-        """What is trained, and how many ranks hold the same part of it."""
+        """Each trained parameter, and how many ranks hold the same part of it."""
         sizes = [
             len(group["params"]) for one in self._state.optimizers for group in one.param_groups
         ]
@@ -140,25 +147,25 @@ class Measurer:
         return self._trained
 
     def _square(self) -> torch.Tensor:
-        """This rank's share of the squared norm of all gradients, FP64."""
+        """This rank's share of the squared norm of all gradients, an FP64 scalar."""
         by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
-        is_cut = False
+        is_sharded = False
         for parameter, copies in self._parameters():
             grad = parameter.grad
             if grad is not None:
-                is_cut = is_cut or isinstance(grad, DTensor)
+                is_sharded = is_sharded or isinstance(grad, DTensor)
                 by_copies[copies].append(local(grad))
         self._norm = None
         total = torch.zeros((), dtype=torch.float64)
         for copies, grads in by_copies.items():
             norm = get_total_norm(grads)
-            if not is_cut:
-                self._norm = norm  # the very bits that torch's own clipping goes by
+            if not is_sharded:
+                self._norm = norm  # the same bits that torch's own clipping uses
             total = total.to(norm.device) + norm.double().square() / copies
         return total
 
     def clip(self, grad_norm: float) -> None:
-        """Scale the gradients that were measured last to the bound, as torch does."""
+        """Clip the gradients that were measured last, as torch does."""
         if self._clip is None:
             return
         trained = [parameter for parameter, _ in self._parameters()]
@@ -171,12 +178,12 @@ class Measurer:
             torch._foreach_mul_(grads, factor)
 
     def forget_gradients(self) -> None:
-        """Those of a step that is not applied."""
+        """Drop the gradients of a step that is not applied."""
         for parameter, _ in self._parameters():
             parameter.grad = None
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
-        """The ranks that were not finite in the last step, or else the loudest. Collective."""
+        """The ranks whose last loss was not finite, or else those with the highest. Collective."""
         is_finite, loss = self._own
         by_rank = self._ranks.gather(
             [is_finite, min(loss, sys.float_info.max) if is_finite else 0.0]
@@ -193,7 +200,7 @@ class Measurer:
 
 
 def _scalar(loss: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """FP64 on ``device``."""
+    """The mean loss as an FP64 scalar on ``device``."""
     if not isinstance(loss, torch.Tensor):
         return torch.tensor(float(loss), dtype=torch.float64, device=device)
     value = loss.detach()

@@ -1,6 +1,6 @@
-"""Takes hold of the run directory for somebody else's loop, and resumes what is there.
+"""Opens the run directory for a user's loop, and resumes the run in it.
 
-The same files, lease, journal and ring as a run of ``python -m runner``; no engine, no corpus.
+It has the same files, lease, journal and ring as ``python -m runner``, but no engine or corpus.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from runner.config.rules import judge_rules, remedy_rules
 from runner.config.schema import RunConfig
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, launch_from, place_from
-from runner.embed.lone import LoneRanks
-from runner.embed.places import StagedState
+from runner.embed.single_process import SingleProcessRanks
+from runner.embed.staged_state import StagedState
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.backlog import Backlog
 from runner.observe.console import Console
@@ -49,30 +49,30 @@ from runner.system.process import host_name
 from runner.train.report import Outputs, Reporter
 from runner.train.state import Carried, TrainState
 
-_FINGERPRINT = "a loop of its own"  # its data has no other name
+_FINGERPRINT = "a loop of its own"  # stored in checkpoints; the data has no other name
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-def ranks_at_hand(what: str) -> tuple[Ranks, torch.device, RankEnv]:
-    """The process group that the script has made; without one, this process alone.
+def current_ranks(caller: str) -> tuple[Ranks, torch.device, RankEnv]:
+    """The ranks of the script's process group, or of this process alone.
 
     Args:
-        what: asks, for an error.
+        caller: the name to print in an error.
 
     Raises:
-        ConfigError: a launcher has started several processes, and they have no group.
+        ConfigError: a launcher started several processes, and they have no process group.
     """
-    place = place_from(variables())
+    rank_env = place_from(variables())
     if not (dist.is_available() and dist.is_initialized()):
-        if place.world_size > 1:
+        if rank_env.world_size > 1:
             raise ConfigError(
-                f"{what}: the launcher started {place.world_size} processes, and there is no "
+                f"{caller}: the launcher started {rank_env.world_size} processes, and there is no "
                 "process group; call torch.distributed.init_process_group first"
             )
-        return LoneRanks(), torch.device("cpu"), place
+        return SingleProcessRanks(), torch.device("cpu"), rank_env
     world_size = dist.get_world_size()
-    if place.world_size != world_size:  # made by hand
-        place = RankEnv(
+    if rank_env.world_size != world_size:  # the group was created without a launcher
+        rank_env = RankEnv(
             rank=dist.get_rank(),
             world_size=world_size,
             local_rank=dist.get_rank(),
@@ -80,32 +80,32 @@ def ranks_at_hand(what: str) -> tuple[Ranks, torch.device, RankEnv]:
         )
     is_cuda = "nccl" in str(dist.get_backend()) and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    return Ranks(device), device, place
+    return Ranks(device), device, rank_env
 
 
-def join(config: RunConfig, ranks: Ranks, device: torch.device, place: RankEnv) -> RankGroup:
-    """This rank among the others, with a monitor that keeps the lease alive."""
+def join(config: RunConfig, ranks: Ranks, device: torch.device, rank_env: RankEnv) -> RankGroup:
+    """This rank's group, with a monitor that keeps the lease alive."""
     run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
     stop = parts.stop_request(config, launch)
-    monitor: RankMonitor = parts.witness(config, place, launch, run_dir, stop)
+    monitor: RankMonitor = parts.witness(config, rank_env, launch, run_dir, stop)
     monitor.start()
     return RankGroup(
-        place=place,
+        place=rank_env,
         launch=launch,
         device=device,
         run_dir=run_dir,
         stop=stop,
         monitor=monitor,
-        # Records only: the live line is the script's own.
-        console=Console(silent=not place.is_first, every=sys.maxsize, as_json=True),
+        # Log records only: the live line would mix with the script's output.
+        console=Console(silent=not rank_env.is_first, every=sys.maxsize, as_json=True),
         ranks=ranks,
         debug={},
         peers=[],
     )
 
 
-def listen(group: RankGroup) -> None:
-    """SIGTERM and SIGUSR1 ask for a stop, where nobody else has an answer to them."""
+def handle_signals(group: RankGroup) -> None:
+    """Let SIGTERM and SIGUSR1 request a stop, unless the script handles them."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:
@@ -114,16 +114,16 @@ def listen(group: RankGroup) -> None:
             signal.signal(number, lambda *_, name=name: group.stop.ask(name))
 
 
-class ShardsToLoad:
-    """Tells the state which tensors come, before they are loaded."""
+class PendingTensors:
+    """Tells the state which tensors a checkpoint holds, before they are loaded."""
 
     def __init__(self, prepare: Callable[[Mapping[str, Any]], None]) -> None:
         self._prepare = prepare
         self.in_memory: Mapping[str, Any] = {}
         self.newest: Mapping[str, Any] = {}
 
-    def tell(self, record: Record, lease: Lease, group: RankGroup) -> None:
-        """Collective.
+    def announce(self, record: Record, lease: Lease, group: RankGroup) -> None:
+        """Prepare the state for a checkpoint's tensors. Collective.
 
         Raises:
             CorruptCheckpoint: the manifest cannot be read.
@@ -147,8 +147,8 @@ class ShardsToLoad:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """What a loop of somebody's has in its hands before its first step."""
+class OpenRun:
+    """The opened run of a user's loop, before its first step."""
 
     config: RunConfig
     group: RankGroup
@@ -160,17 +160,17 @@ class Opened:
     resumed: Resumed
     reporter: Reporter
     sharded: StagedState
-    loads: ShardsToLoad
+    loads: PendingTensors
     memory: MemoryParts
 
 
 def _tensors_in(train_state: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = train_state.get("loop", {}).get("tensors")
-    if not isinstance(found, dict):
+    tensors = train_state.get("loop", {}).get("tensors")
+    if not isinstance(tensors, dict):
         raise ConfigError(
-            "out holds a run of `python -m runner`, not of a loop of its own; choose another out"
+            "out holds a run of `python -m runner`, not of a loop of your own; choose another out"
         )
-    return found
+    return tensors
 
 
 def open_run(
@@ -180,67 +180,71 @@ def open_run(
     carried: Carried,
     *,
     command: str,
-) -> Opened:
-    """Take the run directory, load what is there, write the line of this start. Collective.
+) -> OpenRun:
+    """Acquire the run directory, resume the run, and journal this start. Collective.
 
     Args:
-        command: what began this run, for the journal.
+        command: what started this run, for the journal.
 
     Raises:
-        RunnerError: the run cannot begin; alike on every rank.
+        RunnerError: the run cannot start; the same on every rank.
     """
     keep_for_owner()
     ranks = group.ranks
     lease = acquire_lease(config, group)
-    found = scan(group.run_dir, config, _FINGERPRINT, ranks, lease.fence)
-    written = open_journal(lease, Inventory(found=found, restorer=None, restored=None), group)
+    inventory = scan(group.run_dir, config, _FINGERPRINT, ranks, lease.fence)
+    run_journal = open_journal(
+        lease, Inventory(found=inventory, restorer=None, restored=None), group
+    )
     backlog = Backlog(
         patience_seconds=config.track.unwritten_seconds,
         ask_to_stop=group.stop.ask,
         from_first=ranks.from_first,
         say=group.console.say,
     )
-    backlog.add(written.journal.file)
-    loads = ShardsToLoad(sharded.expect)
-    memory = _memory_of_newest(lease, group, found.records, sharded, loads)
+    backlog.add(run_journal.journal.file)
+    pending = PendingTensors(sharded.expect)
+    memory = _memory_of_newest(lease, group, inventory.records, sharded, pending)
     ring = Ring(
         lease.directory(group),
         sharded=sharded,
         ranks=ranks,
         rules=parts.ring_rules(config),
         identity=identity(lease),
-        report=written.report,
+        report=run_journal.report,
         before_write=lambda step: backlog.require_written(),
         memory=memory,
     )
-    ring.before_load = lambda record: loads.tell(record, lease, group)
+    ring.before_load = lambda record: pending.announce(record, lease, group)
     state = TrainState(judge_rules(config), remedy_rules(config), carried)
-    resumed = resume_from(found, group.run_dir, ring, written.journal, state)
-    spent = _past(group, resumed, found.journal)
-    reporter = _reporter(group, lease, written, resumed, ring, spent)
+    resumed = resume_from(inventory, group.run_dir, ring, run_journal.journal, state)
+    earlier_time = _past(group, resumed, inventory.journal)
+    reporter = _reporter(group, lease, run_journal, resumed, ring, earlier_time)
     backlog.add(reporter.metrics_file)
     hosts = ranks.gather(host_name())
-    before = ranks.from_first({"lost": spent.lost, "idle_seconds": spent.idle_seconds})
-    written.journal.add(_start_incident(lease, group, resumed, hosts, before, command))
+    before = ranks.from_first(
+        {"lost": earlier_time.lost, "idle_seconds": earlier_time.idle_seconds}
+    )
+    run_journal.journal.add(_start_incident(lease, group, resumed, hosts, before, command))
     ring.begin()
-    return Opened(
+    return OpenRun(
         config=config,
         group=group,
         lease=lease,
-        written=written,
+        written=run_journal,
         backlog=backlog,
         ring=ring,
         state=state,
         resumed=resumed,
         reporter=reporter,
         sharded=sharded,
-        loads=loads,
+        loads=pending,
         memory=memory,
     )
 
 
 def _past(group: RankGroup, resumed: Resumed, journal: list[dict[str, Any]]) -> Past:
-    """Where the time went before this start; the first rank's is the one that counts."""
+    """The time account before this start; only the first rank reads it."""
     if not group.is_first:
         return past([], [], [])
     path, length = group.run_dir.metrics, resumed.metrics_bytes
@@ -256,14 +260,14 @@ def _past(group: RankGroup, resumed: Resumed, journal: list[dict[str, Any]]) -> 
 def _reporter(
     group: RankGroup,
     lease: Lease,
-    written: RunJournal,
+    run_journal: RunJournal,
     resumed: Resumed,
     ring: Ring,
-    spent: Past,
+    earlier_time: Past,
 ) -> Reporter:
-    """Metrics on rank 0; trackers and the live line are the script's own."""
-    journal = written.journal
-    made: Reporter = group.ranks.all_or_none(
+    """The reporter: metrics on rank 0, no trackers and no live line."""
+    journal = run_journal.journal
+    reporter: Reporter = group.ranks.all_or_none(
         "opening the metrics",
         lambda: Reporter(
             Outputs(
@@ -281,37 +285,41 @@ def _reporter(
             history=journal.history,
             ring=ring,
             total_steps=0,
-            past=spent,
+            past=earlier_time,
             began=journal.began,
         ),
     )
-    return made
+    return reporter
 
 
 def identity(lease: Lease) -> Identity:
-    """What a checkpoint of this loop is of."""
+    """The identity that this loop's checkpoints have."""
     return Identity(config_digest=lease.config_digest, data_fingerprint=_FINGERPRINT)
 
 
 def _memory_of_newest(
-    lease: Lease, group: RankGroup, records: list[Record], sharded: StagedState, loads: ShardsToLoad
+    lease: Lease,
+    group: RankGroup,
+    records: list[Record],
+    sharded: StagedState,
+    pending: PendingTensors,
 ) -> MemoryParts:
-    """Slots in memory for what the newest checkpoint on disk holds; none before there is one."""
+    """Slots in memory for the tensors of the newest checkpoint on disk, if there is one."""
     if not records:
         return NO_MEMORY
     newest = max(records, key=lambda record: record.serial)
     try:
-        loads.tell(newest, lease, group)
+        pending.announce(newest, lease, group)
     except ConfigError:
         raise
-    except Exception:  # it is damaged: the ring will say so
+    except Exception:  # the checkpoint is damaged; the ring reports that
         return NO_MEMORY
-    loads.in_memory = loads.newest
+    pending.in_memory = pending.newest
     return memory_for(lease, group, sharded)
 
 
 def memory_for(lease: Lease, group: RankGroup, sharded: StagedState) -> MemoryParts:
-    """Slots in memory for what ``sharded`` holds now. Collective."""
+    """Slots in memory for the current tensors of ``sharded``. Collective."""
     return open_slots(lease, group, sharded, identity(lease))
 
 

@@ -1,4 +1,4 @@
-"""The ring of checkpoints for anybody's training script, without the guard."""
+"""The ring of checkpoints for any training script, without the guard."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from runner.checkpoint.digest import state_digest
 from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.checkpoint.protocol import CheckpointMetadata
-from runner.embed.exits import closed_at_exit, errors_journalled
-from runner.embed.opening import join, memory_for, open_run, ranks_at_hand
+from runner.embed.exits import close_at_exit, journal_errors
+from runner.embed.opening import current_ranks, join, memory_for, open_run
 from runner.embed.settings import ring_config
 from runner.embed.tree import Stateful, TreeState
 from runner.policy.decision.history import Incident
@@ -24,28 +24,28 @@ from runner.system.error import CheckpointError, ConfigError
 class Ring:
     """Saves, proves and restores the state of a training script, and resumes it at a restart.
 
-    A checkpoint is committed whole on all ranks or not at all: a process that is killed in the
-    midst of a save leaves the one before. Every byte has a digest, which is checked before the byte
-    is used. One is *clean* once it was read back, found finite, and training went on past it;
-    the last clean one is never deleted.
+    A checkpoint is committed on all ranks or not at all: if a process is killed during a save, the
+    previous checkpoint remains. Every byte has a digest, which is checked before use. A checkpoint
+    is *clean* once it was read back, found finite, and training has continued past it; the last
+    clean one is never deleted.
 
     Args:
-        out: directory of the run; with the same one again, the newest checkpoint is loaded.
+        out: directory of the run; a restart with the same directory loads the newest checkpoint.
         state: what is saved, by name: anything with ``state_dict`` and ``load_state_dict``.
             Tensors, DTensors (FSDP2, HSDP), NumPy arrays, plain values and containers of
             them are taken; nothing is pickled.
         keep: clean checkpoints on disk.
-        memory: also keep the newest ones in shared memory, where they outlive the process.
+        memory: also keep the newest checkpoints in shared memory, where they outlive the process.
         settings: ``keep_every``, ``clean_after``, ``memory_slots``, ``memory_limit_gib``,
             ``write_mib_per_second``, ``take_over``; see docs/configuration.md, ``checkpoint.*``.
 
     Raises:
-        ConfigError: a setting that cannot be, or ``out`` is in use or holds another run.
-        CheckpointError: there are checkpoints, and none can be loaded.
+        ConfigError: an invalid setting, or ``out`` is in use or holds another run.
+        CheckpointError: there are checkpoints, but none can be loaded.
 
-    Every rank makes one, after ``init_process_group`` where there are several. A plain tensor is
-    saved once for all ranks, or of each rank where they differ; so a run goes on with more or fewer
-    ranks. All methods are collective.
+    Every rank creates one, after ``init_process_group`` if there are several ranks. A plain tensor
+    is saved once if it is the same on all ranks, else for each rank; so a run can resume with more
+    or fewer ranks. All methods are collective.
 
     >>> import tempfile, torch
     >>> from runner import Ring
@@ -78,40 +78,40 @@ class Ring:
     ) -> None:
         _check(state)
         config = ring_config(out, memory=memory, given={"keep": keep, **settings})
-        ranks, device, rank_env = ranks_at_hand("Ring")
+        ranks, device, rank_env = current_ranks("Ring")
         group = join(config, ranks, device, rank_env)
         self._tree = TreeState(state, ranks, device)
         try:
-            self._opened = open_run(config, group, self._tree, self._tree, command="runner.Ring")
+            self._run = open_run(config, group, self._tree, self._tree, command="runner.Ring")
         except BaseException:
             group.monitor.end()
             raise
-        self._tree.before_change = self._layout_changes
-        self._has_memory = self._opened.memory.memory is not None
+        self._tree.before_change = self._rebuild_memory
+        self._has_memory = self._run.memory.memory is not None
         self._wants_memory = memory_every(config.checkpoint) > 0
-        self._step = self._since = self._opened.resumed.step
-        self._finalizer = weakref.finalize(self, closed_at_exit, self._opened)
+        self._step = self._since = self._run.resumed.step
+        self._finalizer = weakref.finalize(self, close_at_exit, self._run)
         atexit.register(self._finalizer)
 
-    # -- what the loop calls --------------------------------------------------------------
+    # -- for the loop ---------------------------------------------------------------------
 
     def save(self, step: int, *, disk: bool = True, wait: bool = True) -> None:
-        """Save the state as that of ``step``. Checkpoints of earlier steps are proven.
+        """Save the state as that of ``step``, and prove checkpoints of earlier steps.
 
         Args:
-            step: at least that of the last save, or of the checkpoint restored since.
+            step: not below that of the last save or restored checkpoint.
             disk: False takes a snapshot in memory only.
             wait: until it is committed. False returns once the state is copied; the rest is done
                 while training goes on, and :meth:`poll` or the next call commits it.
 
         Raises:
-            ConfigError: ``step`` goes back, or the state holds what cannot be saved.
-            CheckpointError: it could not be saved, and no earlier checkpoint stands.
+            ConfigError: ``step`` goes back, or the state holds something that cannot be saved.
+            CheckpointError: it could not be saved, and there is no earlier checkpoint.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < self._step:
-            raise ConfigError(f"Ring.save({step!r}): must be a whole number from {self._step} on")
-        opened, ring = self._opened, self._opened.ring
-        with errors_journalled(opened):
+            raise ConfigError(f"Ring.save({step!r}): must be an integer of at least {self._step}")
+        opened, ring = self._run, self._run.ring
+        with journal_errors(opened):
             opened.state.updates = opened.state.cursor = step
             train_state = opened.state.to_json()
             self._make_memory(train_state["loop"]["tensors"])
@@ -131,46 +131,46 @@ class Ring:
                 ring.drain()
 
     def poll(self) -> bool:
-        """Commit what is written by now; whether anything is still under way. Waits for nothing."""
-        ring, ranks = self._opened.ring, self._opened.group.ranks
+        """Commit what is written by now, without waiting; whether a save is still in progress."""
+        ring, ranks = self._run.ring, self._run.group.ranks
         progress = ring.progress()
-        with errors_journalled(self._opened):
+        with journal_errors(self._run):
             ring.apply_progress(ranks.sum([*progress.counts]), progress.jobs)
         return ring.is_saving
 
     def prove(self) -> list[str]:
-        """Read the newest checkpoint on disk back, whatever followed it.
+        """Read the newest checkpoint on disk back now, and mark it clean if it is.
 
         Returns:
-            Why it is not clean; nothing if it is.
+            The reasons why it is not clean; empty if it is.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no checkpoint on disk.
         """
-        ring = self._opened.ring
+        ring = self._run.ring
         ring.drain()
         if ring.newest() is None:
             raise ConfigError("Ring.prove(): nothing was saved to disk yet")
-        with errors_journalled(self._opened):
+        with journal_errors(self._run):
             return ring.prove_last()
 
     def restore(self) -> int:
-        """Go back to the newest clean checkpoint; those after it are not used again.
+        """Go back to the newest clean checkpoint; later ones are not used again.
 
         Returns:
             Its step.
 
         Raises:
-            CheckpointError: none is clean.
+            CheckpointError: no checkpoint is clean.
         """
-        opened, ring = self._opened, self._opened.ring
-        with errors_journalled(opened):
+        opened, ring = self._run, self._run.ring
+        with journal_errors(opened):
             ring.drain()
             clean = [r for r in resume_order(ring.records) if r.state is State.clean]
             if not clean:
                 raise CheckpointError(
                     f"Ring.restore(): no checkpoint in {opened.group.run_dir.ring} is clean yet; "
-                    "one is once a later one is saved, or after Ring.prove()"
+                    "a checkpoint becomes clean once a later one is saved, or by Ring.prove()"
                 )
             restored = ring.restore(clean)
             opened.state.load_json(restored.train_state)
@@ -189,11 +189,11 @@ class Ring:
         return restored.step
 
     def close(self) -> None:
-        """Finish what is being written, and let go of the directory."""
+        """Finish the save in progress, and release the directory."""
         if not self._finalizer.alive:
             return
-        with errors_journalled(self._opened):
-            self._opened.ring.drain()
+        with journal_errors(self._run):
+            self._run.ring.drain()
         self._finalizer()
         atexit.unregister(self._finalizer)
 
@@ -201,66 +201,68 @@ class Ring:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """:meth:`close`; after an error nothing waits for other ranks."""
+        """:meth:`close`; after an exception, do not wait for other ranks."""
         if kind is None:
             self.close()
 
-    # -- what it tells --------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Of the last save, or of what was loaded; 0 at the beginning."""
+        """The step of the last save or loaded checkpoint; 0 for a new run."""
         return self._step
 
     @property
     def saved(self) -> list[tuple[int, str, str]]:
-        """(step, ``clean`` or ``committed``, ``disk`` or ``memory``) of each, oldest first."""
+        """(step, ``clean`` or ``committed``, ``disk`` or ``memory``) of each checkpoint, by age."""
         return [
             (record.step, record.state.value, record.tier.value)
-            for record in sorted(self._opened.ring.records, key=lambda one: one.serial)
+            for record in sorted(self._run.ring.records, key=lambda one: one.serial)
             if record.state is not State.tainted
         ]
 
     @property
     def is_from_memory(self) -> bool:
-        """Whether this start went on from a snapshot in memory."""
-        resumed = self._opened.resumed
+        """Whether this start resumed from a snapshot in memory."""
+        resumed = self._run.resumed
         return not resumed.is_fresh and resumed.tier is Tier.memory
 
     def digest(self) -> str:
-        """SHA-256 over the tensors of the state as it is, by name; however they are sharded."""
+        """SHA-256 over the current tensors by name; independent of their sharding."""
         return state_digest(self._tree.tensors(), {})
 
     # -- memory ---------------------------------------------------------------------------
 
     def _make_memory(self, tensors: Mapping[str, Any]) -> None:
-        """Slots for what is saved, once that is known. Collective."""
-        opened = self._opened
+        """Create slots in memory once the tensors are known. Collective."""
+        opened = self._run
         if self._has_memory or not self._wants_memory:
             return
         self._has_memory = True
-        found = memory_for(opened.lease, opened.group, self._tree)
-        if found.memory is not None:
+        memory_parts = memory_for(opened.lease, opened.group, self._tree)
+        if memory_parts.memory is not None:
             opened.ring.drain()
             opened.loads.in_memory = tensors
-            opened.ring.replace_memory(found)
+            opened.ring.replace_memory(memory_parts)
 
-    def _layout_changes(self) -> None:
-        """Other tensors than before are to be saved: slots are made anew. Collective."""
-        self._opened.ring.drain()
-        self._opened.ring.replace_memory(NO_MEMORY)
+    def _rebuild_memory(self) -> None:
+        """Drop the slots before a save with other tensors than before. Collective."""
+        self._run.ring.drain()
+        self._run.ring.replace_memory(NO_MEMORY)
         self._has_memory = False
 
 
 def _check(state: Mapping[str, Stateful]) -> None:
     if not isinstance(state, Mapping) or not state:
         raise ConfigError(
-            f"Ring: state is {type(state).__name__}; give a mapping of names to what is saved, "
+            f"Ring: state is {type(state).__name__}; give a mapping from names to objects, "
             "{'model': model, 'optimizer': optimizer}"
         )
     for name, part in state.items():
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"Ring: state has the key {name!r}; names are words")
+            raise ConfigError(
+                f"Ring: state has the key {name!r}; a name must be a non-empty string"
+            )
         if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
             raise ConfigError(
                 f"Ring: state[{name!r}] is a {type(part).__name__}; needs state_dict() and "
@@ -268,6 +270,6 @@ def _check(state: Mapping[str, Stateful]) -> None:
             )
         if type(part).__module__.partition(".")[0] == "deepspeed":
             raise ConfigError(
-                f"Ring: state[{name!r}] is DeepSpeed's, whose engine keeps the state itself; use "
-                "python -m runner parallel=zero1|zero2|zero3, or FSDP2 (fully_shard)"
+                f"Ring: state[{name!r}] is a DeepSpeed object, whose engine keeps its own state; "
+                "use python -m runner parallel=zero1|zero2|zero3, or FSDP2 (fully_shard)"
             )

@@ -1,4 +1,4 @@
-"""The order of a run's samples as a batch sampler for anybody's DataLoader."""
+"""The order of a run's samples as a batch sampler for any DataLoader."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from runner.policy.decision.ledger import Ledger
 from runner.system.environment import variables
 from runner.system.error import ConfigError, DataError
 
-# What makes another order; a state of another one cannot be gone on with.
+# The values that determine the order; a state of another order cannot be loaded.
 _ORDER = ("num_samples", "seed", "shuffle")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """``cursor``: the next position; ``batches`` of pass ``epoch`` lie behind it."""
+class _Position:
+    """The next position (``cursor``), after ``batches`` batches of pass ``epoch``."""
 
     cursor: int = 0
     epoch: int = 0
     batches: int = 0
 
 
-_Drawn = tuple[int, _Place]  # a batch: its first position, and the place behind it
+_DrawnBatch = tuple[int, _Position]  # a batch: its first position, and the position after it
 
 
 class _InOrder:
-    """An order that is none: position ``p`` is sample ``p % num_samples``."""
+    """The unshuffled order: position ``p`` is sample ``p % num_samples``."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -52,21 +52,21 @@ class _InOrder:
 
 
 class Sampler(TorchSampler[list[int]]):
-    """A batch sampler whose place is a number: any world size, any number of workers.
+    """A batch sampler whose position is one number, for any world size and number of workers.
 
     Samples form one stream: position ``p`` is in epoch ``p // N`` and names sample
     ``permute(p % N)`` of it, a permutation that is computed and not stored. A global batch is the
-    next ``global_size`` positions that are not to be skipped, dealt to the ranks in turn. So the
-    batches are the same on any world size, also on another one than the run was begun with.
+    next ``global_size`` positions that are not skipped, dealt to the ranks in turn. So the batches
+    are the same for any world size, also if it changes during the run.
 
-    An iteration is a pass: it ends where the epoch has no whole batch left; what remains is in
-    the first batch of the next pass. All ranks have equally many batches, and each sample is used
-    once an epoch; none is repeated or dropped to make it even.
+    An iteration is a pass: it ends when the epoch has no whole batch left; the remaining samples
+    are in the first batch of the next pass. All ranks have equally many batches, and each sample
+    is used once per epoch; none is repeated or dropped.
 
     Args:
-        data: the data set, or how many samples it has.
+        data: the data set, or its number of samples.
         global_size: samples of a batch, over all ranks.
-        seed: of the order.
+        seed: of the permutation.
         shuffle: False reads each epoch in the order of the data set.
         skip: half-open ranges of positions that are never read.
         rank, world_size: by default those of the process group, or of one process.
@@ -121,41 +121,41 @@ class Sampler(TorchSampler[list[int]]):
             raise ConfigError(
                 f"Sampler: rank={rank}, world_size={world_size}: give both, or neither"
             )
-        self._given = None if rank is None or world_size is None else (rank, world_size)
-        if self._given is not None:
-            self._check_ranks(*self._given)
+        self._given_ranks = None if rank is None or world_size is None else (rank, world_size)
+        if self._given_ranks is not None:
+            self._check_ranks(*self._given_ranks)
         self._ledger = Ledger()
         self._stream = self._stream_of(seed, shuffle)
-        self._place = _Place()
-        self._num_moved = 0  # times that the place was set from outside
-        self._counted_by: deque[_Drawn] | None = None
+        self._place = _Position()
+        self._num_moved = 0  # how often the position was set from outside
+        self._counted_by: deque[_DrawnBatch] | None = None
         self.positions = (0, 0)
         for pair in skip:
             self._add(*pair)
 
     positions: tuple[int, int]
-    """Half-open range of positions of the batch handed out last, all ranks' parts of it."""
+    """Half-open range of positions of the last batch, over all ranks."""
 
-    # -- as torch has it ------------------------------------------------------------------
+    # -- torch's interface ----------------------------------------------------------------
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The rest of the pass, this rank's indices of a batch at a time; then the next pass."""
+        """Yield this rank's indices of each batch to the end of the pass."""
         return self._draw(self._counted_by)
 
     def __len__(self) -> int:
-        """Batches of the pass, those that lie behind it too."""
+        """Batches of the pass, including those before the position."""
         return self._place.batches + self._num_left(self._place)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of pass ``epoch``, unless the place is in it already."""
+        """Go to the beginning of pass ``epoch``, unless the position is in it already."""
         if epoch != self._place.epoch:
-            self._move(_Place(cursor=self._begin_of(epoch), epoch=epoch))
+            self._move(_Position(cursor=self._begin_of(epoch), epoch=epoch))
 
-    # -- the place ------------------------------------------------------------------------
+    # -- position -------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
-        """Of the pass that the next batch belongs to, from 0."""
+        """The pass that the next batch belongs to, from 0."""
         return self._place.epoch
 
     @property
@@ -166,43 +166,43 @@ class Sampler(TorchSampler[list[int]]):
     def over(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a DataLoader that has this ``batch_sampler``, to the end of the pass.
 
-        The place counts what it hands out, whatever workers have read ahead. Where :meth:`skip`,
-        :meth:`load_state_dict` or :meth:`set_epoch` is called in the midst, what was read ahead is
-        thrown away, and the next batch is that of the new place.
+        The position counts batches yielded, not those that workers have read ahead. If
+        :meth:`skip`, :meth:`load_state_dict` or :meth:`set_epoch` is called during the pass,
+        batches read ahead are dropped, and the next batch is that of the new position.
 
         Raises:
-            ConfigError: the loader has another batch sampler, or keeps a state of its own.
+            ConfigError: the loader has another batch sampler, or keeps its own position.
         """
         if getattr(loader, "batch_sampler", None) is not self:
             raise ConfigError(
                 f"Sampler.over({type(loader).__name__}): give the loader that was made with "
                 "DataLoader(data, batch_sampler=sampler)"
             )
-        if tells_its_state(loader):
+        if keeps_own_position(loader):
             raise ConfigError(
-                f"Sampler.over({type(loader).__name__}): it counts by itself; iterate over it and "
-                "save its state_dict()"
+                f"Sampler.over({type(loader).__name__}): it keeps its own position; iterate over "
+                "it and save its state_dict()"
             )
-        return _HandedOut(self, loader)
+        return _CountedBatches(self, loader)
 
     def skip(self, start: int, stop: int) -> None:
         """Never read positions ``[start, stop)`` from the next batch on.
 
         Raises:
-            ConfigError: it is no range.
+            ConfigError: it is not a range.
         """
         self._add(start, stop)
         self._move(self._place)
 
     def pass_over(self, batches: int) -> None:
-        """Leave out so many batches of this pass, unread."""
+        """Skip this many batches of the pass without reading them."""
         place = self._place
         for _ in range(min(batches, self._num_left(place))):
             place = self._after(place)
         self._move(place)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the place, what is skipped, and which order it is a place in."""
+        """Plain values: the position, the skipped ranges, and the order."""
         return {
             **asdict(self._place),
             "skipped": [list(pair) for pair in self._ledger],
@@ -210,30 +210,30 @@ class Sampler(TorchSampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from where ``state`` was. What is skipped already stays so.
+        """Continue at the position of ``state``; ranges skipped already stay skipped.
 
         Raises:
-            ConfigError: it is a place in another order, or no such state.
+            ConfigError: the state is of another order, or not a state of a Sampler.
         """
         try:
-            place = _Place(**{name: int(state[name]) for name in _Place.__slots__})
+            position = _Position(**{name: int(state[name]) for name in _Position.__slots__})
             skipped = [(int(start), int(stop)) for start, stop in state["skipped"]]
-            order = {name: state[name] for name in _ORDER}
+            stored_order = {name: state[name] for name in _ORDER}
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"Sampler.load_state_dict: is no state of a Sampler ({error!r})"
+                f"Sampler.load_state_dict: not a state of a Sampler ({error!r})"
             ) from None
-        for name, was in order.items():
-            if was != getattr(self, name):
+        for name, stored in stored_order.items():
+            if stored != getattr(self, name):
                 raise ConfigError(
-                    f"Sampler.load_state_dict: {name} was {was}, now {getattr(self, name)}: "
+                    f"Sampler.load_state_dict: {name} was {stored}, now {getattr(self, name)}: "
                     "positions would name other samples"
                 )
         for pair in skipped:
             self._add(*pair)
-        self._move(place)
+        self._move(position)
 
-    # -- within ---------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------
 
     def _stream_of(self, seed: int, shuffle: bool) -> SampleStream:
         size = self.num_samples
@@ -251,20 +251,20 @@ class Sampler(TorchSampler[list[int]]):
             )
 
     def _ranks(self) -> tuple[int, int]:
-        if self._given is not None:
-            return self._given
+        if self._given_ranks is not None:
+            return self._given_ranks
         if dist.is_available() and dist.is_initialized():
-            found = dist.get_rank(), dist.get_world_size()
+            rank_and_size = dist.get_rank(), dist.get_world_size()
         else:
-            place = place_from(variables())
-            if place.world_size > 1:
+            rank_env = place_from(variables())
+            if rank_env.world_size > 1:
                 raise ConfigError(
-                    f"Sampler: the launcher started {place.world_size} processes, and there is no "
-                    "process group; make one first, or give rank and world_size"
+                    f"Sampler: the launcher started {rank_env.world_size} processes, but there is "
+                    "no process group; make one first, or give rank and world_size"
                 )
-            found = 0, 1
-        self._check_ranks(*found)
-        return found
+            rank_and_size = 0, 1
+        self._check_ranks(*rank_and_size)
+        return rank_and_size
 
     def _add(self, start: int, stop: int) -> None:
         try:
@@ -272,59 +272,59 @@ class Sampler(TorchSampler[list[int]]):
         except ValueError as error:
             raise ConfigError(f"Sampler: {error}") from None
 
-    def _move(self, place: _Place) -> None:
+    def _move(self, place: _Position) -> None:
         self._place = place
         self._num_moved += 1
 
     def _usable(self, position: int) -> int:
-        """Positions before this one that may be read."""
+        """The number of positions before this one that are not skipped."""
         return position - self._ledger.num_skipped(0, position)
 
-    def _num_left(self, place: _Place) -> int:
+    def _num_left(self, place: _Position) -> int:
         """Whole batches to the end of the pass."""
         end = (place.epoch + 1) * self.num_samples
         return max(0, self._usable(end) - self._usable(place.cursor)) // self.global_size
 
     def _begin_of(self, epoch: int) -> int:
-        """The position with which a pass begins: after the last whole batch of those before."""
-        missing = self._usable(epoch * self.num_samples)
-        missing -= missing % self.global_size
+        """The position where a pass begins: after the last whole batch of earlier passes."""
+        remaining = self._usable(epoch * self.num_samples)
+        remaining -= remaining % self.global_size
         for start, stop in self._ledger.allowed(0):
-            if stop is None or missing < stop - start:
-                return start + missing
-            missing -= stop - start
-        raise AssertionError("the last range has no end")
+            if stop is None or remaining < stop - start:
+                return start + remaining
+            remaining -= stop - start
+        raise AssertionError("unreachable: the last range has no end")
 
-    def _after(self, place: _Place) -> _Place:
-        """The place behind the next batch."""
+    def _after(self, place: _Position) -> _Position:
+        """The position after the next batch."""
         stop = self._stream.plan(place.cursor, self._ledger).stop
         return replace(place, cursor=stop, batches=place.batches + 1)
 
-    def _next_pass(self, place: _Place) -> _Place:
-        return _Place(cursor=place.cursor, epoch=place.epoch + 1)
+    def _next_pass(self, place: _Position) -> _Position:
+        return _Position(cursor=place.cursor, epoch=place.epoch + 1)
 
-    def _draw(self, counted_by: deque[_Drawn] | None) -> Iterator[list[int]]:
-        """This rank's batches; where nobody counts what is handed out, what is drawn counts."""
+    def _draw(self, counted_by: deque[_DrawnBatch] | None) -> Iterator[list[int]]:
+        """Yield this rank's batches; without ``counted_by``, drawing a batch moves the position."""
         rank, world_size = self._ranks()
         place = self._place
         while self._num_left(place):
             plan = self._stream.plan(place.cursor, self._ledger)
             place = self._after(place)
             if counted_by is None:
-                self._hand_out(plan.start, place)
+                self._count_batch(plan.start, place)
             else:
                 counted_by.append((plan.start, place))
             yield plan.indices[rank::world_size].tolist()
         if counted_by is None:
             self._place = self._next_pass(place)
 
-    def _hand_out(self, first: int, place: _Place) -> None:
+    def _count_batch(self, first: int, place: _Position) -> None:
         self.positions = (first, place.cursor)
         self._place = place
 
 
-class _HandedOut:
-    """The batches of a loader, each counted as it is handed out."""
+class _CountedBatches:
+    """The batches of a loader; each moves the sampler's position when it is returned."""
 
     def __init__(self, sampler: Sampler, loader: Iterable[Any]) -> None:
         self._sampler, self._loader = sampler, loader
@@ -339,7 +339,7 @@ class _HandedOut:
     def __next__(self) -> Any:
         sampler = self._sampler
         if self._num_moved != sampler._num_moved:
-            self._begin_anew()
+            self._restart()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -347,34 +347,34 @@ class _HandedOut:
                 self._is_over = True
                 sampler._place = sampler._next_pass(sampler._place)
             raise
-        sampler._hand_out(*self._drawn.popleft())
+        sampler._count_batch(*self._drawn.popleft())
         return batch
 
     def _begin(self) -> None:
         sampler = self._sampler
         self._is_over = False
         self._num_moved = sampler._num_moved
-        self._drawn: deque[_Drawn] = deque()
+        self._drawn: deque[_DrawnBatch] = deque()
         sampler._counted_by = self._drawn
         try:
             self._batches = iter(self._loader)
         finally:
             sampler._counted_by = None
 
-    def _begin_anew(self) -> None:
-        """Without drawing from the random generators: a loader draws its workers' seed."""
-        before = Randomness()
-        own = [(one, one.get_state()) for one in generators_of(self._loader)]
+    def _restart(self) -> None:
+        """Begin again without changing random generators, from which a loader draws a seed."""
+        randomness = Randomness()
+        generator_states = [(one, one.get_state()) for one in generators_of(self._loader)]
         self._begin()
-        before.put_back()
-        for generator, state in own:
+        randomness.restore()
+        for generator, state in generator_states:
             generator.set_state(state)
 
 
-def tells_its_state(loader: Any) -> bool:
-    """Whether a loader keeps its place itself.
+def keeps_own_position(loader: Any) -> bool:
+    """Whether a loader keeps its own position.
 
-    Accelerate's loaders have the methods also where what they wrap has none.
+    Accelerate's loaders have the methods even if the wrapped loader has not.
     """
     if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
         return False

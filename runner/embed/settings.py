@@ -1,4 +1,4 @@
-"""Keyword arguments become the settings of a run: keys, types and bounds of the command line."""
+"""Turns keyword arguments into the settings of a run, checked as on the command line."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from runner.config.validate import check
 from runner.policy.retention.slot_budget import FEWEST_SLOTS
 from runner.system.error import ConfigError
 
-# What needs an engine of ours, or a store that the embedded guard does not write to.
+# Settings that need our engine, or storage that the embedded guard does not use.
 _NOT_HERE = {
     "remote": "copy the clean checkpoints of out/ring yourself",
     "memory_mirror": "snapshots stay on their own node",
-    "sync": "the numbers of a step are read before it is applied",
-    "remedy": "a step of your loop cannot be computed again from here",
+    "sync": "the numbers of a step are always read before it is applied",
+    "remedy": "the guard cannot compute a step of your loop again",
     "cooldown": "the learning rate is your schedule's",
     "cooldown_steps": "the learning rate is your schedule's",
 }
@@ -40,7 +40,7 @@ def run_config(
     skip: Any,
     given: dict[str, Any],
 ) -> RunConfig:
-    """The settings of an embedded run. What it has no use for stays at the default.
+    """The settings of an embedded run; unused ones keep their defaults.
 
     Args:
         given: of ``guard.*``, ``checkpoint.*`` and ``resume.*``, without the group.
@@ -49,7 +49,7 @@ def run_config(
         ConfigError: an unknown key, or a value that cannot be.
     """
     config = RunConfig(out=str(out))
-    config.model.precision = Precision.fp32  # not ours to choose
+    config.model.precision = Precision.fp32  # unused: the script chooses it
     config.parallel.kind = ParallelKind.ddp
     config.schedule.kind = ScheduleKind.constant
     config.batch.global_size = config.batch.micro_size = accumulate
@@ -62,12 +62,12 @@ def run_config(
     for key, value in given.items():
         _set(config, key, value)
     if accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate}: must be at least 1 batch a step")
+        raise ConfigError(f"accumulate={accumulate}: must be at least 1 batch per step")
     check(config, world_size=1)
     return config
 
 
-# Of checkpoint.* and resume.*: what the ring alone has a use for.
+# Settings of checkpoint.* and resume.* that a ring without the guard uses.
 _OF_RING = (
     "keep",
     "keep_every",
@@ -77,11 +77,11 @@ _OF_RING = (
     "memory_limit_gib",
     *_RESUME,
 )
-_RARELY = 1_000_000  # steps: the script says when it saves
+_RARELY = 1_000_000  # steps; the script decides when to save
 
 
 def ring_config(out: str | Path, *, memory: bool, given: dict[str, Any]) -> RunConfig:
-    """The settings of a ring alone.
+    """The settings of a ring without the guard.
 
     Args:
         memory: whether snapshots are kept in memory.
@@ -92,8 +92,8 @@ def ring_config(out: str | Path, *, memory: bool, given: dict[str, Any]) -> RunC
     """
     for key, value in given.items():
         if key not in _OF_RING:
-            words = suggestion(key, set(_OF_RING))
-            raise ConfigError(f"{key}={value!r}: no such setting{words}; {', '.join(_OF_RING)}")
+            hint = suggestion(key, set(_OF_RING))
+            raise ConfigError(f"{key}={value!r}: no such setting{hint}; {', '.join(_OF_RING)}")
     settings = {"memory_slots": FEWEST_SLOTS} if memory else {"memory_every": 0}
     settings |= {"clean_after": 1, **given}
     return run_config(out, every=_RARELY, accumulate=1, skip=[], given=settings)
@@ -102,7 +102,9 @@ def ring_config(out: str | Path, *, memory: bool, given: dict[str, Any]) -> RunC
 def _set(config: RunConfig, key: str, value: Any) -> None:
     groups: tuple[GuardConfig | CheckpointConfig, ...] = (config.guard, config.checkpoint)
     if key in _NOT_HERE:
-        raise ConfigError(f"{key}={value!r}: is not for a loop of your own: {_NOT_HERE[key]}")
+        raise ConfigError(
+            f"{key}={value!r}: is not available in a loop of your own: {_NOT_HERE[key]}"
+        )
     for group in groups:
         for spec in dataclasses.fields(group):
             if spec.name == key:
@@ -126,16 +128,16 @@ def _set(config: RunConfig, key: str, value: Any) -> None:
 
 
 def _checked(spec: dataclasses.Field[Any], value: Any) -> Any:
-    """A value of the type that the schema has; an int does for a float."""
+    """The value, if it has the schema's type; an int is accepted for a float."""
     default = spec.default
     kinds: tuple[type, ...] = (type(default),)
-    words = str(spec.type)
+    type_text = str(spec.type)
     if isinstance(default, float):
         kinds = (float, int)
-    if "int | str" in words:
+    if "int | str" in type_text:
         kinds = (int, str)
-    if "None" in words:
-        kinds = (*(k for k in (bool, int, float) if k.__name__ in words), type(None))
+    if "None" in type_text:
+        kinds = (*(k for k in (bool, int, float) if k.__name__ in type_text), type(None))
         kinds = (*kinds, int) if float in kinds else kinds
     is_bool = isinstance(value, bool) and bool not in kinds
     if isinstance(default, Enum) or is_bool or not isinstance(value, kinds):

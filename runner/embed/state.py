@@ -1,7 +1,7 @@
-"""The state of somebody else's loop as the ring's shards: weights, buffers, optimizers.
+"""The state of a user's loop as shards of the ring: weights, buffers, optimizers.
 
-A checkpoint is loaded into an optimizer that has made no state yet, and a checkpoint of the very
-beginning takes the state away again.
+A checkpoint can be loaded into an optimizer that has no state yet; a checkpoint from before the
+first step removes the state again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from runner.distributed.agreement import Ranks
 from runner.embed.buffers import Buffers
 from runner.embed.codec import pack, unpack
+from runner.embed.fp32_encoding import encode
 from runner.embed.geometry import Geometry, local
-from runner.embed.lanes import encode
-from runner.embed.places import Place, StagedState, home_of, place_of
+from runner.embed.staged_state import StagedState, TensorSlice, home_of, tensor_slice
 from runner.system.error import CheckpointError
 
-# What wrappers put in front of a parameter's name.
+# Prefixes that wrappers add to a parameter's name.
 _WRAPPERS = (
     "_orig_mod.",  # torch.compile
     "_checkpoint_wrapped_module.",
@@ -31,14 +31,14 @@ _WRAPPERS = (
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the wrappers'."""
+    """A parameter's name without the prefixes of wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
 
 
 class LoopState(StagedState):
-    """See the module's docstring. It is what :class:`runner.checkpoint.ring.Ring` saves.
+    """Models and optimizers, as :class:`runner.checkpoint.ring.Ring` saves them.
 
     Args:
         models: their parameters and changing buffers are saved.
@@ -64,72 +64,72 @@ class LoopState(StagedState):
         self._names = {id(p): name for name, p in self.parameters.items()}
 
     def _named_parameters(self, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
         for prefix, model in _prefixed(models):
             own = {_joined(prefix, plain_name(name)): p for name, p in model.named_parameters()}
-            found.update(own)
-        known = {id(parameter) for parameter in found.values()}
+            parameters.update(own)
+        seen = {id(parameter) for parameter in parameters.values()}
         for number, group, index, parameter in self._optimized():
-            if id(parameter) not in known:  # it is trained, whoever owns it
-                found[f"optimizer{number}.{group}.{index}"] = parameter
-        return found
+            if id(parameter) not in seen:  # trained, but in none of the models
+                parameters[f"optimizer{number}.{group}.{index}"] = parameter
+        return parameters
 
     def _optimized(self) -> Iterator[tuple[int, int, int, torch.Tensor]]:
         for number, optimizer in enumerate(self.optimizers):
-            for at, group in enumerate(optimizer.param_groups):
+            for group_number, group in enumerate(optimizer.param_groups):
                 for index, parameter in enumerate(group["params"]):
-                    yield number, at, index, parameter
+                    yield number, group_number, index, parameter
 
     def trained(self) -> list[torch.Tensor]:
-        """What the optimizers update, in the models' order."""
+        """The parameters that the optimizers update, in the models' order."""
         optimized = {id(parameter) for *_, parameter in self._optimized()}
         return [p for p in self.parameters.values() if id(p) in optimized]
 
     # -- saving ---------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
-        """What :meth:`shards` gives from now on, and all that is no tensor as JSON. Collective.
+        """Take the current state for :meth:`shards`; returns everything else as JSON. Collective.
 
         Raises:
             ConfigError: something in the optimizers' state cannot be saved.
         """
-        places: dict[str, Place] = {}
+        slices: dict[str, TensorSlice] = {}
         tensors: dict[str, Any] = {}
 
         def add(name: str, tensor: torch.Tensor, like: str | None) -> None:
-            place = place_of(name, tensor.dtype, self._where(tensor, name, like))
-            place.read = lambda: local(tensor)
-            places[name] = place
-            tensors[name] = [str(tensor.dtype), list(place.geometry.shape), like, home_of(tensor)]
+            slice_ = tensor_slice(name, tensor.dtype, self._where(tensor, name, like))
+            slice_.read = lambda: local(tensor)
+            slices[name] = slice_
+            tensors[name] = [str(tensor.dtype), list(slice_.geometry.shape), like, home_of(tensor)]
 
         for name, parameter in self.parameters.items():
             add(f"param/{name}", parameter, name)
         for name in self._changing_buffers():
-            place = self._buffer_place(name, self._ranks.rank, self._ranks.world_size)
-            places[place.name] = place
-            tensors[place.name] = [str(place.dtype), list(place.geometry.shape), None, "buffer"]
+            slice_ = self._buffer_slice(name, self._ranks.rank, self._ranks.world_size)
+            slices[slice_.name] = slice_
+            tensors[slice_.name] = [str(slice_.dtype), list(slice_.geometry.shape), None, "buffer"]
         captured: dict[str, Any] = {
             "optimizers": [self._pack_optimizer(n, add) for n in range(len(self.optimizers))],
             "tensors": dict(sorted(tensors.items())),
             "world_size": self._ranks.world_size,
         }
-        self._hold(places)
+        self._set_slices(slices)
         return captured
 
     def _where(self, tensor: torch.Tensor, name: str, like: str | None) -> Geometry:
-        """Where this rank's part of a tensor lies, which is cut as parameter ``like`` is."""
+        """The geometry of a tensor that is sharded like the parameter ``like``."""
         return self.geometry_of(tensor, name)
 
     def _changing_buffers(self) -> list[str]:
-        """The same on all ranks."""
+        """Names of the buffers that change on any rank; the same list on all ranks."""
         by_rank = self._ranks.gather(self.buffers.changing())
         names = sorted({name for names in by_rank for name in names})
         for name in names:
             self.buffers.mark(name)
         return names
 
-    def _buffer_place(self, name: str, row: int, rows: int) -> Place:
-        """Of a buffer: each rank has its own, one after the other."""
+    def _buffer_slice(self, name: str, row: int, rows: int) -> TensorSlice:
+        """The slice of a buffer; the ranks' buffers are rows of one tensor."""
         live = self.buffers.live(name)
         where = Geometry(
             shape=(rows, *live.shape),
@@ -138,9 +138,9 @@ class LoopState(StagedState):
             index=0,
             copies=1,
         )
-        place = place_of(f"buffer/{name}", live.dtype, where)
-        place.read = lambda: self.buffers.live(name).detach()
-        return place
+        slice_ = tensor_slice(f"buffer/{name}", live.dtype, where)
+        slice_.read = lambda: self.buffers.live(name).detach()
+        return slice_
 
     def _pack_optimizer(self, number: int, add: Callable[..., None]) -> dict[str, Any]:
         optimizer = self.optimizers[number]
@@ -151,10 +151,14 @@ class LoopState(StagedState):
                     name = self._names[id(parameter)]
                     states[name] = self._pack_state(number, name, parameter, add)
         groups = []
-        for at, group in enumerate(optimizer.param_groups):
+        for group_number, group in enumerate(optimizer.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
             groups.append(
-                pack(options, f"optim/{number}/group/{at}", lambda t, where: _add(add, t, where))
+                pack(
+                    options,
+                    f"optim/{number}/group/{group_number}",
+                    lambda t, where: _add(add, t, where),
+                )
             )
         return {"states": states, "groups": groups}
 
@@ -182,13 +186,15 @@ class LoopState(StagedState):
                 f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}"
             )
 
-    def _room(self, name: str, shape: Sequence[int], like: str | None, home: str) -> Geometry:
+    def _geometry_for(
+        self, name: str, shape: Sequence[int], like: str | None, home: str
+    ) -> Geometry:
         if home == "buffer":
             key = name.removeprefix("buffer/")
             if key not in self.buffers or list(self.buffers.live(key).shape) != list(shape[1:]):
                 raise CheckpointError(f"the checkpoint is of another model: buffer {key!r}")
             row = self._ranks.rank % shape[0]
-            return self._buffer_place(key, row, shape[0]).geometry
+            return self._buffer_slice(key, row, shape[0]).geometry
         if like is None:
             return self._replicated(shape)
         parameter = self.parameters.get(like)
@@ -201,10 +207,10 @@ class LoopState(StagedState):
         return where
 
     def apply(self, stored: Mapping[str, Any]) -> None:
-        """Put what was loaded in place, with ``told``: what :meth:`capture` gave.
+        """Put the loaded values in place. ``stored`` is what :meth:`capture` returned.
 
         Raises:
-            CheckpointError: it is not what :meth:`capture` gives.
+            CheckpointError: :meth:`capture` did not make it, or the optimizer is another.
         """
         try:
             with torch.no_grad():
@@ -216,13 +222,13 @@ class LoopState(StagedState):
                 for number, optimizer in enumerate(self.optimizers):
                     self._apply_states(optimizer, stored["optimizers"][number]["states"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            words = f"{type(error).__name__}: {error}"[:300]
-            raise CheckpointError(f"the optimizer's state cannot be used ({words})") from None
+            cause = f"{type(error).__name__}: {error}"[:300]
+            raise CheckpointError(f"cannot load the optimizer's state ({cause})") from None
         finally:
             self._loading = {}
 
     def apply_options(self, stored: Mapping[str, Any]) -> None:
-        """The optimizers' options alone, such as the learning rate."""
+        """Load only the optimizers' options, such as the learning rate."""
         for number, optimizer in enumerate(self.optimizers):
             groups = stored["optimizers"][number]["groups"]
             for group, options in zip(optimizer.param_groups, groups, strict=True):
@@ -245,7 +251,7 @@ class LoopState(StagedState):
                 key = name.removeprefix("buffer/")
                 self.buffers.mark(key)
                 self._fill(self.buffers.live(key), name)
-        self.buffers.remember()
+        self.buffers.capture()
 
     def _apply_states(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> None:
         for group in optimizer.param_groups:
@@ -265,35 +271,39 @@ class LoopState(StagedState):
 
         def tensor(name: str) -> torch.Tensor:
             key = name.rpartition(".")[2]
-            old, place = by_key.get(key), self._loading[name]
-            if old is not None and old.dtype == place.dtype and _is_size(old, place):
-                self._fill(old, name)
-                return old
-            is_like = self._lines[name][2] is not None
+            existing, slice_ = by_key.get(key), self._loading[name]
+            if (
+                existing is not None
+                and existing.dtype == slice_.dtype
+                and _is_size(existing, slice_)
+            ):
+                self._fill(existing, name)
+                return existing
+            is_like = self._stored_tensors[name][2] is not None
             return self._loaded(name, parameter if is_like else None)
 
-        made: dict[str, Any] = unpack(stored, tensor)
-        return made
+        state: dict[str, Any] = unpack(stored, tensor)
+        return state
 
     # -- digest ---------------------------------------------------------------------------
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, whole tensor FP32 on the CPU) of weights and optimizer state. Collective.
 
-        Buffers are this rank's own.
+        Buffers are those of this rank.
         """
-        found: dict[str, torch.Tensor] = {f"param/{n}": p for n, p in self.parameters.items()}
+        tensors: dict[str, torch.Tensor] = {f"param/{n}": p for n, p in self.parameters.items()}
         for name in self.buffers.changing():
-            found[f"buffer/{name}"] = self.buffers.live(name)
-        self.optimizer_tensors(found)
-        for name in sorted(found):
-            yield name, encode(self._whole(found[name].detach(), name).cpu())
+            tensors[f"buffer/{name}"] = self.buffers.live(name)
+        self.optimizer_tensors(tensors)
+        for name in sorted(tensors):
+            yield name, encode(self._whole(tensors[name].detach(), name).cpu())
 
     def _whole(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Of a tensor that ranks may hold in parts. Collective."""
+        """The whole of a tensor that may be sharded. Collective."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def optimizer_tensors(self, found: dict[str, torch.Tensor]) -> None:
+    def optimizer_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Add the tensors of the optimizers' states, by their names in a checkpoint."""
         for number, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:
@@ -301,11 +311,11 @@ class LoopState(StagedState):
                     if parameter in optimizer.state:
                         name = self._names[id(parameter)]
 
-                        def note(value: torch.Tensor, where: str) -> str:
-                            found[where] = value
+                        def collect(value: torch.Tensor, where: str) -> str:
+                            tensors[where] = value
                             return where
 
-                        pack(optimizer.state[parameter], f"optim/{number}/{name}", note)
+                        pack(optimizer.state[parameter], f"optim/{number}/{name}", collect)
 
 
 def _add(add: Callable[..., None], tensor: torch.Tensor, where: str) -> str:
@@ -313,7 +323,7 @@ def _add(add: Callable[..., None], tensor: torch.Tensor, where: str) -> str:
     return where
 
 
-def _is_size(live: torch.Tensor, place: Place) -> bool:
+def _is_size(live: torch.Tensor, place: TensorSlice) -> bool:
     return local(live).numel() == place.geometry.count
 
 

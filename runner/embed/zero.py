@@ -1,10 +1,10 @@
-"""A DeepSpeed engine of ZeRO stage 1 or 2 in somebody else's loop.
+"""A DeepSpeed engine of ZeRO stage 1 or 2 in a user's loop.
 
-Its optimizer keeps FP32 weights and moments in flat tensors, of which each rank has a part of its
-own. They are saved as the rows of one tensor, a rank a row. DeepSpeed makes the update, clips and
-steps its schedule; a step that is not to be made it skips by itself, as it does on an overflow,
-because its gradients are made NaN. (Not by its public ``safe_set_full_grad``: in 0.19.8 that
-writes into the BF16 gradients of stage 1, which are not looked at any more, or fails.)
+Its optimizer keeps FP32 weights and moments in flat tensors, of which each rank has its own part.
+They are saved as one tensor with one row per rank. DeepSpeed makes the update, clips and steps its
+schedule. To refuse a step, its gradients are set to NaN, and DeepSpeed skips it as it does on an
+overflow. (The public ``safe_set_full_grad`` does not work: in 0.19.8 it writes into the BF16
+gradients of stage 1, which are no longer read then, or it fails.)
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from runner.engine.norm import squared_norm
 from runner.engine.zero import stage_of
 from runner.system.error import CheckpointError, ConfigError
 
-_GUARDED = ("BF16_Optimizer", "DeepSpeedZeroOptimizer")
+_SUPPORTED = ("BF16_Optimizer", "DeepSpeedZeroOptimizer")
 
 
-def is_deepspeed(given: object) -> bool:
-    """Whether DeepSpeed has made it; DeepSpeed itself is not imported."""
-    return type(given).__module__.partition(".")[0] == "deepspeed"
+def is_deepspeed(value: object) -> bool:
+    """Whether it is a DeepSpeed object; does not import DeepSpeed."""
+    return type(value).__module__.partition(".")[0] == "deepspeed"
 
 
 def engine_in(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Any | None:
-    """The DeepSpeed engine among what a guard was given; None where nothing is DeepSpeed's.
+    """The DeepSpeed engine among a guard's arguments; None without DeepSpeed.
 
     Raises:
-        ConfigError: it is of a kind that cannot be guarded.
+        ConfigError: the engine is of an unsupported kind.
     """
     if not any(map(is_deepspeed, [*models, *optimizers])):
         return None
     names = [type(one).__name__ for one in (*models, *optimizers)]
     if len(models) > 1 or len(optimizers) > 1 or names[0] != "DeepSpeedEngine":
-        raise _refused(
+        raise _unsupported(
             f"{' and '.join(names)}: give the engine as model= and its optimizer as optimizer=, "
-            "one of each; pipelines are not known here"
+            "one of each; pipelines are not supported"
         )
     engine: Any = models[0]
     _check_kind(engine)
@@ -55,34 +55,34 @@ def engine_in(models: Sequence[nn.Module], optimizers: Sequence[Any]) -> Any | N
 def _check_kind(engine: Any) -> None:
     wrapped = engine.optimizer
     name = type(wrapped).__name__
-    if engine.zero_optimization_stage() not in (1, 2) or name not in _GUARDED:
-        raise _refused(
-            f"ZeRO stage {engine.zero_optimization_stage()} ({name}): stages 1 and 2 can be; "
-            "use python -m runner parallel=zero3, or FSDP2 (fully_shard)"
+    if engine.zero_optimization_stage() not in (1, 2) or name not in _SUPPORTED:
+        raise _unsupported(
+            f"ZeRO stage {engine.zero_optimization_stage()} ({name}): stages 1 and 2 are "
+            "supported; use python -m runner parallel=zero3, or FSDP2 (fully_shard)"
         )
     if engine.fp16_enabled():
-        raise _refused("fp16: its loss scaling skips steps on purpose; use bf16")
+        raise _unsupported("fp16: its loss scaling skips steps on purpose; use bf16")
     if getattr(wrapped, "cpu_offload", False):
-        raise _refused("offload_optimizer: use python -m runner parallel=zero2")
+        raise _unsupported("offload_optimizer: use python -m runner parallel=zero2")
     if (
         engine.has_moe_layers
         or dist.get_world_size(wrapped.dp_process_group) < dist.get_world_size()
     ):
-        raise _refused("experts, or ranks that are not all data parallel")
-    if name == "DeepSpeedZeroOptimizer" and not _skips(wrapped):
-        raise _refused(
+        raise _unsupported("experts, or ranks that are not all data parallel")
+    if name == "DeepSpeedZeroOptimizer" and not _skips_nonfinite(wrapped):
+        raise _unsupported(
             "a gradient that is not finite would be applied: set bf16.check_grad_overflow=true "
             "(and leave zero_optimization.compute_grad_norm on) in DeepSpeed's settings"
         )
 
 
-def _skips(wrapped: Any) -> bool:
-    """Whether NaN in its gradients makes it skip the step."""
+def _skips_nonfinite(wrapped: Any) -> bool:
+    """Whether it skips a step with NaN in its gradients."""
     checks = wrapped.check_grad_overflow or wrapped.dtype is not torch.bfloat16
     return bool(checks and wrapped.compute_grad_norm)
 
 
-def _refused(why: str) -> ConfigError:
+def _unsupported(why: str) -> ConfigError:
     return ConfigError(f"Guard: DeepSpeed engine, {why}")
 
 
@@ -109,12 +109,12 @@ class ZeroState(LoopState):
 
     def expect(self, tensors: Mapping[str, Any]) -> None:
         for name in sorted(self._flats):
-            told = tensors.get(f"param/{name}")
-            if told is not None and told[1][0] != self._ranks.world_size:
+            stored = tensors.get(f"param/{name}")
+            if stored is not None and stored[1][0] != self._ranks.world_size:
                 raise CheckpointError(
-                    f"the checkpoint is of a DeepSpeed engine on {told[1][0]} ranks, and these are "
-                    f"{self._ranks.world_size}: its parts are for as many ranks as they were made "
-                    "on; start on as many, or use python -m runner parallel=zero1|zero2|zero3"
+                    f"the checkpoint is of a DeepSpeed engine on {stored[1][0]} ranks, this run "
+                    f"has {self._ranks.world_size}: its parts only fit as many ranks as they were "
+                    "made on; start on as many, or use python -m runner parallel=zero1|zero2|zero3"
                 )
         super().expect(tensors)
 
@@ -127,7 +127,7 @@ class ZeroState(LoopState):
 
 
 class ZeroMeasurer(Measurer):
-    """Measures the gradients where DeepSpeed has reduced them, and has it skip a step."""
+    """Measures the gradients that DeepSpeed has reduced, and makes it skip refused steps."""
 
     def __init__(self, state: ZeroState, ranks: Ranks, engine: Any) -> None:
         super().__init__(state, ranks, clip=None)
@@ -139,13 +139,13 @@ class ZeroMeasurer(Measurer):
         return squared_norm(gradients, self._state.device)
 
     def forget_gradients(self) -> None:
-        """DeepSpeed drops them as on an overflow: weights, moments and schedule stay. Collective.
+        """Make DeepSpeed skip the step as on an overflow; nothing else changes. Collective.
 
         Raises:
-            ConfigError: it has made the step all the same.
+            ConfigError: DeepSpeed applied the step even so.
         """
         for gradient in self._stage.gradients():
             gradient.fill_(math.nan)
         self._engine.step()
         if self._engine.was_step_applied():
-            raise _refused("it has applied a step that was to be skipped; nothing was saved")
+            raise _unsupported("it applied a step that should be skipped; nothing was saved")

@@ -25,7 +25,7 @@ class GuardedBatches:
     def __init__(self, make: Any) -> None:
         generators = Randomness()
         self.guard: Guard = make()
-        generators.put_back()
+        generators.restore()
         self._number = 0
         self._epoch = -1
         self._loss: torch.Tensor | None = None

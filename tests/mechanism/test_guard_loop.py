@@ -433,7 +433,7 @@ def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path) -> None:
         for number, batch in enumerate(guard.over(data)):
             loss = job.backward(batch)
             if number == 12:
-                guard._opened.group.stop.ask("SIGTERM")
+                guard._run.group.stop.ask("SIGTERM")
             if guard.ok(loss):
                 job.optimizer.step()
             job.optimizer.zero_grad()
@@ -451,7 +451,7 @@ def test_a_stop_is_saved_and_has_its_exit_code(tmp_path: Path) -> None:
         ({"persits": 3}, "did you mean persist"),
         ({"persist": "3"}, "persist='3': must be int"),
         ({"window": 2}, "guard.window=2"),
-        ({"remote": "s3://a"}, "not for a loop of your own"),
+        ({"remote": "s3://a"}, "not available in a loop of your own"),
         ({"clip": -1.0}, "clip=-1.0"),
         ({"cooldown": 0.5}, "your schedule"),
         ({"accumulate": 0}, "accumulate=0"),

@@ -116,5 +116,5 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
         GuardCallback(tmp_path).on_fit_start(Trainer(accelerator="cpu", logger=False), module)
     trainer = Trainer(accelerator="cpu", logger=False)
     trainer.strategy.__class__ = FSDPStrategy
-    with pytest.raises(ConfigError, match="FSDPStrategy: a batch can be passed over"):
+    with pytest.raises(ConfigError, match="FSDPStrategy: a batch can be skipped only"):
         GuardCallback(tmp_path).on_fit_start(trainer, LightningModule())

@@ -184,7 +184,7 @@ def test_a_loader_that_keeps_its_state(workers: int) -> None:
                     break
         state = one.state_dict()
     assert read == unbroken
-    with pytest.raises(ConfigError, match="counts by itself"):
+    with pytest.raises(ConfigError, match="keeps its own position"):
         one.batch_sampler.over(one)
 
 

@@ -308,7 +308,7 @@ def test_an_engine_that_cannot_be_guarded_is_refused(
         with pytest.raises(ConfigError, match="give the engine as model="):
             Guard(tmp_path, model=engine.module, optimizer=bare["optimizer"])
         state = ZeroState(engine, Ranks(CPU), CPU)
-        with pytest.raises(CheckpointError, match="on 2 ranks, and these are 1"):
+        with pytest.raises(CheckpointError, match="on 2 ranks, this run has 1"):
             state.expect({"param/optimizer0.0.0": ["torch.float32", [2, 8], None, "cpu"]})
         return
     why = {

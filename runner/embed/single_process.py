@@ -1,4 +1,4 @@
-"""The agreement of one process with itself, where nobody has made a process group."""
+"""Agreement for a single process without a process group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from runner.distributed.agreement import Ranks
 
 
-class LoneRanks(Ranks):
-    """:class:`Ranks` of a world of one."""
+class SingleProcessRanks(Ranks):
+    """:class:`Ranks` for a world size of one."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -21,7 +21,7 @@ class LoneRanks(Ranks):
         return list(numbers)
 
     def all_reduce(self, packed: torch.Tensor) -> None:
-        """Nothing is added."""
+        """Does nothing: there is no other rank."""
 
     def gather(self, value: Any) -> list[Any]:
         return [json.loads(json.dumps(value))]

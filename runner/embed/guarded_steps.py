@@ -1,4 +1,4 @@
-"""The story of a step in somebody else's loop: read, judge, act; count, prove, save."""
+"""The steps of a user's loop: read, judge, act; then count, prove, save."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.config.rules import remedy_rules
-from runner.embed.carried import LoopCarried
 from runner.embed.measure import Measurer
-from runner.embed.opening import Opened, memory_for
+from runner.embed.opening import OpenRun, memory_for
 from runner.embed.randomness import Randomness
+from runner.embed.rollback_state import RollbackState
 from runner.embed.state import LoopState
 from runner.policy.decision.history import discarded_signals
 from runner.policy.decision.judge import Verdict
@@ -28,31 +28,31 @@ from runner.train.recovery import Recovery
 from runner.train.step import StepInfo
 
 
-class Story:
-    """What happens between a batch and the next, on one rank.
+class GuardedSteps:
+    """Handles the steps of a user's loop on one rank.
 
     Attributes:
-        pending: the step whose update the loop was allowed to make, not yet counted.
-        went_back: a checkpoint was loaded since it was last set to False.
+        pending: the step whose update was allowed, but is not counted yet.
+        has_rolled_back: whether a checkpoint was loaded since this was last set to False.
     """
 
-    is_ahead = False  # no step is begun before the one before it is judged
+    is_ahead = False  # no step begins before the previous one is judged
 
     def __init__(
-        self, opened: Opened, sharded: LoopState, carried: LoopCarried, measurer: Measurer
+        self, run: OpenRun, sharded: LoopState, carried: RollbackState, measurer: Measurer
     ) -> None:
-        self._opened = opened
-        self._state = opened.state
+        self._run = run
+        self._state = run.state
         self._sharded = sharded
         self._measurer = measurer
-        self._history = opened.written.journal.history
-        self._known = deque(opened.resumed.known_discards)
+        self._history = run.written.journal.history
+        self._known_discards = deque(run.resumed.known_discards)
         self._code = code_digest()
-        self._guard, self._checkpoints = _actors(self, opened, carried, measurer)
+        self._guard, self._checkpoints = _make_guard(self, run, carried, measurer)
         self.pending: tuple[StepInfo, Verdict] | None = None
-        self.went_back = False
-        self._has_memory = opened.memory.memory is not None
-        self._start = 0  # of the batches in hand, numbers; _stop is None between two steps
+        self.has_rolled_back = False
+        self._has_memory = run.memory.memory is not None
+        self._start = 0  # range of the current step's batches; _stop is None between steps
         self._stop: int | None = None
         self._began = time.monotonic()
         self._randomness: Randomness | None = None
@@ -60,48 +60,48 @@ class Story:
     # -- for the recovery -----------------------------------------------------------------
 
     def forget_known_discards(self) -> None:
-        """The run goes back: what was discarded from here on is planned anew."""
-        self._known.clear()
+        """Called at a rollback: steps discarded later are planned again."""
+        self._known_discards.clear()
 
     # -- reading --------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Have something to go back to. Collective."""
+        """Save a first checkpoint as a rollback target. Collective."""
         self._checkpoints.begin(self._state)
 
     def next_number(self) -> int:
-        """Of the next batch that may be read."""
-        at = self._state.cursor if self._stop is None else self._stop
-        return next(iter(self._history.ledger.allowed(at)))[0]
+        """The number of the next batch that is not skipped."""
+        position = self._state.cursor if self._stop is None else self._stop
+        return next(iter(self._history.ledger.allowed(position)))[0]
 
-    def repeat_known(self) -> None:
-        """Judge again what was discarded before a restart, without computing it. Collective."""
-        while self._known and self._stop is None:
-            incident = self._known[0]
+    def replay_known_discards(self) -> None:
+        """Judge steps again that were discarded before a restart, without computing. Collective."""
+        while self._known_discards and self._stop is None:
+            incident = self._known_discards[0]
             assert incident.samples is not None
             if incident.samples[0] >= self.next_number():
                 return
-            self._known.popleft()
+            self._known_discards.popleft()
             info = StepInfo(signals=discarded_signals(incident), known=incident)
-            if not self._handled(info):
+            if not self._handle_known(info):
                 self._state.cursor = max(self._state.cursor, incident.samples[1])
 
-    def opened_batch(self, number: int, before: Randomness | None) -> None:
-        """A batch is in hand.
+    def begin_batch(self, number: int, randomness: Randomness | None) -> None:
+        """Begin a step, or extend it by one more batch.
 
         Args:
-            before: the random generators as they were before it was read; None: as they are.
+            randomness: the generators from before the batch was read; None: as they are now.
         """
         if self._stop is None:
             self._start = number
-            self._randomness = before or Randomness()
-            self._sharded.buffers.remember()
+            self._randomness = randomness or Randomness()
+            self._sharded.buffers.capture()
             self._began = time.monotonic()
-            self._opened.group.heart.begin_step(self._state.updates + 1)
+            self._run.group.heart.begin_step(self._state.updates + 1)
         self._stop = number + 1
 
     def _forget_batches(self) -> None:
-        """Between two steps no batch is in hand."""
+        """End the current step's range of batches."""
         self._stop = self._randomness = None
 
     # -- judging --------------------------------------------------------------------------
@@ -118,24 +118,24 @@ class Story:
         info = self._info(loss, tokens, self._stop)
         self._guard.note_lines(info)
         self._checkpoints.apply_progress(info, self._state)
-        verdict = self._guard_handles(info)
+        verdict = self._judge_step(info)
         if verdict is not None:
             self._measurer.clip(info.signals.grad_norm)
             self.pending = (info, verdict)
             return True
         self._measurer.forget_gradients()
-        if not self.went_back:
-            self._put_back()
+        if not self.has_rolled_back:
+            self._undo_reading()
         self._forget_batches()
         if info.stop_requested:
             self._leave()
         return False
 
     def _info(self, loss: torch.Tensor | float, tokens: int, stop: int) -> StepInfo:
-        opened, state = self._opened, self._state
-        last = self._history.rollbacks[-1].serial if self._history.rollbacks else 0
+        run, state = self._run, self._state
+        last_serial = self._history.rollbacks[-1].serial if self._history.rollbacks else 0
         step, batches = state.updates + 1, (self._start, stop)
-        opened.group.heart.enter("agree")
+        run.group.heart.enter("agree")
         return self._measurer.step(
             loss,
             step=step,
@@ -144,31 +144,35 @@ class Story:
             identity={
                 "step": step,
                 "batches": list(batches),
-                "config": opened.lease.config_digest,
+                "config": run.lease.config_digest,
                 "code": self._code,
-                "decisions": [self._history.num_discarded, len(self._history.rollbacks), last],
+                "decisions": [
+                    self._history.num_discarded,
+                    len(self._history.rollbacks),
+                    last_serial,
+                ],
             },
-            flags=(opened.group.stop.is_set, opened.backlog.look(), tokens),
-            progress=opened.ring.progress(),
+            flags=(run.group.stop.is_set, run.backlog.look(), tokens),
+            progress=run.ring.progress(),
             began=self._began,
         )
 
-    def _guard_handles(self, info: StepInfo) -> Verdict | None:
-        before = len(self._history.rollbacks)
+    def _judge_step(self, info: StepInfo) -> Verdict | None:
+        num_rollbacks = len(self._history.rollbacks)
         verdict = self._guard.handle(info, self._state)
-        self.went_back = self.went_back or len(self._history.rollbacks) > before
+        self.has_rolled_back = self.has_rolled_back or len(self._history.rollbacks) > num_rollbacks
         return verdict
 
-    def _handled(self, info: StepInfo) -> bool:
-        """Whether a known discard led back to a checkpoint."""
-        self._guard_handles(info)
-        return self.went_back
+    def _handle_known(self, info: StepInfo) -> bool:
+        """Judge a known discard; whether it led to a rollback."""
+        self._judge_step(info)
+        return self.has_rolled_back
 
-    def _put_back(self) -> None:
-        """As if the batches of this step had never been read."""
-        self._sharded.buffers.put_back()
+    def _undo_reading(self) -> None:
+        """Restore buffers and randomness from before this step's batches."""
+        self._sharded.buffers.restore()
         if self._randomness is not None:
-            self._randomness.put_back()
+            self._randomness.restore()
 
     # -- after the update -----------------------------------------------------------------
 
@@ -181,13 +185,13 @@ class Story:
         info = replace(info, seconds=time.monotonic() - self._began)
         self._forget_batches()
         state.advance(info.signals)
-        self._opened.reporter.step(
+        self._run.reporter.step(
             info, verdict, "apply", learning_rate=self._learning_rate(), state=state
         )
         self._checkpoints.prove(state)
         self._make_memory()
         self._checkpoints.after_update(state, info.seconds)
-        self._opened.group.heart.enter("other")
+        self._run.group.heart.enter("other")
         if info.stop_requested:
             self._leave()
 
@@ -196,94 +200,93 @@ class Story:
         return float(groups[0].get("lr", 0.0)) if groups else 0.0
 
     def _leave(self) -> None:
-        group = self._opened.group
+        group = self._run.group
         self._checkpoints.save_and_leave(
             self._state, Preemption(stop=group.stop, reasons=group.asked_to_stop)
         )
 
     def _make_memory(self) -> None:
-        """Slots in memory, once the optimizer has its state. Collective."""
-        opened = self._opened
-        if self._has_memory or not memory_every(opened.config.checkpoint):
+        """Create slots in memory once the optimizer has its state. Collective."""
+        run = self._run
+        if self._has_memory or not memory_every(run.config.checkpoint):
             return
-        captured = (
-            self._sharded.capture()
-        )  # which may find that other tensors are there than before
+        # This may find other tensors than before, and drop the slots.
+        captured = self._sharded.capture()
         self._has_memory = True
-        found = memory_for(opened.lease, opened.group, self._sharded)
-        if found.memory is not None:
-            opened.loads.in_memory = captured["tensors"]
-            opened.ring.replace_memory(found)
+        memory_parts = memory_for(run.lease, run.group, self._sharded)
+        if memory_parts.memory is not None:
+            run.loads.in_memory = captured["tensors"]
+            run.ring.replace_memory(memory_parts)
 
-    def layout_changes(self) -> None:
-        """Other tensors than before are to be saved: slots in memory are made anew. Collective."""
-        self._opened.ring.drain()
-        self._opened.ring.replace_memory(NO_MEMORY)
+    def rebuild_memory(self) -> None:
+        """Drop the slots in memory before a save with other tensors than before. Collective."""
+        self._run.ring.drain()
+        self._run.ring.replace_memory(NO_MEMORY)
         self._has_memory = False
 
     # -- the end --------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """The present state is on disk when it returns. Collective."""
+        """Commit the current state to disk. Collective."""
         self._checkpoints.commit(self._state)
 
     def finish(self) -> str | None:
-        """Commit and prove the end state; why it is not clean, or None. Collective."""
+        """Commit and prove the final state; why it is not clean, or None. Collective."""
         return self._checkpoints.finish(self._state, lambda: None)
 
 
-def _actors(
-    story: Story, opened: Opened, carried: LoopCarried, measurer: Measurer
+def _make_guard(
+    steps: GuardedSteps, run: OpenRun, carried: RollbackState, measurer: Measurer
 ) -> tuple[StepGuard, Checkpoints]:
-    """What judges and what saves, as in a run of our own."""
-    config, group, journal = opened.config, opened.group, opened.written.journal
+    """The guard and the checkpoints, as in ``python -m runner``."""
+    config, group, run_history = run.config, run.group, run.written.journal
     rules = remedy_rules(config)
     recovery = Recovery(
         stepper=measurer,
-        ring=opened.ring,
-        journal=journal,
-        reporter=opened.reporter,
+        ring=run.ring,
+        journal=run_history,
+        reporter=run.reporter,
         rules=rules,
         data_goes_on=lambda: carried.data_goes_on,
     )
     guard = StepGuard(
         rules=rules,
         recovery=recovery,
-        steps=story,
-        ring=opened.ring,
-        journal=journal,
-        reporter=opened.reporter,
+        steps=steps,
+        ring=run.ring,
+        journal=run_history,
+        reporter=run.reporter,
         heart=group.heart,
-        backlog=opened.backlog,
+        backlog=run.backlog,
     )
     disk = parts.cadence(
         config,
         group.place,
-        opened.resumed.step,
-        journal.history,
+        run.resumed.step,
+        run_history.history,
         group.ranks,
-        opened.reporter.spent,
-        opened.written.report,
+        run.reporter.spent,
+        run.written.report,
     )
-    memory = parts.snapshot_times(config, journal.history, group.ranks, opened.written.report)
+    memory = parts.snapshot_times(config, run_history.history, group.ranks, run.written.report)
     checkpoints = Checkpoints(
-        opened.ring,
+        run.ring,
         schedule=SaveSchedule(disk=disk, memory=memory),
         proofs=Proofs(
             last=LastProof(
-                ring=opened.ring,
-                sharded=opened.sharded,
+                ring=run.ring,
+                sharded=run.sharded,
                 ranks=group.ranks,
-                state=opened.state,
-                last_batch=lambda: opened.state.last_loss,
+                state=run.state,
+                last_batch=lambda: run.state.last_loss,
                 earlier=lambda: None,
-                report=opened.written.report,
+                report=run.written.report,
             )
         ),
         rules=rules,
-        journal=journal,
-        reporter=opened.reporter,
+        journal=run_history,
+        reporter=run.reporter,
         heart=group.heart,
-        backlog=opened.backlog,
+        backlog=run.backlog,
     )
     return guard, checkpoints

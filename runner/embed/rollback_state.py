@@ -1,6 +1,6 @@
-"""All that goes back with the weights: optimizers, schedulers, randomness, the place in the data.
+"""The state that a rollback restores with the weights: schedulers, randomness, data position.
 
-As JSON in each checkpoint's ``train_state``, with what differs between ranks told for each.
+It is JSON in each checkpoint's ``train_state``; what differs between ranks is stored for each rank.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from runner.system.error import CheckpointError
 
 
 class Scheduler(Protocol):
-    """A learning-rate scheduler, or whatever else has a state of plain values."""
+    """A learning-rate scheduler, or another object whose state is plain values."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: Any) -> None: ...
 
 
-class DataPlace:
-    """Where the run stands in the data: which pass (``epoch``), and where in it.
+class DataPosition:
+    """The run's position in the data: the pass (``epoch``), and the batch in it.
 
-    ``start`` is the number of the pass's first batch; ``begun`` and ``state`` are this rank's, see
-    :class:`Source`; ``drawn`` is how many batches of the pass had been taken, ``is_over`` that
-    there was no further one.
+    Attributes:
+        start: the number of the pass's first batch.
+        begun: what :meth:`Source.begin` returned on this rank.
+        state: what :meth:`Source.state` returned on this rank.
+        drawn: how many batches of the pass were taken.
+        is_over: whether the pass has no further batch.
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,7 @@ class DataPlace:
         self.is_over = False
 
     def to_json(self) -> dict[str, Any]:
-        """Of this rank."""
+        """This rank's position as JSON."""
         source = self.source
         return {
             "epoch": self.epoch,
@@ -53,39 +56,39 @@ class DataPlace:
         }
 
     def load_json(self, stored: Mapping[str, Any]) -> None:
-        """Inverse of :meth:`to_json`, but for the source, which is to be brought there."""
+        """Inverse of :meth:`to_json`; the caller still has to move the source there."""
         self.epoch, self.start, self.drawn = stored["epoch"], stored["start"], stored["drawn"]
         self.is_over = bool(stored.get("over", False))
         self.begun, self.state = unpack(stored["begun"]), unpack(stored["state"])
 
 
-class LoopCarried:
-    """See :class:`runner.train.state.Carried`.
+class RollbackState:
+    """Saves and restores this state, see :class:`runner.train.state.Carried`.
 
-    ``data_goes_on``: whether a rollback leaves the data where it is.
+    ``data_goes_on``: whether a rollback leaves the data position as it is.
     """
 
     def __init__(
         self,
         state: LoopState,
         schedulers: Sequence[Scheduler],
-        place: DataPlace,
+        position: DataPosition,
         ranks: Ranks,
     ) -> None:
         self.data_goes_on = False
         self._state = state
         self._schedulers = schedulers
-        self._place = place
+        self._position = position
         self._ranks = ranks
         self._last: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Collective."""
+        """The state as JSON. Collective."""
         own = self._ranks.all_or_none(
             "saving the state of the loop",
             lambda: {
                 "random": Randomness().to_json(),
-                "data": self._place.to_json(),
+                "data": self._position.to_json(),
                 "schedulers": [
                     pack(one.state_dict(), f"scheduler {number}")
                     for number, one in enumerate(self._schedulers)
@@ -100,18 +103,18 @@ class LoopCarried:
         }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
-        """Collective, after the tensors were loaded."""
+        """Restore the state, after the tensors were loaded. Collective."""
         self._state.apply(state)
         self._last = state
         self.repeat()
         if not self.data_goes_on:
-            self._place.load_json(self._own()["data"])
+            self._position.load_json(self._own()["data"])
         self._state.capture()
 
     def repeat(self) -> None:
-        """Put back, once more, what is no tensor: schedulers, rates and randomness.
+        """Restore schedulers, learning rates and randomness again, but no tensors.
 
-        For a script that does something to them before it comes to where it was.
+        Needed where a script changes them before it reaches the position of the checkpoint.
         """
         if self._last is None:
             return
@@ -121,17 +124,17 @@ class LoopCarried:
                 scheduler.load_state_dict(unpack(state))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the scheduler's state cannot be used ({type(error).__name__}: {error})"
+                f"cannot load the scheduler's state ({type(error).__name__}: {error})"
             ) from None
-        self.put_randomness_back()
+        self.restore_randomness()
 
-    def put_randomness_back(self) -> None:
-        """To that of the checkpoint which was loaded last."""
+    def restore_randomness(self) -> None:
+        """Restore the random generators from the checkpoint that was loaded last."""
         if self._last is not None:
-            Randomness.from_json(self._own()["random"]).put_back()
+            Randomness.from_json(self._own()["random"]).restore()
 
     def _own(self) -> Mapping[str, Any]:
-        """This rank's part; of another world's, some rank's."""
+        """This rank's part; another rank's if the world size changed."""
         assert self._last is not None
         by_rank = self._last["ranks"]
         own: Mapping[str, Any] = by_rank[self._ranks.rank % len(by_rank)]

@@ -1,7 +1,7 @@
-"""Tensors of any type as FP32 lanes, which is what the ring holds, and back, bit for bit.
+"""Encodes tensors of any dtype as FP32 values ("lanes"), which the ring stores, bit for bit.
 
-Floating point of 32 bits or fewer that FP32 can hold is converted, so that a checkpoint's proof
-sees its NaN and Inf; everything else goes 16 bits a lane, as whole numbers that FP32 has exactly.
+FP32, BF16 and FP16 are converted, so that a checkpoint's proof sees their NaN and Inf. Other types
+are stored as integers of up to 16 bits per lane, which FP32 represents exactly.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 _CONVERTED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def lanes_of(dtype: torch.dtype) -> int:
-    """Lanes that one element takes."""
+def lanes_per_element(dtype: torch.dtype) -> int:
+    """FP32 lanes that one element of the dtype takes."""
     return 1 if dtype in _CONVERTED else max(1, dtype.itemsize // 2)
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
-    """FP32 1-D, ``numel * lanes_of(dtype)``; a view where the type is FP32 already."""
+    """FP32 [numel * lanes_per_element(dtype)]; a view if the tensor is FP32 and contiguous."""
     flat = values.detach().contiguous().reshape(-1)
     if flat.dtype in _CONVERTED:
         return flat.float()
@@ -27,7 +27,7 @@ def encode(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode(lanes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """1-D of ``dtype``: the inverse of :func:`encode`."""
+    """The inverse of :func:`encode`: a 1-D tensor of ``dtype``."""
     if dtype in _CONVERTED:
         return lanes.to(dtype)
     if dtype.itemsize == 1:
