@@ -1,5 +1,5 @@
-"""The subcommands beside training, a module each.
+"""The subcommands other than training, one module each.
 
-A command reads arguments, calls what does the work, prints, and returns an exit code. Nothing
-else imports from here.
+A command parses its arguments, calls the code that does the work, prints, and returns an exit code.
+No other room imports from here.
 """

@@ -1,4 +1,4 @@
-"""Option parsing whose errors look like those of any wrong setting: one line, exit code 2."""
+"""An option parser whose errors look like those of wrong settings: one line, exit code 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runner.system.error import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises :class:`ConfigError` where argparse would print its usage and leave."""
+    """Raises :class:`ConfigError` where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see {self.prog} --help")

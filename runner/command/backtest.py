@@ -33,17 +33,17 @@ folder with metrics.jsonl or event files counts as one curve. guard.* and checkp
   --plot FILE        write FILE (.png or .html); of several curves: FILE with -1, -2, ... in its name
   --config-dir DIR   your own presets
 """  # noqa: E501
-# A person reads the first few; --json has all.
+# The report shows the first few; --json has all.
 _EPISODES_SHOWN = 20
 
 
-def backtest_command(given: Sequence[str]) -> int:
+def backtest_command(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code.
 
     Raises:
         ConfigError: a file, a column or an override that cannot be used.
     """
-    options = _parser().parse_intermixed_args(given)
+    options = _parser().parse_intermixed_args(arguments)
     files = [text for text in options.what if not _is_override(text)]
     overrides = [text for text in options.what if _is_override(text)]
     if options.help or not files:
@@ -73,7 +73,8 @@ def backtest_command(given: Sequence[str]) -> int:
         sys.stdout.write(
             _json_line(recording, replay) + "\n"
             if options.json
-            else _report(_with_scale(recording, config.guard.loss_floor), replay, seconds) + "\n"
+            else _report(_with_unit_note(recording, config.guard.loss_floor), replay, seconds)
+            + "\n"
         )
         if options.plot is not None:
             _plot(recording, replay, options.plot, number if len(files) > 1 else None)
@@ -98,10 +99,10 @@ def _is_override(text: str) -> bool:
 
 
 def _refuse_other_keys(overrides: Sequence[str]) -> None:
-    """Refuse keys that have no effect here, which would otherwise be ignored in silence."""
+    """Refuse keys that have no effect here, rather than ignore them silently."""
     for text in overrides:
         if not text.lstrip("+~").startswith(("guard.", "guard=", "checkpoint.", "checkpoint=")):
-            raise ConfigError(f"{text}: a backtest knows guard.* and checkpoint.* only")
+            raise ConfigError(f"{text}: a backtest only takes guard.* and checkpoint.*")
 
 
 def _plot(recording: Recording, replay: Replay, name: str, number: int | None) -> None:
@@ -128,14 +129,14 @@ def _json_line(recording: Recording, replay: Replay) -> str:
     return json_text({"file": recording.path, "rows": len(steps), "decisions": decisions})
 
 
-def _with_scale(recording: Recording, floor: float) -> Recording:
-    """Add a note where thresholds, which are in nats, are larger than the losses."""
+def _with_unit_note(recording: Recording, floor: float) -> Recording:
+    """Add a note if the losses are smaller than the thresholds, which are in nats."""
     finite = [loss for loss in recording.curve.losses if math.isfinite(loss)]
     if not finite or abs(statistics.median(finite)) >= floor:
         return recording
     note = (
-        f"most losses lie below guard.loss_floor={floor:g}: a smaller jump is no trouble; set it, "
-        "guard.pair_floor and guard.drift_* in this loss's own unit"
+        f"most losses lie below guard.loss_floor={floor:g}: smaller jumps are ignored; set it, "
+        "guard.pair_floor and guard.drift_* in the unit of this loss"
     )
     return replace(recording, notes=(*recording.notes, note))
 
@@ -155,7 +156,7 @@ def _report(recording: Recording, replay: Replay, seconds: float) -> str:
     groups = _episodes(decisions)
     lines += [_episode_line(group, recording, replay) for group in groups[:_EPISODES_SHOWN]]
     if len(groups) > _EPISODES_SHOWN:
-        lines.append(f"  and {len(groups) - _EPISODES_SHOWN} more: --json tells them all")
+        lines.append(f"  and {len(groups) - _EPISODES_SHOWN} more: --json lists them all")
     return "\n".join(lines)
 
 

@@ -46,7 +46,7 @@ _ROWS = 4
 _IN_PROCESS, _SHORT_RUNS = 9, 10  # checks and runs, about
 _CLOSE = 1e-4  # relative; sums in another order
 _RATE = 1e-3
-# For the short runs: the user's settings come first, and these win.
+# Overrides for the short runs; they come after the user's settings and take precedence.
 _SHORT = (
     "batch.global_size=4",
     "batch.micro_size=2",
@@ -63,7 +63,7 @@ _SHORT = (
 
 
 class _Run(Protocol):
-    """Runs it in a folder with these settings; returns its exit code."""
+    """Runs the trainer in a folder with these settings; returns its exit code."""
 
     def __call__(self, out: Path, *settings: str, ranks: int = 1) -> int: ...
 
@@ -89,8 +89,8 @@ def check_model_command(arguments: Sequence[str]) -> int:
         with Bar("preparing the data", 0) as bar:
             dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
         with Bar("trying the model", _IN_PROCESS, unit="checks") as bar:
-            for one in _in_process(config, dataset):
-                checks.append(one)
+            for check in _in_process(config, dataset):
+                checks.append(check)
                 bar.at(len(checks), max(_IN_PROCESS, len(checks) + 1))
     finally:
         end_group()
@@ -107,8 +107,8 @@ def check_model_command(arguments: Sequence[str]) -> int:
                 bar.add(1)
                 return code
 
-            checks += [_engines(Path(folder), run), *_faults(Path(folder), run)]
-    return print_checks("check-model", "what exactness asks", checks, time.monotonic() - began)
+            checks += [_engine_check(Path(folder), run), *_fault_checks(Path(folder), run)]
+    return print_checks("check-model", "what exactness needs", checks, time.monotonic() - began)
 
 
 # -- in this process -----------------------------------------------------------------------
@@ -118,24 +118,24 @@ def _in_process(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
     network = parts.blueprint(config, dataset)
     engine = parts.engine(config, network, place_from({}), _CPU)
     batch = few(dataset, config.data.seq_len, _ROWS)
-    works = works_of(batch, 1, _CPU)
+    micro_steps = works_of(batch, 1, _CPU)
     if isinstance(network, GuestBlueprint):
-        yield from quick_checks(network, engine, works)
+        yield from quick_checks(network, engine, micro_steps)
     else:
-        yield from repeated_step(engine, works)
-    yield _other_sources(engine, works)
+        yield from repeated_step(engine, micro_steps)
+    yield _other_sources(engine, micro_steps)
     yield from _sums(engine, batch)
-    yield _gradients(engine, works)
-    yield _reload(config, network, engine, works)
+    yield _gradients(engine, micro_steps)
+    yield _reload(config, network, engine, micro_steps)
     yield _samples(dataset)
-    yield _memory(config, network, engine, works)
+    yield _memory(config, network, engine, micro_steps)
 
 
 def _memory(
-    config: RunConfig, network: Blueprint, engine: Engine, works: Sequence[MicroStep]
+    config: RunConfig, network: Blueprint, engine: Engine, micro_steps: Sequence[MicroStep]
 ) -> Check:
     with SavedActivations() as saved:
-        _losses(engine, works)
+        _losses(engine, micro_steps)
     need = memory_need(
         engine.shards(),
         network.parameters(),
@@ -144,16 +144,16 @@ def _memory(
         samples=_ROWS,
         snapshots=0,
     )
-    words = need.line(room_bytes(_CPU, 1)).removeprefix("memory of a rank: ")
-    return Check(name="memory of one rank", holds=True, found=words, remedy="")
+    description = need.line(room_bytes(_CPU, 1)).removeprefix("memory of a rank: ")
+    return Check(name="memory of one rank", holds=True, found=description, remedy="")
 
 
-def _other_sources(engine: Engine, works: Sequence[MicroStep]) -> Check:
+def _other_sources(engine: Engine, micro_steps: Sequence[MicroStep]) -> Check:
     losses = []
     for seed in (1, 2):
         np.random.seed(seed)
         random.seed(seed)
-        losses.append(_losses(engine, works))
+        losses.append(_losses(engine, micro_steps))
     is_same = bool(torch.equal(*losses))
     return Check(
         name="no other random source",
@@ -166,28 +166,29 @@ def _other_sources(engine: Engine, works: Sequence[MicroStep]) -> Check:
 
 
 def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
-    """The model's sums without dropout, which is drawn for the batch as a whole."""
+    """Check the model's sums without dropout, which is drawn for the whole batch."""
     whole = _evaluated(engine, batch)
     halves = torch.cat([_evaluated(engine, part) for part in _halves(batch)])
-    apart = float(((whole - halves).abs() / whole.abs().clamp(min=1e-9)).max())
+    largest_difference = float(((whole - halves).abs() / whole.abs().clamp(min=1e-9)).max())
     yield Check(
-        name="the loss is a sum a sample",
-        holds=apart <= _CLOSE,
-        found=f"the losses of samples in halves of a batch are {apart:.1g} apart from the whole's",
+        name="the loss is a sum per sample",
+        holds=largest_difference <= _CLOSE,
+        found=f"the losses of samples in half batches differ by {largest_difference:.1g} from "
+        "those in the whole batch",
         remedy="no sample may change another's loss: no mean over the batch, no BatchNorm; give "
-        "the sum of each sample and what it counts",
+        "the sum and the count of each sample",
     )
     padded = _evaluated(engine, _padded(batch))
-    is_nothing = bool(padded[-1] == 0) and bool(
+    is_ignored = bool(padded[-1] == 0) and bool(
         torch.allclose(padded[:-1], whole[:-1], rtol=_CLOSE)
     )
     yield Check(
         name="padding adds nothing",
-        holds=is_nothing,
+        holds=is_ignored,
         found="a row of padding has no loss and changes no other"
-        if is_nothing
+        if is_ignored
         else "a row of padding changes the loss of others",
-        remedy="let nothing but the sample's own row enter its loss",
+        remedy="compute a sample's loss only from its own row",
     )
 
 
@@ -195,57 +196,59 @@ def _evaluated(engine: Engine, batch: MicroBatch) -> torch.Tensor:
     return engine.evaluate([batch]).losses[0].detach().double()
 
 
-def _gradients(engine: Engine, works: Sequence[MicroStep]) -> Check:
+def _gradients(engine: Engine, micro_steps: Sequence[MicroStep]) -> Check:
     before = {shard.name: shard.local.clone() for shard in engine.shards()}
-    for _ in range(2):  # the first half of an adapter has a gradient once the second is not zero
-        sums = engine.accumulate(works)
+    for _ in range(2):  # an adapter's first matrix gets a gradient only once its second is not zero
+        sums = engine.accumulate(micro_steps)
         engine.apply(
             skip=torch.zeros(()), grad_scale=sums.count.float().clamp(min=1), learning_rate=_RATE
         )
-    still = [
+    without_gradient = [
         shard.name.partition("/")[2]
         for shard in engine.shards()
         if shard.name.startswith("exp_avg/") and torch.equal(shard.local, before[shard.name])
     ]
     return Check(
         name="each trained parameter gets a gradient",
-        holds=not still,
-        found=f"no gradient reaches {', '.join(still[:3])}" if still else "all of them do",
+        holds=not without_gradient,
+        found=f"no gradient reaches {', '.join(without_gradient[:3])}"
+        if without_gradient
+        else "all do",
         remedy="use it in forward, or freeze it: compute.frozen=[REGEX]",
     )
 
 
 def _reload(
-    config: RunConfig, network: Blueprint, engine: Engine, works: Sequence[MicroStep]
+    config: RunConfig, network: Blueprint, engine: Engine, micro_steps: Sequence[MicroStep]
 ) -> Check:
-    other = parts.engine(config, network, place_from({}), _CPU)
-    held = {shard.name: shard.local for shard in engine.shards()}
-    for shard in other.shards():
-        shard.local.copy_(held[shard.name])
-    other.finish_load(engine.update_counts())
-    is_same = bool(torch.equal(_losses(engine, works), _losses(other, works)))
+    reloaded = parts.engine(config, network, place_from({}), _CPU)
+    state = {shard.name: shard.local for shard in engine.shards()}
+    for shard in reloaded.shards():
+        shard.local.copy_(state[shard.name])
+    reloaded.finish_load(engine.update_counts())
+    is_same = bool(torch.equal(_losses(engine, micro_steps), _losses(reloaded, micro_steps)))
     return Check(
         name="the next step after a reload is equal",
         holds=is_same,
         found="weights and moments are the whole state"
         if is_same
-        else "something beside weights and moments decides the next step",
+        else "something other than weights and moments affects the next step",
         remedy="keep no state in attributes of the module that training changes",
     )
 
 
 def _samples(dataset: Dataset) -> Check:
-    once, again = (_prints(dataset) for _ in range(2))
-    code = "same" if once == again else "other"
+    once, again = (_first_samples(dataset) for _ in range(2))
+    word = "same" if once == again else "not the same"
     return Check(
         name="a sample is the same when it is read again",
         holds=once == again,
-        found=f"the first samples read twice are the {code}",
+        found=f"the first samples, read twice, are {word}",
         remedy="augmentation must draw from a generator seeded by the sample's number",
     )
 
 
-def _prints(dataset: Dataset) -> list[str]:
+def _first_samples(dataset: Dataset) -> list[str]:
     return [repr(_plain(dataset[index])) for index in range(min(len(dataset), _ROWS))]
 
 
@@ -259,9 +262,9 @@ def _plain(value: Any) -> Any:
     return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _losses(engine: Engine, works: Sequence[MicroStep]) -> torch.Tensor:
+def _losses(engine: Engine, micro_steps: Sequence[MicroStep]) -> torch.Tensor:
     """The loss of each sample, without an update."""
-    sums = engine.accumulate(works)
+    sums = engine.accumulate(micro_steps)
     losses = torch.cat(sums.sequences.losses).detach().double()
     engine.apply(skip=torch.ones(()), grad_scale=torch.ones(()), learning_rate=0.0)
     return losses
@@ -305,12 +308,12 @@ def _padded(batch: MicroBatch) -> MicroBatch:
 # -- short real runs -----------------------------------------------------------------------
 
 
-def _engines(folder: Path, run: _Run) -> Check:
+def _engine_check(folder: Path, run: _Run) -> Check:
     """Run five steps on each engine, on two ranks each."""
     kinds = [ParallelKind.ddp, ParallelKind.fsdp]
     kinds += [ParallelKind.zero1, ParallelKind.zero3] if is_installed("zero") else []
     precision = "compute.precision=bf16" if is_installed("zero") else "compute.precision=fp32"
-    words, losses, failed = [], [], False
+    results, losses, failed = [], [], False
     for kind in [ParallelKind.single, *kinds]:
         ranks = 1 if kind is ParallelKind.single else 2
         out = folder / kind.value
@@ -318,30 +321,32 @@ def _engines(folder: Path, run: _Run) -> Check:
         summary = _summary(out) if code == EXIT_DONE else None
         if summary is None:
             failed = True
-            words.append(f"{kind.value}: ended with {code}")
+            results.append(f"{kind.value}: ended with {code}")
             continue
         losses.append(float(summary["final_loss"]))
-        words.append(f"{kind.value} {str(summary['state_digest'])[:8]}")
-    apart = max(losses) - min(losses) if losses else 0.0
+        results.append(f"{kind.value} {str(summary['state_digest'])[:8]}")
+    difference = max(losses) - min(losses) if losses else 0.0
     return Check(
         name="engines over five steps",
         holds=not failed,
-        found=f"{', '.join(words)}; last losses {apart:.2g} apart",
-        remedy="start the failing one by hand to see why; other digests are lawful, they round "
-        "differently",
+        found=f"{', '.join(results)}; last losses {difference:.2g} apart",
+        remedy="start the failing one by hand to see why; different digests are fine, because "
+        "engines round differently",
     )
 
 
-def _faults(folder: Path, run: _Run) -> Iterator[Check]:
+def _fault_checks(folder: Path, run: _Run) -> Iterator[Check]:
     single = ("parallel=single", "steps=30", "schedule.total=30")
     code = run(folder / "poisoned", *single, _POISON)
     poisoned = _summary(folder / "poisoned") if code == EXIT_DONE else None
-    never = None
+    skipping = None
     if poisoned is not None:
         skip = skip_override(poisoned["skipped"])
         run(folder / "never", *single, skip)
-        never = _summary(folder / "never")
-    yield _compared("poison against told", poisoned, never, f"the poisoned run ended with {code}")
+        skipping = _summary(folder / "never")
+    yield _compared(
+        "poisoned against skipped", poisoned, skipping, f"the poisoned run ended with {code}"
+    )
     run(folder / "whole", *single)
     run(folder / "killed", *single, _KILL)
     code = run(folder / "killed", *single, _KILL)
@@ -350,13 +355,13 @@ def _faults(folder: Path, run: _Run) -> Iterator[Check]:
 
 
 def _compared(
-    name: str, one: dict[str, Any] | None, other: dict[str, Any] | None, failure: str
+    name: str, first: dict[str, Any] | None, second: dict[str, Any] | None, failure: str
 ) -> Check:
-    remedy = "see what the lines above tell; a state that is not the module's is the usual cause"
-    if one is None or other is None:
+    remedy = "see the checks above; the usual cause is state outside of the module"
+    if first is None or second is None:
         return Check(name=name, holds=False, found=failure, remedy=remedy)
-    is_same = one["state_digest"] == other["state_digest"]
-    digests = f"{str(one['state_digest'])[:16]} and {str(other['state_digest'])[:16]}"
+    is_same = first["state_digest"] == second["state_digest"]
+    digests = f"{str(first['state_digest'])[:16]} and {str(second['state_digest'])[:16]}"
     return Check(name=name, holds=is_same, found=f"end states {digests}", remedy=remedy)
 
 

@@ -1,7 +1,7 @@
 """``python -m runner demo``: poison a range, kill a rank, compare with an undisturbed run.
 
 Both runs are real: two ranks each, started as ``launch`` starts any run. The first reads samples
-that give NaN and later loses a rank to SIGKILL. The second is told to skip what the first skipped.
+that give NaN and later loses a rank to SIGKILL. The second skips the same samples from the start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SETTINGS = (
     "watchdog.settle_seconds=1",
     "guard.remedy=discard",  # the demo shows the ladder
 )
-# Three steps read these samples; the rank dies after the run has gone back and skipped them.
+# Three steps read these samples; the rank dies after the run went back and skipped them.
 FAULTS = "faults=[poison@samples=700-790,kill@step=40,rank=1]"
 _LAUNCH = ("launch", "--nproc", "2", "--restarts", "0", "--torchrun-restarts", "1")
 
@@ -54,7 +54,7 @@ class Ended:
 
 
 def demo_command(arguments: Sequence[str]) -> int:
-    """Parse and run; returns 0 where both runs end with the same state."""
+    """Parse and run; returns 0 if both runs end with the same state."""
     options = _parser().parse_args(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="holdfast-demo-") as own:
@@ -63,7 +63,7 @@ def demo_command(arguments: Sequence[str]) -> int:
         healed = _run(folder / "healed", FAULTS)
         if healed is None:
             return EXIT_CRASH
-        _say("2. A run that is told to skip these samples, and meets no fault")
+        _say("2. A run without faults that skips these samples from the start")
         skipping = _run(folder / "told", skip_override(healed.skipped))
         if skipping is None:
             return EXIT_CRASH
@@ -88,7 +88,7 @@ def verdict(healed: Ended, skipping: Ended) -> str | None:
     if "crash" not in healed.kinds or not healed.restarts:
         return "the first run did not lose a rank and resume"
     if skipping.kinds & {"discard", "rollback", "crash"}:
-        return "the second run met trouble of its own"
+        return "the second run had bad steps or a crash"
     if healed.digest != skipping.digest:
         return "the two states differ"
     return None
@@ -120,7 +120,7 @@ def ended(out: Path) -> Ended:
 
 
 def skip_override(skipped: Sequence[Sequence[int]]) -> str:
-    """The setting that tells a run never to read these half-open ranges."""
+    """The setting that makes a run skip these half-open ranges."""
     return "data.skip=" + json.dumps([list(pair) for pair in skipped]).replace(" ", "")
 
 

@@ -42,7 +42,7 @@ from runner.system.json_lines import iter_lines, step_of
 _SHARD_BYTES = 4 << 30
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CONFIG_BYTES = 4 << 20
-_WORDS = 500
+_MOST_CHARACTERS = 500
 
 
 def export_command(arguments: Sequence[str]) -> int:
@@ -75,7 +75,7 @@ def _layout_of(options: argparse.Namespace, run: Path) -> LayoutOf:
 def refuse_weights_in(folder: Path) -> None:
     """
     Raises:
-        ConfigError: there are other weights, which a loader might mix with ours.
+        ConfigError: there are other weights, which a loader might mix with the export.
     """
     kinds = ("*.safetensors", "*.bin", "*.safetensors.index.json")
     if existing := sorted(path.name for kind in kinds for path in folder.glob(kind)):
@@ -129,10 +129,10 @@ def run_of(run: Path) -> RunDir:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What was written, notes for the user, and why no newer checkpoint was taken."""
+    """The exported checkpoint, notes for the user, and why no newer checkpoint was used."""
 
     entry: Entry
-    said: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
 
 
@@ -144,7 +144,7 @@ def export_run(
     serial: int | None = None,
     layout: LayoutOf = plain_layout,
 ) -> list[str]:
-    """Write the weights of one checkpoint; returns what to tell the user.
+    """Write the weights of one checkpoint; returns sentences for the user.
 
     Args:
         step, serial: this checkpoint, proven or not; None: the newest proven one.
@@ -160,19 +160,19 @@ def export_run(
         exported = _newest_proven(entries, damaged, folder, _unproven(out), layout)
     else:
         entry = _asked_for(entries, step=step, serial=serial)
-        exported = Export(entry=entry, said=export(entry, folder, layout))
+        exported = Export(entry=entry, notes=export(entry, folder, layout))
     total = _steps(out)
     record = exported.entry.record
-    of = f" of {total}" if total is not None else ""
+    total_text = f" of {total}" if total is not None else ""
     word = "clean" if record.state is State.clean else f"{record.state.value}, not proven"
-    said = [f"exported step {record.step}{of} ({word}) to {folder}", *exported.said]
-    said += exported.passed_over
+    notes = [f"exported step {record.step}{total_text} ({word}) to {folder}", *exported.notes]
+    notes += exported.passed_over
     if record.step == 0:
-        said.append("step 0 is the state before the first update: nothing is learned in it")
+        notes.append("step 0 is the state before the first update: nothing is learned yet")
     newest = max(entries, key=lambda entry: entry.record.serial).record.step
     if step is None and serial is None and total is not None and newest < total:
-        said.append(f"the run has not come to step {total}: its newest checkpoint is of {newest}")
-    return said
+        notes.append(f"the run has not reached step {total}: its newest checkpoint is of {newest}")
+    return notes
 
 
 def _newest_proven(
@@ -188,11 +188,11 @@ def _newest_proven(
             passed_over.append(_why_not(entry, unproven))
             continue
         try:
-            said = export(entry, folder, layout)
+            notes = export(entry, folder, layout)
         except CorruptCheckpoint as error:
             passed_over.append(f"step {entry.record.step} is not exported: damaged: {error}")
             continue
-        return Export(entry=entry, said=said, passed_over=tuple(passed_over))
+        return Export(entry=entry, notes=notes, passed_over=tuple(passed_over))
     raise CheckpointError(
         f"no proven checkpoint to export; there are: {_listed(entries)}"
         + "".join(f"; {sentence}" for sentence in passed_over)
@@ -203,9 +203,9 @@ def _newest_proven(
 def _why_not(entry: Entry, unproven: Mapping[int, str]) -> str:
     record = entry.record
     if record.state is State.tainted:
-        why = "tainted: the run went back behind it, or it was found damaged"
+        why = "tainted: the run rolled back past it, or it was found damaged"
     else:
-        why = unproven.get(record.step, "not proven: too few clean steps followed it as yet")
+        why = unproven.get(record.step, "not proven: too few clean steps have followed it yet")
     return f"step {record.step} is not exported: {why}"
 
 
@@ -221,11 +221,11 @@ def _asked_for(entries: Sequence[Entry], *, step: int | None, serial: int | None
         return usable[-1]
     if chosen:
         raise CheckpointError(
-            f"--step {step}: is tainted: the run went back behind it, or it was found damaged. If "
-            f"you want it all the same: ring OUT --export DIR --serial {chosen[-1].record.serial}"
+            f"--step {step}: is tainted: the run rolled back past it, or it was found damaged. If "
+            f"you want it anyway: ring OUT --export DIR --serial {chosen[-1].record.serial}"
         )
-    asked = f"of step {step}" if step is not None else str(serial)
-    raise CheckpointError(f"no checkpoint {asked} to export; there are: {_listed(entries)}")
+    requested = f"of step {step}" if step is not None else str(serial)
+    raise CheckpointError(f"no checkpoint {requested} to export; there are: {_listed(entries)}")
 
 
 def _listed(entries: Sequence[Entry]) -> str:
@@ -243,7 +243,7 @@ def _unproven(out: RunDir) -> dict[int, str]:
 
 def _shown(reason: object) -> str:
     """A stored sentence for a terminal: shortened, and without control characters."""
-    text = str(reason)[:_WORDS]
+    text = str(reason)[:_MOST_CHARACTERS]
     return text if text.isprintable() else repr(text)
 
 
@@ -290,7 +290,7 @@ def _digest(entry: Entry) -> str:
     manifest = entry.manifest
     num_bytes = 4 * sum(_numel(entry, name) for name in manifest.shapes)
     with Bar("summing up", num_bytes) as bar, ShardReader(entry) as reader:
-        whole = (_counted(entry, name, reader, bar) for name in sorted(manifest.shapes))
+        whole = (_read_counted(entry, name, reader, bar) for name in sorted(manifest.shapes))
         if is_whole(manifest.shapes.values()):
             return state_digest(whole, manifest.update_counts)
         summing = Summing()
@@ -298,13 +298,15 @@ def _digest(entry: Entry) -> str:
     return digest_of_sums(sums, manifest.update_counts)
 
 
-def _counted(entry: Entry, name: str, reader: ShardReader, bar: Bar) -> tuple[str, torch.Tensor]:
+def _read_counted(
+    entry: Entry, name: str, reader: ShardReader, bar: Bar
+) -> tuple[str, torch.Tensor]:
     bar.add(4 * _numel(entry, name))
     return name, _whole(entry, name, reader)
 
 
 def _write(entry: Entry, folder: Path, layout: Layout, metadata: Mapping[str, str]) -> None:
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     groups = _groups(layout)
     num_bytes = sum(_num_bytes(layout, name) for name in layout.tensors)
     with Bar("exporting", num_bytes) as bar, ShardReader(entry) as reader:
@@ -322,9 +324,9 @@ def _write(entry: Entry, folder: Path, layout: Layout, metadata: Mapping[str, st
             unfinished = folder / f".{file}.writing"
             save_file(tensors, unfinished, metadata={"format": "pt", **metadata})
             os.replace(unfinished, folder / file)
-            where |= dict.fromkeys(tensors, file)
+            file_of |= dict.fromkeys(tensors, file)
     if len(groups) > 1:
-        index = {"metadata": {"total_size": num_bytes, **metadata}, "weight_map": where}
+        index = {"metadata": {"total_size": num_bytes, **metadata}, "weight_map": file_of}
         text = json.dumps(index, indent=1).encode()
         write_durably(folder / f"{layout.stem}.safetensors.index.json", text)
 

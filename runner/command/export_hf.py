@@ -127,12 +127,14 @@ class HfExport:
 
 
 def _lora(settings: Mapping[str, Any]) -> Lora | None:
-    mark = "model.lora."
+    prefix = "model.lora."
     options = {
-        name.removeprefix(mark): one for name, one in settings.items() if name.startswith(mark)
+        name.removeprefix(prefix): value
+        for name, value in settings.items()
+        if name.startswith(prefix)
     }
-    found = lora_of(options) if options else None
-    return None if found is None else Lora(**dataclasses.asdict(found))
+    lora_settings = lora_of(options) if options else None
+    return None if lora_settings is None else Lora(**dataclasses.asdict(lora_settings))
 
 
 class _Model:
@@ -144,8 +146,8 @@ class _Model:
 
     def __init__(self, run: RunDir, path: str, lora: Lora | None) -> None:
         self._path = Path(path).expanduser()
-        kept = run.pretrained
-        self._files = kept if (kept / _CONFIG).is_file() else self._path
+        stored = run.pretrained
+        self._files = stored if (stored / _CONFIG).is_file() else self._path
         self._lora = lora
         config = read_config(self._files)
         self._network = record(lambda: build(config, lora, recompute=NONE)).network
@@ -167,7 +169,7 @@ class _Model:
             weights, own = PretrainedWeights(self._path), base_name(name)
             if own in weights.shapes:
                 values = weights.read(own, 0, buffer.numel()).view(buffer.shape)
-                outputs[own] = Output(shape=tuple(buffer.shape), make=partial(_given, values))
+                outputs[own] = Output(shape=tuple(buffer.shape), make=partial(_constant, values))
         return outputs
 
     def write_files(self, folder: Path, *, dtype: str) -> Sequence[str]:
@@ -196,7 +198,7 @@ class _Model:
         return [f"no tokenizer: {self._path} had none"]
 
 
-def _given(values: torch.Tensor, read: Read) -> torch.Tensor:
+def _constant(values: torch.Tensor, read: Read) -> torch.Tensor:
     return values
 
 
@@ -209,21 +211,21 @@ def _settings(run: RunDir) -> dict[str, Any]:
     stored = run.stored_settings()
     if not stored:
         raise ConfigError(
-            f"--format hf: {run.config} is not there, and the weights alone do not tell their "
+            f"--format hf: {run.config} is missing, and the weights alone do not identify their "
             "model; name the run's directory"
         )
-    # Not rope_scaling, of which a run from before the key had none.
-    usual = {f"model.{spec.name}": spec.default for spec in dataclasses.fields(ModelConfig)}
-    return {**usual, "data.seq_len": None, **stored}
+    # A run from before the key rope_scaling had none.
+    defaults = {f"model.{spec.name}": spec.default for spec in dataclasses.fields(ModelConfig)}
+    return {**defaults, "data.seq_len": None, **stored}
 
 
 def _write_decoder(
     folder: Path, *, config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Sequence[str]:
-    said, end = _write_tokenizer(folder, settings, config["vocab_size"])
+    notes, end = _write_tokenizer(folder, settings, config["vocab_size"])
     write_json(folder / _CONFIG, {**config, "eos_token_id": end})
     write_json(folder / _GENERATION, {"eos_token_id": end})
-    return said
+    return notes
 
 
 def _write_tokenizer(
@@ -241,13 +243,13 @@ def _write_tokenizer(
     source = Path(str(named)).expanduser()
     end = _end_token(source, settings)
     if not copy_tokenizer(source, folder, end=end):
-        return [f"no tokenizer: data.tokenizer={named} is not there any more"], None
+        return [f"no tokenizer: data.tokenizer={named} no longer exists"], None
     return [], end
 
 
 def _end_token(source: Path, settings: Mapping[str, Any]) -> int | None:
     try:
         codec = open_codec(str(source), begin_token="", end_token=settings.get("data.end_token"))
-    except DataError:  # a chat-only tokenizer may not say
+    except DataError:  # a chat-only tokenizer may have none
         return None
     return codec.end_token

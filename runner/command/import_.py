@@ -56,8 +56,8 @@ def import_command(arguments: Sequence[str]) -> int:
     """
     # Intermixed: settings may stand before and after the options.
     options = _parser().parse_intermixed_args(arguments)
-    place = Path(options.source)
-    foreign = _foreign_model(options, place)
+    source_path = Path(options.source)
+    foreign = _foreign_model(options, source_path)
     overrides = _with_model(options, foreign)
     config = compose(overrides, config_dir=options.config_dir)
     if place_from(variables()).world_size != 1:
@@ -70,9 +70,9 @@ def import_command(arguments: Sequence[str]) -> int:
     with torch.device("meta"):
         model = Decoder(parts.model_shape(config, dataset))
     wanted = {name: tuple(value.shape) for name, value in sorted(model.named_parameters())}
-    source = open_source(place)
-    known = [(re.compile(one), other) for one, other in RENAMES] if foreign else []
-    named_weights = named(source, [*(_rename(text) for text in options.rename), *known])
+    source = open_source(source_path)
+    config_renames = [(re.compile(one), other) for one, other in RENAMES] if foreign else []
+    named_weights = named(source, [*(_rename(text) for text in options.rename), *config_renames])
     refuse_misfit(wanted, {name: source.weights[was] for name, was in named_weights.items()})
     frozen = frozen_names(wanted, config.model.frozen)
     trained = {name: shape for name, shape in wanted.items() if name not in frozen}
@@ -88,14 +88,14 @@ def import_command(arguments: Sequence[str]) -> int:
     if added := overrides[len(options.overrides) :]:
         assert foreign is not None
         sys.stdout.write(f"{foreign.path} sets: {' '.join(added)}\n")
-        sys.stdout.write("give these to the training command as well\n")
+        sys.stdout.write("pass them to the training command as well\n")
     return 0
 
 
-def _foreign_model(options: argparse.Namespace, place: Path) -> ForeignModel | None:
+def _foreign_model(options: argparse.Namespace, source_path: Path) -> ForeignModel | None:
     """The model in the ``config.json`` of the weights; None without one."""
     given = options.model_config
-    path = config_beside(place) if given is None else Path(given)
+    path = config_beside(source_path) if given is None else Path(given)
     if given == "none" or path is None:
         if options.ignore:
             raise ConfigError(f"--ignore {options.ignore[0]}: no {CONFIG_NAME} is read")
@@ -105,7 +105,7 @@ def _foreign_model(options: argparse.Namespace, place: Path) -> ForeignModel | N
 
 
 def _with_model(options: argparse.Namespace, foreign: ForeignModel | None) -> list[str]:
-    """The overrides, and after them the settings from ``config.json`` that they lack.
+    """The overrides, followed by settings from ``config.json`` that they lack.
 
     Raises:
         ConfigError: they contradict it; names every such key.
@@ -113,21 +113,21 @@ def _with_model(options: argparse.Namespace, foreign: ForeignModel | None) -> li
     if foreign is None:
         return list(options.overrides)
     values = flat(compose(options.overrides, config_dir=options.config_dir))
-    values |= {key: now for key, now in _nulls(foreign).items() if values[key] is None}
-    differing = {key: now for key, now in foreign.settings.items() if values[key] != now}
+    values |= {key: value for key, value in _nulls(foreign).items() if values[key] is None}
+    differing = {key: value for key, value in foreign.settings.items() if values[key] != value}
     typed = {text.partition("=")[0].lstrip("+") for text in options.overrides}
-    wrong = [
+    contradictions = [
         f"  {key}={values[key]}: {foreign.path} says {_text(differing[key])}"
         for key in differing
         if key in typed
     ]
-    if wrong:
+    if contradictions:
         raise ConfigError(
-            "settings contradict the model that the weights are of:\n"
-            + "\n".join(wrong)
-            + "\nLeave them out: they are taken from there"
+            "settings contradict the model of the weights:\n"
+            + "\n".join(contradictions)
+            + "\nRemove them: they are taken from that file"
         )
-    return [*options.overrides, *(f"{key}={_text(now)}" for key, now in differing.items())]
+    return [*options.overrides, *(f"{key}={_text(value)}" for key, value in differing.items())]
 
 
 def _nulls(foreign: ForeignModel) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _nulls(foreign: ForeignModel) -> dict[str, Any]:
 
 def _text(value: Setting) -> str:
     if isinstance(value, dict):
-        return "{" + ",".join(f"{name}:{one}" for name, one in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{item}" for name, item in value.items()) + "}"
     return "null" if value is None else str(value).lower()
 
 
@@ -180,7 +180,7 @@ def _refuse_used(run_dir: RunDir) -> None:
     kept = [p for p in ring.iterdir() if not p.name.startswith("writing-")] if ring.is_dir() else []
     if kept or run_dir.journal.exists():
         raise ConfigError(
-            f"out={run_dir.out}: holds a run already; import begins a new one: choose another out"
+            f"out={run_dir.out}: holds a run already; import starts a new one: choose another out"
         )
 
 
@@ -223,7 +223,7 @@ def named(source: Source, renames: Sequence[Rename]) -> dict[str, str]:
 
 
 def _without_prefixes(names: Sequence[str]) -> list[str]:
-    # torch.compile of single blocks puts its mark in the middle.
+    # torch.compile of single blocks puts its prefix in the middle.
     short = [name.replace("._orig_mod.", ".") for name in names]
     while short:
         common = [p for p in _PREFIXES if all(name.startswith(p) for name in short)]
@@ -233,20 +233,20 @@ def _without_prefixes(names: Sequence[str]) -> list[str]:
     return short
 
 
-def refuse_misfit(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Stored]) -> None:
+def refuse_misfit(wanted: Mapping[str, tuple[int, ...]], weights: Mapping[str, Stored]) -> None:
     """
     Raises:
         ConfigError: a parameter is missing, unexpected, or of another shape.
     """
     lines = [
-        _few("missing", sorted(wanted.keys() - found.keys())),
-        _few("unexpected", sorted(found.keys() - wanted.keys())),
-        _few(
+        _list_some("missing", sorted(wanted.keys() - weights.keys())),
+        _list_some("unexpected", sorted(weights.keys() - wanted.keys())),
+        _list_some(
             "of another shape",
             [
-                f"{name} {list(found[name].shape)}, needed {list(shape)}"
+                f"{name} {list(weights[name].shape)}, needed {list(shape)}"
                 for name, shape in wanted.items()
-                if name in found and found[name].shape != shape
+                if name in weights and weights[name].shape != shape
             ],
         ),
     ]
@@ -260,28 +260,30 @@ def refuse_misfit(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, Sto
         )
 
 
-def _few(what: str, names: Sequence[str]) -> str:
+def _list_some(label: str, names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"  {what}: {'; '.join(names[:_SHOWN])}{more}" if names else ""
+    return f"  {label}: {'; '.join(names[:_SHOWN])}{more}" if names else ""
 
 
 def _moments(
-    source: Source, found: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]
+    source: Source, source_names: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Moments]:
     """
     Raises:
         ConfigError: the source has none, or not all of them.
     """
-    lacking = [name for name in wanted if found[name] not in source.moments]
+    lacking = [name for name in wanted if source_names[name] not in source.moments]
     if lacking:
         raise ConfigError(
-            f"--moments: this {source.kind} has none that can be read of {lacking[0]} and "
-            f"{len(lacking) - 1} others; import without"
+            f"--moments: this {source.kind} has no readable moments for {lacking[0]} and "
+            f"{len(lacking) - 1} others; import without --moments"
         )
-    moments = {name: source.moments[found[name]] for name in wanted}
+    moments = {name: source.moments[source_names[name]] for name in wanted}
     for name, shape in wanted.items():
         if not moments[name].exp_avg.shape == moments[name].exp_avg_sq.shape == shape:
-            raise ConfigError(f"--moments: those of {name} have another shape than the weights")
+            raise ConfigError(
+                f"--moments: the moments of {name} have another shape than its weights"
+            )
     return moments
 
 
@@ -321,7 +323,7 @@ def _write(
         run_dir.store_config(config)
         store.commit(manifest)
     except BaseException as error:
-        # Nothing is committed, so its files are worthless.
+        # Nothing is committed, so the files are of no use.
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise ConfigError(f"out={run_dir.out}: cannot be written ({error})") from None
@@ -332,15 +334,15 @@ def _tensors(
     weights: Mapping[str, Stored], moments: Mapping[str, Moments] | None, trained: set[str]
 ) -> dict[str, Stored]:
     """Tensors of the whole state by their names in the ring, sorted."""
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name, stored in weights.items():
-        found[f"param/{name}"] = stored
+        tensors[f"param/{name}"] = stored
         if name not in trained:
             continue
         for kind in ("exp_avg", "exp_avg_sq"):
-            whole = getattr(moments[name], kind) if moments else _zeros(stored.shape)
-            found[f"{kind}/{name}"] = whole
-    return dict(sorted(found.items()))
+            moment = getattr(moments[name], kind) if moments else _zeros(stored.shape)
+            tensors[f"{kind}/{name}"] = moment
+    return dict(sorted(tensors.items()))
 
 
 def _zeros(shape: tuple[int, ...]) -> Stored:
@@ -373,7 +375,9 @@ class _Snapshots(Sequence[Snapshot]):
 def _clean(name: str, stored: Stored) -> torch.Tensor:
     values = stored.read().detach().float().flatten()
     if not bool(values.isfinite().all()):
-        raise ConfigError(f"{name}: holds NaN or Inf; a run cannot begin from that")
+        raise ConfigError(f"{name}: holds NaN or Inf; a run cannot start from it")
     if name.startswith("exp_avg_sq/") and bool((values < 0).any()):
-        raise ConfigError(f"{name}: holds negative numbers, which no squared average has")
+        raise ConfigError(
+            f"{name}: holds negative numbers, but averages of squares cannot be negative"
+        )
     return values

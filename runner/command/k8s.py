@@ -37,26 +37,26 @@ def k8s_command(arguments: Sequence[str]) -> int:
 
 
 def _pods(options: object) -> Pods:
-    given_ = vars(options)
-    if not _NAME.fullmatch(given_["name"]):
+    given = vars(options)
+    if not _NAME.fullmatch(given["name"]):
         raise ConfigError(
-            f"--name {given_['name']}: letters a-z, digits and '-', first a letter, at most 47"
+            f"--name {given['name']}: letters a-z, digits and '-', first a letter, at most 47"
         )
     for name in ("nodes", "nproc", "grace"):
-        if given_[name] < 1:
-            raise ConfigError(f"--{name} {given_[name]}: at least 1")
+        if given[name] < 1:
+            raise ConfigError(f"--{name} {given[name]}: at least 1")
     return Pods(
-        name=given_["name"],
-        image=given_["image"],
-        nodes=given_["nodes"],
-        num_ranks=given_["nproc"],
-        namespace=given_["namespace"],
-        gpus=given_["gpus"],
-        claim=given_["claim"],
-        mount=given_["mount"],
-        grace_seconds=given_["grace"],
-        restarts=given_["restarts"],
-        resources=dict(_pair(text) for text in given_["resource"]),
+        name=given["name"],
+        image=given["image"],
+        nodes=given["nodes"],
+        num_ranks=given["nproc"],
+        namespace=given["namespace"],
+        gpus=given["gpus"],
+        claim=given["claim"],
+        mount=given["mount"],
+        grace_seconds=given["grace"],
+        restarts=given["restarts"],
+        resources=dict(_pair(text) for text in given["resource"]),
     )
 
 

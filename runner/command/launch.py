@@ -1,7 +1,7 @@
 """``python -m runner launch key=value ...``: runs torchrun on this node, supervised.
 
 The same command on each node: with --nodes 4 --head HOST. With --nodes 2:4 the run goes on with
-two nodes when others are lost, and takes them back. Prints nothing while all is well.
+two nodes if others are lost, and uses them again when they return. Silent while all is well.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def launch_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit code of the job."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    met = meeting(variables())
-    nodes = torchrun.parse_nodes(options.nodes or str(met.num_nodes if met else 1))
+    scheduler = meeting(variables())
+    nodes = torchrun.parse_nodes(options.nodes or str(scheduler.num_nodes if scheduler else 1))
     num_ranks = _num_ranks(options.nproc)
     # Report a wrong setting here, in one line, before any process starts.
     config = command_line.settings(overrides)
@@ -40,12 +40,14 @@ def launch_command(arguments: Sequence[str]) -> int:
     agent = torchrun.Agent(
         nodes=nodes,
         num_ranks=num_ranks,
-        head=torchrun.parse_head(options.head) if options.head else (met.head if met else None),
+        head=torchrun.parse_head(options.head)
+        if options.head
+        else (scheduler.head if scheduler else None),
         name=options.name or torchrun.default_name(out),
-        hosts=_YES_NO[options.hosts] if options.head or not met else met.hosts,
-        local_address=options.local_address or (met.local_address if met else None),
+        hosts=_YES_NO[options.hosts] if options.head or not scheduler else scheduler.hosts,
+        local_address=options.local_address or (scheduler.local_address if scheduler else None),
         torchrun_restarts=options.torchrun_restarts,
-        number=met.number if met and not options.head else None,
+        number=scheduler.number if scheduler and not options.head else None,
     )
     command = torchrun.command(agent, overrides)
     if options.print:

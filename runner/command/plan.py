@@ -159,9 +159,9 @@ def _values(options: Any) -> Values:
 def _check(values: Values) -> None:
     missing = [name for name in _BOUNDS if name not in values and name not in _DERIVED]
     if missing:
-        words = ", ".join(map(_option, missing)).replace("--state-gb", "--params or --state-gb")
+        options = ", ".join(map(_option, missing)).replace("--state-gb", "--params or --state-gb")
         raise ConfigError(
-            f"{words}: not known; give them, or --run OUT of a run that has "
+            f"{options}: not known; give them, or --run OUT of a run that "
             "measured them, or --preset llama3"
         )
     for name, (least, inclusive) in _BOUNDS.items():
@@ -197,26 +197,26 @@ def _llama3() -> Values:
 
 
 def measured(out: Path) -> Values:
-    """Numbers from a run's records, as far as they have them.
+    """Numbers from a run's records, as far as it has them.
 
     Raises:
         ConfigError: there is no run, or its journal is not one.
     """
     if not (out / "journal.jsonl").is_file():
-        raise ConfigError(f"--run {out}: no journal.jsonl in there, so no run to measure")
+        raise ConfigError(f"--run {out}: no journal.jsonl there, so it is not a run")
     journal, _ = read_journal(out / "journal.jsonl")
     source = f"measured: {out}"
     steps, saves, restarts = array("d"), array("d"), array("d")
-    when: dict[int, float] = {}
-    last = 0.0
+    time_of_step: dict[int, float] = {}
+    last_time = 0.0
     for line in iter_lines(out / "metrics.jsonl"):
-        stalls, last = line.get("stalls", {}), float(line.get("time", 0.0))
+        stalls, last_time = line.get("stalls", {}), float(line.get("time", 0.0))
         _append(saves, stalls.get("checkpoint"))
         _append(restarts, stalls.get("restart"))
         if line["action"] == "apply":
             steps.append(line["seconds"])
-            when[line["step"]] = last
-    sizes, writes = _ring(out, when)
+            time_of_step[line["step"]] = last_time
+    sizes, writes = _ring(out, time_of_step)
     numbers = {
         "step_seconds": _median(steps),
         "stall_seconds": _median(saves),
@@ -227,20 +227,20 @@ def measured(out: Path) -> Values:
     values = {name: Value(number, source) for name, number in numbers.items() if number is not None}
     if restarts:
         values["detect_seconds"] = Value(0.0, f"{source}, within restart_seconds")
-    return values | _failures(journal, last, source)
+    return values | _failures(journal, last_time, source)
 
 
-def _append(to: array[float], seconds: float | None) -> None:
+def _append(numbers: array[float], seconds: float | None) -> None:
     if seconds:
-        to.append(seconds)
+        numbers.append(seconds)
 
 
 def _median(numbers: Iterable[float]) -> float | None:
-    known = list(numbers)
-    return statistics.median(known) if known else None
+    values = list(numbers)
+    return statistics.median(values) if values else None
 
 
-def _ring(out: Path, when: dict[int, float]) -> tuple[list[int], list[float]]:
+def _ring(out: Path, time_of_step: dict[int, float]) -> tuple[list[int], list[float]]:
     """Bytes of the checkpoints, and seconds from their step's end to their commit marker."""
     from runner.checkpoint.disk.directory import CheckpointDirectory
 
@@ -251,9 +251,9 @@ def _ring(out: Path, when: dict[int, float]) -> tuple[list[int], list[float]]:
     for entry in entries:
         sizes.append(entry.num_bytes)
         marker = entry.folder / "COMMITTED"
-        if entry.record.step in when and marker.exists():
-            seconds = marker.stat().st_mtime - when[entry.record.step]
-            if seconds > 0:  # else that step was redone since
+        if entry.record.step in time_of_step and marker.exists():
+            seconds = marker.stat().st_mtime - time_of_step[entry.record.step]
+            if seconds > 0:  # else that step was done again since
                 writes.append(seconds)
     return sizes, writes
 
@@ -269,8 +269,8 @@ def _failures(journal: Sequence[dict[str, Any]], last: float, source: str) -> Va
     end = max(chain([last], (float(line["time"]) for line in journal)))
     hours = (end - float(journal[0]["time"])) / 3600
     if crashes and hours > 0:
-        said = f"{source}, {crashes} crash{'es' if crashes > 1 else ''}"
-        values["mtbf_node_hours"] = Value(hours * nodes / crashes, said)
+        crash_source = f"{source}, {crashes} crash{'es' if crashes > 1 else ''}"
+        values["mtbf_node_hours"] = Value(hours * nodes / crashes, crash_source)
     return values
 
 
@@ -345,7 +345,7 @@ def _plans_table(costs: Costs, plans: Sequence[Plan]) -> Table:
     table = Table(title="At the best interval; memory is of each host", title_justify="left")
     for name in ("checkpoints", "every", "on disk every", "goodput", "stalled"):
         table.add_column(name)
-    for name in ("lost a failure", "down a failure", "memory"):
+    for name in ("lost per failure", "down per failure", "memory"):
         table.add_column(name)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -368,4 +368,4 @@ def _every(steps: int, costs: Costs) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return "for ever" if seconds == float("inf") else duration(seconds)
+    return "forever" if seconds == float("inf") else duration(seconds)

@@ -31,7 +31,7 @@ from runner.startup.preflight import hardware, learning, numerics, probes
 from runner.startup.preflight.corpus import Corpus, corpus_checks
 from runner.startup.preflight.subject import Subject, Trial, tried
 
-_SECONDS = 45.0  # time limit for the model's trials; a trial that has begun goes on
+_SECONDS = 45.0  # time limit for the model's trials; a trial that has begun is finished
 _BATCHES, _ROWS = 16, 8
 _HELD_OUT = 2000
 _MOST_INDICES = 200_000
@@ -68,15 +68,15 @@ def preflight_command(arguments: Sequence[str]) -> int:
         dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
     checks = []
     with Bar("trying", len(TRIALS), unit="checks") as bar:
-        for one in _tried(config, dataset):
-            checks.append(one)
+        for check in _checks(config, dataset):
+            checks.append(check)
             bar.at(len(checks), max(len(TRIALS), len(checks) + 1))
     if options.json:
         return print_json(checks)
     return print_checks("preflight", "what was tried", checks, time.monotonic() - began)
 
 
-def _tried(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
+def _checks(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
     device = _device(config)
     stream = parts.sample_stream(config, dataset)
     corpus = _corpus(config, dataset, stream)
@@ -92,14 +92,14 @@ def _device(config: RunConfig) -> torch.device:
 
 def _corpus(config: RunConfig, dataset: Dataset, stream: SampleStream) -> Corpus:
     """Training samples in an order spread over all of them, and the held-out samples."""
-    random = np.random.default_rng(config.seed)
-    number = len(dataset)
-    some = (
-        random.permutation(number)
-        if number <= _MOST_INDICES
-        else random.integers(0, number, _MOST_INDICES)
+    generator = np.random.default_rng(config.seed)
+    num_samples = len(dataset)
+    indices = (
+        generator.permutation(num_samples)
+        if num_samples <= _MOST_INDICES
+        else generator.integers(0, num_samples, _MOST_INDICES)
     ).astype(np.int64)
-    training = some[~stream.order.is_held_out(some)]
+    training = indices[~stream.order.is_held_out(indices)]
     if config.data.val_path is None:
         return Corpus(
             dataset=dataset,

@@ -20,7 +20,7 @@ from runner.system.parsing import json_text
 _USAGE = """\
 python -m runner read FILE... [options]
 
-Name what training curves show: where, why, and what to try. Nothing is said of a healthy curve.
+Name what training curves show: where, why, and what to try. A healthy curve has no findings.
 Files as for backtest: CSV, JSONL, TensorBoard event files, W&B CSV exports, trainer_state.json of
 Hugging Face's trainer; a folder with metrics.jsonl or event files counts as one curve.
 
@@ -35,13 +35,13 @@ Hugging Face's trainer; a folder with metrics.jsonl or event files counts as one
 """
 
 
-def read_command(given: Sequence[str]) -> int:
+def read_command(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code.
 
     Raises:
         ConfigError: a file or a column that cannot be used.
     """
-    options = _parser().parse_args(given)
+    options = _parser().parse_args(arguments)
     if options.help or not options.files:
         if not options.help:
             raise ConfigError("read: no file given; see python -m runner read --help")
@@ -101,26 +101,26 @@ def _signatures() -> str:
     return "\n".join(["", "signatures:", *lines, ""])
 
 
-def _json_line(file: str, curve: Curve, found: Sequence[Finding]) -> str:
-    signatures = [finding.to_json(curve) for finding in found]
+def _json_line(file: str, curve: Curve, findings: Sequence[Finding]) -> str:
+    signatures = [finding.to_json(curve) for finding in findings]
     return json_text({"file": file, "rows": len(curve), "signatures": signatures})
 
 
-def _report(file: str, curve: Curve, found: Sequence[Finding]) -> str:
-    seen = ["loss", *(name for name in FURTHER if name in curve.columns)]
-    seen += [f"{len(curve.held_out)} held-out losses"] if len(curve.held_out) else []
-    few = f"; fewer than {LEAST_ROWS}: too few to judge" if len(curve) < LEAST_ROWS else ""
+def _report(file: str, curve: Curve, findings: Sequence[Finding]) -> str:
+    columns = ["loss", *(name for name in FURTHER if name in curve.columns)]
+    columns += [f"{len(curve.held_out)} held-out losses"] if len(curve.held_out) else []
+    warning = f"; fewer than {LEAST_ROWS}: too few to judge" if len(curve) < LEAST_ROWS else ""
     lines = [
         f"{file}: {len(curve):,} rows, steps {int(curve.steps.min()):,} to "
-        f"{int(curve.steps.max()):,} ({', '.join(seen)}){few}"
+        f"{int(curve.steps.max()):,} ({', '.join(columns)}){warning}"
     ]
-    if not found:
-        lines.append("  no signature of trouble")
-    for one in found:
-        steps = f"steps {curve.steps[one.first]:,} to {curve.steps[one.last]:,}"
+    if not findings:
+        lines.append("  no signature found")
+    for finding in findings:
+        steps = f"steps {curve.steps[finding.first]:,} to {curve.steps[finding.last]:,}"
         lines += [
-            f"  {one.signature} ({steps}; confidence {one.confidence})",
-            f"      {one.evidence}",
-            f"      try: {one.remedy}",
+            f"  {finding.signature} ({steps}; confidence {finding.confidence})",
+            f"      {finding.evidence}",
+            f"      try: {finding.remedy}",
         ]
     return "\n".join(lines)

@@ -1,9 +1,9 @@
-"""``holdfast replay OUT``: why steps were bad, which samples and whose, from the evidence in OUT.
+"""``holdfast replay OUT``: why steps were bad, on which samples and ranks, from evidence in OUT.
 
-Lists every incident that was looked into, and tells all of one: what was computed again and what
-came of it, what would refute the verdict, and what was not tried. Behind ``--`` the settings of the
-run may follow, as on its command line: then the steps up to the incident are computed once more, in
-this process, and the probes with them. Only reads.
+Lists every incident that was explained, and shows one in full: the repeated computations and their
+results, what would refute the verdict, and what was not tried. The run's settings may follow after
+``--``, as on its command line: then the steps up to the incident and the probes are computed once
+more, in this process. Does not write to OUT.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError
 from runner.system.parsing import json_text
 
-_WORDS = 2000  # of one text
+_MOST_CHARACTERS = 2000  # of one text
 
 
 def replay_command(arguments: Sequence[str]) -> int:
     """Parse and print; returns the exit code."""
-    words = list(arguments)
-    place = words.index("--") if "--" in words else len(words)
-    options = _parser().parse_args(words[:place])
+    given = list(arguments)
+    separator = given.index("--") if "--" in given else len(given)
+    options = _parser().parse_args(given[:separator])
     run_dir = RunDir(Path(options.out))
     if not Path(options.out).is_dir():
         raise ConfigError(f"{options.out}: no such run directory")
@@ -40,11 +40,11 @@ def replay_command(arguments: Sequence[str]) -> int:
         )
     number = numbers[-1] if options.incident is None else options.incident
     if number not in numbers:
-        known = ", ".join(map(str, numbers[-20:]))
-        raise ConfigError(f"--incident {number}: there is none; known are {known}")
+        some_numbers = ", ".join(map(str, numbers[-20:]))
+        raise ConfigError(f"--incident {number}: no such incident; there are {some_numbers}")
     evidence = _read(run_dir, number)
-    if place < len(words):
-        return _again(run_dir, number, evidence, words[place + 1 :])
+    if separator < len(given):
+        return _replay_again(run_dir, number, evidence, given[separator + 1 :])
     if options.json:
         sys.stdout.write(json_text({"incident": number, **evidence}) + "\n")
         return 0
@@ -56,34 +56,36 @@ def replay_command(arguments: Sequence[str]) -> int:
                 bar.add(1)
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.write("\n")
-    sys.stdout.write("\n".join(_story(number, evidence, run_dir)) + "\n")
+    sys.stdout.write("\n".join(_incident_lines(number, evidence, run_dir)) + "\n")
     return 0
 
 
-def _again(run_dir: RunDir, number: int, told: Mapping[str, Any], settings: list[str]) -> int:
-    """Compute it once more, and set both verdicts side by side."""
-    # Only here: it takes torch and all of a run.
+def _replay_again(
+    run_dir: RunDir, number: int, evidence: Mapping[str, Any], settings: list[str]
+) -> int:
+    """Compute the step once more, and print both verdicts."""
+    # Imported here: it needs torch and the whole runner.
     from runner.command.replay_again import replay_again
 
     with tempfile.TemporaryDirectory(prefix="holdfast-replay-") as folder:
-        step, found = replay_again(run_dir, number, told, settings, Path(folder) / "copy")
-    said = told["finding"]
-    sys.stdout.write(f"incident {number}, step {told['step']}: {_text(said, 'cause')}\n")
-    sys.stdout.write(f"  then         {_text(said, 'why')}\n")
+        step, finding = replay_again(run_dir, number, evidence, settings, Path(folder) / "copy")
+    recorded = evidence["finding"]
+    sys.stdout.write(f"incident {number}, step {evidence['step']}: {_text(recorded, 'cause')}\n")
+    sys.stdout.write(f"  then         {_text(recorded, 'why')}\n")
     sys.stdout.write(f"  again        from the checkpoint of step {step}, in one process\n")
-    if found is None:
+    if finding is None:
         sys.stdout.write(
             "  here         the step is good: neither weights nor samples made it bad, but what "
             "computed it then\n"
         )
         return 0
-    sys.stdout.write(f"  here         {_text(found, 'cause')}: {_text(found, 'why')}\n")
-    for name, what in (("positions", "samples"), ("ranks", "rank")):
-        if _list(found, name):
-            named = ", ".join(map(str, _list(found, name)[:64]))
-            sys.stdout.write(_shown(f"  {what:12} {named}") + "\n")
-    if found.get("module"):
-        sys.stdout.write(f"  module       {_text(found, 'module')}\n")
+    sys.stdout.write(f"  here         {_text(finding, 'cause')}: {_text(finding, 'why')}\n")
+    for name, label in (("positions", "samples"), ("ranks", "rank")):
+        if _list(finding, name):
+            named = ", ".join(map(str, _list(finding, name)[:64]))
+            sys.stdout.write(_shown(f"  {label:12} {named}") + "\n")
+    if finding.get("module"):
+        sys.stdout.write(f"  module       {_text(finding, 'module')}\n")
     return 0
 
 
@@ -99,13 +101,13 @@ def _line(number: int, evidence: Mapping[str, Any]) -> str:
     return f"{number:6d}  step {evidence['step']}: {_text(finding, 'cause')}"
 
 
-def _story(number: int, evidence: Mapping[str, Any], run_dir: RunDir) -> list[str]:
+def _incident_lines(number: int, evidence: Mapping[str, Any], run_dir: RunDir) -> list[str]:
     """Verdict, why, what was tried, and the probes."""
     finding = evidence["finding"]
     ranks = ", ".join(map(str, _list(finding, "ranks")))
     hosts = ", ".join(map(str, _list(finding, "hosts")))
     positions = _list(finding, "positions")
-    tried = "was tried, and did not" if finding.get("is_tried") is True else "was not tried"
+    tried = "tested: not so" if finding.get("is_tried") is True else "not tested"
     lines = [
         f"incident {number}, step {evidence['step']}: {_text(finding, 'cause')}",
         f"  why          {_text(finding, 'why')}",
@@ -136,8 +138,8 @@ def _number(value: Any) -> str:
 
 
 def _list(tree: Mapping[str, Any], name: str) -> list[Any]:
-    found = tree.get(name)
-    return found if isinstance(found, list) else []
+    value = tree.get(name)
+    return value if isinstance(value, list) else []
 
 
 def _text(tree: Mapping[str, Any], name: str) -> str:
@@ -145,8 +147,10 @@ def _text(tree: Mapping[str, Any], name: str) -> str:
 
 
 def _shown(text: str) -> str:
-    """On a terminal: bounded, and without control characters."""
-    return "".join(sign if sign.isprintable() else " " for sign in text[:_WORDS])
+    """The text for a terminal: bounded, and without control characters."""
+    return "".join(
+        character if character.isprintable() else " " for character in text[:_MOST_CHARACTERS]
+    )
 
 
 def _parser() -> Parser:

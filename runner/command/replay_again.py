@@ -1,8 +1,8 @@
-"""``holdfast replay OUT --incident N -- SETTINGS``: the probes once more, elsewhere.
+"""``holdfast replay OUT --incident N -- SETTINGS``: the probes once more, in another process.
 
-In one process, on a CPU if need be: from the newest checkpoint before the incident the run is taken
-up in a copy, with the journal as it was then, up to the bad step. What was wrong with weights or
-samples is there again; what a device did is not. The run itself is only read.
+Runs in one process, if necessary on a CPU. A copy of the run resumes from the newest checkpoint
+before the incident, with the journal as it was then, and trains up to the bad step. A cause in
+weights or samples occurs again; a fault of a device does not. The run itself is only read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runner.session.phases import Run
 from runner.session.session import open_run
 from runner.system.error import ConfigError
 
-# Behind what the user says: one process, which asks for everything and writes next to nothing.
+# Overrides after the user's settings: one process, all explanations, almost no output.
 _ALONE = (
     *("parallel=single", "resume.allow_change=true", "explain=full", "guard.remedy=verdict"),
     *("checkpoint.every=1000000000", "eval.every=0", "track.read=false", "checkpoint.remote=null"),
@@ -32,44 +32,44 @@ _ALONE = (
 
 
 def replay_again(
-    run_dir: RunDir, number: int, told: Mapping[str, Any], settings: Sequence[str], copy: Path
+    run_dir: RunDir, number: int, evidence: Mapping[str, Any], settings: Sequence[str], copy: Path
 ) -> tuple[int, Mapping[str, Any] | None]:
     """Compute the steps up to an incident again, and explain it.
 
     Args:
-        told: what :func:`runner.explain.bundle.read` gives for incident ``number``.
+        evidence: what :func:`runner.explain.bundle.read` gives for incident ``number``.
         settings: of the run, as on its command line; stored ones are never instantiated.
         copy: an empty folder.
 
     Returns:
-        The step of the checkpoint, and what was found; None: the step is good here.
+        The step of the checkpoint, and the cause that was found; None: the step is good here.
 
     Raises:
         ConfigError: no checkpoint from before the incident is left, or the settings do not fit.
     """
-    step, start = int(told["step"]), int(told["samples"][0])
+    step, start = int(evidence["step"]), int(evidence["samples"][0])
     entry = _checkpoint_before(run_dir, step, start)
     _copy(run_dir, entry, number, copy)
     config = compose([*settings, *_ALONE, f"out={copy}"])
     with join(config, place_from({})) as group:
         run = open_run(config, group)
         try:
-            found = _found(run, step)
+            cause = _find_cause(run, step)
         finally:
             run.ring.close(wait=False, forget=True)
             run.feed.close()
             run.reporter.close()
-    return entry.record.step, found
+    return entry.record.step, cause
 
 
-def _found(run: Run, step: int) -> Mapping[str, Any] | None:
-    """The cause of the bad step, as its first line has it."""
+def _find_cause(run: Run, step: int) -> Mapping[str, Any] | None:
+    """Train up to the bad step; returns the cause in its first journal line."""
     history = run.opened.written.journal.history
-    known = len(history.incidents)
+    num_known = len(history.incidents)
     run.loop.begin()
     while run.state.updates < step:
         run.loop.step()
-        causes = [cause for line in history.incidents[known:] if (cause := _cause(line, step))]
+        causes = [cause for line in history.incidents[num_known:] if (cause := _cause(line, step))]
         if causes:
             return causes[0]
     return None
@@ -99,7 +99,7 @@ def _checkpoint_before(run_dir: RunDir, step: int, start: int) -> Entry:
 
 
 def _copy(run_dir: RunDir, entry: Entry, number: int, copy: Path) -> None:
-    """What the run was when the incident came; never the lock of whoever writes to it."""
+    """Copy the run as it was at the incident, without the lease of its current owner."""
     target = RunDir(copy)
     target.ring.mkdir(parents=True)
     shutil.copytree(entry.folder, target.ring / entry.folder.name)
@@ -108,8 +108,8 @@ def _copy(run_dir: RunDir, entry: Entry, number: int, copy: Path) -> None:
         shutil.copyfile(run_dir.metrics, target.metrics)
     if run_dir.faults.exists():
         shutil.copytree(run_dir.faults, target.faults)
-    with run_dir.journal.open("rb") as lines, target.journal.open("wb") as cut:
+    with run_dir.journal.open("rb") as lines, target.journal.open("wb") as target_journal:
         for _ in range(number):
-            cut.write(lines.readline())
-        cut.flush()
-        os.fsync(cut.fileno())
+            target_journal.write(lines.readline())
+        target_journal.flush()
+        os.fsync(target_journal.fileno())

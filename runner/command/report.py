@@ -34,7 +34,7 @@ def report_command(arguments: Sequence[str]) -> int:
             text = page(read_runs(outs, on_progress=lambda out, done, total: bar.at(done, total)))
         write_durably(target, text.encode())
     except OSError as error:
-        raise ConfigError(f"report: {error}; -o FILE names another place") from None
+        raise ConfigError(f"report: {error}; choose another file with -o FILE") from None
     if options.beside is None:
         sys.stdout.write(f"wrote {target} ({len(text.encode()) / 1024:,.0f} KiB)\n")
     return 0

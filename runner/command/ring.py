@@ -28,7 +28,7 @@ from runner.system.units import format_bytes
 
 
 def ring_command(arguments: Sequence[str]) -> int:
-    """Parse and run; returns the exit code: 0, or 4 when nothing sound is there."""
+    """Parse and run; returns the exit code: 0, or 4 if a checkpoint is damaged or none is there."""
     options = _parser().parse_args(arguments)
     if "://" in options.run:
         return _remote_ring(options.run, verify=options.verify, export=options.export)
@@ -44,8 +44,8 @@ def ring_command(arguments: Sequence[str]) -> int:
     if options.export:
         for sentence in export_run(folder, Path(options.export), serial=options.serial):
             console.print(sentence, markup=False)
-    sound = [entry for entry in entries if entry.record.serial not in faults]
-    return 0 if sound and not faults and not damaged else CheckpointError.exit_code
+    intact = [entry for entry in entries if entry.record.serial not in faults]
+    return 0 if intact and not faults and not damaged else CheckpointError.exit_code
 
 
 def _remote_ring(url: str, *, verify: bool, export: str | None) -> int:
@@ -116,7 +116,7 @@ def _print_table(
         table.add_column(title, justify="right" if title != "verified" else "left")
     for entry in entries:
         is_damaged = entry.record.serial in faults
-        said = ("damaged" if is_damaged else "every byte") if verified else "not now"
+        verification = ("damaged" if is_damaged else "every byte") if verified else "not now"
         table.add_row(
             str(entry.record.serial),
             str(entry.record.step),
@@ -124,6 +124,6 @@ def _print_table(
             entry.record.state.value,
             str(entry.manifest.world_size),
             format_bytes(entry.num_bytes),
-            said,
+            verification,
         )
     console.print(table)

@@ -1,4 +1,4 @@
-"""``python -m runner run -- COMMAND``: supervises any script and restarts it while that helps.
+"""``python -m runner run -- COMMAND``: supervises any script and restarts it while it helps.
 
 The script is not changed. Its progress is read from its output; when it prints nothing for
 ``--quiet`` seconds its ranks are asked where they are, and it is restarted. The cause of a crash is
@@ -22,7 +22,7 @@ from runner.system.environment import variables
 from runner.system.error import ConfigError
 
 _log = logging.getLogger(__name__)
-_BUSY = 3.0  # as long as that of --quiet
+_BUSY = 3.0  # times --quiet
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -31,23 +31,27 @@ def run_command(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: there is no command, or an option is invalid.
     """
-    words = list(arguments)
-    place = words.index("--") if "--" in words else len(words)
-    options = _parser().parse_args(words[:place])
-    command = words[place + 1 :]
+    given = list(arguments)
+    separator = given.index("--") if "--" in given else len(given)
+    options = _parser().parse_args(given[:separator])
+    command = given[separator + 1 :]
     if not command:
         raise ConfigError("run: no command; write: run [options] -- torchrun train.py ...")
     try:
         re.compile(options.progress)
     except re.error as error:
-        raise ConfigError(f"--progress {options.progress!r}: is no pattern ({error})") from None
+        raise ConfigError(
+            f"--progress {options.progress!r}: is not a valid pattern ({error})"
+        ) from None
     if re.compile(options.progress).groups < 1:
         raise ConfigError(f"--progress {options.progress!r}: needs a group, such as step (\\d+)")
     if not options.quiet >= 0:
-        raise ConfigError(f"--quiet {options.quiet}: at least 0 seconds; 0 never")
+        raise ConfigError(f"--quiet {options.quiet}: must be at least 0 seconds; 0: never")
     busy = _BUSY * options.quiet if options.quiet_busy is None else options.quiet_busy
     if not busy >= options.quiet:
-        raise ConfigError(f"--quiet-busy {busy:g}: at least --quiet, which is {options.quiet:g}")
+        raise ConfigError(
+            f"--quiet-busy {busy:g}: must be at least --quiet, which is {options.quiet:g}"
+        )
     rules = replace(rules_of(options, diagnose=False), measure="step")
     environment = variables()
     supervisor = ScriptSupervisor(
@@ -76,28 +80,27 @@ def _parser() -> Parser:
         type=Path,
         default=Path("holdfast-run"),
         metavar="DIR",
-        help="takes the evidence and the list of attempts; default holdfast-run",
+        help="for the evidence and the list of attempts; default holdfast-run",
     )
     parser.add_argument(
         "--quiet",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="without a word, or work on its GPUs, before it is taken for hung; 0: never; "
-        "default 600",
+        help="without output or work on its GPUs before it counts as hung; 0: never; default 600",
     )
     parser.add_argument(
         "--quiet-busy",
         type=float,
         metavar="SECONDS",
-        help="without a word while its GPUs are at work, as they are in a collective that hangs; "
+        help="without output while its GPUs are busy, as they are in a hung collective; "
         "default three times --quiet",
     )
     parser.add_argument(
         "--progress",
         default=PROGRESS,
         metavar="PATTERN",
-        help="what tells the step in a line of output, as its first group; default: step 12, "
+        help="finds the step in a line of output, as its first group; default: step 12, "
         "iter: 12, 12/500 [",
     )
     add_restart_options(parser, restarts=5)

@@ -1,7 +1,7 @@
 """``python -m runner slurm --nodes 4 key=value ...``: prints the batch script, or submits it.
 
 A job that is preempted, runs into its time limit or loses a node goes back into the queue and
-resumes. With --spares it goes on at once on a node that stood by. With --chain K, K jobs of one
+resumes. With --spares it continues at once on a standby node. With --chain K, K jobs of one
 name follow one another, for queues that do not requeue.
 """
 
@@ -49,7 +49,7 @@ def slurm_command(arguments: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m runner slurm", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True, help="to train on")
-    parser.add_argument("--spares", type=int, default=0, help="nodes that stand by; default 0")
+    parser.add_argument("--spares", type=int, default=0, help="standby nodes; default 0")
     parser.add_argument("--nproc", default="auto", help="ranks a node; auto: one per GPU")
     parser.add_argument("--name", default="holdfast", help="of the job; default holdfast")
     parser.add_argument("--time", metavar="LIMIT", help="time limit, as sbatch takes it")

@@ -31,10 +31,10 @@ _log = logging.getLogger(__name__)
 
 def supervise_command(arguments: Sequence[str]) -> int:
     """Parse and run; returns the exit code of the job."""
-    words = list(arguments)
-    place = words.index("--") if "--" in words else len(words)
-    options = _parser().parse_args(words[:place])
-    command = words[place + 1 :]
+    given = list(arguments)
+    separator = given.index("--") if "--" in given else len(given)
+    options = _parser().parse_args(given[:separator])
+    command = given[separator + 1 :]
     if not command:
         raise ConfigError("supervise: no command; write: supervise [options] -- torchrun ...")
     out = command_line.out_of(command, options.out)
@@ -120,7 +120,7 @@ def run_supervised(
 
     rules = rules_of(options, diagnose=diagnose)
     if EXIT_DIR in environment:
-        return _run_as_a_part(make_job(1, False), out)
+        return _run_as_part(make_job(1, False), out)
     supervisor = Supervisor(
         out=out,
         launch_id=rendezvous or new_launch_id(environment),
@@ -136,29 +136,29 @@ def run_supervised(
 
 
 def begin_limit(config: RunConfig) -> float:
-    """Seconds within which ranks must begin, or end by themselves."""
+    """Seconds within which ranks must begin training, or end by themselves."""
     parallel = config.parallel
     return parallel.start_seconds + parallel.timeout_seconds + config.watchdog.slow_seconds
 
 
-def _run_as_a_part(job: Job, out: Path) -> int:
+def _run_as_part(job: Job, out: Path) -> int:
     """Run one attempt on one node of a larger job, which decides what follows."""
     part_of = Path(job.environment[EXIT_DIR])
     # Within a job step Slurm itself signals every process.
     forward = StopTarget.step if "SLURM_STEP_ID" in job.environment else StopTarget.ranks
     stop = Stop()
     stop.listen()
-    ended = run_once(replace(job, forward=forward, part_of=part_of), stop)
-    if ended.words:
-        say(ended.words)
+    outcome = run_once(replace(job, forward=forward, part_of=part_of), stop)
+    if outcome.words:
+        say(outcome.words)
     name = job.environment.get("SLURMD_NODENAME") or os.uname().nodename
-    if ended.stuck:
-        pids = ", ".join(map(str, ended.stuck))
-        BadNodes(out).add([name], f"processes that do not end (state D): {pids}")
-    tell_exit(job.environment, name, ended.code)
-    return ended.code
+    if outcome.stuck:
+        pids = ", ".join(map(str, outcome.stuck))
+        BadNodes(out).add([name], f"processes that cannot be ended (state D): {pids}")
+    tell_exit(job.environment, name, outcome.code)
+    return outcome.code
 
 
 def say(text: str) -> None:
-    """Print a line that is distinguishable from the job's own."""
+    """Log a line that is distinguishable from the job's own output."""
     _log.info("supervise: %s", text)

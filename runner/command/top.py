@@ -1,6 +1,6 @@
-"""``holdfast top OUT``: a run in the terminal, for where there is no browser.
+"""``holdfast top OUT``: shows a run in the terminal, for machines without a browser.
 
-Follows the files in OUT until Ctrl-C; only reads. With --once, or where the output is no terminal,
+Follows the files in OUT until Ctrl-C; only reads. With --once, or if the output is no terminal,
 it prints one screen and ends.
 """
 
@@ -49,5 +49,5 @@ def _parser() -> Parser:
     parser = Parser(prog="holdfast top", description=__doc__)
     parser.add_argument("out", help="the run's directory (out)")
     parser.add_argument("--once", action="store_true", help="one screen, then end")
-    parser.add_argument("--seconds", type=float, default=2.0, help="between looks; default: 2")
+    parser.add_argument("--seconds", type=float, default=2.0, help="between updates; default: 2")
     return parser

@@ -305,7 +305,7 @@ def test_one_line_per_file_and_overrides_as_in_training(tmp_path: Path, backtest
     [
         ([], "no file given"),
         (["x.csv"], "no such file"),
-        (["x.csv", "steps=3"], "guard.* and checkpoint.* only"),
+        (["x.csv", "steps=3"], "only takes guard.* and checkpoint.*"),
         (["x.csv", "guard.windw=3"], "guard.window"),
         (["x.csv", "guard.min_history=90"], "never be armed"),
         (["x.csv", "--nonsense"], "--nonsense"),

@@ -13,7 +13,7 @@ TRIALS = [
     "same step twice, bit for bit",
     "forward changes no buffer",
     "no other random source",
-    "the loss is a sum a sample",
+    "the loss is a sum per sample",
     "padding adds nothing",
     "each trained parameter gets a gradient",
     "the next step after a reload is equal",
@@ -43,5 +43,5 @@ def test_one_that_draws_from_numpy_does_not(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.full
 def test_with_real_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-model", "model._target_=tests.guests.Tied", *DATA]) == 0
-    runs = ["engines over five steps", "poison against told", "killed against not killed"]
+    runs = ["engines over five steps", "poisoned against skipped", "killed against not killed"]
     assert rows(capsys) == dict.fromkeys([*TRIALS, *runs], "ok")

@@ -580,7 +580,7 @@ def test_weights_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--moments",), "none that can be read"),
+        (("--moments",), "no readable moments"),
         (("--rename", "norm"), "REGEX=REPLACEMENT"),
         (("--rename", "(=x"), "--rename"),
         (("--rename", r"norm=\7"), "--rename"),

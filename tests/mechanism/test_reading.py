@@ -204,7 +204,7 @@ def test_the_page_of_a_reading(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "try: " in out
     path.write_text(HEALTHY["drawn"](np.random.default_rng(1)).csv())
     assert main(["read", str(path)]) == 0
-    assert "no signature of trouble" in capsys.readouterr().out
+    assert "no signature found" in capsys.readouterr().out
     assert main(["read", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in SIGNATURES)
