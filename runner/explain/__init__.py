@@ -1,5 +1,5 @@
-"""Why a step was bad: the same step computed again, and variations of it, while the gate is closed.
+"""Explains a bad step: computes it again, and variations of it, with the gate closed.
 
-Owns the probes, what their numbers mean, and the finding with its evidence. Leaves the state as it
-was and decides on no remedy: the loop does. Must not know the loop, the ring or the command line.
+Owns the probes, the meaning of their numbers, and the finding with its evidence. Leaves the state
+unchanged; the loop decides on the remedy. Must not know the loop, the ring or the command line.
 """

@@ -3,12 +3,12 @@
 ``OUT/explanations/NNNNNN/``, where NNNNNN is the number of the journal line (``seq``) behind which
 the step was looked into:
 
-    incident.json       verdict, why, what was tried and not, and the numbers of every probe
-    batch.safetensors   tokens of the samples to suspect; positions and indices of all
-    samples.txt         what these samples are called, say, and how they stand out
-    layers.json         of each module the largest output, and in the wider precision; if computed
+    incident.json       cause, reason, what was tried and what not, the numbers of every probe
+    batch.safetensors   tokens of suspected samples; positions and indices of all samples
+    samples.txt         names, text and unusual numbers of these samples
+    layers.json         largest output of each module, also in wider precision; if computed
 
-Nothing is pickled. What is read back is bounded, and refused where it is not what was written.
+Nothing is pickled. Reads are bounded, and files of another format are refused.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from runner.system.parsing import parse_json, whole
 
 INCIDENT, BATCH, SAMPLES = "incident.json", "batch.safetensors", "samples.txt"
 LAYERS = "layers.json"
-_MOST_JSON, _MOST_TENSORS = 16 << 20, 40 << 20  # bytes; with the texts below 64 MiB in all
+_MOST_JSON, _MOST_TENSORS = 16 << 20, 40 << 20  # bytes; with the texts, less than 64 MiB in all
 _MOST_SUSPECTS = 64
 _MOST_LAYERS = 4096
-_LOUDEST = 8  # told where nobody is a culprit
+_LOUDEST = 8  # samples to list if there are no culprits
 _MOST_ROWS = 4096  # samples of a probe whose numbers are kept
 _EXCERPT = 400  # characters of a sample
 _GRAM = 8  # tokens
@@ -45,8 +45,8 @@ _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """A bad step as it was looked into: its number, samples, limits, and what was found."""
+class ExplainedStep:
+    """An explained bad step: its number, samples, limits, and the finding."""
 
     step: int
     plan: BatchPlan
@@ -55,13 +55,13 @@ class Told:
 
 
 class Bundles:
-    """Writes evidence; on one rank.
+    """Writes evidence, on one rank.
 
     Args:
         folder: ``OUT/explanations``.
         facts: of this machine and its software.
-        check: raises where another start of the run may write now.
-        say: takes a warning where nothing can be written.
+        check: raises if another start of the run is now the writer.
+        say: receives a warning if nothing can be written.
     """
 
     def __init__(
@@ -79,79 +79,79 @@ class Bundles:
         self._check = check
         self._say = say
 
-    def write(self, number: int, told: Told) -> None:
-        """Write one bundle; a disk that takes nothing is a warning, and no more."""
+    def write(self, number: int, step_: ExplainedStep) -> None:
+        """Write one bundle; an I/O error is only a warning."""
         self._check()
         folder = self._folder / f"{number:06d}"
-        suspects = _suspects(told.finding)
+        suspects = _suspects(step_.finding)
         try:
             make_folder(folder)
-            samples = self._samples(told, suspects)
-            write_durably(folder / BATCH, _tensors(told.plan, samples))
+            samples = self._samples(step_, suspects)
+            write_durably(folder / BATCH, _tensors(step_.plan, samples))
             is_bytes = getattr(self._dataset, "vocab_size", 0) == 1 << 8
-            text = _texts(told, samples, self._names(told, suspects), is_bytes=is_bytes)
+            text = _texts(step_, samples, self._names(step_, suspects), is_bytes=is_bytes)
             write_durably(folder / SAMPLES, text.encode())
-            if told.finding.layers:
-                layers = dict(list(told.finding.layers.items())[:_MOST_LAYERS])
+            if step_.finding.layers:
+                layers = dict(list(step_.finding.layers.items())[:_MOST_LAYERS])
                 write_json(folder / LAYERS, layers, most_bytes=_MOST_LAYERS * 1024)
-            # Last: a bundle without it was not finished.
-            write_json(folder / INCIDENT, self._incident(told, suspects), most_bytes=_MOST_JSON)
+            # Written last: a bundle without it is incomplete.
+            write_json(folder / INCIDENT, self._incident(step_, suspects), most_bytes=_MOST_JSON)
         except OSError as error:
-            self._say(f"warning: no evidence of step {told.step} was written: {error}")
+            self._say(f"warning: no evidence of step {step_.step} was written: {error}")
 
     def conclude(self, number: int, finding: Finding) -> None:
-        """What was found later, in the place of what could be told at once."""
+        """Replace the finding by one that was made later."""
         folder = self._folder / f"{number:06d}"
         self._check()
         try:
-            told = read(folder)
+            step_ = read(folder)
             probes = {name: _trimmed(probe) for name, probe in finding.numbers.items()}
-            tree = told | {"finding": finding.to_json(), "probes": probes}
+            tree = step_ | {"finding": finding.to_json(), "probes": probes}
             write_json(folder / INCIDENT, tree, most_bytes=_MOST_JSON)
         except (OSError, ValueError) as error:
-            self._say(f"warning: the evidence in {folder} was not brought up to date: {error}")
+            self._say(f"warning: the evidence in {folder} was not updated: {error}")
 
-    def _incident(self, told: Told, suspects: Sequence[int]) -> dict[str, Any]:
-        finding = told.finding
+    def _incident(self, step_: ExplainedStep, suspects: Sequence[int]) -> dict[str, Any]:
+        finding = step_.finding
         return {
             "version": _VERSION,
-            "step": told.step,
-            "samples": [told.plan.start, told.plan.stop],
-            "limits": {"loss": told.limits.loss, "grad_norm": told.limits.grad_norm},
+            "step": step_.step,
+            "samples": [step_.plan.start, step_.plan.stop],
+            "limits": {"loss": step_.limits.loss, "grad_norm": step_.limits.grad_norm},
             "suspects": list(suspects),
             "finding": finding.to_json(),
             "probes": {name: _trimmed(probe) for name, probe in finding.numbers.items()},
             "facts": dict(self._facts),
         }
 
-    def _samples(self, told: Told, suspects: Sequence[int]) -> dict[int, Sample]:
-        """Tokens of the suspects by position, as the data set gives them now."""
-        where, found, room = _indices(told.plan), {}, _MOST_TENSORS
+    def _samples(self, step_: ExplainedStep, suspects: Sequence[int]) -> dict[int, Sample]:
+        """The suspected samples by position, as the data set returns them now."""
+        index_of, samples, bytes_left = _indices(step_.plan), {}, _MOST_TENSORS
         for position in suspects:
             try:
-                sample = self._dataset[where[position]]
-            except Exception:  # a data set may raise anything; its name is told all the same
+                sample = self._dataset[index_of[position]]
+            except Exception:  # a data set may raise anything; the sample's name is written anyway
                 continue
-            if isinstance(sample, Sample) and room >= 4 * sample.tokens.size:
-                found[position] = sample
-                room -= 4 * sample.tokens.size
-        return found
+            if isinstance(sample, Sample) and bytes_left >= 4 * sample.tokens.size:
+                samples[position] = sample
+                bytes_left -= 4 * sample.tokens.size
+        return samples
 
-    def _names(self, told: Told, suspects: Sequence[int]) -> dict[int, str]:
-        where = _indices(told.plan)
-        return {position: describe(self._dataset, where[position]) for position in suspects}
+    def _names(self, step_: ExplainedStep, suspects: Sequence[int]) -> dict[int, str]:
+        index_of = _indices(step_.plan)
+        return {position: describe(self._dataset, index_of[position]) for position in suspects}
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What :meth:`Bundles.write` left in a folder.
+    """Read what :meth:`Bundles.write` left in a folder.
 
     Raises:
-        ValueError: it is no bundle, or not one of this version.
+        ValueError: it is not a bundle of this version.
         OSError: it cannot be read, or is too large.
     """
     tree = parse_json(read_bounded(folder / INCIDENT, _MOST_JSON))
     if not isinstance(tree, dict) or tree.get("version") != _VERSION:
-        raise ValueError(f"{folder / INCIDENT} is no evidence of version {_VERSION}")
+        raise ValueError(f"{folder / INCIDENT} is not evidence of version {_VERSION}")
     finding = tree.get("finding")
     if not isinstance(finding, dict) or not isinstance(tree.get("probes"), dict):
         raise ValueError(f"{folder / INCIDENT} has no finding")
@@ -160,21 +160,21 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def bundles(*folders: Path) -> list[int]:
-    """Numbers of the bundles in ``OUT/explanations``, the oldest first.
+    """The numbers of the bundles in ``OUT/explanations``, oldest first.
 
-    And of those in further folders: earlier releases had them in ``OUT/incidents``.
+    Takes several folders, because earlier releases wrote to ``OUT/incidents``.
     """
     names = {path.parent.name for folder in folders for path in folder.glob(f"*/{INCIDENT}")}
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
 def _suspects(finding: Finding) -> list[int]:
-    """The culprits; where there are none the loudest samples of the step."""
+    """The culprits, or the loudest samples of the step if there are none."""
     if finding.positions:
         return list(finding.positions[:_MOST_SUSPECTS])
     rows = finding.numbers.get("first", {}).get("samples", {})
-    found = sorted(rows, key=lambda position: -_loudness(rows[position]))
-    return sorted(int(position) for position in found[:_LOUDEST])
+    by_loudness = sorted(rows, key=lambda position: -_loudness(rows[position]))
+    return sorted(int(position) for position in by_loudness[:_LOUDEST])
 
 
 def _loudness(row: Sequence[float]) -> float:
@@ -183,7 +183,7 @@ def _loudness(row: Sequence[float]) -> float:
 
 
 def _trimmed(probe: Any) -> Any:
-    """The loudest samples of a probe alone, where it has very many."""
+    """The probe with only its loudest samples, if it has very many."""
     if not isinstance(probe, dict) or len(probe.get("samples", {})) <= _MOST_ROWS:
         return probe
     rows = probe["samples"]
@@ -209,12 +209,12 @@ def _tensors(plan: BatchPlan, samples: Mapping[int, Sample]) -> bytes:
 
 
 def _texts(
-    told: Told, samples: Mapping[int, Sample], names: Mapping[int, str], *, is_bytes: bool
+    step_: ExplainedStep, samples: Mapping[int, Sample], names: Mapping[int, str], *, is_bytes: bool
 ) -> str:
-    """A paragraph for each suspect; ``is_bytes``: the tokens are those of a text."""
-    finding = told.finding
+    """A paragraph for each suspect; ``is_bytes``: the tokens are bytes of text."""
+    finding = step_.finding
     rows = finding.numbers.get("first", {}).get("samples", {})
-    parts = [f"step {told.step}: {finding.words()}\n"]
+    parts = [f"step {step_.step}: {finding.words()}\n"]
     for position, name in names.items():
         parts.append(f"\nstream position {position}: {_plain(name)}")
         row = rows.get(str(position))
@@ -230,27 +230,29 @@ def _texts(
 
 
 def _oddities(tokens: Any, *, is_bytes: bool) -> list[str]:
-    """What can be told from the tokens alone."""
+    """Statistics of the tokens alone, and their text."""
     ids = tokens.tolist()
     counts = Counter(ids)
     shares = [count / len(ids) for count in counts.values()]
     entropy = -sum(share * math.log2(share) for share in shares)
-    grams = Counter(tuple(ids[at : at + _GRAM]) for at in range(len(ids) - _GRAM + 1))
-    most = max(grams.values(), default=0)
+    grams = Counter(tuple(ids[start : start + _GRAM]) for start in range(len(ids) - _GRAM + 1))
+    highest_count = max(grams.values(), default=0)
     lines = [
         f"  {len(ids)} tokens, {len(counts)} different, {entropy:.2f} bits of entropy; the most "
-        f"frequent run of {_GRAM} tokens stands there {most} times"
+        f"frequent run of {_GRAM} tokens occurs {highest_count} times"
     ]
     if is_bytes:
         text = bytes(ids).decode("utf-8", errors="replace")
-        bad = text.count("�") / max(len(text), 1)
-        lines.append(f"  {bad:.0%} is no UTF-8; as bytes: {_plain(text)}")
+        invalid_share = text.count("�") / max(len(text), 1)
+        lines.append(f"  {invalid_share:.0%} is not UTF-8; as bytes: {_plain(text)}")
     else:
         lines.append(f"  ids: {_plain(' '.join(map(str, ids[:_EXCERPT])))}")
     return lines
 
 
 def _plain(text: str) -> str:
-    """The beginning, without what a terminal would act on."""
+    """The start of a text, with control characters escaped."""
     shown = text[:_EXCERPT]
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in shown)
+    return "".join(
+        character if character.isprintable() else repr(character)[1:-1] for character in shown
+    )

@@ -1,4 +1,4 @@
-"""One bad step under inquiry: what is asked, and what the probes have told so far."""
+"""One bad step that is being explained, and the results of its probes so far."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from runner.explain.probe import Attempt, Bench
 from runner.explain.reading import Reading
 from runner.policy.decision.signals import Limits
 
-NO_WAY_BACK = "F, G: nothing was computed again from a checkpoint yet"
+NOT_RECOMPUTED = "F, G: nothing was computed again from a checkpoint yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One bad step. ``limits`` held it; ``later`` is a batch far behind it.
+    """One bad step.
 
-    ``overflowed``: the step before it was bad in the run's precision only. ``came_again``: it was
-    bad before, and all steps from a clean checkpoint up to it came as they did then.
+    Attributes:
+        limits: the limits that it exceeded.
+        later: a batch far after it.
+        overflowed: the step before it was bad only in the run's precision.
+        came_again: it was bad before, and all steps since a clean checkpoint repeated exactly.
     """
 
     attempt: Attempt
@@ -34,7 +37,7 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """What the probes told so far."""
+    """The results of the probes so far."""
 
     most_steps: int
     first: Reading
@@ -48,15 +51,15 @@ class Evidence:
         return reading
 
     def left(self, bench: Bench) -> int:
-        """Computations that this incident may still cost."""
+        """How many computations of the step the budget still allows."""
         return self.most_steps - bench.num_steps
 
 
-def nothing(cause: Cause, why: str) -> Finding:
-    """Nothing is proven."""
+def inconclusive(cause: Cause, why: str) -> Finding:
+    """A finding that proves nothing."""
     return Finding(cause=cause, remedy=Remedy.ladder, why=why)
 
 
-def some(positions: Sequence[int]) -> str:
-    told = ", ".join(map(str, positions[:8]))
-    return told + (f" and {len(positions) - 8} more" if len(positions) > 8 else "")
+def listing(positions: Sequence[int]) -> str:
+    listed = ", ".join(map(str, positions[:8]))
+    return listed + (f" and {len(positions) - 8} more" if len(positions) > 8 else "")

@@ -1,9 +1,9 @@
-"""Probe E: which samples make a step bad, whichever rank computes them.
+"""Probe E: finds the samples that make a step bad, whichever rank computes them.
 
-Those that stand out against known ones come first. Where none does, the batch is halved for its
-longest good beginning (log2 of its samples computations): the next sample is the one that makes it
-bad. It is named where it does so by itself, or with one partner; what only tips a scale that many
-have filled is not. In each case the step must be good without.
+Samples that stand out against known ones are tried first. If none does, bisection finds the longest
+good prefix of the batch in log2(samples) computations; the next sample makes it bad. That sample is
+named if it is bad by itself, or together with one partner, but not if it needs many others. In each
+case the step must be good without the named samples.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from runner.explain.case import NO_WAY_BACK, Case, Evidence, nothing, some
+from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing
 from runner.explain.finding import Cause, Finding, Remedy
-from runner.explain.probe import Bench, left_out
+from runner.explain.probe import Bench, without_samples
 from runner.explain.reading import Reading, Usual, outstanding
 
-_MANY = 0.25  # of a batch: it may be the data's new level
-_MOST_VERIFIED = 3  # sets of culprits that are left out
-_MOST_BISECTED = 3  # culprits that are looked for by halving
+_MANY = 0.25  # of a batch; more may be a new level of the data
+_MOST_VERIFIED = 3  # sets of culprits that are left out in turn
+_MOST_BISECTED = 3  # culprits that are searched for by bisection
 
 
 class Culprits:
-    """One search.
+    """One search for culprits.
 
     Args:
-        known: samples known to be good, with these weights; ``level`` is what is usual there.
+        known: the reading of good samples with these weights; ``level``: their usual level.
     """
 
     def __init__(
-        self, bench: Bench, case: Case, seen: Evidence, *, known: Reading, level: Usual
+        self, bench: Bench, case: Case, evidence: Evidence, *, known: Reading, level: Usual
     ) -> None:
         self._bench = bench
         self._case = case
-        self._seen = seen
+        self._evidence = evidence
         self._level = level
         self._usual_loss = known.loss
         self._whole = 0.0
@@ -45,134 +45,136 @@ class Culprits:
             readings: of the bad step, on different ranks.
         """
         self._whole = readings[0].tokens
-        everybody = set(readings[0].rows)
+        all_positions = set(readings[0].rows)
         culprits = set.intersection(*(outstanding(r, self._level) for r in readings))
         if not culprits:
-            return self._bisected(sorted(everybody), everybody)
-        if len(culprits) > len(everybody) * _MANY and self._goes_on(culprits):
+            return self._bisect(sorted(all_positions), all_positions)
+        if len(culprits) > len(all_positions) * _MANY and self._continues(culprits):
             return Finding(
                 cause=Cause.data_mix,
                 remedy=Remedy.ladder,
-                why=f"{len(culprits)} of {len(everybody)} samples stand out against known ones, "
-                "and so do those far behind them, whichever rank computes them",
+                why=f"{len(culprits)} of {len(all_positions)} samples stand out against known "
+                "ones, and so do later ones, whichever rank computes them",
                 refutation="the samples that follow are as before",
                 is_tried=True,
             )
         for _ in range(_MOST_VERIFIED):
-            if culprits >= everybody or not self._left:
+            if culprits >= all_positions or not self._budget_left:
                 break
-            rest = self._without(culprits, f"E without {some(sorted(culprits))}")
-            if rest.is_good(self._case.limits):
-                return self._data(culprits, everybody, is_tried=True)
-            more = outstanding(rest, self._level)
-            if not more:
-                return self._bisected(sorted(everybody - culprits), everybody, culprits)
-            culprits |= more
-        return self._data(culprits, everybody, is_tried=False)
+            remaining = self._without(culprits, f"E without {listing(sorted(culprits))}")
+            if remaining.is_good(self._case.limits):
+                return self._data_finding(culprits, all_positions, is_tried=True)
+            further = outstanding(remaining, self._level)
+            if not further:
+                return self._bisect(sorted(all_positions - culprits), all_positions, culprits)
+            culprits |= further
+        return self._data_finding(culprits, all_positions, is_tried=False)
 
     @property
-    def _left(self) -> int:
-        return self._seen.left(self._bench)
+    def _budget_left(self) -> int:
+        return self._evidence.left(self._bench)
 
     def _without(self, positions: Collection[int], name: str) -> Reading:
-        """The step but for these samples, which have their usual level."""
-        rest = self._bench.compute(left_out(self._seen.batches, positions))
-        rest = replace(rest, tokens=self._whole, usual_loss=self._usual_loss)
-        return self._seen.note(name, rest)
+        """The step without these samples, which count with their usual loss."""
+        reading = self._bench.compute(without_samples(self._evidence.batches, positions))
+        reading = replace(reading, tokens=self._whole, usual_loss=self._usual_loss)
+        return self._evidence.note(name, reading)
 
-    def _goes_on(self, culprits: Collection[int]) -> bool:
-        """Whether samples far behind stand out as these do: another mix, and no range of them."""
-        first = self._seen.first.rows
+    def _continues(self, culprits: Collection[int]) -> bool:
+        """Whether later samples stand out as well: a new data mix rather than bad samples."""
+        first = self._evidence.first.rows
         if not all(first[p].is_finite for p in culprits if p in first):
             return False
         batches = self._bench.read(self._case.later)
-        after = self._seen.note("later", self._bench.compute(batches))
-        share = len(outstanding(after, self._level)) / max(len(after.rows), 1)
+        later_reading = self._evidence.note("later", self._bench.compute(batches))
+        share = len(outstanding(later_reading, self._level)) / max(len(later_reading.rows), 1)
         return 2 * share * len(first) > len(culprits)
 
-    # -- halving ----------------------------------------------------------------------------
+    # -- bisection --------------------------------------------------------------------------
 
-    def _bisected(
-        self, order: list[int], everybody: set[int], found: Collection[int] = ()
+    def _bisect(
+        self, order: list[int], all_positions: set[int], culprits: Collection[int] = ()
     ) -> Finding:
-        """Culprits among ``order``, besides those that were ``found``."""
-        found = set(found)
+        """Find culprits among ``order``, besides those in ``culprits``."""
+        culprits = set(culprits)
         for _ in range(_MOST_BISECTED):
             needed = math.ceil(math.log2(max(len(order), 2))) + 2
-            if self._left < needed:
-                self._seen.not_tried.append(
+            if self._budget_left < needed:
+                self._evidence.not_tried.append(
                     f"E: halving a batch of {len(order)} samples takes {needed} computations, "
-                    f"{self._left} are left (explain=full)"
+                    f"{self._budget_left} are left (explain=full)"
                 )
                 break
-            group = self._first_culprits(order, found, everybody)
+            group = self._first_culprits(order, culprits, all_positions)
             if not group:
-                self._seen.not_tried.append("E: many samples together, none of them by itself")
+                self._evidence.not_tried.append("E: many samples together, none of them by itself")
                 break
-            found |= group
-            rest = self._without(found, f"E without {some(sorted(found))}")
-            if rest.is_good(self._case.limits):
-                return self._data(found, everybody, is_tried=True)
-            order = [position for position in order if position not in found]
-        if found:
-            words = f"{len(found)} sample(s) stand out, but the step is bad without them too"
+            culprits |= group
+            remaining = self._without(culprits, f"E without {listing(sorted(culprits))}")
+            if remaining.is_good(self._case.limits):
+                return self._data_finding(culprits, all_positions, is_tried=True)
+            order = [position for position in order if position not in culprits]
+        if culprits:
+            why = f"{len(culprits)} sample(s) stand out, but the step is bad without them too"
         else:
-            words = (
+            why = (
                 "bad whichever rank computes it and good on known samples, but no sample of it "
                 "stands out by itself"
             )
-            self._seen.not_tried.append(NO_WAY_BACK)
-        return nothing(Cause.unclear, words)
+            self._evidence.not_tried.append(NOT_RECOMPUTED)
+        return inconclusive(Cause.unclear, why)
 
     def _first_culprits(
-        self, order: Sequence[int], gone: Collection[int], everybody: Collection[int]
+        self, order: Sequence[int], found: Collection[int], all_positions: Collection[int]
     ) -> set[int]:
-        """The sample that ends the longest good beginning, with its partner where it has one.
+        """The sample after the longest good prefix, with its partner if it needs one.
 
-        Empty where it is bad with many others only.
+        Empty if it is bad only together with many others.
         """
 
         def is_good(kept: Collection[int]) -> bool:
-            left = set(everybody) - set(kept)
-            name = f"E only {some(sorted(kept))}"
-            return self._without(left, name).is_good(self._case.limits)
+            omitted = set(all_positions) - set(kept)
+            name = f"E only {listing(sorted(kept))}"
+            return self._without(omitted, name).is_good(self._case.limits)
 
-        length = _longest(len(order), lambda stop: is_good(order[:stop]))
+        length = _longest_good(len(order), lambda stop: is_good(order[:stop]))
         last = order[length]
         if not is_good([last]):
             return {last}
         before = order[:length]
-        if self._left < math.ceil(math.log2(max(len(before), 2))) + 2:
+        if self._budget_left < math.ceil(math.log2(max(len(before), 2))) + 2:
             return set()
-        partner = before[_longest(len(before), lambda stop: is_good([*before[:stop], last]))]
+        partner = before[_longest_good(len(before), lambda stop: is_good([*before[:stop], last]))]
         return set() if is_good([partner, last]) else {partner, last}
 
-    def _data(
-        self, culprits: Collection[int], everybody: Collection[int], *, is_tried: bool
+    def _data_finding(
+        self, culprits: Collection[int], all_positions: Collection[int], *, is_tried: bool
     ) -> Finding:
-        positions, is_whole = sorted(culprits), len(culprits) >= len(everybody)
-        num = f"{len(positions)} sample{'s' if len(positions) > 1 else ''}"
-        told = (
-            f"{num} (stream positions {some(positions)}) far above what is known to be good, or "
+        positions, is_whole = sorted(culprits), len(culprits) >= len(all_positions)
+        count_text = f"{len(positions)} sample{'s' if len(positions) > 1 else ''}"
+        why = (
+            f"{count_text} (stream positions {listing(positions)}) far above known good ones, or "
             "not finite, on whichever rank"
         )
         if is_tried:
-            told += "; without them the step is good"
+            why += "; without them the step is good"
         elif is_whole:
-            told += "; they are the whole batch"
+            why += "; they are the whole batch"
         return Finding(
             cause=Cause.data,
             remedy=Remedy.skip if is_tried and not is_whole else Remedy.ladder,
-            why=told,
+            why=why,
             refutation="the step is still bad without them",
             is_tried=is_tried,
             positions=tuple(positions),
         )
 
 
-def _longest(size: int, is_good: Callable[[int], bool]) -> int:
-    """The length of the longest good beginning of ``size``, where the whole is bad and nothing is
-    good; in log2(size) questions."""
+def _longest_good(size: int, is_good: Callable[[int], bool]) -> int:
+    """The length of the longest good prefix, found in log2(size) calls.
+
+    The empty prefix is good, and that of length ``size`` is bad.
+    """
     good, bad = 0, size
     while bad - good > 1:
         middle = (good + bad) // 2

@@ -1,4 +1,4 @@
-"""What replays found: the cause, why, what would refute it, and what was not tried. Pure."""
+"""The finding about a bad step: cause, reason, refutation, and what was not tried. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.policy.decision.history import GO_BACK, MIX, NUMERICS
 
 
 class Cause(Enum):
-    """What a bad step can be put down to; a wrong name is worse than ``unclear``."""
+    """The possible causes of a bad step; a wrong cause is worse than ``unclear``."""
 
     transient = "hardware, transient"
     misread = "read wrongly once"
@@ -26,11 +26,11 @@ class Cause(Enum):
 
 
 class Remedy(Enum):
-    """What the loop is to do.
+    """What the loop should do.
 
-    Compute the step again; skip samples and compute it again; compute it again in a wider
-    precision; end this start of the run, so that the next one leaves a node out; go back and skip
-    nothing; or what its ladder says.
+    ``redo``: compute the step again. ``skip``: the same without some samples. ``widen``: the same
+    in a wider precision. ``leave``: end this start of the run; the next one excludes a node.
+    ``go_back``: roll back and skip nothing. ``ladder``: what the guard's ladder decides.
     """
 
     redo = "redo"
@@ -47,17 +47,17 @@ class Finding:
 
     Args:
         why: one sentence.
-        refutation: what would have shown that it is wrong; empty for one that names nothing.
-        is_tried: whether that was tried, and did not.
-        ranks: who is at fault; empty where nobody can be named.
-        hosts: of these ranks.
-        positions: the culprits' places in the stream.
-        module: of the model, that makes the first bad number; empty where none can be named.
-        step: the first before which the state was not what its steps had made of it.
-        rate_factor: of the learning rate, with which the same steps are good.
+        refutation: what would show that it is wrong; empty if no cause is named.
+        is_tried: whether that was tested, and did not happen.
+        ranks: the ranks at fault; empty if none can be named.
+        hosts: the hosts of these ranks.
+        positions: the culprits' positions in the stream.
+        module: the module that computes the first bad number; empty if none can be named.
+        step: the first step before which the state was not the result of the steps before it.
+        rate_factor: a factor of the learning rate with which the same steps are good.
         not_tried: what else could have been tried, and why it was not.
-        steps: computations of a step that it took.
-        numbers: of each probe, as it was told.
+        steps: how many computations of a step it took.
+        numbers: the numbers of each probe.
     """
 
     cause: Cause
@@ -75,18 +75,18 @@ class Finding:
     steps: int = 0
     bundle: int | None = None  # number of the evidence on disk
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    layers: Mapping[str, Any] = field(default_factory=dict)  # largest outputs, as probe I has them
+    layers: Mapping[str, Any] = field(default_factory=dict)  # the largest outputs, from probe I
 
     def words(self) -> str:
-        """One sentence."""
+        """Cause and reason in one sentence."""
         return f"{self.cause.value}: {self.why}"
 
     def to_json(self) -> dict[str, Any]:
-        """For the journal: all but the probes' numbers."""
-        told = asdict(replace(self, numbers={}, layers={}))
-        del told["numbers"], told["layers"]
-        return told | {
+        """The finding for the journal, without the probes' numbers."""
+        fields = asdict(replace(self, numbers={}, layers={}))
+        del fields["numbers"], fields["layers"]
+        return fields | {
             "cause": self.cause.value,
             "remedy": self.remedy.value,
-            **{name: list(told[name]) for name in ("ranks", "hosts", "positions", "not_tried")},
+            **{name: list(fields[name]) for name in ("ranks", "hosts", "positions", "not_tried")},
         }

@@ -1,11 +1,11 @@
-"""Which module of a network gives the first bad numbers: one computation against a wider one.
+"""Finds the module that computes the first bad number, by comparison with a wider precision.
 
-Hooks note of every call of a module how large its input and its output are, and a few of their
-elements; of the gradients that come back likewise. The same calls in a wider precision tell what
-they should have been. A module is named whose input was right and whose output was not; where a
-bad number came between two modules, it is the one around them that made it.
+Hooks record for every call of a module the largest magnitude and a few elements of its input, its
+output and their gradients. The same calls in a wider precision show what they should be. A module
+is named if its input was right and its output was not; if a bad number arose between two modules,
+the module around them made it.
 
-Hooks run in the order of their registration: these come last, behind the engine's own.
+Hooks run in the order of their registration: these run last, after the engine's own.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 import torch
 from torch import nn
 
-_ELEMENTS = 128  # of a tensor that are noted
-# Relative, of the noted elements together: BF16 has rounded them by less than 0.1 in any depth that
-# was tried, and an operation that breaks is off by more than the numbers themselves.
-_BAD = 0.5
-_LEAST = 1e-3  # of the largest element: where all that were noted are next to nothing
-_FAR = 4.0  # times as large as it should be, for one element that was not noted
+_ELEMENTS = 128  # recorded per tensor
+# Relative error of the recorded elements together. Rounding to BF16 caused less than 0.1 at every
+# depth that was tried; a broken operation is off by more than the numbers themselves.
+_MOST_RELATIVE_ERROR = 0.5
+_LEAST = 1e-3  # of the largest element, if all recorded ones are almost zero
+_FAR = 4.0  # ratio to the expected largest magnitude, for an element that was not recorded
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call of a module; of each tensor FP64 [1 + elements]: largest magnitude, elements."""
+    """One call of a module; its tensors as FP64 [1 + elements]: largest magnitude, elements."""
 
     name: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What was noted of one tensor of a call."""
+class TensorSummary:
+    """The recorded numbers of one tensor of a call."""
 
     largest: float
     elements: tuple[float, ...]
@@ -46,32 +46,35 @@ class Seen:
     def is_finite(self) -> bool:
         return math.isfinite(self.largest)
 
-    def is_off(self, right: Seen) -> bool:
-        """Whether it is another number than it should be, by more than rounding."""
+    def is_off(self, right: TensorSummary) -> bool:
+        """Whether it differs from the right numbers by more than rounding."""
         if not right.is_finite:
-            return False  # nobody knows what it should be
+            return False  # the right numbers are unknown
         if not self.is_finite:
             return True
         if len(self.elements) != len(right.elements):
             return False
         size = math.hypot(*right.elements)
-        apart = math.dist(self.elements, right.elements)
-        return apart > _BAD * size + _LEAST * right.largest or self.largest > _FAR * right.largest
+        distance = math.dist(self.elements, right.elements)
+        return (
+            distance > _MOST_RELATIVE_ERROR * size + _LEAST * right.largest
+            or self.largest > _FAR * right.largest
+        )
 
 
-# Module, and what was noted of its "in", "out", "grad_out" and "grad_in" where there were such.
-Calls = Sequence[tuple[str, Mapping[str, Seen]]]
+# A module's name, and the summaries of its "in", "out", "grad_out" and "grad_in", if recorded.
+Calls = Sequence[tuple[str, Mapping[str, TensorSummary]]]
 
 
 class ModuleWatch:
-    """Notes all calls of a network's modules, in the order in which they ended."""
+    """Records all calls of a network's modules, in the order in which they ended."""
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
 
     @contextmanager
     def over(self, network: nn.Module) -> Iterator[None]:
-        """While it computes."""
+        """Record while the network computes inside of this context."""
         self._calls = []
         handles = [
             module.register_forward_hook(self._hook(name), with_kwargs=True)
@@ -84,9 +87,9 @@ class ModuleWatch:
                 handle.remove()
 
     def calls(self) -> Calls:
-        """Waits for the device."""
+        """The recorded calls; waits for the device."""
         return [
-            (call.name, {what: _seen(tensor) for what, tensor in call.tensors.items()})
+            (call.name, {kind: _summary(tensor) for kind, tensor in call.tensors.items()})
             for call in self._calls
         ]
 
@@ -98,7 +101,7 @@ class ModuleWatch:
                 tensor = _first_tensor(value)
                 if tensor is None:
                     continue
-                call.tensors[what] = _noted(tensor)
+                call.tensors[what] = _summarise(tensor)
                 if tensor.requires_grad and torch.is_grad_enabled():
                     note = self._at_gradient(call, f"grad_{what}")
                     tensor.register_hook(note)  # type: ignore[no-untyped-call]
@@ -108,13 +111,13 @@ class ModuleWatch:
     @staticmethod
     def _at_gradient(call: _Call, what: str) -> Any:
         def note(grad: torch.Tensor) -> None:
-            call.tensors[what] = _noted(grad)
+            call.tensors[what] = _summarise(grad)
 
         return note
 
 
 def first_bad(calls: Calls, right: Calls) -> str | None:
-    """The module that made the first bad number; None where nobody can be named.
+    """The module that computed the first bad number; None if none can be named.
 
     Args:
         right: the same calls in a wider precision.
@@ -122,42 +125,46 @@ def first_bad(calls: Calls, right: Calls) -> str | None:
     if [name for name, _ in calls] != [name for name, _ in right]:
         return None
     off = [
-        (name, {what: seen.is_off(good[what]) for what, seen in one.items() if what in good})
-        for (name, one), (_, good) in zip(calls, right, strict=True)
+        (name, {what: value.is_off(good[what]) for what, value in tensors.items() if what in good})
+        for (name, tensors), (_, good) in zip(calls, right, strict=True)
     ]
     return _first_forward(off) or _first_backward(off)
 
 
-_Off = list[tuple[str, dict[str, bool]]]
+_OffTensors = list[tuple[str, dict[str, bool]]]
 
 
-def _first_forward(off: _Off) -> str | None:
-    """The first that ended with a bad output is an innermost one: what is inside ended before."""
-    for at, (name, one) in enumerate(off):
-        if not one.get("out"):
+def _first_forward(off: _OffTensors) -> str | None:
+    """The first call with a bad output, which is innermost: inner calls end before outer ones."""
+    for index, (name, flags) in enumerate(off):
+        if not flags.get("out"):
             continue
-        if one.get("in"):
-            return _around(name, off[at:])
+        if flags.get("in"):
+            return _around(name, off[index:])
         return name
     return None
 
 
-def _around(name: str, later: _Off) -> str | None:
+def _around(name: str, later: _OffTensors) -> str | None:
     """The innermost module around ``name`` whose own input was right."""
     while name:
         name = name.rpartition(".")[0]
-        told = next((one for other, one in later if other == name), None)
-        if told is not None and not told.get("in"):
+        tensors_off = next((one for other, one in later if other == name), None)
+        if tensors_off is not None and not tensors_off.get("in"):
             return name
     return None
 
 
-def _first_backward(off: _Off) -> str | None:
-    """The innermost whose output's gradient was right and whose input's was not."""
-    made = [name for name, one in off if one.get("grad_in") and one.get("grad_out") is False]
-    innermost = [one for one in made if not any(_is_inside(other, one) for other in made)]
+def _first_backward(off: _OffTensors) -> str | None:
+    """The innermost module with a right gradient of its output and a bad one of its input."""
+    candidates = [
+        name for name, flags in off if flags.get("grad_in") and flags.get("grad_out") is False
+    ]
+    innermost = [
+        flags for flags in candidates if not any(_is_inside(other, flags) for other in candidates)
+    ]
     names = list(dict.fromkeys(innermost))
-    if len(names) > 1:  # they share an input: its gradient is the sum of theirs
+    if len(names) > 1:  # they share an input, whose gradient is the sum of theirs
         parents = {name.rpartition(".")[0] for name in names}
         return parents.pop() if len(parents) == 1 else None
     return names[0] if names else None
@@ -168,14 +175,14 @@ def _is_inside(inner: str, outer: str) -> bool:
 
 
 def largest_by_module(calls: Calls, right: Calls) -> dict[str, list[float]]:
-    """Of each module's outputs the largest magnitude, here and in the wider precision."""
-    found: dict[str, list[float]] = {}
-    for (name, one), (_, good) in zip(calls, right, strict=False):
-        if "out" in one and "out" in good:
-            pair = found.setdefault(name, [0.0, 0.0])
-            pair[0] = _larger(pair[0], one["out"].largest)
+    """The largest output magnitude of each module, here and in the wider precision."""
+    largest: dict[str, list[float]] = {}
+    for (name, tensors), (_, good) in zip(calls, right, strict=False):
+        if "out" in tensors and "out" in good:
+            pair = largest.setdefault(name, [0.0, 0.0])
+            pair[0] = _larger(pair[0], tensors["out"].largest)
             pair[1] = _larger(pair[1], good["out"].largest)
-    return found
+    return largest
 
 
 def _larger(one: float, other: float) -> float:
@@ -183,8 +190,8 @@ def _larger(one: float, other: float) -> float:
 
 
 @torch.no_grad()
-def _noted(tensor: torch.Tensor) -> torch.Tensor:
-    """FP64 [1 + n]: the largest magnitude, NaN among them told, and elements evenly spread."""
+def _summarise(tensor: torch.Tensor) -> torch.Tensor:
+    """FP64 [1 + n]: the largest magnitude (NaN if there is one), and evenly spread elements."""
     flat = tensor.detach().reshape(-1)
     if not flat.numel():
         return torch.zeros(1, dtype=torch.float64, device=tensor.device)
@@ -192,9 +199,9 @@ def _noted(tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([flat.abs().amax().double()[None], flat[::step][:_ELEMENTS].double()])
 
 
-def _seen(noted: torch.Tensor) -> Seen:
+def _summary(noted: torch.Tensor) -> TensorSummary:
     largest, *elements = noted.tolist()
-    return Seen(largest, tuple(elements))
+    return TensorSummary(largest, tuple(elements))
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:

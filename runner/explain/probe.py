@@ -1,8 +1,8 @@
-"""Computes a step again, or a variation of it, with the gate closed. Collective, all ranks alike.
+"""Computes a step again, or a variation of it, with the gate closed. Collective.
 
-Shapes stay constant: a sample that is left out becomes padding, whose loss is no number times zero
-(0 * Inf is NaN) but the sum over nothing. Parameters, moments, update counts and random states are
-what they were; gradients are dropped.
+Shapes stay constant: a sample that is left out becomes padding, whose loss is an empty sum, not a
+number times zero (0 * Inf is NaN). Parameters, moments, update counts and random states stay as
+they are; gradients are dropped.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from runner.health.checks import checksum
 from runner.health.heartbeat import Heartbeat
 from runner.system.error import RankError, RunnerError
 
-# Of each sequence of a micro-batch: what it is called in a reading; None for padding.
+# The name of each sequence of a micro-batch in a reading; None for padding.
 Names = Sequence[int | None]
-_CALLED = {torch.float32: "FP32", torch.float64: "FP64"}
-# No weight is so large, and so much larger than its neighbours.
+_DTYPE_NAMES = {torch.float32: "FP32", torch.float64: "FP64"}
+# A weight this large, and this much larger than the others, is corrupted.
 _STRAY, _STRAY_SIGMAS = 1e4, 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One rank's part of a step that was computed: its micro-batches on the host, their seeds,
-    and what came of them."""
+    """One rank's part of a computed step: micro-batches on the host, their seeds, and the sums."""
 
     plan: BatchPlan
     batches: tuple[MicroBatch, ...]
@@ -48,7 +47,7 @@ class Bench:
     """Computes variations of one attempt on one rank.
 
     Args:
-        may_watch: modules can be looked into; compiled ones cannot.
+        may_watch: whether hooks can watch modules; they cannot in compiled ones.
     """
 
     def __init__(
@@ -79,11 +78,13 @@ class Bench:
         return self._ranks.rank
 
     def begin(self, attempt: Attempt) -> Reading:
-        """What came of the attempt itself, from all ranks."""
+        """Start with a new attempt; returns its own reading, from all ranks."""
         self.num_steps = 0
         self._narrow = None
         self._seeds = attempt.seeds
-        return self._told(attempt.sums, attempt.batches, [b.positions for b in attempt.batches])
+        return self._gather_reading(
+            attempt.sums, attempt.batches, [b.positions for b in attempt.batches]
+        )
 
     def compute(
         self, batches: Sequence[MicroBatch], names: Sequence[Names] | None = None
@@ -91,18 +92,18 @@ class Bench:
         """Forward and backward of a whole step; nothing is applied.
 
         Args:
-            batches: as many as the step has, of its shapes.
-            names: of their sequences; None: their positions.
+            batches: as many as the step has, with the same shapes.
+            names: of their sequences; None: use their positions.
         """
         self._heart.enter("explain")
         with same_randomness(self._engine.device):
-            sums = self._engine.accumulate(self._works(batches))
+            sums = self._engine.accumulate(self._micro_steps(batches))
             self._drop_gradients()
         self.num_steps += 1
-        return self._told(sums, batches, names or [batch.positions for batch in batches])
+        return self._gather_reading(sums, batches, names or [batch.positions for batch in batches])
 
     def compute_watched(self, batches: Sequence[MicroBatch]) -> Reading:
-        """The same, with every module looked into."""
+        """:meth:`compute` while every module is watched."""
         if not self._may_watch:
             return self.compute(batches)
         self._narrow = ModuleWatch()
@@ -111,31 +112,33 @@ class Bench:
 
     @property
     def wider(self) -> str:
-        """The wider precision that there is; empty where there is none."""
+        """The name of the wider precision; empty if there is none."""
         dtype = self._engine.twin.dtype
-        return "" if dtype is None else _CALLED[dtype]
+        return "" if dtype is None else _DTYPE_NAMES[dtype]
 
     @property
     def applies_wider(self) -> bool:
-        """Whether an update can be made of it."""
+        """Whether the engine can make an update in the wider precision."""
         return self._engine.applies_wider
 
     def compute_wider(self, batches: Sequence[MicroBatch]) -> Reading | None:
-        """:meth:`compute` in the wider precision, every module looked into; None: no memory."""
+        """:meth:`compute_watched` in the wider precision; None if memory is too small."""
         self._heart.enter("explain")
         twin = self._engine.twin
         try:
             self._ranks.all_or_none(f"building the model in {self.wider}", self._open_twin)
             with same_randomness(self._engine.device):
-                sums = self._engine.accumulate_wider(self._works(batches), watch=self._wide.over)
+                sums = self._engine.accumulate_wider(
+                    self._micro_steps(batches), watch=self._wide.over
+                )
                 if self._engine.applies_wider:
                     self._drop_gradients()
-        except RunnerError:  # of all_or_none: alike on all ranks
+        except RunnerError:  # from all_or_none, so the same on all ranks
             return None
         finally:
             twin.close()
         self.num_steps += 1
-        return self._told(sums, batches, [batch.positions for batch in batches])
+        return self._gather_reading(sums, batches, [batch.positions for batch in batches])
 
     def _open_twin(self) -> None:
         """
@@ -145,7 +148,7 @@ class Bench:
         """
         device = self._engine.device
         if device.type == "cuda":
-            # Activations and parameters are twice as wide, besides what is there.
+            # Activations and parameters are twice as wide, in addition to the existing ones.
             needed = 2 * torch.cuda.max_memory_allocated(device)
             total = torch.cuda.get_device_properties(device).total_memory
             if needed > total:
@@ -153,9 +156,12 @@ class Bench:
         self._engine.twin.open()
 
     def first_bad_module(self) -> tuple[str, dict[str, list[float]]]:
-        """The module that made the first bad number of the last watched computation, against the
-        wider one's; empty where nobody can be named. And of each module the largest output in both.
-        Collective."""
+        """Compare the last watched computation with the wider one. Collective.
+
+        Returns:
+            The module that computed the first bad number, empty if none can be named; and the
+            largest output of each module in both.
+        """
         if self._narrow is None:
             return "", {}
         calls, right = self._narrow.calls(), self._wide.calls()
@@ -163,82 +169,85 @@ class Bench:
         return named.pop() if len(named) == 1 else "", largest_by_module(calls, right)
 
     def copies_differ(self) -> bool:
-        """Whether ranks that hold copies of the same weights hold other bits. Collective."""
+        """Whether copies of the same weights differ between ranks. Collective."""
         group, tensors = self._engine.replicated()
-        told = {(int(of), str(told)) for of, told in self._ranks.gather([group, checksum(tensors)])}
-        return len(told) > len({of for of, _ in told})
+        pairs = {
+            (int(group_id), str(pairs))
+            for group_id, pairs in self._ranks.gather([group, checksum(tensors)])
+        }
+        return len(pairs) > len({group_id for group_id, _ in pairs})
 
     def strayed_weights(self) -> list[str]:
-        """Parameters of which one element is no weight any more, against all others. Collective."""
-        told = self._ranks.gather([_extent(shard) for shard in _parameters(self._engine)])
-        found = set()
-        for rows in zip(*told, strict=True):
+        """Parameters with one element far too large compared with all others. Collective."""
+        by_rank = self._ranks.gather([_extent(shard) for shard in _parameters(self._engine)])
+        strayed = set()
+        for rows in zip(*by_rank, strict=True):
             largest = max((row[1] for row in rows), default=0.0)
-            rest = sum(row[2] for row in rows) / max(1, sum(row[3] for row in rows))
-            if largest > max(_STRAY, _STRAY_SIGMAS * math.sqrt(rest)):
-                found.add(str(rows[0][0]))
-        return sorted(found)
+            mean_square = sum(row[2] for row in rows) / max(1, sum(row[3] for row in rows))
+            if largest > max(_STRAY, _STRAY_SIGMAS * math.sqrt(mean_square)):
+                strayed.add(str(rows[0][0]))
+        return sorted(strayed)
 
-    def _works(self, batches: Sequence[MicroBatch]) -> list[MicroStep]:
+    def _micro_steps(self, batches: Sequence[MicroBatch]) -> list[MicroStep]:
         return [
             MicroStep(batch=batch.to(self._engine.device), seed=seed)
             for batch, seed in zip(batches, self._seeds, strict=True)
         ]
 
     def known(self, indices: Indices) -> Reading:
-        """The step's computation on samples that are known to be good: a fixed set of them."""
-        batches = self._fixed(indices)
+        """Compute the step on a fixed set of samples that are known to be good."""
+        batches = self._fixed_batches(indices)
         names = [[None if p is None else -1 - p for p in batch.positions] for batch in batches]
         return self.compute([_without_positions(batch) for batch in batches], names)
 
     def known_of(self, indices: Indices, rank: int) -> Reading:
-        """The same, but that all other ranks than ``rank`` compute padding."""
-        batches = self._fixed(indices)
+        """The same, where all ranks other than ``rank`` compute padding."""
+        batches = self._fixed_batches(indices)
         if rank != self.rank:
             batches = [
                 batch.without([p for p in batch.positions if p is not None]) for batch in batches
             ]
         names = [[None if p is None else -1 - p for p in batch.positions] for batch in batches]
         reading = self.compute([_without_positions(batch) for batch in batches], names)
-        # As if the other ranks' samples had their usual level.
+        # Counts the other ranks' samples as if they had the same level.
         return replace(reading, tokens=reading.tokens * self.world_size)
 
-    def _fixed(self, indices: Indices) -> list[MicroBatch]:
+    def _fixed_batches(self, indices: Indices) -> list[MicroBatch]:
         with same_randomness(self._engine.device):
             return self._feed.fixed(indices)
 
     def read(self, plan: BatchPlan, *, shift: int = 0) -> tuple[MicroBatch, ...]:
-        """The share of the rank ``shift`` before this one, read from the data set once more."""
+        """Read the share of rank ``rank - shift`` from the data set once more."""
         self._heart.enter("explain")
-        whose = (self.rank - shift) % self.world_size
+        source_rank = (self.rank - shift) % self.world_size
         with same_randomness(self._engine.device):
-            return self._feed.read_again(plan, whose)
+            return self._feed.read_again(plan, source_rank)
 
     def rotated(self, plan: BatchPlan, shift: int) -> Reading:
-        """The slots of rank r, computed by rank r + ``shift``."""
+        """Compute the share of each rank r on rank r + ``shift``."""
         return self.compute(self.read(plan, shift=shift))
 
     def differs(
         self, batches: Sequence[MicroBatch], others: Sequence[MicroBatch]
     ) -> list[list[int]]:
-        """By rank, the positions whose samples are not the same in both. Collective."""
+        """The positions whose samples differ, by rank. Collective."""
         own = sorted({p for a, b in zip(batches, others, strict=True) for p in _differing(a, b)})
-        return [list(told) for told in self._ranks.gather(own)]
+        return [list(positions) for positions in self._ranks.gather(own)]
 
-    def could_all(self, batches: Sequence[MicroBatch]) -> bool:
+    def all_readable(self, batches: Sequence[MicroBatch]) -> bool:
         """Whether every rank could read all of its samples. Collective."""
         failed = any(batch.unreadable for batch in batches)
         return self._ranks.sum([float(failed)])[0] == 0
 
     def hosts(self, name: str) -> list[str]:
-        """Of all ranks."""
-        return [str(told) for told in self._ranks.gather(name)]
+        """The host names of all ranks. Collective."""
+        return [str(host) for host in self._ranks.gather(name)]
 
     def _drop_gradients(self) -> None:
         one = torch.ones((), device=self._engine.device)
         self._engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
 
-    def _told(
+    def _gather_reading(
         self, sums: LocalSums, batches: Sequence[MicroBatch], names: Sequence[Names]
     ) -> Reading:
         own = _share(sums, batches, names)
@@ -253,17 +262,17 @@ class Bench:
 
 
 def _parameters(engine: Engine) -> list[Shard]:
-    """In one order on all ranks; of some this one may hold nothing."""
+    """The parameters' shards, in the same order on all ranks; some may be empty."""
     return [shard for shard in engine.shards() if shard.name.startswith("param/")]
 
 
 def _extent(shard: Shard) -> tuple[str, float, float, int]:
-    """Name, largest magnitude, squares of all others together, how many they are."""
+    """Name, largest magnitude, and the sum of squares and number of all other elements."""
     if not len(shard.local):
         return shard.name.partition("/")[2], 0.0, 0.0, 0
     size = shard.local.detach().double().abs()
-    largest, at = size.max(dim=0)
-    size[at] = 0.0
+    largest, index = size.max(dim=0)
+    size[index] = 0.0
     worst = float(largest)
     square = float(size.square().sum())
     if not (math.isfinite(worst) and math.isfinite(square)):
@@ -271,22 +280,24 @@ def _extent(shard: Shard) -> tuple[str, float, float, int]:
     return shard.name.partition("/")[2], worst, square, len(size) - 1
 
 
-def left_out(batches: Sequence[MicroBatch], positions: Collection[int]) -> list[MicroBatch]:
-    """The same, with padding for the samples at these positions."""
+def without_samples(batches: Sequence[MicroBatch], positions: Collection[int]) -> list[MicroBatch]:
+    """The batches with padding instead of the samples at these positions."""
     return [batch.without(positions) for batch in batches]
 
 
 def _share(
     sums: LocalSums, batches: Sequence[MicroBatch], names: Sequence[Names]
 ) -> tuple[list[float], list[list[Any]]]:
-    """What one rank tells: its sums, and of each sample name, loss, norm and tokens."""
-    told = sums.sequences.to_host()
-    norms = told.gradient_norms or [0.0] * len(told.losses)
+    """One rank's sums, and name, loss, norm and tokens of each of its samples."""
+    host_sums = sums.sequences.to_host()
+    norms = host_sums.gradient_norms or [0.0] * len(host_sums.losses)
     counts = [count for batch in batches for count in batch.counts()]
-    called = [name for of_one in names for name in of_one]
+    sample_names = [name for of_one in names for name in of_one]
     rows = [
         [name, loss, norm, count]
-        for name, loss, norm, count in zip(called, told.losses, norms, counts, strict=True)
+        for name, loss, norm, count in zip(
+            sample_names, host_sums.losses, norms, counts, strict=True
+        )
         if name is not None
     ]
     square, count = float(sums.grad_square), float(sums.count)
@@ -299,7 +310,7 @@ def _differing(one: MicroBatch, other: MicroBatch) -> list[int]:
     return [
         position
         for row, position in enumerate(one.positions)
-        if position is not None and not all(_alike(a[row], b[row]) for a, b in tensors)
+        if position is not None and not all(_equal_bits(a[row], b[row]) for a, b in tensors)
     ]
 
 
@@ -308,7 +319,7 @@ def _pairs(one: MicroBatch, other: MicroBatch) -> list[tuple[torch.Tensor, torch
     return [(fields[name], others[name]) for name in fields if name in others]
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     # As bytes: NaN is not equal to itself.
@@ -317,5 +328,5 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _without_positions(batch: MicroBatch) -> MicroBatch:
-    """Samples that have no place in the stream."""
+    """The batch with positions removed: its samples are not from the stream."""
     return batch.at((None,) * len(batch.positions))

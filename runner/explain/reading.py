@@ -1,4 +1,4 @@
-"""The numbers of one computation of a step, from all ranks, and what stands out in them. Pure.
+"""The numbers of one computation of a step from all ranks, and its outliers. Pure.
 
 Samples are compared one by one and not by the global norm: on a CPU a sample's loss has the same
 bits on whichever rank it is computed, the norm has not (the order of its sums is another).
@@ -13,19 +13,24 @@ from typing import Any
 
 from runner.policy.decision.signals import Limits
 
-# A culprit stands out by itself: leaving out the loudest lowers any loss, and proves nothing.
+# A culprit must stand out by itself: to omit the loudest sample lowers any loss and proves nothing.
 _NATS_ABOVE = 0.5
 _NORMS_ABOVE = 4.0
-# Two results that differ by no more than this many floors are the same (issue 17, trap 1).
+# Results that differ by at most this many noise floors count as equal (issue 17, trap 1).
 _FLOORS = 20.0
-# What closed the gate was no smaller; a device may well repeat its bits three times, and not once.
-_LEAST = 1e-4
+# A fault that closes the gate is larger; a device may repeat its bits three times, then not.
+_LEAST_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample: ``loss`` summed nats over ``count`` tokens, ``norm`` of the gradient at the
-    embedding's output, ``rank`` that computed it."""
+    """One sample.
+
+    Attributes:
+        rank: which computed it.
+        loss: summed nats over ``count`` tokens.
+        norm: of the gradient at the embedding's output.
+    """
 
     rank: int
     loss: float
@@ -44,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank told: its sums (see :class:`runner.engine.protocol.LocalSums`)."""
+    """One rank's sums (see :class:`runner.engine.protocol.LocalSums`)."""
 
     loss: float
     square: float
@@ -56,10 +61,10 @@ class Share:
 class Reading:
     """One computation of a step.
 
-    ``rows`` by position in the stream, without padding; of samples that are not from it by
-    negative numbers. ``shares`` by rank. ``tokens`` is what loss and norm are divided by: where
-    samples are left out, that of the whole batch. Their loss is ``usual_loss`` nats per token then,
-    their gradient nothing.
+    ``rows`` are by position in the stream, without padding; samples from elsewhere have negative
+    numbers. ``shares`` are by rank. ``tokens`` is the divisor of loss and norm: that of the whole
+    batch, also if samples are left out. Those then count with ``usual_loss`` nats per token and a
+    gradient of zero.
     """
 
     rows: Mapping[int, Row]
@@ -85,7 +90,7 @@ class Reading:
         return tuple(rank for rank, share in enumerate(self.shares) if share.nonfinite)
 
     def is_good(self, limits: Limits) -> bool:
-        """Whether the gate would let it pass."""
+        """Whether the gate would apply the step."""
         loss, norm = self.loss, self.grad_norm
         return (
             math.isfinite(loss)
@@ -100,7 +105,7 @@ class Reading:
         return sum(share.count for share in self.shares)
 
     def to_json(self) -> dict[str, Any]:
-        """Numbers as they are; what is not finite is named by the writer."""
+        """The numbers; the writer encodes those that are not finite."""
         return {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
@@ -127,9 +132,9 @@ class Usual:
 
 
 def usual(known: Reading, *, without: Collection[int] = ()) -> Usual | None:
-    """What is usual on known samples, but for those that the ranks ``without`` computed.
+    """The usual level of known samples, without those that the ranks ``without`` computed.
 
-    None where that is nothing, or not finite.
+    None if there are none, or one is not finite.
     """
     rows = [row for row in known.rows.values() if row.rank not in without]
     if not rows or not all(row.is_finite for row in rows):
@@ -143,14 +148,14 @@ def outstanding(reading: Reading, level: Usual) -> set[int]:
 
 
 def ranks_of(reading: Reading, positions: Iterable[int]) -> set[int]:
-    """Who computed them, and whoever met NaN or Inf beside them."""
+    """The ranks that computed them, and ranks with NaN or Inf."""
     return {reading.rows[position].rank for position in positions} | set(reading.nonfinite_ranks)
 
 
 def noise_floor(readings: Sequence[Reading]) -> float:
-    """The largest relative difference between computations of the same samples alike."""
+    """The largest relative difference between repeated computations of the same samples."""
     first, *others = readings
-    return max((_largest(first, other) for other in others), default=0.0)
+    return max((_largest_difference(first, other) for other in others), default=0.0)
 
 
 def differing_ranks(one: Reading, others: Sequence[Reading], floor: float) -> set[int]:
@@ -158,51 +163,53 @@ def differing_ranks(one: Reading, others: Sequence[Reading], floor: float) -> se
 
     ``floor``: see :func:`noise_floor`.
 
-    The square of the reduced gradient is no rank's own.
+    The square of the reduced gradient belongs to no single rank.
     """
-    found = set()
+    ranks = set()
     for rank, share in enumerate(one.shares):
-        mine = [(position, row) for position, row in one.rows.items() if row.rank == rank]
+        own_rows = [(position, row) for position, row in one.rows.items() if row.rank == rank]
 
         def differs(
             other: Reading,
             rank: int = rank,
             share: Share = share,
-            mine: Collection[tuple[int, Row]] = mine,
+            own_rows: Collection[tuple[int, Row]] = own_rows,
         ) -> bool:
             pairs = [(share.loss, other.shares[rank].loss)]
-            for position, row in mine:
+            for position, row in own_rows:
                 twin = other.rows[position]
                 pairs += [(row.loss, twin.loss), (row.norm, twin.norm)]
-            is_flag = share.nonfinite is not other.shares[rank].nonfinite
-            return is_flag or any(apart(a, b) > _tolerance(floor) for a, b in pairs)
+            is_flag_different = share.nonfinite is not other.shares[rank].nonfinite
+            return is_flag_different or any(
+                relative_difference(a, b) > _tolerance(floor) for a, b in pairs
+            )
 
         if all(differs(other) for other in others):
-            found.add(rank)
-    return found
+            ranks.add(rank)
+    return ranks
 
 
 def is_beyond(one: Reading, other: Reading, floor: float) -> bool:
     """Whether two computations of the same samples differ by more than noise."""
-    return _largest(one, other) > _tolerance(floor)
+    return _largest_difference(one, other) > _tolerance(floor)
 
 
 def _tolerance(floor: float) -> float:
-    return max(_FLOORS * floor, _LEAST)
+    return max(_FLOORS * floor, _LEAST_TOLERANCE)
 
 
-def apart(one: float, other: float) -> float:
-    """The relative difference; 0 for two that are both not finite, infinity where one is."""
+def relative_difference(one: float, other: float) -> float:
+    """The relative difference; 0 if both are not finite, infinity if one is."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return 0.0 if math.isfinite(one) is math.isfinite(other) else math.inf
     most = max(abs(one), abs(other))
     return abs(one - other) / most if most else 0.0
 
 
-def _largest(one: Reading, other: Reading) -> float:
+def _largest_difference(one: Reading, other: Reading) -> float:
     pairs = [(one.loss, other.loss), (one.grad_norm, other.grad_norm)]
     for position, row in one.rows.items():
         twin = other.rows[position]
         pairs += [(row.loss, twin.loss), (row.norm, twin.norm)]
     pairs += [(a.loss, b.loss) for a, b in zip(one.shares, other.shares, strict=True)]
-    return max(apart(a, b) for a, b in pairs)
+    return max(relative_difference(a, b) for a, b in pairs)

@@ -1,7 +1,7 @@
-"""The order of the probes: what is computed next, given what came out, until a cause is proven.
+"""Chooses the next probe from the results so far, until a cause is proven.
 
-The letters are those of the probes in docs/explaining.md. Every decision rests on readings that all
-ranks hold alike, so all ranks do the same probes and come to the same finding.
+The letters are those of the probes in docs/explaining.md. Every decision uses readings that are the
+same on all ranks, so all ranks run the same probes and reach the same finding.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from dataclasses import replace
 
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import MicroBatch
-from runner.explain.case import NO_WAY_BACK, Case, Evidence, nothing, some
+from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing
 from runner.explain.culprits import Culprits
 from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Bench
 from runner.explain.reading import (
     Reading,
-    apart,
     differing_ranks,
     is_beyond,
     noise_floor,
     outstanding,
     ranks_of,
+    relative_difference,
     usual,
 )
 
-_MOST_AGAIN = 5  # of a step that is bad now and then
-_REPEATS = 3  # of a step that came out good: the refutation of a transient fault
-_MOST_NOISE = 1e-3  # relative: beyond it nothing can be told from a replay
-_MOST_READS = 3  # of a batch, until two in a row are alike
-_MOST_RANKS_ALONE = 4  # one by one; more would cost more than an incident may
+_MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
+_REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault
+_MOST_NOISE = 1e-3  # relative; with more noise a replay proves nothing
+_MOST_READS = 3  # reads of a batch, until two in a row are equal
+_MOST_RANKS_ALONE = 4  # tested one by one; more would exceed the budget of an incident
 
-# In a wider precision the step must be another one, not one just below the limits.
+# In a wider precision the step must be clearly different, not just below the limits.
 _FAR_LOSS, _FAR_NORM = 0.05, 0.3
-_MOST_TOLD = 8  # parameters
+_MOST_NAMES = 8  # parameters
 _ADVICE = "compute this operation in FP32, or bound its input (model.qk_norm, model.z_loss)"
 
 
 class Replay:
-    """Finds the cause of one bad step after the other.
+    """Finds the causes of bad steps.
 
     Args:
-        known: samples that are known to be good; as many as a step has, or none.
-        host: the name of this rank's.
-        reread: gives the loader the samples of a plan as they were read again.
+        known: returns samples that are known to be good, as many as a step has, or none.
+        host: the name of this rank's host.
+        reread: replaces the loader's samples of a plan by those that were read again.
     """
 
     def __init__(
@@ -61,86 +61,88 @@ class Replay:
         self._reread = reread
 
     def explain(self, case: Case) -> Finding:
-        """The cause of a bad step, on all ranks alike. Collective; the state is as before."""
+        """The cause of a bad step, the same on all ranks. Collective; the state is unchanged."""
         first = self._bench.begin(case.attempt)
-        seen = Evidence(most_steps=case.most_steps, first=first, batches=case.attempt.batches)
-        seen.note("first", first)
-        found = self._found(case, seen)
+        evidence = Evidence(most_steps=case.most_steps, first=first, batches=case.attempt.batches)
+        evidence.note("first", first)
+        finding = self._find(case, evidence)
         hosts = self._bench.hosts(self._host)
-        if found.cause is Cause.sticky and len(set(hosts)) > 1:
-            found = replace(found, remedy=Remedy.leave)
+        if finding.cause is Cause.sticky and len(set(hosts)) > 1:
+            finding = replace(finding, remedy=Remedy.leave)
         return replace(
-            found,
-            hosts=tuple(dict.fromkeys(hosts[rank] for rank in found.ranks)),
-            not_tried=tuple(dict.fromkeys([*seen.not_tried, *found.not_tried])),
+            finding,
+            hosts=tuple(dict.fromkeys(hosts[rank] for rank in finding.ranks)),
+            not_tried=tuple(dict.fromkeys([*evidence.not_tried, *finding.not_tried])),
             steps=self._bench.num_steps,
-            numbers=seen.numbers,
-            layers=seen.layers,
+            numbers=evidence.numbers,
+            layers=evidence.layers,
         )
 
     def known_now(self) -> Reading | None:
-        """Samples known to be good, with the weights as they are; None without any. Collective."""
+        """The reading of good samples with the current weights; None without any. Collective."""
         indices = self._known()
         return self._bench.known(indices) if len(indices) else None
 
-    def _found(self, case: Case, seen: Evidence) -> Finding:
-        again = seen.note("A", self._bench.compute_watched(seen.batches))
+    def _find(self, case: Case, evidence: Evidence) -> Finding:
+        again = evidence.note("A", self._bench.compute_watched(evidence.batches))
         if again.is_good(case.limits):
-            return self._came_out_good(case, seen, again)
-        misread = self._misread(case, seen)
+            return self._transient(case, evidence, again)
+        misread = self._misread(case, evidence)
         if misread is not None:
             return misread
         if case.overflowed:
-            numerics = self._in_the_precision(case, seen, again)
+            numerics = self._numerics(case, evidence, again)
             if numerics is not None:
                 return numerics
-        return self._comes_again(case, seen, again)
+        return self._bad_again(case, evidence, again)
 
-    # -- A came out good: a transient fault, unless it comes and goes -----------------------
+    # -- A is good: a transient fault, unless it is intermittent -----------------------------
 
-    def _came_out_good(self, case: Case, seen: Evidence, again: Reading) -> Finding:
+    def _transient(self, case: Case, evidence: Evidence, again: Reading) -> Finding:
         readings = [again]
         for number in range(2, _REPEATS + 1):
-            readings.append(seen.note(f"A{number}", self._bench.compute(seen.batches)))
+            readings.append(evidence.note(f"A{number}", self._bench.compute(evidence.batches)))
         bad = [reading for reading in readings if not reading.is_good(case.limits)]
         if bad:
             good = [reading for reading in readings if reading.is_good(case.limits)]
-            return _comes_and_goes(good, [seen.first, *bad])
+            return _intermittent(good, [evidence.first, *bad])
         floor = noise_floor(readings)
-        seen.numbers["floor"] = floor
-        if floor > _MOST_NOISE or not all(is_beyond(seen.first, one, floor) for one in readings):
-            return nothing(
+        evidence.numbers["floor"] = floor
+        if floor > _MOST_NOISE or not all(
+            is_beyond(evidence.first, one, floor) for one in readings
+        ):
+            return inconclusive(
                 Cause.not_reproducible,
-                f"the step computed again differs from itself by {floor:.2g}, relatively: nothing "
-                "can be told from that",
+                f"repeated computations of the step differ by {floor:.2g}, relatively: a replay "
+                "proves nothing",
             )
-        ranks = differing_ranks(seen.first, readings, floor)
+        ranks = differing_ranks(evidence.first, readings, floor)
         named = tuple(ranks) if len(ranks) == 1 else ()
         return Finding(
             cause=Cause.transient,
             remedy=Remedy.redo,
             why=f"computed {_REPEATS} times again from the same samples and weights the step is "
-            f"good each time, and {_whose(named, ranks)}",
+            f"good each time, and {_rank_sentence(named, ranks)}",
             refutation="the step is bad again",
             is_tried=True,
             ranks=named,
         )
 
-    # -- J: the samples from storage again ---------------------------------------------------
+    # -- J: read the samples again -----------------------------------------------------------
 
-    def _misread(self, case: Case, seen: Evidence) -> Finding | None:
-        """Samples that were not what the data set holds; None where they were."""
+    def _misread(self, case: Case, evidence: Evidence) -> Finding | None:
+        """A finding if samples differ from those in the data set; None if they do not."""
         plan = case.attempt.plan
-        fresh = self._settled(plan, seen)
+        fresh = self._read_until_stable(plan, evidence)
         if fresh is None:
             return None
-        wrong = self._bench.differs(seen.batches, fresh)
+        wrong = self._bench.differs(evidence.batches, fresh)
         if not any(wrong):
             return None
-        seen.batches = fresh
-        reading = seen.note("J", self._bench.compute(fresh))
+        evidence.batches = fresh
+        reading = evidence.note("J", self._bench.compute(fresh))
         if not reading.is_good(case.limits):
-            seen.not_tried.append("J: samples were read wrongly, but that is not all")
+            evidence.not_tried.append("J: samples were read wrongly, but that is not all")
             return None
         self._reread(plan, fresh)
         ranks = tuple(rank for rank, positions in enumerate(wrong) if positions)
@@ -148,190 +150,200 @@ class Replay:
         return Finding(
             cause=Cause.misread,
             remedy=Remedy.redo,
-            why=f"{len(positions)} sample(s) (stream positions {some(positions)}) were other bits "
-            "than the data set gives when it is asked again, and with those the step is good: "
-            "storage, loader or the memory of the host",
+            why=f"{len(positions)} sample(s) (stream positions {listing(positions)}) had other "
+            "bits than the data set returns now, and with those the step is good: storage, loader "
+            "or host memory",
             refutation="the step is bad with the samples read again",
             is_tried=True,
             ranks=ranks,
             positions=tuple(positions),
         )
 
-    def _settled(self, plan: BatchPlan, seen: Evidence) -> tuple[MicroBatch, ...] | None:
-        """The batch as two reads in a row give it; None where none do."""
-        before = self._bench.read(plan)
+    def _read_until_stable(
+        self, plan: BatchPlan, evidence: Evidence
+    ) -> tuple[MicroBatch, ...] | None:
+        """The batch once two reads in a row are equal; None if they never are."""
+        previous = self._bench.read(plan)
         for _ in range(_MOST_READS - 1):
             batches = self._bench.read(plan)
-            if not self._bench.could_all([*before, *batches]):
-                seen.not_tried.append("J: samples could not be read again")
+            if not self._bench.all_readable([*previous, *batches]):
+                evidence.not_tried.append("J: samples could not be read again")
                 return None
-            if not any(self._bench.differs(before, batches)):
+            if not any(self._bench.differs(previous, batches)):
                 return batches
-            before = batches
-        seen.not_tried.append("J: the data set gives other samples each time")
+            previous = batches
+        evidence.not_tried.append("J: the data set gives other samples each time")
         return None
 
-    # -- bad again ------------------------------------------------------------------------------
+    # -- A is bad again -------------------------------------------------------------------------
 
-    def _comes_again(self, case: Case, seen: Evidence, again: Reading) -> Finding:
+    def _bad_again(self, case: Case, evidence: Evidence, again: Reading) -> Finding:
         indices = self._known()
         if not len(indices):
-            return nothing(
+            return inconclusive(
                 Cause.unclear, "bad each time, and no samples are known to be good (data.held_out)"
             )
-        known = seen.note("known", self._bench.known(indices))
+        known = evidence.note("known", self._bench.known(indices))
         rotated = None
         if self._bench.world_size > 1:
-            rotated = seen.note("B", self._bench.rotated(case.attempt.plan, 1))
+            rotated = evidence.note("B", self._bench.rotated(case.attempt.plan, 1))
             ranks = _sticky_ranks([again, rotated], known, self._bench.world_size)
             if ranks:
-                return _sick_copy(ranks) if self._bench.copies_differ() else _sticky(ranks)
+                return _differing_copy(ranks) if self._bench.copies_differ() else _sticky(ranks)
             if rotated.is_good(case.limits):
-                return self._now_and_then(case, seen, again)
+                return self._repeat(case, evidence, again)
         else:
-            seen.not_tried.append("B: there is one rank only")
-        numerics = None if case.overflowed else self._in_the_precision(case, seen, again)
+            evidence.not_tried.append("B: there is one rank only")
+        numerics = None if case.overflowed else self._numerics(case, evidence, again)
         if numerics is not None:
             return numerics
         if not known.is_good(case.limits):
-            later = self._later_is_good(case, known, seen)
+            later = self._later_is_good(case, known, evidence)
             if later is None:
-                return self._bad_on_known(case, indices, known, seen)
+                return self._bad_on_known(case, indices, known, evidence)
             known = later
         level = usual(known)
         assert level is not None, "a good reading is finite"
-        culprits = Culprits(self._bench, case, seen, known=known, level=level)
+        culprits = Culprits(self._bench, case, evidence, known=known, level=level)
         return culprits.find([reading for reading in (again, rotated) if reading is not None])
 
-    def _now_and_then(self, case: Case, seen: Evidence, again: Reading) -> Finding:
-        """Bad twice, and good when each rank computed its neighbour's samples."""
+    def _repeat(self, case: Case, evidence: Evidence, again: Reading) -> Finding:
+        """Repeat a step that was bad twice, but good when ranks swapped their samples."""
         good: list[Reading] = []
-        bad = [seen.first, again]
+        bad = [evidence.first, again]
         for number in range(2, _MOST_AGAIN + 1):
-            if len(good) == 2 or not seen.left(self._bench):
+            if len(good) == 2 or not evidence.left(self._bench):
                 break
-            reading = seen.note(f"A{number}", self._bench.compute(seen.batches))
+            reading = evidence.note(f"A{number}", self._bench.compute(evidence.batches))
             (good if reading.is_good(case.limits) else bad).append(reading)
-        return _comes_and_goes(good, bad)
+        return _intermittent(good, bad)
 
     # -- C: in a wider precision ----------------------------------------------------------------
 
-    def _in_the_precision(self, case: Case, seen: Evidence, again: Reading) -> Finding | None:
-        """Bad in the run's precision only; None where the wider one is bad as well."""
+    def _numerics(self, case: Case, evidence: Evidence, again: Reading) -> Finding | None:
+        """A finding if the step is bad only in the run's precision; None if also in a wider one."""
         name = self._bench.wider
-        if not name or not seen.left(self._bench):
-            seen.not_tried.append("C: there is no wider precision here")
+        if not name or not evidence.left(self._bench):
+            evidence.not_tried.append("C: there is no wider precision here")
             return None
-        wide = self._bench.compute_wider(seen.batches)
+        wide = self._bench.compute_wider(evidence.batches)
         if wide is None:
-            seen.not_tried.append(f"C: no memory for the model in {name}")
+            evidence.not_tried.append(f"C: no memory for the model in {name}")
             return None
-        seen.note(f"C {name}", wide)
+        evidence.note(f"C {name}", wide)
         if not wide.is_good(case.limits) or not _is_far(again, wide):
             return None
         strayed = self._bench.strayed_weights()
         if strayed:
-            # A flipped bit makes a number that the wider precision can hold: no operation's fault.
-            seen.numbers["strayed"] = strayed[:_MOST_TOLD]
+            # A wider precision can hold the number of a flipped bit: no operation is at fault.
+            evidence.numbers["strayed"] = strayed[:_MOST_NAMES]
             return None
-        module, seen.layers = self._bench.first_bad_module()
-        where = f"the first bad number comes from {module}" if module else "no module is named"
-        can = self._bench.applies_wider
+        module, evidence.layers = self._bench.first_bad_module()
+        module_text = (
+            f"the first bad number comes from {module}" if module else "no module is named"
+        )
+        applies = self._bench.applies_wider
         return Finding(
             cause=Cause.numerics,
-            remedy=Remedy.widen if can else Remedy.ladder,
+            remedy=Remedy.widen if applies else Remedy.ladder,
             why=f"in {name} the same step is good (loss {wide.loss:.4g}, norm "
-            f"{wide.grad_norm:.4g}); {where}",
+            f"{wide.grad_norm:.4g}); {module_text}",
             refutation=f"the step is bad in {name} as well",
             is_tried=True,
             module=module,
-            not_tried=() if can else (f"this engine makes no update in {name}: {_ADVICE}",),
+            not_tried=() if applies else (f"this engine makes no update in {name}: {_ADVICE}",),
         )
 
-    def _later_is_good(self, case: Case, known: Reading, seen: Evidence) -> Reading | None:
-        """Samples far behind the incident, where they say that the weights are sound.
+    def _later_is_good(self, case: Case, known: Reading, evidence: Evidence) -> Reading | None:
+        """The reading of samples far after the incident, if it shows that the weights are intact.
 
-        The limits are those of training. A network that has learnt its samples by heart may lie
-        above them on held-out ones, on most of these and by no more than their level: then samples
-        of the stream are the measure. None where they are bad too, or known ones are so otherwise.
+        The limits are those of training. A network that has memorised its samples may exceed them
+        on most held-out samples, only by their loss: then samples of the stream are used instead.
+        None if these are bad too, or the known ones are bad in another way.
         """
         rows = known.rows.values()
         if not all(row.is_finite for row in rows):
             return None
         above = sum(row.level > case.limits.loss for row in rows)
-        if 2 * above <= len(known.rows) or not seen.left(self._bench):
+        if 2 * above <= len(known.rows) or not evidence.left(self._bench):
             return None
-        later = seen.note("later", self._bench.compute(self._bench.read(case.later)))
-        is_measure = later.is_good(case.limits) and all(r.is_finite for r in later.rows.values())
-        return later if is_measure else None
+        later = evidence.note("later", self._bench.compute(self._bench.read(case.later)))
+        is_usable = later.is_good(case.limits) and all(r.is_finite for r in later.rows.values())
+        return later if is_usable else None
 
     def _bad_on_known(
-        self, case: Case, indices: Indices, known: Reading, seen: Evidence
+        self, case: Case, indices: Indices, known: Reading, evidence: Evidence
     ) -> Finding:
-        """Known samples are bad as well: not the data's fault."""
-        own = usual(known)
-        is_gradient_alone = own is not None and known.loss <= case.limits.loss
-        alone = 1 < self._bench.world_size <= _MOST_RANKS_ALONE
-        if is_gradient_alone and alone and seen.left(self._bench) >= self._bench.world_size:
-            rank = self._rank_alone(case, indices, seen)
+        """The finding if known samples are bad as well: the data is not at fault."""
+        known_level = usual(known)
+        is_gradient_alone = known_level is not None and known.loss <= case.limits.loss
+        few_ranks = 1 < self._bench.world_size <= _MOST_RANKS_ALONE
+        if is_gradient_alone and few_ranks and evidence.left(self._bench) >= self._bench.world_size:
+            rank = self._rank_alone(case, indices, evidence)
             if rank is not None:
                 return _sticky([rank])
-        words = "samples that are known to be good are bad with these weights too"
+        why = "samples that are known to be good are bad with these weights too"
         if case.came_again:
-            words += (
+            why += (
                 ", and every step from the clean checkpoint up to this one has come as it did the "
                 "first time: training itself has made them"
             )
         else:
-            seen.not_tried += [NO_WAY_BACK]
-            words += ": the state is corrupted or the rate too high; it is not these samples"
-        return Finding(cause=Cause.unclear, remedy=Remedy.go_back, why=words)
+            evidence.not_tried += [NOT_RECOMPUTED]
+            why += ": the state is corrupted or the rate too high; it is not these samples"
+        return Finding(cause=Cause.unclear, remedy=Remedy.go_back, why=why)
 
-    def _rank_alone(self, case: Case, indices: Indices, seen: Evidence) -> int | None:
-        """The one rank whose own gradient is bad, all others having padding only."""
+    def _rank_alone(self, case: Case, indices: Indices, evidence: Evidence) -> int | None:
+        """The only rank whose gradient is bad while all others compute padding; None if not one."""
         bad = []
         for rank in range(self._bench.world_size):
-            reading = seen.note(f"rank {rank} alone", self._bench.known_of(indices, rank))
+            reading = evidence.note(f"rank {rank} alone", self._bench.known_of(indices, rank))
             if not reading.is_good(case.limits):
                 bad.append(rank)
         return bad[0] if len(bad) == 1 else None
 
 
-def _is_far(one: Reading, other: Reading) -> bool:
-    """Whether two precisions differ by more than rounding: a step near its limit is no fault."""
+def _is_far(first: Reading, other: Reading) -> bool:
+    """Whether two precisions differ by more than rounding near a limit would explain."""
     return (
-        one.nonfinite_ranks != other.nonfinite_ranks
-        or apart(one.loss, other.loss) > _FAR_LOSS
-        or apart(one.grad_norm, other.grad_norm) > _FAR_NORM
+        first.nonfinite_ranks != other.nonfinite_ranks
+        or relative_difference(first.loss, other.loss) > _FAR_LOSS
+        or relative_difference(first.grad_norm, other.grad_norm) > _FAR_NORM
     )
 
 
 def _sticky_ranks(readings: Sequence[Reading], known: Reading, world_size: int) -> tuple[int, ...]:
-    """The ranks on which samples are bad, whichever they are, judged by the other ranks.
+    """The ranks on which all samples are bad, judged by the other ranks.
 
-    Empty where there are none, or where none is left to judge by.
+    Empty if there are none, or no rank is left to judge by.
     """
     ranks = set(range(world_size))
     levels = [usual(known, without=ranks - {rank}) for rank in range(world_size)]
-    sound = [level for level in levels if level is not None]
-    if not sound:
+    levels_known = [level for level in levels if level is not None]
+    if not levels_known:
         return ()
-    best = min(sound, key=lambda level: level.level)
-    sick = ranks_of(known, outstanding(known, best))
-    level = usual(known, without=sick)
-    if not sick or level is None:
+    lowest = min(levels_known, key=lambda level: level.level)
+    suspects = ranks_of(known, outstanding(known, lowest))
+    level = usual(known, without=suspects)
+    if not suspects or level is None:
         return ()
     bad = [ranks_of(one, outstanding(one, level)) for one in (*readings, known)]
-    return tuple(sorted(sick)) if all(one == sick for one in bad) else ()
+    return tuple(sorted(suspects)) if all(one == suspects for one in bad) else ()
 
 
-def _comes_and_goes(good: Sequence[Reading], bad: Sequence[Reading]) -> Finding:
-    """The same step, good at one time and bad at another. A rank is named where its own numbers
-    were others each time that it was bad, and no other rank's were."""
+def _intermittent(good: Sequence[Reading], bad: Sequence[Reading]) -> Finding:
+    """The finding for a step that is sometimes good and sometimes bad.
+
+    A rank is named if only its own numbers differed each time the step was bad.
+    """
     floor = noise_floor(good) if len(good) > 1 else 1.0
-    each = [differing_ranks(one, good, floor) for one in bad] if floor <= _MOST_NOISE else []
-    if len(each) > 1 and all(ranks == each[0] and len(ranks) == 1 for ranks in each):
-        (rank,) = each[0]
+    ranks_by_reading = (
+        [differing_ranks(one, good, floor) for one in bad] if floor <= _MOST_NOISE else []
+    )
+    if len(ranks_by_reading) > 1 and all(
+        ranks == ranks_by_reading[0] and len(ranks) == 1 for ranks in ranks_by_reading
+    ):
+        (rank,) = ranks_by_reading[0]
         return Finding(
             cause=Cause.sticky,
             remedy=Remedy.redo,
@@ -342,15 +354,15 @@ def _comes_and_goes(good: Sequence[Reading], bad: Sequence[Reading]) -> Finding:
             is_tried=True,
             ranks=(rank,),
         )
-    return nothing(
+    return inconclusive(
         Cause.not_reproducible,
         "the same step is good at one time and bad at another: a device that fails now and then, "
         "or a computation that does not repeat",
     )
 
 
-def _sick_copy(ranks: Sequence[int]) -> Finding:
-    """What looks like a sick device is its copy of the weights."""
+def _differing_copy(ranks: Sequence[int]) -> Finding:
+    """The finding if a rank's copy of the weights is wrong, rather than its device."""
     who = ", ".join(map(str, ranks))
     return Finding(
         cause=Cause.state,
@@ -377,7 +389,7 @@ def _sticky(ranks: Sequence[int]) -> Finding:
     )
 
 
-def _whose(named: tuple[int, ...], differing: set[int]) -> str:
+def _rank_sentence(named: tuple[int, ...], differing: set[int]) -> str:
     if named:
         return f"it was rank {named[0]} whose own numbers were others"
     if differing:

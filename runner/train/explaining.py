@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from runner.data.cursor import BatchPlan
-from runner.explain.bundle import Bundles, Told
+from runner.explain.bundle import Bundles, ExplainedStep
 from runner.explain.case import Case
 from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Attempt
@@ -196,7 +196,7 @@ class ExplainingGuard:
         """Write the evidence down, before the journal refers to it."""
         number = finding.bundle
         if self._evidence.bundles is not None and info.batch is not None and number is not None:
-            told = Told(
+            told = ExplainedStep(
                 step=info.signals.step,
                 plan=info.batch,
                 limits=state.baseline.limits,

@@ -24,8 +24,15 @@ from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.explain.case import Case
 from runner.explain.finding import Cause, Finding, Remedy
-from runner.explain.probe import Attempt, Bench, left_out
-from runner.explain.reading import Reading, Row, Share, apart, differing_ranks, noise_floor
+from runner.explain.probe import Attempt, Bench, without_samples
+from runner.explain.reading import (
+    Reading,
+    Row,
+    Share,
+    differing_ranks,
+    noise_floor,
+    relative_difference,
+)
 from runner.explain.replay import Replay
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
@@ -114,7 +121,7 @@ def test_probes_leave_state_and_randomness_as_they_were() -> None:
     known = bench.known(real.stream.held_out_indices(8))
     assert len(known.rows) == 8 and all(position < 0 for position in known.rows)
     gone = int(plan.positions[2])
-    rest = bench.compute(left_out(batches, {gone}))
+    rest = bench.compute(without_samples(batches, {gone}))
     assert set(rest.rows) == set(first.rows) - {gone}
     assert {p: r.loss for p, r in rest.rows.items()}.items() <= {
         p: r.loss for p, r in first.rows.items()
@@ -122,7 +129,10 @@ def test_probes_leave_state_and_randomness_as_they_were() -> None:
     assert rest.shares[0].count < first.shares[0].count
     wide = bench.compute_wider(batches)
     assert wide is not None and wide != first, "in FP64 other bits"
-    assert apart(wide.loss, first.loss) < 1e-5 and apart(wide.grad_norm, first.grad_norm) < 1e-4
+    assert (
+        relative_difference(wide.loss, first.loss) < 1e-5
+        and relative_difference(wide.grad_norm, first.grad_norm) < 1e-4
+    )
     assert bench.first_bad_module()[0] == "" and not bench.strayed_weights()
     assert (digest(real.engine), drawn()) == before
     assert bench.num_steps == 6
@@ -290,7 +300,7 @@ class World:
         wrong = sorted(self.misread) if fresh else []
         return [[p for p in wrong if p % self.world_size == r] for r in range(self.world_size)]
 
-    def could_all(self, batches: Any) -> bool:
+    def all_readable(self, batches: Any) -> bool:
         return True
 
     def hosts(self, name: str) -> list[str]:
@@ -330,7 +340,7 @@ class Positions(dict[int, int]):
 
 def explained(world: World, monkeypatch: pytest.MonkeyPatch, most_steps: int = 10) -> Finding:
     monkeypatch.setattr(
-        "runner.explain.culprits.left_out",
+        "runner.explain.culprits.without_samples",
         lambda batches, gone: Positions({p: f for p, f in batches.items() if p not in gone}),
     )
     bench: Any = world
@@ -571,7 +581,7 @@ def test_evidence_is_shown_without_what_a_terminal_acts_on(
     assert replay_command([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "incident 3, step 3" in shown
-    assert "known are 3" in replay_fails(tmp_path, "--incident", "4")
+    assert "there are 3" in replay_fails(tmp_path, "--incident", "4")
 
 
 def replay_fails(out: Path, *more: str) -> str:
@@ -617,8 +627,11 @@ def test_a_start_ends_for_a_device_that_stays_bad(tmp_path: Path) -> None:
 
 
 def test_two_that_are_both_not_finite_are_the_same() -> None:
-    assert apart(math.nan, math.inf) == 0.0 and apart(1.0, math.nan) == math.inf
-    assert apart(2.0, 1.0) == 0.5 and apart(0.0, 0.0) == 0.0
+    assert (
+        relative_difference(math.nan, math.inf) == 0.0
+        and relative_difference(1.0, math.nan) == math.inf
+    )
+    assert relative_difference(2.0, 1.0) == 0.5 and relative_difference(0.0, 0.0) == 0.0
 
 
 def test_a_rank_is_named_by_its_own_numbers_only() -> None:
