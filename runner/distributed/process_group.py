@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from runner.distributed.device import FoundDevice, find_device
 from runner.distributed.env import RankEnv
@@ -44,7 +45,7 @@ def start_group(
     start_seconds: float = 120.0,
     facts: Facts | None = None,
     problem: str = "",
-    have_met: Callable[[], None] = lambda: None,
+    have_met: Callable[[Store, Sequence[Facts]], None] = lambda room, facts: None,
 ) -> list[Facts]:
     """Make the default group: gloo on CPU, NCCL (and gloo) on CUDA.
 
@@ -52,7 +53,8 @@ def start_group(
         facts: JSON about this rank, with ``versions`` that must be equal on all ranks, and
             ``gpu``, which must not be.
         problem: of this rank's device; it is in ``versions`` too, so that all ranks raise.
-        have_met: called after the rendezvous, before the ranks connect.
+        have_met: called after the rendezvous, before the ranks connect, with the store of this
+            group and the facts of this node's ranks.
 
     Returns:
         The facts of the ranks of this node.
@@ -70,7 +72,7 @@ def start_group(
     if problem:
         raise ConfigError(problem)
     _require_own_gpus(facts_by_rank)
-    have_met()
+    have_met(room, facts_by_rank)
     spare_connections(place.world_size)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -95,9 +97,9 @@ def _require_own_gpus(facts_by_rank: Sequence[Facts]) -> None:
             by_gpu.setdefault(str(facts["gpu"]), []).append(int(facts["rank"]))
     shared = {gpu: ranks for gpu, ranks in by_gpu.items() if len(ranks) > 1}
     if shared:
-        words = "; ".join(f"rank {', '.join(map(str, r))}: {gpu}" for gpu, r in shared.items())
+        pairs = "; ".join(f"rank {', '.join(map(str, r))}: {gpu}" for gpu, r in shared.items())
         raise StartError(
-            f"{host_name()}: ranks share a GPU ({words}); start one rank a GPU (each task may see "
+            f"{host_name()}: ranks share a GPU ({pairs}); start one rank a GPU (each task may see "
             "one of its own), or use parallel.device=cpu",
             is_local=True,
         )

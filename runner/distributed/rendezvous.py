@@ -46,7 +46,10 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
     if place.world_size == 1 and "RANK" not in variables():
         return HashStore()
     if place.is_first:
-        allow_connections(place.world_size, os.getpid() if _hosts_store(place) else os.getppid())
+        # One for each rank, and one for each node while the start is watched.
+        num_nodes = -(-place.world_size // place.local_world_size)
+        host = os.getpid() if _hosts_store(place) else os.getppid()
+        allow_connections(place.world_size + num_nodes, host)
     point = rendezvous_endpoint(variables())
     if point is not None:
         changeable().update(MASTER_ADDR=point[0], MASTER_PORT=str(point[1]))
@@ -61,7 +64,7 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
 
     # In a thread: torch waits for ever for an answer if the server is not a store.
     maker = threading.Thread(target=make, daemon=True)
-    with _without_frames():
+    with without_frames():
         maker.start()
         maker.join(seconds + _GRACE_SECONDS)
     store = outcome[0] if outcome else TimeoutError("the server there does not answer as a store")
@@ -70,18 +73,18 @@ def connect_store(place: RankEnv, *, seconds: float) -> Store:
     return store
 
 
-def allow_connections(world_size: int, process: int) -> None:
-    """Raise the descriptor limit of the store's process, or this one's launcher, to one per rank.
+def allow_connections(num_connections: int, process: int) -> None:
+    """Raise the descriptor limit of the store's process, or this one's launcher.
 
     Raises:
         StartError: the system's limit is below that.
     """
-    needed = world_size + _OTHER_FILES
+    needed = num_connections + _OTHER_FILES
     try:
         soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise StartError(
-                f"process {process} keeps the meeting point of {world_size} ranks and may have "
+                f"process {process} keeps the meeting point of all ranks and may have "
                 f"{hard} open files; {needed} are needed: raise ulimit -Hn on its node",
                 is_local=True,
             )
@@ -114,7 +117,7 @@ def _store(place: RankEnv, seconds: float) -> Store:
 
 
 @contextlib.contextmanager
-def _without_frames() -> Iterator[None]:
+def without_frames() -> Iterator[None]:
     """Hide descriptor 2: torch writes pages of C++ frames for each failed attempt."""
     sys.stderr.flush()
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -151,10 +154,10 @@ def _reach(place: RankEnv, seconds: float) -> None:
 def _unreachable(place: RankEnv, seconds: float, error: Exception) -> StartError:
     where = f"{variables().get('MASTER_ADDR')}:{variables().get('MASTER_PORT')}"
     if _hosts_store(place):
-        words = f"cannot open the meeting point MASTER_ADDR:MASTER_PORT={where}"
+        problem = f"cannot open the meeting point MASTER_ADDR:MASTER_PORT={where}"
         advice = "another program may have the port: choose another MASTER_PORT on all ranks"
     else:
-        words = (
+        problem = (
             f"cannot reach the meeting point MASTER_ADDR:MASTER_PORT={where} within "
             f"parallel.start_seconds={seconds:g}"
         )
@@ -162,7 +165,9 @@ def _unreachable(place: RankEnv, seconds: float, error: Exception) -> StartError
             "check the name, that the port is not blocked or another program's, and that rank 0 "
             "has started"
         )
-    return StartError(f"rank {place.rank}: {words} ({first_line(error)}); {advice}", is_local=True)
+    return StartError(
+        f"rank {place.rank}: {problem} ({first_line(error)}); {advice}", is_local=True
+    )
 
 
 def wait_for_ranks(

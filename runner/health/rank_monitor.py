@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NoReturn
 
+from torch._C._distributed_c10d import Store
+
 from runner.distributed.env import JobEnv, RankEnv, tell_begun
 from runner.distributed.rendezvous import Facts
 from runner.health.collective_trace import collectives, has_nccl
@@ -50,6 +52,7 @@ from runner.health.rank_report import (
     write_report,
 )
 from runner.health.root_cause import RootCause, find_root_cause
+from runner.health.start_watch import StartWatch
 from runner.health.watchdog import Watchdog
 from runner.run_dir.lease import BEAT_SECONDS, RunLease
 from runner.run_dir.paths import RunDir
@@ -116,7 +119,7 @@ class RankMonitor:
         # Failures of the others are checked before the request to stop: torchrun makes one
         # when a rank has died, which is not a preemption.
         looks = [self._look_at_launcher, self._look_at_start]
-        looks += [self._look_at_peers, self._look_at_others]
+        looks += [self._look_at_deaths_in_start, self._look_at_peers, self._look_at_others]
         self._watchdog = Watchdog([*looks, self._stop.look], tick_seconds=_TICK_SECONDS)
         self._neighbours: PeerProcesses | None = None
         self._fatal: tuple[Path, IO[str]] | None = None
@@ -124,6 +127,7 @@ class RankMonitor:
         self._have_met = False
         self._expected: tuple[str, float, float] | None = None  # what, seconds, until when
         self._looked: dict[str, float] = {}
+        self._start_watch: StartWatch | None = None
 
     def start(self) -> None:
         """Watch the launcher and requests to stop, while ranks wait for each other."""
@@ -139,15 +143,33 @@ class RankMonitor:
         if sys.__stderr__ is not None:
             self._watchdog.resort_to((sys.__stderr__, seconds + _TELL_SECONDS))
 
-    def begin(self, fence: RunLease, peers: Sequence[Facts]) -> None:
-        """Watch the rest as well. ``peers``: facts of this node's ranks, from the rendezvous."""
+    def watch_start(self, room: Store, peers: Sequence[Facts]) -> None:
+        """Watch for deaths from the rendezvous on, until :meth:`begin`.
+
+        Args:
+            room: the store of this group alone.
+            peers: facts of this node's ranks.
+        """
+        self._watch_peers(peers)
+        watch = StartWatch(room, self._place)
+        watch.start()
+        self._start_watch = watch
+
+    def _watch_peers(self, peers: Sequence[Facts]) -> None:
         here = pid_namespace()
         self._peers = [peer for peer in peers if peer["pids"] == here]
         others = {int(peer["rank"]): peer["process"] for peer in self._peers}
         others.pop(self._place.rank, None)
         self._neighbours = PeerProcesses(others)
         self._neighbours.start()
+
+    def begin(self, fence: RunLease, peers: Sequence[Facts]) -> None:
+        """Watch the rest as well. ``peers``: facts of this node's ranks, from the rendezvous."""
+        if self._neighbours is None:
+            self._watch_peers(peers)
         self._fence = fence
+        if self._start_watch is not None:
+            self._start_watch.stop()
         if self._place.world_size > 1:  # a single rank reports to its terminal
             path = self._dir.fatal(fence.number, self._place.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,6 +210,8 @@ class RankMonitor:
     def end(self) -> None:
         """Stop watching: the run has come to an end that all ranks know of."""
         self._watchdog.stop()
+        if self._start_watch is not None:
+            self._start_watch.stop()
         if self._fatal is not None:
             faulthandler.disable()
             self._fatal[1].close()
@@ -223,8 +247,8 @@ class RankMonitor:
 
     def _tell_own(self, error: Exception) -> None:
         """Report this rank's own error, which the caller then raises."""
-        words = f"{type(error).__name__}: {in_words(error)}"
-        report = self._report("exception", words, error)
+        message = f"{type(error).__name__}: {in_words(error)}"
+        report = self._report("exception", message, error)
         cause = find_root_cause([report], self._place.world_size)
         self._say_cause(
             cause
@@ -242,10 +266,32 @@ class RankMonitor:
 
     def _look_at_peers(self) -> None:
         """End when a rank of this node has died: over NCCL no collective fails because of it."""
-        dead = self.dead_peers()
+        dead = self.dead_peers() if self._fence is not None else []
         if dead and self._telling.acquire(blocking=False):
             named = ", ".join(map(str, dead))
             self._conclude("called", f"rank {named} of this node is dead")
+
+    def _look_at_deaths_in_start(self) -> None:
+        """End when a rank of any node has died before the run directory was taken."""
+        watch = self._start_watch
+        if watch is None or self._fence is not None:
+            return
+        dead = self.dead_peers()
+        if not (watch.problem or dead) or not self._telling.acquire(blocking=False):
+            return
+        self._end_soon(EXIT_CRASH)
+        try:
+            problem = watch.problem or self._death_in_start(dead[0])
+            _log.error("the start has failed: %s", problem)
+            if dead:
+                watch.tell(problem)
+        finally:
+            leave(EXIT_CRASH)
+
+    def _death_in_start(self, rank: int) -> str:
+        assert self._neighbours is not None
+        death = self._death(self._neighbours.deaths[rank])
+        return f"rank {rank} on {host_name()}: {death}, after the rendezvous"
 
     def _look_at_others(self) -> None:
         """When another rank has reported, add this rank's report and end."""
@@ -264,12 +310,12 @@ class RankMonitor:
         if self._telling.acquire(blocking=False):
             self._end_soon(EXIT_CRASH)
             try:
-                words = (
+                message = (
                     f"the launcher (process {self._parent}) is gone; nothing would stop this rank"
                 )
                 if self._fence is not None:
-                    self._write(self._report("exception", words))
-                _log.error("%s", words)
+                    self._write(self._report("exception", message))
+                _log.error("%s", message)
             finally:
                 leave(EXIT_CRASH)
 

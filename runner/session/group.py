@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from runner.config.schema import LogKind, RunConfig
 from runner.distributed.agreement import Ranks
@@ -114,6 +115,16 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         "rendezvous with the other ranks (parallel.start_seconds)",
         parallel.start_seconds + _MEET_SECONDS,
     )
+
+    def have_met(room: Store, near: Sequence[Facts]) -> None:
+        monitor.expect(
+            "connecting to the other ranks, all of which are there "
+            "(parallel.timeout_seconds; which interface is used NCCL_SOCKET_IFNAME says, "
+            "debug=nccl tells more)",
+            parallel.timeout_seconds,
+        )
+        monitor.watch_start(room, near)
+
     try:
         peers = start_group(
             place,
@@ -122,12 +133,7 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
             start_seconds=parallel.start_seconds,
             facts=facts,
             problem=found_device.problem,
-            have_met=lambda: monitor.expect(
-                "connecting to the other ranks, all of which are there "
-                "(parallel.timeout_seconds; which interface is used NCCL_SOCKET_IFNAME says, "
-                "debug=nccl tells more)",
-                parallel.timeout_seconds,
-            ),
+            have_met=have_met,
         )
         monitor.expect(
             "taking the run directory (watchdog.slow_seconds)", config.watchdog.slow_seconds

@@ -6,6 +6,7 @@
                of its own to one TCPStore
 ``agreement``  one rank's part of gathering a value from all, over torch's fake process group
 ``manifest``   rank 0's commit, and what one rank reads of it, over files that all ranks wrote
+``start_watch``  what it costs the store that nodes show that they live while ranks connect
 ``reports``    what rank 0 reads and concludes after a crash
 """
 
@@ -23,10 +24,10 @@ from typing import Any
 
 import torch
 
-from scripts.scale import agreement, manifest, reports, roll_call
+from scripts.scale import agreement, manifest, reports, roll_call, start_watch
 from scripts.scale.roll_call import in_child, told_by
 
-_PARTS = ("roll_call", "agreement", "manifest", "reports")
+_PARTS = ("roll_call", "start_watch", "agreement", "manifest", "reports")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 def _measure(part: str, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
     if part == "roll_call":
         return roll_call.measure(world_size, seconds=options.seconds)
+    if part == "start_watch":
+        return start_watch.measure(world_size)
     if part == "agreement":
         return agreement.measure(world_size)
     if part == "manifest":

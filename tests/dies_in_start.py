@@ -1,0 +1,29 @@
+"""The runner on a rank of which one is killed between the rendezvous and the lease.
+
+The others wait for ever there, as over NCCL: none of them learns of the death from a collective.
+``DIES`` names the rank that is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from runner.__main__ import main
+from runner.health import start_watch
+from runner.session import opening
+
+
+def _never_returns(*_: object) -> None:
+    if os.environ["RANK"] == os.environ["DIES"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        time.sleep(1)
+
+
+# On the slowest machine a beat comes within seconds; on a cluster the limit is 20.
+start_watch._SILENT_LOOKS = 8
+opening._require_equal_settings = _never_returns
+sys.exit(main())
