@@ -154,7 +154,11 @@ def read_bounded(path: Path, limit: int, *, follow: bool = False) -> bytes:
     """
     with naming(path), open_regular(path, follow=follow) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        data = file.read(limit + 1)
+        # Not limit + 1: read() takes memory for as much as it may return.
+        size = min(os.fstat(file.fileno()).st_size, limit)
+        data = file.read(size + 1)
+        if size < len(data) <= limit:  # it has grown, or is one of /proc, which have no size
+            data += file.read(limit + 1 - len(data))
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"has more than {limit} bytes", str(path))
     return data

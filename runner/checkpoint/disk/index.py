@@ -13,6 +13,7 @@ index, and where to look for a piece (:mod:`.layout`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from runner.checkpoint.dtypes import FLOAT32, ITEM_SIZES
 from runner.checkpoint.layout import Numbers, Rows, Run, compress
@@ -31,6 +33,8 @@ _MAGIC = b"HFINDEX1"
 _HEADER = struct.Struct("<8sQQ32s")
 _PIECE_BYTES = 4 + 8 + 8
 MOST_INDEX_BYTES = 1 << 28
+_AT_ONCE = 64  # that a thread reads before it takes others
+_BYTES_AT = 16  # in the header: bytes of the file
 _READERS = 8  # of small files at once: a shared disk answers slowly, and several at a time
 
 
@@ -120,10 +124,10 @@ def parse_index(
     # As floats first: what a file says may add up to more than an integer holds.
     is_sane = not size or (int(tensor.max()) < num_tensors and int(count.min()) > 0)
     is_sane = is_sane and float(count.sum(dtype=np.float64)) < 1 << 60
-    found = RankIndex(facts=facts, tensor=tensor, start=start, count=count, sizes=sizes)
-    if not is_sane or int(found.num_bytes().sum()) != facts.num_bytes:
+    index = RankIndex(facts=facts, tensor=tensor, start=start, count=count, sizes=sizes)
+    if not is_sane or int(index.num_bytes().sum()) != facts.num_bytes:
         raise CorruptCheckpoint(f"{path}: its pieces do not add up to {facts.num_bytes} bytes")
-    return found
+    return index
 
 
 def element_sizes(names: Sequence[str], dtypes: Mapping[str, str]) -> Numbers | None:
@@ -143,9 +147,12 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Stored:
+    """One rank's index as it lies on the disk."""
+
     data: bytes
     own: FileFacts
+    file: FileFacts  # of the file that it is an index of
     digest: bytes  # of what it says of pieces, and not of their bytes
 
 
@@ -167,46 +174,101 @@ def collect_indexes(
     Raises:
         CorruptCheckpoint: an index is missing, or no rank writes such a one.
     """
-
-    def read(rank: int) -> _Found:
-        path = folder / index_name(rank)
-        try:
-            data = read_bounded(path, MOST_INDEX_BYTES)
-        except OSError as error:
-            raise CorruptCheckpoint(f"{path}: {error}") from None
-        own = FileFacts(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-        digest = hashlib.sha256(memoryview(data)[_HEADER.size :]).digest()
-        return _Found(data=data, own=own, digest=digest)
-
+    shares = [range(at, min(at + _AT_ONCE, world_size)) for at in range(0, world_size, _AT_ONCE)]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="indexes") as readers:
-        found = list(readers.map(read, range(world_size)))
+        stored = [
+            one
+            for share in readers.map(lambda ranks: [_read(folder, r) for r in ranks], shares)
+            for one in share
+        ]
     files: dict[str, FileFacts] = {}
-    for rank, one in enumerate(found):
-        path = folder / index_name(rank)
-        files[data_name(rank)], files[index_name(rank)] = _facts(one.data, path), one.own
-    digests = tuple(one.digest for one in found)
+    for rank, one in enumerate(stored):
+        files[data_name(rank)], files[index_name(rank)] = one.file, one.own
+    digests = tuple(one.digest for one in stored)
     if known is not None and known.digests == digests:
         return known, files
     sizes = element_sizes(names, dtypes or {})
-    return Layout(runs=_runs(folder, sorted(names), found, sizes), digests=digests), files
+    return Layout(runs=_runs(folder, sorted(names), stored, sizes), digests=digests), files
+
+
+def _read(folder: Path, rank: int) -> _Stored:
+    path = folder / index_name(rank)
+    try:
+        data = read_bounded(path, MOST_INDEX_BYTES)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path}: {error}") from None
+    return _Stored(
+        data=data,
+        own=FileFacts(num_bytes=len(data), sha256=hashlib.sha256(data).hexdigest()),
+        file=_facts(data, path),
+        digest=hashlib.sha256(memoryview(data)[_HEADER.size :]).digest(),
+    )
 
 
 def _runs(
-    folder: Path, ordered: Sequence[str], found: Sequence[_Found], sizes: Numbers | None
+    folder: Path, ordered: Sequence[str], stored: Sequence[_Stored], sizes: Numbers | None
 ) -> dict[str, tuple[Run, ...]]:
-    indexes = [
-        parse_index(one.data, folder / index_name(rank), num_tensors=len(ordered), sizes=sizes)
-        for rank, one in enumerate(found)
-    ]
-    lengths = [len(index.tensor) for index in indexes]
-    rows = Rows(
-        tensor=np.concatenate([index.tensor for index in indexes]),
-        start=np.concatenate([index.start for index in indexes]),
-        count=np.concatenate([index.count for index in indexes]),
-        file=np.repeat(np.arange(len(found), dtype=np.int64), lengths),
-    )
-    runs = compress(rows)
+    parts: list[tuple[Numbers, Numbers, Numbers]] = []
+    lengths: list[int] = []
+    # Neighbours mostly hold the same tensors: their indexes are columns of one table.
+    for num_bytes, alike in itertools.groupby(stored, key=lambda one: len(one.data)):
+        table = _Table.of([one.data for one in alike], num_bytes)
+        for at in np.flatnonzero(~table.is_sane(len(ordered), sizes)).tolist():
+            rank = len(lengths) + at
+            path = folder / index_name(rank)
+            parse_index(stored[rank].data, path, num_tensors=len(ordered), sizes=sizes)
+        parts.append((table.tensor.ravel(), table.start.ravel(), table.count.ravel()))
+        lengths += [table.tensor.shape[1]] * len(table.tensor)
+    tensor, start, count = (np.concatenate(column) for column in zip(*parts, strict=True))
+    file = np.repeat(np.arange(len(stored), dtype=np.int64), lengths)
+    runs = compress(Rows(tensor=tensor, start=start, count=count, file=file))
     return {name: tuple(runs.get(at, ())) for at, name in enumerate(ordered)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """Indexes of the same length: a row for each index, a column for each of its pieces."""
+
+    tensor: Numbers
+    start: Numbers
+    count: Numbers
+    num_bytes: Numbers  # of each index's file
+
+    @classmethod
+    def of(cls, indexes: Sequence[bytes], num_bytes: int) -> _Table:
+        """``indexes`` have ``num_bytes`` bytes each, and pass :func:`_facts`."""
+        whole = np.frombuffer(b"".join(indexes), np.uint8).reshape(len(indexes), num_bytes)
+        size, at = (num_bytes - _HEADER.size) // _PIECE_BYTES, _HEADER.size
+        columns: list[Numbers] = []
+        for _, kind in _COLUMNS:
+            width = size * np.dtype(kind).itemsize
+            column = np.ascontiguousarray(whole[:, at : at + width]).view(kind)
+            # What is too large for a signed number is so below as well.
+            columns.append(column.astype(np.int64))
+            at += width
+        stored_bytes = np.ascontiguousarray(whole[:, _BYTES_AT : _BYTES_AT + 8]).view("<u8")
+        return cls(
+            tensor=columns[0],
+            start=columns[1],
+            count=columns[2],
+            num_bytes=stored_bytes.astype(np.int64).reshape(-1),
+        )
+
+    def is_sane(self, num_tensors: int, sizes: Numbers | None) -> npt.NDArray[np.bool_]:
+        """By index: whether :func:`parse_index` would accept it."""
+        sane: npt.NDArray[np.bool_] = self.num_bytes == 0
+        if not self.tensor.shape[1]:
+            return sane
+        most = 1 << 50
+        sane = (self.tensor.max(1) < num_tensors) & (self.count.min(1) > 0)
+        sane &= (self.count.max(1) < most) & (self.start.max(1) < most) & (self.start.min(1) >= 0)
+        sane &= self.count.sum(1, dtype=np.float64) < 1 << 60
+        if not sane.all():
+            return sane
+        # Without pieces that are too large the sums are exact.
+        each = ITEM_BYTES if sizes is None else sizes[self.tensor]
+        sane &= (self.count * each).sum(1) == self.num_bytes
+        return sane
 
 
 def numbers(names: Sequence[str]) -> Mapping[str, int]:
