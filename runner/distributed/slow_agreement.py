@@ -116,4 +116,6 @@ def all_or_none_slowly(
     thread.join(_END_SECONDS)
     if stop and not failed:
         return None
+    if not failed:
+        show(*pulse.now)
     return ranks.all_or_none(what, thread.outcome)

@@ -116,6 +116,7 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
             group.ranks,
         )
         restorer.show = group.console.work
+        restorer.moved = lambda: group.heart.enter("start")
         restored = restorer.restore_if_lost()
     inventory = scan(
         group.run_dir,

@@ -31,6 +31,7 @@ from runner.checkpoint.remote.upload import RemoteRules, RemoteTarget, Uploads
 from runner.config.compose import from_yaml
 from runner.config.schema import RunConfig
 from runner.distributed.agreement import Ranks
+from runner.distributed.slow_agreement import all_or_none_slowly
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import Record, State, resume_order
@@ -249,6 +250,7 @@ class Restorer:
         self._fingerprint = fingerprint
         self._ranks = ranks
         self.show: Callable[[str, int, int], None] = lambda what, done, total: None
+        self.moved: Callable[[], None] = lambda: None  # any rank's download has
 
     @property
     def silence(self) -> str:
@@ -297,10 +299,10 @@ class Restorer:
                 continue
             return RestoredRun(record=record, incidents=[*faults, self._incident(record)])
         if faults:
-            words = "; ".join(incident.reason for incident in faults)
+            damage = "; ".join(incident.reason for incident in faults)
             raise CheckpointError(
                 f"no checkpoint in {self._dir.ring} can be loaded, and none at "
-                f"checkpoint.remote={self._remote.ring.url}: {words}"
+                f"checkpoint.remote={self._remote.ring.url}: {damage}"
             )
         return None
 
@@ -318,7 +320,15 @@ class Restorer:
         ranks.all_or_none(
             "preparing the download", lambda: ranks.rank != 0 or self._prepare(folder, manifest)
         )
-        ranks.all_or_none("downloading", lambda: self._fetch(folder, manifest))
+        # It may take longer than a collective may, and longer on some ranks than on others.
+        all_or_none_slowly(
+            ranks,
+            "downloading",
+            lambda tell: self._fetch(folder, manifest, tell),
+            moved=self.moved,
+            show=self.show,
+            is_asked_to_stop=lambda: False,
+        )
         ranks.all_or_none(
             "taking the run back", lambda: ranks.rank != 0 or self._publish(manifest, data)
         )
@@ -369,8 +379,10 @@ class Restorer:
             temporary.rename(self._dir.out / name)
         sync_directory(self._dir.out)
 
-    def _fetch(self, folder: str, manifest: Manifest) -> None:
-        """Fetch this rank's share of the files."""
+    def _fetch(
+        self, folder: str, manifest: Manifest, tell: Callable[[str, int, int], None]
+    ) -> None:
+        """Fetch this rank's share of the files. ``tell`` may raise, to end it."""
         writing = self._store.writing_folder(manifest.serial)
         names = by_kind(manifest.files)[self._ranks.rank :: self._ranks.world_size]
         due, done = sum(manifest.files[name].num_bytes for name in names), 0
@@ -378,7 +390,7 @@ class Restorer:
         def moved(count: int) -> None:
             nonlocal done
             done += count
-            self.show("taking back", min(done, due), due)
+            tell("taking back", min(done, due), due)
 
         self._remote.ring.files.moved = moved
         for name in names:

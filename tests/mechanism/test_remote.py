@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from runner.checkpoint.disk.directory import CheckpointDirectory, folder_name
 from runner.checkpoint.jobs import LockstepQueue
 from runner.checkpoint.manifest import FileFacts
 from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
-from runner.checkpoint.remote.retrying_files import RemoteFault
+from runner.checkpoint.remote.retrying_files import RemoteFault, RemoteFiles
 from runner.checkpoint.remote.store import RemoteRing, RemoteTaken, WriterClaim
 from runner.checkpoint.remote.upload import RemoteRules, RemoteTarget, Uploads
 from runner.checkpoint.ring import Ring
@@ -488,6 +489,34 @@ def test_a_lost_directory_comes_back(out: Path, url: str, tmp_path: Path) -> Non
     assert run_name(RunDir(tmp_path / "new")) == run_name(RunDir(out))
     assert read_journal(tmp_path / "new" / "journal.jsonl") == read_journal(out / "journal.jsonl")
     assert made.restore_if_lost() is None  # it is there now
+
+
+def test_a_download_may_outlast_a_collective(
+    out: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks go on telling each other how far they are; the watchdog hears of it."""
+    send(out, url)
+    monkeypatch.setattr("runner.distributed.slow_agreement._LOOK_SECONDS", 0.01)
+    made = restorer(tmp_path / "new", url)
+    calls, sums = list[str](), list[list[float]]()
+    fetch, add = RemoteFiles.fetch, Alone.sum
+
+    def slow(self: RemoteFiles, name: str, target: Path, facts: FileFacts) -> None:
+        before, limit = len(sums), time.monotonic() + 30
+        while name.endswith(".bin") and len(sums) < before + 3 and time.monotonic() < limit:
+            time.sleep(0.005)
+        fetch(self, name, target, facts)
+
+    def counted(self: Alone, numbers: list[float]) -> list[float]:
+        sums.append(numbers)
+        return add(self, numbers)
+
+    monkeypatch.setattr(Alone, "sum", counted)
+    monkeypatch.setattr(RemoteFiles, "fetch", slow)
+    made.moved = lambda: calls.append("moved")
+    assert made.restore() is not None
+    assert len(sums) >= 3, "while a file was on its way"
+    assert len(calls) >= 2, "and the watchdog was told"
 
 
 def test_a_journal_that_is_there_is_kept(out: Path, url: str) -> None:
