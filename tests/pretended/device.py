@@ -34,9 +34,9 @@ class Told(IntEnum):
 
 
 def _torch_folder() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def build() -> Path:
@@ -44,17 +44,17 @@ def build() -> Path:
     torch_folder = _torch_folder()
     version = importlib.metadata.version("torch")
     mark = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
-    made = Path(tempfile.gettempdir()) / f"holdfast-pretended-{os.geteuid()}-{mark}.so"
-    if made.exists() and made.stat().st_uid == os.geteuid():
-        return made
-    unfinished = made.with_suffix(f".{os.getpid()}")
+    library = Path(tempfile.gettempdir()) / f"holdfast-pretended-{os.geteuid()}-{mark}.so"
+    if library.exists() and library.stat().st_uid == os.geteuid():
+        return library
+    unfinished = library.with_suffix(f".{os.getpid()}")
     include = [torch_folder / "include", torch_folder / "include/torch/csrc/api/include"]
     command: list[str | Path] = ["g++", "-O0", "-std=c++20", "-shared", "-fPIC", "-w"]
     command += [f"-I{folder}" for folder in include]
     command += [SOURCE, f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-o", unfinished]
     subprocess.run(command, check=True)
-    unfinished.rename(made)
-    return made
+    unfinished.rename(library)
+    return library
 
 
 def _load() -> ctypes.PyDLL:
@@ -79,9 +79,9 @@ _Callback = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 _kept: list[Any] = []  # the stub holds no reference
 
 
-def listen(told: Callable[[int, int, int], None]) -> None:
-    """``told(what, stream, event)`` from now on; see :class:`Told`. One listener at a time."""
-    _kept[:] = [_Callback(told)]
+def listen(hear: Callable[[int, int, int], None]) -> None:
+    """``hear(what, stream, event)`` from now on; see :class:`Told`. One listener at a time."""
+    _kept[:] = [_Callback(hear)]
     _stub.listen(_kept[0])
 
 
@@ -111,16 +111,21 @@ class Stream(torch.Stream):
 
 
 def _install() -> None:
-    cuda: Any = torch.cuda
-    cuda.Event, cuda.Stream = Event, Stream
-    cuda.current_stream = lambda device=None: torch.accelerator.current_stream()
-    cuda.stream = lambda stream: stream
-    cuda.is_available = cuda.is_initialized = cuda._is_compiled = lambda: True
-    cuda.device_count = lambda: 1
-    cuda.current_device = lambda: 0
-    for name in ("set_device", "synchronize", "manual_seed", "manual_seed_all", "_lazy_init"):
-        setattr(cuda, name, lambda *ignored: None)
-    cuda.get_device_name = lambda device=None: "NVIDIA H100 80GB HBM3"
+    stand_ins: dict[str, Any] = {
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda device=None: torch.accelerator.current_stream(),
+        "stream": lambda stream: stream,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
+    }
+    stand_ins |= dict.fromkeys(("is_available", "is_initialized", "_is_compiled"), lambda: True)
+    nothing = ("set_device", "synchronize", "manual_seed", "manual_seed_all", "_lazy_init")
+    stand_ins |= dict.fromkeys(nothing, lambda *ignored: None)
+    for name, stand_in in stand_ins.items():
+        assert hasattr(torch.cuda, name), f"this torch has no torch.cuda.{name}: who calls it?"
+        setattr(torch.cuda, name, stand_in)
 
 
 _install()

@@ -6,7 +6,7 @@ import json
 import sys
 
 # Before torch.
-from tests.pretended.rig import GPU, Rig, start  # isort: skip
+from tests.pretended.rig import GPU, Rig, require_used, start  # isort: skip
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +23,7 @@ def main() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True), trace:
         trace.begin("init")
         engine = rig.engine()
-        told: dict[str, object] = {"state": trace.num_bytes / GIB, "made": trace.peak / GIB}
+        result: dict[str, object] = {"state": trace.num_bytes / GIB, "made": trace.peak / GIB}
         for step in range(2):  # in the first FSDP2 makes what it keeps
             trace.begin(f"step {step}")
             works = [MicroStep(batch=rig.batch(), seed=1) for _ in range(micro_batches)]
@@ -31,10 +31,15 @@ def main() -> None:
             skip, scale = torch.zeros((), device=GPU), torch.ones((), device=GPU)
             engine.apply(skip=skip, grad_scale=scale, learning_rate=1e-3)
             del sums, works
-        told |= {"peak": trace.peak / GIB, "peak_at": trace.peak_at, "after": trace.num_bytes / GIB}
-        told["collectives"] = dict(trace.collectives)
-        told["gib"] = {name: size / GIB for name, size in trace.collective_bytes.items()}
-    print(json.dumps(told))
+        result |= {
+            "peak": trace.peak / GIB,
+            "peak_at": trace.peak_at,
+            "after": trace.num_bytes / GIB,
+        }
+        result["collectives"] = dict(trace.collectives)
+        result["gib"] = {name: size / GIB for name, size in trace.collective_bytes.items()}
+    require_used()
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 # Before torch.
-from tests.pretended.rig import GPU, Rig, start  # isort: skip
+from tests.pretended.rig import GPU, Rig, require_used, start  # isort: skip
 
 import numpy as np
 import torch
@@ -46,8 +46,8 @@ class Feed:
         self._rig = rig
 
     def fetch(self, plan: BatchPlan, ledger: Ledger) -> RankBatch:
-        made = [self._rig.batch(torch.device("cpu")) for _ in range(MICRO_BATCHES)]
-        return RankBatch(micro_batches=tuple(made), wait_seconds=0.0)
+        micro_batches = [self._rig.batch(torch.device("cpu")) for _ in range(MICRO_BATCHES)]
+        return RankBatch(micro_batches=tuple(micro_batches), wait_seconds=0.0)
 
     def own_positions(self, plan: BatchPlan) -> list[int | None]:
         return [int(position) for position in plan.positions]
@@ -93,7 +93,7 @@ def _unless_at_the_root(wait: Callable[[Any, Any], None]) -> Callable[[Any, Any]
     return waits
 
 
-def told(rig: Rig, variant: str) -> dict[str, Any]:
+def outcome_of(rig: Rig, variant: str) -> dict[str, Any]:
     """What a few steps and one snapshot tell."""
     trace = Trace(order=True)
     with FakeTensorMode(allow_non_fake_inputs=True), trace:
@@ -134,7 +134,9 @@ def told(rig: Rig, variant: str) -> dict[str, Any]:
 def main() -> None:
     start(WORLD)
     rig = Rig(WORLD, [*SETTINGS, *sys.argv[2:]])
-    print(json.dumps({variant: told(rig, variant) for variant in sys.argv[1].split(",")}))
+    by_variant = {variant: outcome_of(rig, variant) for variant in sys.argv[1].split(",")}
+    require_used()
+    print(json.dumps(by_variant))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ class _Functional:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         ops = torch.ops.aten
+        _used.add("attention")
         if attn_mask is None:
             flash = ops._scaled_dot_product_flash_attention
             return flash(query, key, value, 0.0, is_causal, False)[0]
@@ -56,33 +57,57 @@ class _Functional:
 
 
 def _real_mesh(make: Any) -> Any:
-    def made(*args: Any) -> Any:
+    def real(*args: Any) -> Any:
+        _used.add("device_mesh")
         with unset_fake_temporarily():
             return make(*args)
 
-    return made
+    return real
 
 
 def _rate_set_later(make: Any) -> Any:
     """The optimizer's constructor reads its rate once (0.0 <= lr): a number, the tensor after."""
 
-    def made(self: Any, groups: Any) -> Any:
+    def later(self: Any, groups: Any) -> Any:
+        _used.add("_make_rest")
         optimizer = make(self, [{**group, "lr": 1e-3} for group in groups])
         for group, given in zip(optimizer.param_groups, groups, strict=True):
             group["lr"] = given["lr"]
         return optimizer
 
-    return made
+    return later
+
+
+def _nothing_held(check: Any) -> Any:
+    def held(self: Any) -> None:
+        _used.add("_check_held")
+
+    return held
+
+
+# Where it is looked up, its name there, and what makes the stand-in out of it.
+_STAND_INS: tuple[tuple[Any, str, Any], ...] = (
+    (parts, "device_mesh", _real_mesh),
+    (ShardOptimizer, "_make_rest", _rate_set_later),
+    (fsdp_module.FsdpEngine, "_check_held", _nothing_held),
+    (documents_module, "F", lambda functional: _Functional()),
+)
+_NAMES = {"attention", *(name for _, name, _ in _STAND_INS if name != "F")}
+_used: set[str] = set()
 
 
 def give_way() -> None:
-    """What tensors without memory cannot do."""
-    parts.device_mesh = _real_mesh(parts.device_mesh)  # type: ignore[attr-defined]
-    ShardOptimizer._make_rest = _rate_set_later(  # type: ignore[method-assign]
-        ShardOptimizer._make_rest
+    """What tensors without memory cannot do; see :func:`require_used`."""
+    for owner, name, stand_in in _STAND_INS:
+        setattr(owner, name, stand_in(getattr(owner, name)))
+
+
+def require_used() -> None:
+    """Fail where a stand-in was not called: the project looks for the original elsewhere now."""
+    unused = sorted(_NAMES - _used)
+    assert not unused, (
+        f"stand-ins that nothing calls any more, see tests/pretended/rig.py: {unused}"
     )
-    fsdp_module.FsdpEngine._check_held = lambda self: None  # type: ignore[method-assign]
-    documents_module.F = _Functional()  # type: ignore[assignment]
 
 
 class Rig:

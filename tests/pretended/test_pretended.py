@@ -49,20 +49,20 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
         command, cwd=root, capture_output=True, text=True, check=False, timeout=850
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
-def check_order(told: dict[str, Any]) -> None:
-    assert told["races"] == []
-    assert told["waits"] == [], "launching a step made the host wait"
-    assert sum(told["copies"].values()) == COPIES, told["copies"]
+def check_order(result: dict[str, Any]) -> None:
+    assert result["races"] == []
+    assert result["waits"] == [], "launching a step made the host wait"
+    assert sum(result["copies"].values()) == COPIES, result["copies"]
 
 
 def test_nothing_overtakes_and_an_omission_is_noticed() -> None:
-    told = run("order", f"{NOTHING},{LEFT_OUT[0]}")
-    check_order(told[NOTHING])
-    assert any("_fused_adamw_" in race for race in told[LEFT_OUT[0]]["races"])
+    result = run("order", f"{NOTHING},{LEFT_OUT[0]}")
+    check_order(result[NOTHING])
+    assert any("_fused_adamw_" in race for race in result[LEFT_OUT[0]]["races"])
 
 
 @pytest.mark.full
@@ -74,10 +74,32 @@ def test_nothing_overtakes_on_other_layouts(engine: str) -> None:
 
 @pytest.mark.full
 def test_every_omission_is_noticed() -> None:
-    told = run("order", ",".join(LEFT_OUT))
-    assert {variant: bool(told[variant]["races"]) for variant in LEFT_OUT} == dict.fromkeys(
+    result = run("order", ",".join(LEFT_OUT))
+    assert {variant: bool(result[variant]["races"]) for variant in LEFT_OUT} == dict.fromkeys(
         LEFT_OUT, True
     )
+
+
+UNUSED = """
+from tests.pretended.rig import _STAND_INS, _NAMES, _used, require_used
+assert all(hasattr(owner, name) for owner, name, _ in _STAND_INS)
+_used.update(_NAMES - {"device_mesh"})
+require_used()
+"""
+
+
+def test_a_stand_in_that_nothing_calls_is_an_error() -> None:
+    """It once stood where a function had been, and the steps ran without it."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", UNUSED],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=850,
+    )
+    assert ended.returncode == 1 and "nothing calls any more" in ended.stderr, ended.stderr[-2000:]
+    assert "['device_mesh']" in ended.stderr
 
 
 # Bytes. A parameter has 12 of state: the weight in FP32 and two moments.
@@ -96,33 +118,35 @@ TWO_LAYERS = 2 * 128256 * 4096 + 2 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14
 
 def test_the_state_is_twelve_bytes_a_parameter_and_large_logits_are_not_held() -> None:
     small = [*LLAMA, "model.layers=2", "data.seq_len=2048", "batch.global_size=1024"]
-    told = run("memory", "1024", "1", *small)
+    result = run("memory", "1024", "1", *small)
     state = 12 * TWO_LAYERS / 1024 / 2**30
-    assert told["state"] == pytest.approx(state, rel=ROUNDED)
-    assert told["made"] == pytest.approx(told["state"], rel=0.03), "made whole, then cut"
-    assert told["after"] == pytest.approx(told["state"], abs=0.02), "something is left of a step"
-    assert told["peak"] == pytest.approx(PEAK_OF_TWO_LAYERS, rel=0.03), told["peak_at"]
+    assert result["state"] == pytest.approx(state, rel=ROUNDED)
+    assert result["made"] == pytest.approx(result["state"], rel=0.03), "made whole, then cut"
+    assert result["after"] == pytest.approx(result["state"], abs=0.02), (
+        "something is left of a step"
+    )
+    assert result["peak"] == pytest.approx(PEAK_OF_TWO_LAYERS, rel=0.03), result["peak_at"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", sorted(PEAKS))
 def test_peak_of_llama_8b(ranks: int) -> None:
-    told = run("memory", str(ranks), "1", *LLAMA, f"batch.global_size={ranks}")
-    assert told["state"] == pytest.approx(12 * PARAMETERS / ranks / 2**30, rel=ROUNDED)
-    assert told["peak"] == pytest.approx(PEAKS[ranks], rel=0.03), told["peak_at"]
+    result = run("memory", str(ranks), "1", *LLAMA, f"batch.global_size={ranks}")
+    assert result["state"] == pytest.approx(12 * PARAMETERS / ranks / 2**30, rel=ROUNDED)
+    assert result["peak"] == pytest.approx(PEAKS[ranks], rel=0.03), result["peak_at"]
     # Gathered twice, forward and backward, in BF16; the root once. Reduced once, in FP32.
-    assert told["collectives"] == {"_allgather_base_": 65, "_reduce_scatter_base_": 33}
-    assert told["gib"]["_reduce_scatter_base_"] == pytest.approx(4 * PARAMETERS / 2**30, rel=0.01)
+    assert result["collectives"] == {"_allgather_base_": 65, "_reduce_scatter_base_": 33}
+    assert result["gib"]["_reduce_scatter_base_"] == pytest.approx(4 * PARAMETERS / 2**30, rel=0.01)
 
 
 @pytest.mark.full
 def test_hsdp_crosses_nodes_once_and_keeps_no_whole_gradient() -> None:
     """Four micro-batches on 8 nodes of 8."""
-    told = run("memory", "64", "4", *LLAMA, "batch.global_size=256", "parallel=hsdp")
+    result = run("memory", "64", "4", *LLAMA, "batch.global_size=256", "parallel=hsdp")
     each = "parallel.reduce_each_micro_batch=true"
     every = run("memory", "64", "4", *LLAMA, "batch.global_size=256", "parallel=hsdp", each)
-    assert told["peak"] == pytest.approx(every["peak"], rel=0.02)
-    assert told["collectives"]["allreduce_"] == 33
+    assert result["peak"] == pytest.approx(every["peak"], rel=0.02)
+    assert result["collectives"]["allreduce_"] == 33
     assert every["collectives"]["allreduce_"] == 4 * 33
-    for one in (told, every):
+    for one in (result, every):
         assert one["collectives"]["_reduce_scatter_base_"] == 4 * 33
