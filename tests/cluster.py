@@ -185,8 +185,8 @@ class Cluster:
         text = self.run("scontrol", "show", "job", "--oneliner", job_id)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def until(self, seen: Callable[[], object], what: str, timeout: float = 60) -> None:
-        """Wait until ``seen()`` is true."""
+    def until(self, seen: Callable[[], object], what: str, timeout: float = 300) -> None:
+        """Wait until ``seen()`` is true; beside other work a start alone may take a minute."""
         limit = time.monotonic() + timeout
         while not seen():
             assert time.monotonic() < limit, f"not within {timeout:g} s: {what}\n{self.logs()}"
