@@ -7,6 +7,7 @@ from dataclasses import replace
 from runner.checkpoint.ring import Ring
 from runner.data.feed import few
 from runner.engine.protocol import Engine
+from runner.engine.randomness import same_randomness
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.model.blueprint import GuestBlueprint
@@ -120,13 +121,14 @@ def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:
     network = corpus.network
     if not isinstance(network, GuestBlueprint):
         return
-    batch = group.ranks.all_or_none(
-        "reading two samples", lambda: few(corpus.dataset, config.data.seq_len, 2)
-    )
-    works = works_of(batch, parts.works_a_step(config, group.place), group.device)
-    checks = group.ranks.all_or_none(
-        "trying the model", lambda: quick_checks(network, engine, works)
-    )
+    with same_randomness(group.device):
+        batch = group.ranks.all_or_none(
+            "reading two samples", lambda: few(corpus.dataset, config.data.seq_len, 2)
+        )
+        works = works_of(batch, parts.works_a_step(config, group.place), group.device)
+        checks = group.ranks.all_or_none(
+            "trying the model", lambda: quick_checks(network, engine, works)
+        )
     signatures = group.ranks.gather(network.signature() if is_fresh else "")
     if len(set(signatures)) > 1:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from runner.config.network import is_hf
 from runner.data.dataset import RecordDataset
 from runner.data.feed import few
+from runner.engine.randomness import same_randomness
 from runner.policy.decision.history import Incident
 from runner.session import parts
 from runner.session.phases import Machinery, Opened
@@ -24,18 +25,21 @@ def quick_preflight(opened: Opened, machinery: Machinery, resumed: Resumed) -> N
     if resumed.step >= config.steps or config.model.compile:
         return
     rows = min(_ROWS, config.batch.micro_size)
-    batch = group.ranks.all_or_none(
-        "reading two samples", lambda: few(dataset, config.data.seq_len, rows)
-    )
     is_untrained = resumed.is_fresh and config.model._target_ is None and not is_hf(config.model)
-    subject = QuickSubject(
-        batch=batch,
-        works=parts.works_a_step(config, group.place),
-        vocab_size=dataset.vocab_size,
-        untrained_loss=corpus.network.untrained_loss if is_untrained else None,
-        sum=group.ranks.sum,
-    )
-    for check in failed(quick_checks(machinery.engine, subject)):
+    # A data set or a model of the user's may draw from any generator when it is asked.
+    with same_randomness(group.device):
+        batch = group.ranks.all_or_none(
+            "reading two samples", lambda: few(dataset, config.data.seq_len, rows)
+        )
+        subject = QuickSubject(
+            batch=batch,
+            works=parts.works_a_step(config, group.place),
+            vocab_size=dataset.vocab_size,
+            untrained_loss=corpus.network.untrained_loss if is_untrained else None,
+            sum=group.ranks.sum,
+        )
+        checks = quick_checks(machinery.engine, subject)
+    for check in failed(checks):
         opened.written.report_once(
             Incident(
                 kind="preflight",
