@@ -36,8 +36,8 @@ class Disturbance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overflow:
-    """``is_due`` tells whether the output of the module of that name overflows now."""
+class ModuleFault:
+    """``is_due`` tells whether the module of that name is at fault now."""
 
     module: str
     is_due: Callable[[], bool]
@@ -181,13 +181,24 @@ class FaultInjector:
         self._step_faults.discard("misread")
         return is_due
 
-    def overflows(self) -> Sequence[Overflow]:
+    def overflows(self) -> Sequence[ModuleFault]:
         """Modules whose output is to overflow at times."""
         return [
-            Overflow(module=fault.module, is_due=partial(self._is_due_now, fault))
+            ModuleFault(module=fault.module, is_due=partial(self._is_due_now, fault))
             for fault in self._faults
             if fault.kind == "overflow"
         ]
+
+    def wrong_gradients(self) -> Sequence[ModuleFault]:
+        """Modules the gradients of whose own weights are to be a little wrong on this rank."""
+        return [
+            ModuleFault(module=fault.module, is_due=partial(self._lasts_now, fault))
+            for fault in self._faults
+            if fault.kind == "wrong_grad" and fault.rank in (None, self._rank)
+        ]
+
+    def _lasts_now(self, fault: Fault) -> bool:
+        return self._step >= fault.steps[0]
 
     def _is_due_now(self, fault: Fault) -> bool:
         return fault.is_due(self._step, self._rank)

@@ -10,6 +10,9 @@
                                      gives is infinite, in the run's precision and in no wider one
     sticky@step=20,rank=1            from this step on whatever the rank computes is NaN
     wrong@step=20,rank=1             from this step on what it computes is 1 % off: finite, silent
+    wrong_grad@step=20,rank=1,module=blocks.1.ffn.down
+                                     from this step on the gradient that the rank computes of this
+                                     module's own weights is 1 % off: finite, silent
     poison@samples=400-431           these stream positions always give NaN activations
     spike@samples=400-431,scale=50   these weigh 50 times: a finite, wild loss and gradient
     kill@step=30,rank=0              SIGKILL
@@ -52,6 +55,7 @@ _REQUIRED = {
     "spoil_state": {"step"},
     "sticky": {"step"},
     "wrong": {"step"},
+    "wrong_grad": {"step", "module"},
     "overflow": {"step", "module"},
     "poison": {"samples"},
     "spike": {"samples"},
@@ -75,7 +79,7 @@ _REQUIRED = {
 # What ends or freezes a rank, and where in a step it may.
 ENDINGS = ("kill", "abort", "raise", "stop", "hang")
 # Not bound to one step, and so no marker is left.
-LASTING = ("slow", "no_break", "sticky", "wrong", "oom", "overflow")
+LASTING = ("slow", "no_break", "sticky", "wrong", "wrong_grad", "oom", "overflow")
 POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
     **{kind: {"rank", "at"} for kind in ENDINGS},

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from runner.fault.damage import CheckpointFiles, damage_checkpoint, flip_bit
-from runner.fault.inject import Disturbance, FaultInjector, Overflow
+from runner.fault.inject import Disturbance, FaultInjector, ModuleFault
 from runner.system.error import ConfigError
 
 Part = TypeVar("Part")
 # Of a micro-batch: cross-entropy, the loss to train on, and what is counted; [B] each.
 Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+_SLIGHTLY_WRONG = 1.01  # what a device makes of 1 in a gradient; BF16 rounds less away
 # The phases in which an ``at=POINT`` lies; "fetch" is the begin of a step.
 _POINTS = ("agree", "apply")
 
@@ -204,9 +205,14 @@ class MicroBatchFaults:
         self._is_scaled = False
 
     def attach(
-        self, model: nn.Module, embedding: nn.Module, *, overflows: Sequence[Overflow] = ()
+        self,
+        model: nn.Module,
+        embedding: nn.Module,
+        *,
+        overflows: Sequence[ModuleFault] = (),
+        wrong_gradients: Sequence[ModuleFault] = (),
     ) -> None:
-        """Reach the embedding's output and gradient, and the outputs of modules that overflow.
+        """Reach the embedding's output and gradient, and modules that are at fault.
 
         After the engine has set its own hooks there, so that its probe sees what is done to the
         gradient.
@@ -216,6 +222,9 @@ class MicroBatchFaults:
         for overflow in overflows:
             module = _named(model.get_submodule("network"), overflow.module)
             module.register_forward_hook(partial(_overflowing, overflow))
+        for wrong in wrong_gradients:
+            module = _named(model.get_submodule("network"), wrong.module)
+            module.register_forward_pre_hook(_WrongGradient(wrong))
 
     def begin(self, disturbances: Iterable[Disturbance | None]) -> None:
         """Of the micro-batches that come now, in their order."""
@@ -274,11 +283,28 @@ def _named(network: nn.Module, name: str) -> nn.Module:
     known: dict[str, nn.Module] = dict(network.named_modules())
     if name not in known:
         some = ", ".join(list(known)[1:12])
-        raise ConfigError(f"faults: overflow: module={name}: the model has {some}, ...")
+        raise ConfigError(f"faults: module={name}: the model has {some}, ...")
     return known[name]
 
 
-def _overflowing(overflow: Overflow, module: nn.Module, inputs: object, output: Any) -> Any:
+class _WrongGradient:
+    """Scales the gradients of a module's own weights, before they are summed over ranks."""
+
+    def __init__(self, fault: ModuleFault) -> None:
+        self._fault = fault
+        self._known: dict[int, torch.Tensor] = {}
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in self._known:
+                self._known[id(parameter)] = parameter
+                parameter.register_hook(self._scaled)  # type: ignore[no-untyped-call]
+
+    def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return gradient * _SLIGHTLY_WRONG if self._fault.is_due() else None
+
+
+def _overflowing(overflow: ModuleFault, module: nn.Module, inputs: object, output: Any) -> Any:
     """The largest number of a module's output becomes infinite."""
     if not overflow.is_due():
         return output

@@ -168,12 +168,12 @@ def checksum(tensors: Sequence[torch.Tensor]) -> str:
     MiB beside the tensors.
     """
     numbers: list[object] = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-    sums = [_sum_of_words(tensor) for tensor in tensors]
+    sums = [sum_of_words(tensor) for tensor in tensors]
     numbers += torch.stack(sums).tolist() if sums else []
     return hashlib.sha256(repr(numbers).encode()).hexdigest()
 
 
-def _sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
+def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of one tensor's words: int64 scalar on its device, without waiting for it."""
     words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
     size = min(_PIECE, len(words))

@@ -326,7 +326,12 @@ def _with_faults(
         return make(None)[0]
     inside = MicroBatchFaults()
     built, model, embedding = make(inside)
-    inside.attach(model, embedding, overflows=() if is_twin else faults.overflows())
+    inside.attach(
+        model,
+        embedding,
+        overflows=() if is_twin else faults.overflows(),
+        wrong_gradients=() if is_twin else faults.wrong_gradients(),
+    )
     return wrap_engine(built, faults, inside)
 
 

@@ -1,18 +1,21 @@
 """Finds a rank that silently computes wrongly: all ranks compute one rank's micro-batch.
 
 Most faults of a device raise no error. At intervals each rank computes the same micro-batch with
-the gate closed, another rank's each time, and the bits of each sequence's loss and of its gradient
-at the embedding are compared: devices of one kind must give the same. It costs one micro-batch
-(under ZeRO a step, because DeepSpeed counts them), and a wait for the device.
+the gate closed, another rank's each time, and the bits of each sequence's loss, of its gradient at
+the embedding, and of each weight's gradient before it is reduced are compared: devices of one kind
+must give the same. It costs one micro-batch (under ZeRO a step, because DeepSpeed counts them), and
+a wait for the device.
 
-Not detected: a fault only in the gradient of a weight, which is reduced before it can be
-compared.
+Not detected: a fault in the sum over ranks or in the update alone; gradients inside of blocks that
+are compiled.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,10 +30,13 @@ from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.history import Incident
 from runner.policy.restart import HARDWARE
 from runner.system.error import RankError
+from runner.train.own_gradients import OwnGradients
 
 KIND = "audit"
 _NOISE = 1e-2  # relative; where a computation does not repeat its bits
 _REPEATS = 3  # computations in all, before a rank is named
+_DIGEST_BYTES = 6  # what a double holds exactly
+_NAMED_GRADIENTS = 3
 
 
 class Feed(Protocol):
@@ -109,6 +115,7 @@ class Auditor:
         self._rules = rules
         self._report = report
         self._distrust = distrust
+        self._gradients = OwnGradients(engine.network)
         self._good_step = 0
         self._known: set[tuple[int, ...]] = set()
 
@@ -129,14 +136,15 @@ class Auditor:
         batches = self._batches(plan, updates // self._rules.every)
         if batches is None:
             return
-        opinion, first = self._asked(batches)
-        if opinion.agrees:
+        computed = [self._asked(batches)]
+        if opinion_on(computed[0], exactly=self._rules.repeats_bits).agrees:
             self._good_step = updates
             return
-        told = [first]
-        while len(told) < _REPEATS:
-            told.append(self._asked(batches)[1])
-        self._judge(updates, told)
+        where: list[Mapping[str, Any]] = []
+        while len(computed) < _REPEATS:
+            computed.append(self._asked(batches))
+            where = self._ranks.gather(self._by_parameter())
+        self._judge(updates, computed, where)
 
     def _batches(self, plan: BatchPlan, number: int) -> list[MicroBatch] | None:
         """One rank's micro-batch, the same on all ranks; None if a rank cannot read it."""
@@ -146,28 +154,47 @@ class Auditor:
         failed = any(batch.unreadable for batch in batches)
         return None if self._ranks.sum([float(failed)])[0] else batches
 
-    def _asked(self, batches: Sequence[MicroBatch]) -> tuple[Opinion, list[list[Any]]]:
-        told = self._ranks.gather([self._rules.kind, self._computed(batches)])
-        return opinion_on(told, exactly=self._rules.repeats_bits), told
+    def _asked(self, batches: Sequence[MicroBatch]) -> list[list[Any]]:
+        """Compute once; of each rank the kind of its device and its numbers. Collective."""
+        return self._ranks.gather([self._rules.kind, self._computed(batches)])
 
     def _computed(self, batches: Sequence[MicroBatch]) -> list[float]:
-        """Compute losses and gradient norms of the sequences, without changing the state."""
+        """Compute without changing the state.
+
+        Returns:
+            The sequences' losses and gradient norms; then a digest of all gradients, or where bits
+            do not repeat the norm of each.
+        """
         device = self._engine.device
         works = [
             MicroStep(batch=batch.to(device), seed=self._rules.seed + number)
             for number, batch in enumerate(batches)
         ]
         with same_randomness(device):
-            sums = self._engine.accumulate(works)
+            with self._gradients.over():
+                sums = self._engine.accumulate(works)
             one = torch.ones((), device=device)
             self._engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
-        told = sums.sequences.to_host()
-        return [*told.losses, *told.gradient_norms]
+        sequences = sums.sequences.to_host()
+        own = self._by_parameter()
+        gradients = [_digest(own)] if self._rules.repeats_bits else list(own.values())
+        return [*sequences.losses, *sequences.gradient_norms, *gradients]
 
-    def _judge(self, step: int, told: Sequence[list[list[Any]]]) -> None:
-        """Judge several computations, and act on the result."""
-        opinions = [opinion_on(one, exactly=self._rules.repeats_bits) for one in told]
-        ranks = named(told, opinions)
+    def _by_parameter(self) -> dict[str, Any]:
+        """Of this rank's gradients by themselves: checksums, or norms where bits do not repeat."""
+        heard = self._gradients
+        return heard.checksums() if self._rules.repeats_bits else heard.norms()
+
+    def _judge(
+        self, step: int, computed: Sequence[list[list[Any]]], where: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Judge several computations, and act on the result.
+
+        Args:
+            where: of each rank its gradients by parameter, of the last of them.
+        """
+        opinions = [opinion_on(one, exactly=self._rules.repeats_bits) for one in computed]
+        ranks = named(computed, opinions)
         good = f"at step {self._good_step} all agreed"
         if any(one.agrees for one in opinions):
             self._good_step = step
@@ -179,26 +206,29 @@ class Auditor:
         hosts = [str(host) for host in self._ranks.gather(self._rules.host)]
         if len(ranks) != 1:
             who = " and ".join(map(str, opinions[0].odd))
-            words = (
+            reason = (
                 f"ranks {who} give other bits for the same micro-batch, each time; which of them "
                 f"is wrong cannot be said: there is no majority; {good}"
             )
-            self._tell(step, opinions[0].odd, words)
+            self._tell(step, opinions[0].odd, reason)
             return
         rank = ranks[0]
-        words = (
+        kinds = [kind for kind, _ in computed[0]]
+        other = next(r for r, kind in enumerate(kinds) if r != rank and kind == kinds[rank])
+        reason = (
             f"rank {rank} on {hosts[rank]} gives other bits than the others for the same "
-            f"micro-batch, {len(told)} times of {len(told)}: its device computes wrongly, in "
-            f"silence; {good}"
+            f"micro-batch, {len(computed)} times of {len(computed)}"
+            f"{differing(where[rank], where[other], exactly=self._rules.repeats_bits)}: its "
+            f"device computes wrongly, in silence; {good}"
         )
         if len(set(hosts)) == 1:
-            self._tell(step, ranks, words)
+            self._tell(step, ranks, reason)
             return
-        self._report(self._crash(step, rank, hosts[rank], words))
+        self._report(self._crash(step, rank, hosts[rank], reason))
         self._distrust(self._good_step)
-        raise RankError(words)
+        raise RankError(reason)
 
-    def _tell(self, step: int, ranks: tuple[int, ...], words: str) -> None:
+    def _tell(self, step: int, ranks: tuple[int, ...], reason: str) -> None:
         """Report ranks, once for the same ones."""
         if ranks in self._known:
             return
@@ -208,19 +238,19 @@ class Auditor:
                 kind=KIND,
                 step=step,
                 decision="only told: look at the device",
-                reason=words,
+                reason=reason,
                 ranks=ranks,
                 detail={"good_before": self._good_step},
             )
         )
 
-    def _crash(self, step: int, rank: int, host: str, words: str) -> Incident:
+    def _crash(self, step: int, rank: int, host: str, reason: str) -> Incident:
         """The incident of a device that failed: a supervisor leaves its host out."""
         return Incident(
             kind="crash",
             step=step,
             decision=f"restart without this host, from a checkpoint not after {self._good_step}",
-            reason=words,
+            reason=reason,
             ranks=(rank,),
             detail={
                 "incarnation": self._rules.incarnation,
@@ -232,12 +262,12 @@ class Auditor:
         )
 
 
-def opinion_on(told: Sequence[Sequence[Any]], *, exactly: bool) -> Opinion:
+def opinion_on(by_rank: Sequence[Sequence[Any]], *, exactly: bool) -> Opinion:
     """Compare [kind of device, numbers] by rank, only among ranks of the same kind."""
     odd: list[int] = []
     is_clear = True
-    for kind in dict.fromkeys(str(one[0]) for one in told):
-        members = {rank: one[1] for rank, one in enumerate(told) if str(one[0]) == kind}
+    for kind in dict.fromkeys(str(one[0]) for one in by_rank):
+        members = {rank: one[1] for rank, one in enumerate(by_rank) if str(one[0]) == kind}
         groups: list[list[int]] = []
         for rank, numbers in members.items():
             alike = (g for g in groups if _alike(members[g[0]], numbers, exactly=exactly))
@@ -256,7 +286,9 @@ def opinion_on(told: Sequence[Sequence[Any]], *, exactly: bool) -> Opinion:
     return Opinion(odd=tuple(sorted(odd)), is_clear=is_clear)
 
 
-def named(told: Sequence[Sequence[Sequence[Any]]], opinions: Sequence[Opinion]) -> tuple[int, ...]:
+def named(
+    computed: Sequence[Sequence[Sequence[Any]]], opinions: Sequence[Opinion]
+) -> tuple[int, ...]:
     """The one rank at fault; empty if it is unknown.
 
     It is the rank outside of the majority, each time; without a majority, the one that
@@ -269,10 +301,34 @@ def named(told: Sequence[Sequence[Sequence[Any]]], opinions: Sequence[Opinion]) 
         return tuple(ranks) if alone else ()
     unsteady = [
         rank
-        for rank in range(len(told[0]))
-        if any(not _alike(told[0][rank][1], one[rank][1], exactly=True) for one in told[1:])
+        for rank, (_, first) in enumerate(computed[0])
+        if any(not _alike(first, one[rank][1], exactly=True) for one in computed[1:])
     ]
     return tuple(unsteady) if len(unsteady) == 1 else ()
+
+
+def differing(own: Mapping[str, Any], other: Mapping[str, Any], *, exactly: bool) -> str:
+    """In words, the parameters whose gradients differ; empty where none do."""
+    names = [
+        name
+        for name in own.keys() & other.keys()
+        if not (
+            own[name] == other[name]
+            if exactly
+            else _alike([own[name]], [other[name]], exactly=False)
+        )
+    ]
+    if not names:
+        return ""
+    some = ", ".join(sorted(names)[:_NAMED_GRADIENTS])
+    more = len(names) - _NAMED_GRADIENTS
+    return f", in the gradients of {some}" + (f" and {more} more" if more > 0 else "")
+
+
+def _digest(checksums: Mapping[str, int]) -> float:
+    """A number that changes with any of them, the same on every machine."""
+    text = json.dumps(sorted(checksums.items()))
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big"))
 
 
 def _alike(one: Sequence[float], other: Sequence[float], *, exactly: bool) -> bool:

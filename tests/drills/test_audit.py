@@ -33,6 +33,33 @@ def test_a_silent_fault_is_found_and_named(
     assert "step 5 all agreed" in line["reason"]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "rank", "settings"),
+    [
+        (3, 2, ["parallel=fsdp"]),
+        pytest.param(3, 0, ["parallel=ddp", "batch.micro_size=2"], marks=pytest.mark.full),
+        pytest.param(3, 1, ["parallel=zero1", "batch.micro_size=2"], marks=pytest.mark.full),
+        pytest.param(3, 1, ["parallel=zero3", "guard.sync=false"], marks=pytest.mark.full),
+        pytest.param(4, 1, ["parallel=hsdp", "parallel.shard_size=2"], marks=pytest.mark.full),
+        pytest.param(
+            3, 1, ["parallel=fsdp", "model.activation_checkpointing=true"], marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_silent_fault_in_the_gradient_of_one_weight_is_found_and_named(
+    tmp_path: Path, ranks: int, rank: int, settings: list[str]
+) -> None:
+    """Neither the loss nor the gradient that leaves the blocks shows it."""
+    words = [*SMALL, *settings, "batch.global_size=12", f"debug.audit_every={EVERY}"]
+    wrong = f"faults=[wrong_grad@step=7,rank={rank},module=blocks.1.ffn.down]"
+    hit = train(tmp_path / "hit", *words, wrong, ranks=ranks)
+    assert hit.code == 0, hit.tail
+    (line,) = hit.journal("audit")
+    assert line["step"] == 10 and line["ranks"] == [rank], line
+    assert "in the gradients of blocks.1.ffn.down.weight:" in line["reason"]
+    assert not hit.journal("discard")
+
+
 @pytest.mark.full
 def test_of_two_ranks_nobody_is_named(tmp_path: Path) -> None:
     hit = train(tmp_path / "hit", *SMALL, "debug.audit_every=5", "faults=[wrong@step=7,rank=1]")

@@ -75,7 +75,7 @@ def test_reading_samples_again_leaves_no_trace_in_any_generator() -> None:
 
     one: Any = SimpleNamespace
     auditor = Auditor(
-        engine=one(device=torch.device("cpu")),
+        engine=one(device=torch.device("cpu"), network=torch.nn.Identity()),
         feed=one(read_again=read_again),
         steps=one(newest_plan=object()),
         ranks=one(world_size=2, sum=lambda numbers: numbers),

@@ -32,6 +32,7 @@ KINDS = (
     "spoil_state",
     "sticky",
     "wrong",
+    "wrong_grad",
     "poison",
     "spike",
     "kill",

@@ -1,0 +1,86 @@
+"""Checksums of the gradients that this rank computes by itself, before ranks are summed.
+
+Owns hooks on parameters, for one computation. A reduced gradient is everybody's: a rank that is
+a little wrong disappears in it. What autograd hands to a parameter is still this rank's alone,
+whole, on every engine: FSDP2 reduces it afterwards, and DeepSpeed too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from runner.health.checks import sum_of_words
+
+_FACTOR = 0x3F58476D1CE4E5B9  # odd: no micro-batch's checksum is lost
+
+
+class OwnGradients:
+    """Listens to the backward passes of ``network`` inside of :meth:`over`."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self._names = {id(module): name for name, module in network.named_modules()}
+        self._sums: dict[str, Tensor] = {}
+        self._squares: dict[str, Tensor] = {}
+        # The tensors themselves: an id alone could be another's by the next micro-batch.
+        self._known: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+
+    @contextmanager
+    def over(self) -> Iterator[None]:
+        """Listen; what was heard before is forgotten."""
+        self._sums, self._squares = {}, {}
+        # A shard is no leaf of the graph: its whole parameter is there from its module's forward
+        # pass on. Parents too, for some use the parameters of modules that they never call.
+        self._handles = [
+            module.register_forward_pre_hook(self._at_module) for module in self._network.modules()
+        ]
+        try:
+            yield
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles, self._known = [], {}
+
+    def checksums(self) -> dict[str, int]:
+        """Of each parameter that got a gradient, one that changes with any bit. Waits."""
+        return _on_host(self._sums)
+
+    def norms(self) -> dict[str, float]:
+        """Of each parameter that got a gradient, its norm over all micro-batches. Waits."""
+        return {name: square**0.5 for name, square in _on_host(self._squares).items()}
+
+    def _at_module(self, module: nn.Module, inputs: object) -> None:
+        prefix = self._names[id(module)]
+        for name, parameter in module.named_parameters(prefix):
+            is_shard = isinstance(parameter, DTensor)
+            if is_shard or not parameter.requires_grad or id(parameter) in self._known:
+                continue
+            self._known[id(parameter)] = parameter
+            heard = partial(self._at_gradient, name)
+            self._handles.append(parameter.register_hook(heard))  # type: ignore[no-untyped-call]
+
+    def _at_gradient(self, name: str, gradient: Tensor) -> None:
+        if gradient.layout is not torch.strided or not gradient.is_floating_point():
+            return
+        words = sum_of_words(gradient)
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
+        if name in self._sums:
+            words = self._sums[name] * _FACTOR + words
+            square = self._squares[name] + square
+        self._sums[name], self._squares[name] = words, square
+
+
+def _on_host(numbers: dict[str, Tensor]) -> dict[str, Any]:
+    """By name in order, with one wait."""
+    names = sorted(numbers)
+    values = torch.stack([numbers[name] for name in names]).tolist() if names else []
+    return dict(zip(names, values, strict=True))
