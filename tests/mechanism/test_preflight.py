@@ -11,60 +11,8 @@ from runner.__main__ import main
 from runner.command.preflight import TRIALS
 from runner.startup.preflight.corpus import _longest_repeat, _numbers
 from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE
+from tests.preflight_cases import DATA, MODELS, SOUND, WRONG
 
-_HERE = "tests.preflight_models"
-_DATA = (
-    f"data._target_={_HERE}.Text",
-    "data.seq_len=33",
-    "data.held_out=0.1",
-    "parallel.device=cpu",
-)
-_ISOLATED = ("data.isolate_documents=true",)
-# What is wrong, how it is set, and what has to name it.
-_WRONG: dict[str, tuple[tuple[str, ...], str]] = {
-    "sees all": (("Small", "model.wrong=future"), "no look at later tokens"),
-    "sees the next": (("Small", "model.wrong=leak"), "no look at later tokens"),
-    "masked to itself": (("Small", "model.wrong=alone"), "earlier tokens matter"),
-    "attention zeroed": (("Small", "model.wrong=zeroed"), "earlier tokens matter"),
-    "no positions": (("Small", "model.wrong=unordered"), "the order of tokens matters"),
-    "documents mixed": (
-        ("Small", "model.wrong=documents", *_ISOLATED),
-        "documents do not see each other",
-    ),
-    "input never arrives": (
-        ("Small", "model.wrong=constant"),
-        "the label of a position is predicted from its token",
-    ),
-    "loud head": (("Small", "model.wrong=loud"), "first loss against ln V"),
-    "blocks frozen": (("Small", "model.wrong=frozen"), "what is frozen is meant to be"),
-    "a layer unused": (("Small", "model.wrong=spare"), "each trained parameter gets a gradient"),
-    "detached": (("Small", "model.wrong=detached"), "each trained parameter gets a gradient"),
-    "wrong backward": (("Small", "model.wrong=backward"), "gradients are those of the loss"),
-    "cancels in BF16": (("Small", "model.wrong=fragile"), "BF16 gives the same step as FP32"),
-    "shifts again": (
-        ("Losing", "model.wrong=shifted"),
-        "the label of a position is predicted from its token",
-    ),
-    "own labels": (("Losing", "model.wrong=inputs"), "the loss takes the labels"),
-    "loss tripled": (("Losing", "model.wrong=tripled"), "first loss against ln V"),
-    "rate of 1": (("Small", "optim.lr=1"), "the rate is in range"),
-    "rate of 1e-8": (("Small", "optim.lr=1e-8"), "the rate is in range"),
-    "held out twice": (("Small", "data.wrong=twice"), "held-out text is not trained on"),
-    "constant text": (("Small", "data.wrong=constant"), "text is not degenerate"),
-    "labels shifted": (("Small", "data.wrong=shifted"), "labels are the tokens"),
-    "labels masked": (("Small", "data.wrong=unlabelled"), "labels count"),
-}
-_SOUND: dict[str, tuple[str, ...]] = {
-    "decoder": ("model=tiny",),
-    "decoder by documents": ("model=tiny", *_ISOLATED),
-    "attention": (f"model._target_={_HERE}.Small",),
-    "own loss": (f"model._target_={_HERE}.Losing",),
-    "recurrent": (f"model._target_={_HERE}.Moving",),
-    "convolutions": ("model._target_=tests.guests.Convolved",),
-    "GPT-2": ("model._target_=tests.guests.gpt2",),
-    "Llama": ("model._target_=tests.guests.llama",),
-    "low rank": ("model._target_=tests.guests.lora",),
-}
 _FEW_WRONG = ("sees the next", "no positions", "wrong backward")
 
 
@@ -72,20 +20,20 @@ def _results(
     capsys: pytest.CaptureFixture[str], *settings: str
 ) -> tuple[int, dict[str, str], dict[str, str]]:
     """The exit code, and by check the result and what was seen."""
-    code = main(["preflight", "--json", *_DATA, *settings])
+    code = main(["preflight", "--json", *DATA, *settings])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     return code, {n["check"]: n["result"] for n in lines}, {n["check"]: n["found"] for n in lines}
 
 
 def _assert_found(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    (model, *settings), check = _WRONG[name]
-    code, results, _ = _results(capsys, f"model._target_={_HERE}.{model}", *settings)
+    (model, *settings), check = WRONG[name]
+    code, results, _ = _results(capsys, f"model._target_={MODELS}.{model}", *settings)
     assert results[check] == "FAILS", results
     assert code == EXIT_CONFIG
 
 
 def _assert_sound(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    code, results, found = _results(capsys, *_SOUND[name])
+    code, results, found = _results(capsys, *SOUND[name])
     assert set(results.values()) <= {"ok", "-"}, {n: found[n] for n in results}
     assert code == EXIT_DONE
 
@@ -100,13 +48,13 @@ def test_a_sound_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", _WRONG)
+@pytest.mark.parametrize("name", WRONG)
 def test_everything_wrong_is_named(capsys: pytest.CaptureFixture[str], name: str) -> None:
     _assert_found(capsys, name)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", _SOUND)
+@pytest.mark.parametrize("name", SOUND)
 def test_every_sound_model_passes(capsys: pytest.CaptureFixture[str], name: str) -> None:
     _assert_sound(capsys, name)
 
@@ -116,7 +64,7 @@ def test_samples_without_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     code, results, found = _results(
         capsys,
         "model._target_=tests.guests.Seeing",
-        f"data._target_={_HERE}.Pictures",
+        f"data._target_={MODELS}.Pictures",
     )
     assert code == EXIT_DONE, found
     assert results["no look at later tokens"] == "-"
@@ -127,11 +75,11 @@ def test_the_table_and_a_mistake(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.command.preflight.TRIALS", TRIALS[:1])
-    assert main(["preflight", "model=tiny", *_DATA]) == EXIT_DONE
+    assert main(["preflight", "model=tiny", *DATA]) == EXIT_DONE
     out = capsys.readouterr().out
     assert "no look at later tokens" in out
     assert "held-out text is not trained on" in out
-    assert main(["preflight", "model=huge", *_DATA]) == EXIT_CONFIG
+    assert main(["preflight", "model=huge", *DATA]) == EXIT_CONFIG
 
 
 def test_equal_pieces_have_equal_numbers() -> None:
