@@ -67,17 +67,17 @@ def main() -> None:
         small = folder / "small.md"
         small.write_bytes((ROOT / "docs" / "guard.md").read_bytes()[:12_000])
         for kind, (settings, expected) in KINDS.items():
-            told = []
+            shown = []
             for seed in range(options.seeds):
                 out = folder / f"{''.join(c if c.isalnum() else '-' for c in kind)}-{seed}"
-                changed = [word.replace("SMALL", str(small)) for word in settings]
-                told.append(_told(out, [*ALIKE, *changed, f"seed={seed}"]))
-            right = sum(expected in names if expected else not names for names in told)
-            words = "; ".join(", ".join(names) or "-" for names in told)
-            print(f"| {kind} | {right} of {options.seeds} | {words} |", flush=True)
+                changed = [setting.replace("SMALL", str(small)) for setting in settings]
+                shown.append(_signatures(out, [*ALIKE, *changed, f"seed={seed}"]))
+            right = sum(expected in names if expected else not names for names in shown)
+            cell = "; ".join(", ".join(names) or "-" for names in shown)
+            print(f"| {kind} | {right} of {options.seeds} | {cell} |", flush=True)
 
 
-def _told(out: Path, settings: list[str]) -> list[str]:
+def _signatures(out: Path, settings: list[str]) -> list[str]:
     if not (out / "summary.json").exists():
         command = [sys.executable, "-m", "runner", f"out={out}", *settings]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
