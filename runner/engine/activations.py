@@ -1,19 +1,20 @@
 """Measures inside one forward pass: residual stream, attention logits, log Z, loss by position.
 
-Owns the hooks, which do nothing except in a micro-batch that is measured. They compute
-beside the step, without gradients, and change nothing of it. Must not know how the model is
-sharded: nothing here reads a parameter, which may be gathered in its own module's forward alone.
+Owns the hooks, which are there only in a step that is measured. They compute beside the step,
+without gradients, and change nothing of it. Must not know how the model is sharded: nothing here
+reads a parameter, which may be gathered in its own module's forward alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 MOST_STRETCHES = 64  # of a sequence, for the loss by position
 _MOST_QUERIES = 64  # positions of the sequence that are measured
@@ -58,21 +59,39 @@ class Activations:
         self._by_position: Tensor | None = None
         self.num_units = 0 if is_compiled else len(units)
         self.length = 0  # of the sequences whose loss is told by position
-        objective.register_forward_pre_hook(self._at_begin)
-        objective.register_forward_hook(self._at_end)
+        self._hooks: list[tuple[nn.Module, Callable[..., None]]] = []
         for number, unit in enumerate(units[: self.num_units]):
-            unit.register_forward_hook(partial(self._at_unit, number))
-            self._hook_attention(number, unit)
+            self._hooks.append((unit, partial(self._at_unit, number)))
+            self._hooks += self._attention_hooks(number, unit)
+        self._handles: list[RemovableHandle] = []
 
-    def _hook_attention(self, number: int, unit: nn.Module) -> None:
-        """The first attention of a block, where it is one whose parts are known."""
+    def _attention_hooks(
+        self, number: int, unit: nn.Module
+    ) -> list[tuple[nn.Module, Callable[..., None]]]:
+        """Of the first attention of a block, where it is one whose parts are known."""
         for module in unit.modules():
             query, key = _first(module, _QUERIES), _first(module, _KEYS)
             width = getattr(module, "head_dim", None)
             if query is not None and key is not None and isinstance(width, int):
-                query.register_forward_hook(partial(self._at_query, number))
-                key.register_forward_hook(partial(self._at_key, number, module, width))
-                return
+                return [
+                    (query, partial(self._at_query, number)),
+                    (key, partial(self._at_key, number, module, width)),
+                ]
+        return []
+
+    def _hook(self) -> None:
+        """Only for the step that is measured: a module with hooks takes longer each time."""
+        self._unhook()
+        self._handles = [
+            self._objective.register_forward_pre_hook(self._at_begin),
+            self._objective.register_forward_hook(self._at_end),
+            *(module.register_forward_hook(hook) for module, hook in self._hooks),
+        ]
+
+    def _unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def begin(self, *, is_inside: bool) -> None:
         """Measure the step that is computed next; ``is_inside`` False: only its losses."""
@@ -80,6 +99,8 @@ class Activations:
         self._log_sums = self._by_position = None
         self._is_armed = is_inside
         self._is_outside = not is_inside
+        if is_inside:
+            self._hook()
         _listen(self._objective, self._at_tokens)
 
     def end(self, device: torch.device) -> Tensor:
@@ -90,19 +111,17 @@ class Activations:
         where nothing was seen, 0 where nobody was to look: one rank of all does.
         """
         self._is_armed = self._is_on = False
+        self._unhook()
         _listen(self._objective, None)
-        empty = 0.0 if self._is_outside else math.nan
-        nothing = torch.full((), empty, dtype=torch.float64, device=device)
+        nothing = torch.full((), 0.0 if self._is_outside else math.nan, device=device)
         units = range(self.num_units)
-        seen = [self._residual.get(n, nothing).double() for n in units]
-        seen += [self._logits.get(n, nothing).double() for n in units]
-        told = torch.stack([*seen, nothing, nothing])
-        if self._log_sums is not None:
-            told = torch.cat([told[:-2], self._log_sums.double()])
-        stretches = torch.zeros(2 * MOST_STRETCHES, dtype=torch.float64, device=device)
-        if self._by_position is not None:
-            stretches = self._by_position
-        return torch.cat([told, stretches])
+        inside = [self._residual.get(n, nothing) for n in units]
+        inside += [self._logits.get(n, nothing) for n in units]
+        log_sums = [nothing, nothing] if self._log_sums is None else self._log_sums.unbind()
+        by_position = self._by_position
+        if by_position is None:
+            by_position = torch.zeros(2 * MOST_STRETCHES, dtype=torch.float64, device=device)
+        return torch.cat([torch.stack([*inside, *log_sums]).double(), by_position])
 
     def _at_begin(self, module: nn.Module, inputs: object) -> None:
         self._is_on, self._is_armed = self._is_armed, False
@@ -113,7 +132,7 @@ class Activations:
     def _at_unit(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
         first = _row(output) if self._is_on else None
         if first is not None:
-            self._residual[number] = _thinned(first, 0).float().square().mean()
+            self._residual[number] = _thinned(first).float().square().mean()
 
     def _at_query(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
         first = _row(output) if self._is_on else None
@@ -137,16 +156,16 @@ class Activations:
         length = targets.shape[-1]
         if self._is_on:
             if log_sums is None and logits is not None:
-                log_sums = torch.logsumexp(_thinned(logits[:length], 0).float(), dim=-1)
+                log_sums = torch.logsumexp(_thinned(logits[:length]).float(), dim=-1)
             if log_sums is not None:
                 first = log_sums[:length].float()
                 self._log_sums = torch.stack([first.mean(), first.max()])
         if self._by_position is None:
             self.length = length
         if length == self.length:
-            found = _by_stretch(losses, targets)
+            sums = _by_stretch(losses, targets)
             before = self._by_position
-            self._by_position = found if before is None else before + found
+            self._by_position = sums if before is None else before + sums
 
 
 def stretches(length: int) -> int:
@@ -187,35 +206,46 @@ def _largest_logit(query: Tensor, key: Tensor, width: int, rotary: Any) -> Tenso
         q, k = (x.float().reshape(-1, width).norm(dim=-1).max() for x in (query, key))
         bound: Tensor = q * k * scale
         return bound
-    q, k = (_turned(x, width, rotary) for x in (query, key))
-    length = q.shape[1]
-    at = _places(length, q.device)
-    k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
-    logits = q[:, at] @ k.transpose(1, 2) * scale
-    later = torch.arange(length, device=q.device) > at.unsqueeze(1)
-    largest: Tensor = logits.masked_fill(later, -torch.inf).max()
+    heads = [_heads(x, width) for x in (query, key)]
+    length, num = heads[0].shape[1], len(heads[0])
+    both = _turned(torch.cat(heads).float(), rotary.first(length))
+    q, k = both[:num].index_select(1, _places(length, both.device)), both[num:]
+    if len(k) != num:
+        k = k.repeat_interleave(num // len(k), dim=0)
+    logits = torch.bmm(q, k.transpose(1, 2))
+    largest: Tensor = logits.masked_fill_(_later(length, q.device), -torch.inf).max() * scale
     return largest
 
 
-def _turned(x: Tensor, width: int, rotary: Any) -> Tensor:
-    """Heads first, FP32 ``[heads, T, width]``, rotated as the decoder does it."""
-    heads = x.float() if x.dim() == 3 else x.float().view(len(x), -1, width).transpose(0, 1)
-    left, right = heads.chunk(2, dim=-1)
-    turns = rotary.first(heads.shape[1])
-    return torch.cat(
-        (left * turns.cos - right * turns.sin, right * turns.cos + left * turns.sin), dim=-1
-    )
+def _heads(x: Tensor, width: int) -> Tensor:
+    """Heads first: ``[heads, T, width]``."""
+    return x if x.dim() == 3 else x.view(len(x), -1, width).transpose(0, 1)
 
 
-def _thinned(rows: Tensor, dim: int) -> Tensor:
-    """At most 64 rows, evenly spaced."""
-    return rows.index_select(dim, _places(rows.shape[dim], rows.device))
+def _turned(x: Tensor, rotary: Any) -> Tensor:
+    """``[heads, T, width]``, rotated as the decoder does it."""
+    left, right = x.chunk(2, dim=-1)
+    cos, sin = rotary.cos, rotary.sin
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
+def _thinned(rows: Tensor) -> Tensor:
+    """At most 64 of the rows, evenly spaced."""
+    length = len(rows)
+    return rows if length <= _MOST_QUERIES else rows[_places(length, rows.device)]
+
+
+@lru_cache(maxsize=8)
 def _places(length: int, device: torch.device) -> Tensor:
     """The last of each of up to 64 equal parts."""
     num = min(length, _MOST_QUERIES)
     return (torch.arange(1, num + 1, device=device) * length) // num - 1
+
+
+@lru_cache(maxsize=8)
+def _later(length: int, device: torch.device) -> Tensor:
+    """Whether a key is of a later position than the query, bool ``[queries, length]``."""
+    return torch.arange(length, device=device) > _places(length, device).unsqueeze(1)
 
 
 def _row(output: Any) -> Tensor | None:
@@ -227,8 +257,8 @@ def _row(output: Any) -> Tensor | None:
 
 
 def _first(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    found = (getattr(module, name, None) for name in names)
-    return next((one for one in found if isinstance(one, nn.Module)), None)
+    parts = (getattr(module, name, None) for name in names)
+    return next((one for one in parts if isinstance(one, nn.Module)), None)
 
 
 def _listen(objective: nn.Module, tap: Any) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from runner.engine.protocol import Shard
 
 KINDS = ("grad", "weight", "moved", "held", "ratio", "count")
-# Of each shard, to tell how far it moved: a copy of all weights would not fit everywhere.
-_SAMPLED = 4096
+# Elements of each shard, to tell how far it moved: a copy of all weights would not fit everywhere.
+_SAMPLED = 512
 _CHUNK = 1 << 22  # elements that one norm on a CPU takes in
 
 
@@ -34,15 +34,23 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Before:
-    """What is kept of a step until its update is made; places as in ``names``."""
+    """What is kept of a step until its update is made.
+
+    ``squares`` are the squared norms of gradients, FP64 [names]; ``weights`` and ``gradients`` a
+    sample of each shard, FP32 [names, ``_SAMPLED``], padded with zeros; ``gradients`` None where
+    moments are not measured.
+    """
 
     squares: Tensor
-    gradients: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
+    weights: Tensor
+    gradients: Tensor | None
 
 
 class LayerSums:
     """Measures one step.
+
+    The samples of all shards lie in one matrix, a row each, so that the arithmetic takes a handful
+    of calls however many tensors there are: on small tensors a call costs more than what it does.
 
     Args:
         names: of the trained parameters, alike on all ranks; the order of the sums.
@@ -52,53 +60,64 @@ class LayerSums:
         self._engine = engine
         self._names = tuple(names)
         # Views of memory that stays where it is; to make them anew costs more than all the sums.
-        self._held: dict[str, dict[str, Tensor]] = {}
+        self._views: _Views | None = None
 
     @property
     def size(self) -> int:
         """Numbers that :meth:`after` gives."""
         return len(KINDS) * len(self._names)
 
-    def before(self) -> Before:
-        """Behind the backward pass, before the update."""
+    @torch.no_grad()
+    def before(self, *, has_moments: bool) -> Before:
+        """Measure behind the backward pass, before the update.
+
+        Args:
+            has_moments: measure g^2 / v as well.
+        """
+        views = self._opened()
         gradients = self._engine.gradients()
-        shards = self._shards("param")
-        own = [_flat(gradients.get(name), shards[name]) for name in self._names]
+        own = [
+            _flat(gradients.get(name), weight)
+            for name, weight in zip(self._names, views.weights, strict=True)
+        ]
         return Before(
             squares=self._squares(own),
-            gradients=tuple(_sampled(grad).clone() for grad in own),
-            weights=tuple(_sampled(shards[name]).clone() for name in self._names),
+            weights=views.weights_before(),
+            gradients=views.gradients(own) if has_moments else None,
         )
 
+    @torch.no_grad()
     def after(self, before: Before) -> Tensor:
-        """Behind the update: FP64, each of :data:`KINDS` of all ``names`` in turn.
+        """Measure behind the update: FP64, each of :data:`KINDS` of all ``names`` in turn.
 
-        Squared norms of gradients (of the summed loss) and of weights; then of up to some
-        thousand elements a shard: squares of what they moved, and of what they are; the sum of
-        g^2 / v, and how many of these there are.
+        Squared norms of gradients (of the summed loss) and of weights; then of up to
+        ``_SAMPLED`` elements a shard: squares of what they moved, and of what they are; the sum of
+        g^2 / v, and how many of these there are: 0 where moments are not measured.
         """
-        weights, seconds = self._shards("param"), self._shards("exp_avg_sq")
-        own = [weights[name] for name in self._names]
-        sampled = [_sampled(weight) for weight in own]
-        moved = torch._foreach_sub(sampled, list(before.weights)) if sampled else []
-        ratios, counts = [], []
-        for name, grad in zip(self._names, before.gradients, strict=True):
-            ratio = _ratio(grad, _sampled(seconds[name]) if name in seconds else None)
-            ratios.append(ratio.sum(dtype=torch.float64))
-            counts.append((ratio > 0).sum(dtype=torch.float64))
-        told = [before.squares, self._squares(own), self._squares(moved), self._squares(sampled)]
-        told += [self._stacked(ratios), self._stacked(counts)]
-        # Copies of a shard tell the same: each gives its part.
-        return torch.cat(told) / self._engine.replica[1]
+        views = self._opened()
+        now = views.weights_now()
+        sampled = [now - before.weights, now]
+        sums = [torch.linalg.vector_norm(one, dim=1).double().square_() for one in sampled]
+        if before.gradients is None:
+            sums += [torch.zeros_like(sums[0])] * 2
+        else:
+            seconds = views.seconds_now()
+            ratios = torch.where(seconds > 0, before.gradients.square() / seconds, 0.0)
+            sums += [one.sum(dim=1, dtype=torch.float64) for one in (ratios, ratios > 0)]
+        sums = [one.to(self._engine.device) for one in sums]
+        # Copies of a shard have equal sums: each gives its part.
+        squares = self._squares(views.weights)
+        return torch.cat([before.squares, squares, *sums]) / self._engine.replica[1]
 
-    def _shards(self, kind: str) -> dict[str, Tensor]:
-        if not self._held:
-            self._held = {"param": {}, "exp_avg_sq": {}}
+    def _opened(self) -> _Views:
+        if self._views is None:
+            held: dict[str, dict[str, Tensor]] = {"param": {}, "exp_avg_sq": {}}
             for shard in self._engine.shards():
-                of_kind, _, name = shard.name.partition("/")
-                if of_kind in self._held:
-                    self._held[of_kind][name] = shard.local.detach()
-        return self._held[kind]
+                kind, _, name = shard.name.partition("/")
+                if kind in held:
+                    held[kind][name] = shard.local.detach()
+            self._views = _Views(self._names, held["param"], held["exp_avg_sq"])
+        return self._views
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Of each tensor the sum of squares, FP64."""
@@ -116,22 +135,73 @@ class LayerSums:
         return self._stacked([one.sum() for one in squares])
 
     def _stacked(self, numbers: Sequence[Tensor]) -> Tensor:
-        if not numbers:
-            return torch.zeros(0, dtype=torch.float64, device=self._engine.device)
         return torch.stack(list(numbers)).to(self._engine.device).double()
 
 
-def _ratio(grad: Tensor, second: Tensor | None) -> Tensor:
-    """g^2 / v where v is not 0; else 0. Empty where one of them is not known."""
-    if second is None or grad.numel() != second.numel():
-        return grad.new_zeros(0)
-    return torch.where(second > 0, grad.square() / second, 0.0)
+class _Views:
+    """This rank's shards, and a matrix for each kind of what is sampled of them.
+
+    The matrices are FP32 [names, ``_SAMPLED``]; the rest of a row is zero. They are used again at
+    each look, for to make them takes longer than to fill them.
+
+    Attributes:
+        weights: of each name the shard of the parameter, 1-D.
+    """
+
+    def __init__(
+        self, names: Sequence[str], weights: Mapping[str, Tensor], seconds: Mapping[str, Tensor]
+    ) -> None:
+        self.weights = [weights[name] for name in names]
+        self._steps = [_distance(weight.numel()) for weight in self.weights]
+        self._few = self._sampled(self.weights)
+        # Of some there is no second moment, or it is kept in another form.
+        self._seconds = self._sampled(
+            [_like(seconds.get(n), w) for n, w in zip(names, self.weights, strict=True)]
+        )
+        self._matrices: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def gradients(self, gradients: Sequence[Tensor]) -> Tensor:
+        return self._filled("gradients", self._sampled(gradients))
+
+    def weights_before(self) -> Tensor:
+        return self._filled("before", self._few)
+
+    def weights_now(self) -> Tensor:
+        return self._filled("now", self._few)
+
+    def seconds_now(self) -> Tensor:
+        return self._filled("seconds", self._seconds)
+
+    def _sampled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Evenly spaced elements of each."""
+        return [
+            one[::step] if step > 1 else one for one, step in zip(tensors, self._steps, strict=True)
+        ]
+
+    def _filled(self, kind: str, few: Sequence[Tensor]) -> Tensor:
+        if kind not in self._matrices:
+            device = self.weights[0].device if self.weights else None
+            matrix = torch.zeros(len(few), _SAMPLED, device=device)
+            rows = [row[: one.numel()] for row, one in zip(matrix.unbind(), self._few, strict=True)]
+            self._matrices[kind] = matrix, rows
+        matrix, rows = self._matrices[kind]
+        both = [(row, one) for row, one in zip(rows, few, strict=True) if one.numel()]
+        if len(both) < len(rows):
+            matrix.zero_()  # a gradient that was there at another look may be missing
+        if both:
+            torch._foreach_copy_([row for row, _ in both], [one for _, one in both])
+        return matrix
+
+
+def _like(second: Tensor | None, weight: Tensor) -> Tensor:
+    fits = second is not None and second.numel() == weight.numel() and second.is_floating_point()
+    return second if second is not None and fits else weight.new_empty(0)
 
 
 def _flat(gradient: Tensor | None, shard: Tensor) -> Tensor:
-    return shard.new_empty(0) if gradient is None else gradient.detach().reshape(-1)
+    return shard.new_empty(0) if gradient is None else gradient.reshape(-1)
 
 
-def _sampled(flat: Tensor) -> Tensor:
-    """Evenly spaced elements; an odd distance, so that they are not all of one column."""
-    return flat[:: max(1, flat.numel() // _SAMPLED) | 1]
+def _distance(size: int) -> int:
+    """Between sampled elements; odd, so that they are not all of one column."""
+    return max(1, -(-size // _SAMPLED)) | 1

@@ -24,6 +24,8 @@ from runner.system.json_lines import LineFile
 
 COLUMNS = "layers/"  # prefix of the columns
 _POSITIONS_EVERY = 10  # looks between two tellings of the loss by position
+# Looks between two at g^2 / v: no rule is made of it, and it takes a third of the sums.
+_MOMENTS_EVERY = 4
 _QUARTER = 4
 
 
@@ -103,23 +105,25 @@ class LayerWatch:
         self._every = every
         self._is_first = is_first
         self._before: Before | None = None
+        self._has_moments = False
 
     def begin(self, step: int) -> bool:
         """Whether the step of this update is measured; if so, begin."""
         if step % self._every:
             return False
         self._activations.begin(is_inside=self._is_first)
+        self._has_moments = step // self._every % _MOMENTS_EVERY == 0
         return True
 
     def before(self) -> None:
         """Measure before the update, when gradients exist."""
-        self._before = self._sums.before()
+        self._before = self._sums.before(has_moments=self._has_moments)
 
     def after(self) -> torch.Tensor:
         """Measure after the update; returns this rank's numbers, FP64 on the device."""
         assert self._before is not None
-        told, self._before = self._sums.after(self._before), None
-        return torch.cat([told, self._activations.end(self._device)])
+        sums, self._before = self._sums.after(self._before), None
+        return torch.cat([sums, self._activations.end(self._device)])
 
     @property
     def length(self) -> int:
@@ -142,27 +146,28 @@ class LayerTable:
         self._places = places
         self._rules = rules
         self._num_units = num_units
-        self._names = tuple(dict.fromkeys(places.layers))
+        self._members: dict[str, list[int]] = {}
+        for at, layer in enumerate(places.layers):
+            self._members.setdefault(layer, []).append(at)
 
     def layers(self, seen: Measured) -> dict[str, dict[str, float]]:
         """The numbers of each layer that could be measured."""
-        found: dict[str, dict[str, float]] = {}
+        by_layer: dict[str, dict[str, float]] = {}
         by_kind = self._by_kind(seen)
-        for name in self._names:
-            own = [at for at, layer in enumerate(self._places.layers) if layer == name]
-            sums = {kind: sum(by_kind[kind][at] for at in own) for kind in KINDS}
-            found[name] = {
+        for name, members in self._members.items():
+            sums = {kind: sum(by_kind[kind][at] for at in members) for kind in KINDS}
+            by_layer[name] = {
                 "grad": math.sqrt(sums["grad"]) / max(seen.tokens, 1),
                 "weight": math.sqrt(sums["weight"]),
                 **_ratio("update", sums["moved"], sums["held"]),
-                **self._adam(sums, seen),
+                **self._adam(sums["ratio"], sums["count"], seen),
             }
         for at in range(self._num_units):
             residual, logit = self._of_unit(seen, at)
-            told = {"residual_rms": residual, "attention_logit": logit}
-            layer = found.setdefault(self._places.blocks[at], {})
-            layer |= {key: value for key, value in told.items() if math.isfinite(value)}
-        return found
+            inside = {"residual_rms": residual, "attention_logit": logit}
+            layer = by_layer.setdefault(self._places.blocks[at], {})
+            layer |= {key: value for key, value in inside.items() if math.isfinite(value)}
+        return by_layer
 
     def model(self, seen: Measured) -> dict[str, float]:
         """The numbers of the whole model that could be measured."""
@@ -170,10 +175,11 @@ class LayerTable:
         norms = [math.sqrt(square) for square in by_kind["grad"] if square > 0]
         moved = zip(by_kind["moved"], by_kind["held"], self._places.matrices, strict=True)
         ratios = [math.sqrt(m / h) for m, h, is_matrix in moved if is_matrix and h > 0]
-        adam = [self._adam({k: by_kind[k][at] for k in KINDS}, seen) for at in range(self._size)]
+        pairs = zip(by_kind["ratio"], by_kind["count"], strict=True)
+        adam = [self._adam(ratio, count, seen) for ratio, count in pairs if count]
         units = [self._of_unit(seen, at) for at in range(self._num_units)]
         log_sums = seen.numbers[self._inside(2 * self._num_units) :][:2]
-        told = {
+        numbers = {
             "grad_ratio": max(norms) / statistics.median(norms) if norms else math.nan,
             "grad_first_to_last": self._first_to_last(by_kind["grad"]),
             "weight_norm": math.sqrt(sum(by_kind["weight"])),
@@ -184,29 +190,25 @@ class LayerTable:
             "logsumexp_max": log_sums[1],
             "adam_rms": max((one["adam_rms"] for one in adam if one), default=math.nan),
         }
-        return {name: value for name, value in told.items() if math.isfinite(value)}
+        return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
     def by_position(self, seen: Measured) -> tuple[list[float], list[float]]:
         """Summed loss and counted tokens of each stretch of a sequence."""
         at = self._inside(2 * self._num_units + 2)
-        told = list(seen.numbers[at:])
+        losses, counts = seen.numbers[at:][:MOST_STRETCHES], seen.numbers[at + MOST_STRETCHES :]
         num = stretches(seen.length)
-        return told[:num], told[MOST_STRETCHES:][:num]
+        return list(losses[:num]), list(counts[:num])
 
     @property
     def num_sums(self) -> int:
         """Numbers that are finite at every update that was applied."""
         return self._inside(0)
 
-    @property
-    def _size(self) -> int:
-        return len(self._places.names)
-
     def _inside(self, at: int) -> int:
-        return len(KINDS) * self._size + at
+        return len(KINDS) * len(self._places.names) + at
 
     def _by_kind(self, seen: Measured) -> dict[str, Sequence[float]]:
-        size = self._size
+        size = len(self._places.names)
         return {kind: seen.numbers[n * size : (n + 1) * size] for n, kind in enumerate(KINDS)}
 
     def _of_unit(self, seen: Measured, at: int) -> tuple[float, float]:
@@ -228,17 +230,17 @@ class LayerTable:
         first, last = sum(by_depth[:num]), sum(by_depth[-num:])
         return math.sqrt(first / last) if last > 0 else math.nan
 
-    def _adam(self, sums: Mapping[str, float], seen: Measured) -> dict[str, float]:
-        """sqrt(mean(g^2 / v)) with the clipped gradient and the bias of v corrected.
+    def _adam(self, ratios: float, count: float, seen: Measured) -> dict[str, float]:
+        """sqrt(mean(g^2 / v)) of summed ratios, with the clipped gradient and v's bias corrected.
 
         RMS_t of StableAdamW (Wortsman et al. 2023, arXiv 2304.13013), with g^2 in v already.
         """
-        if not sums["count"]:
+        if not count:
             return {}
         clip = self._rules.clip
         scale = seen.tokens * (max(1.0, seen.grad_norm / clip) if clip > 0 else 1.0)
         unbiased = 1 - self._rules.beta2**seen.step
-        square = sums["ratio"] / sums["count"] * unbiased / max(scale, 1) ** 2
+        square = ratios / count * unbiased / max(scale, 1) ** 2
         return {"adam_rms": math.sqrt(square)} if square >= 0 else {}
 
 
@@ -316,8 +318,8 @@ class LayerLog:
         if self._file is None:
             return
         layers = {
-            name: {key: _rounded(value) for key, value in told.items() if math.isfinite(value)}
-            for name, told in self._table.layers(seen).items()
+            name: {key: _rounded(value) for key, value in of_layer.items() if math.isfinite(value)}
+            for name, of_layer in self._table.layers(seen).items()
         }
         line: dict[str, Any] = {
             "step": seen.step,

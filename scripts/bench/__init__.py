@@ -13,6 +13,6 @@ ours         the runner's side
 opponent/    the other sides: a file each, as a competent person writes it
 pair, alone, snapshot_ranks       what runs on the ranks
 compared     one pair as a row
-step, guard, checkpoint, zero, snapshot, recovery, start, framework, memory, growth
+step, guard, layers, checkpoint, zero, snapshot, recovery, start, framework, memory, growth
              the measurements: measure(plan) -> rows
 """

@@ -26,6 +26,7 @@ from scripts.bench.report import markdown
 MEASUREMENTS = {
     "step": "step time with the guard against a bare loop, FSDP2 and DDP",
     "guard": "the guard on against off, and the noise alone",
+    "layers": "a look into the layers in each step against none",
     "loop": "guard.ok in a loop of one's own against that loop without it",
     "checkpoint": "guard and checkpoints against a bare loop",
     "zero": "ZeRO engines against bare DeepSpeed",

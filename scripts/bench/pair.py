@@ -37,6 +37,8 @@ from scripts.bench.task import Task, read_task, write_task
 from scripts.bench.turns import Turns
 
 AfterStep = Callable[..., bool]
+# Opponents that are the runner itself, but for a setting.
+_ITSELF = {"guard-off": "guard=off", "layers-off": "track.layers_every=0"}
 
 
 def main() -> None:
@@ -99,11 +101,12 @@ def _train(
     device: torch.device,
     after_step: AfterStep,
 ) -> None:
-    """The opponent's training; "guard-off" is the runner itself."""
-    if options.against != "guard-off":
+    """The opponent's training, or the runner's own with another setting."""
+    if options.against not in _ITSELF:
         opponent.train(options.against, task, device, after_step)
         return
-    config = settings(options.folder / "unguarded", [*options.overrides, "guard=off"])
+    other = [*options.overrides, _ITSELF[options.against]]
+    config = settings(options.folder / options.against, other)
     with opened(config, place, device) as run:
         while True:
             run.loop.step()
@@ -132,7 +135,7 @@ def _refuse_other_training(config: RunConfig, theirs: list[float], place: RankEn
 
 
 def _shared_task(options: argparse.Namespace, config: RunConfig, place: RankEnv) -> Task:
-    folder, is_shared = options.folder, options.against != "guard-off"
+    folder, is_shared = options.folder, options.against not in _ITSELF
     if place.is_first:
         write_task(make_task(config, folder, is_shared=is_shared), folder / "task.json")
     dist.barrier()
@@ -155,7 +158,7 @@ def _cpu_seconds(threads: set[int]) -> float:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", choices=["guard-off", *opponent.NAMES], required=True)
+    parser.add_argument("--against", choices=[*_ITSELF, *opponent.NAMES], required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--block", type=int, default=2, help="steps of one side in a row")
     parser.add_argument(
