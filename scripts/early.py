@@ -109,7 +109,7 @@ def run(trial: Trial, every: int) -> dict[str, Any]:
     watch = LayerWatch(engine, activations, places, every=every, is_first=True)
     rules = UpdateRules(clip=_CLIP, beta2=trial.beta2)
     table = LayerTable(places, rules, num_units=activations.num_units)
-    early = EarlyWarnings(EarlyRules(every=every))
+    early = EarlyWarnings(EarlyRules(every=every, warmup=trial.warmup))
     feed = parts.feed(config, dataset, parts.sample_stream(config, dataset), place, device)
     losses: list[float] = []
     looks: list[dict[str, float]] = []

@@ -41,14 +41,14 @@ class Columns:
 
     def of(self, info: StepInfo, is_evaluated: bool) -> dict[str, float]:
         """The columns of one attempted step, equal on all ranks."""
-        found = self.sources.of(info, is_evaluated)
+        columns = self.sources.of(info, is_evaluated)
         if info.known is None:
             self._count_spikes(info.signals)
         if self.layers is None:
-            return found
+            return columns
         signals = info.signals
         return {
-            **found,
+            **columns,
             **self.layers.log.columns(signals.step, signals.grad_norm, info.measured),
         }
 
@@ -80,14 +80,14 @@ def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layer
     activations = Activations(engine.objective, blocks, is_compiled=config.model.compile)
     rules = UpdateRules(clip=config.optim.clip, beta2=config.optim.beta2)
     table = LayerTable(places, rules, num_units=activations.num_units)
-    told, length = group.ranks.all_or_none(
+    looks, length = group.ranks.all_or_none(
         "reading the layers' file", lambda: _past(opened, resumed)
     )
     log = LayerLog(
         table,
-        EarlyWarnings(EarlyRules(every=every)),
+        EarlyWarnings(EarlyRules(every=every, warmup=config.schedule.warmup)),
         file=group.ranks.all_or_none("opening the layers' file", lambda: _file(opened, length)),
-        past=[Look(step=step, values=values) for step, values in group.ranks.from_first(told)],
+        past=[Look(step=step, values=values) for step, values in group.ranks.from_first(looks)],
         norms={int(step): norm for step, norm in group.ranks.from_first(_norms(opened, resumed))},
         attempt=opened.written.journal.attempt + 1,  # this start's line comes later
         clip=config.optim.clip,
@@ -121,12 +121,12 @@ def _past(opened: Opened, resumed: Resumed) -> tuple[list[tuple[int, Mapping[str
         return [], 0
     lines, length = tail(opened.group.run_dir.layers, _TAIL_BYTES)
     window = EarlyRules(every=1).window
-    found: dict[int, Mapping[str, Any]] = {}
+    looks: dict[int, Mapping[str, Any]] = {}
     for line in lines:
         step, model = step_of(line), line.get("model")
         if resumed.step - window <= step <= resumed.step and isinstance(model, dict):
-            found[step] = {n: v for n, v in model.items() if isinstance(v, int | float)}
-    return sorted(found.items()), length
+            looks[step] = {n: v for n, v in model.items() if isinstance(v, int | float)}
+    return sorted(looks.items()), length
 
 
 def _norms(opened: Opened, resumed: Resumed) -> list[tuple[int, float]]:

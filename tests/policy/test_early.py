@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
+
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look, Warned
 from runner.policy.decision.history import History, Incident
 
 EVERY = 50
 
 
-def course(**values: list[float]) -> list[Warned]:
-    early = EarlyWarnings(EarlyRules(every=EVERY))
+def course(warmup: int = 0, **values: list[float]) -> list[Warned]:
+    early = EarlyWarnings(EarlyRules(every=EVERY, warmup=warmup))
     rows = zip(*values.values(), strict=True)
-    found = [
+    noted = [
         early.note(Look(step=EVERY * at, values=dict(zip(values, row, strict=True))))
         for at, row in enumerate(rows, start=1)
     ]
-    return [one for one in found if one is not None]
+    return [one for one in noted if one is not None]
+
+
+def signals(warnings: list[Warned]) -> list[list[str]]:
+    return [[sign.signal for sign in one.signs] for one in warnings]
 
 
 def test_a_healthy_course_is_silent() -> None:
@@ -30,27 +36,53 @@ def test_a_healthy_course_is_silent() -> None:
 
 
 def test_a_divergence_is_told_once_and_two_signs_agree() -> None:
-    told = course(
+    warnings = course(
         weight_norm=[21.3, 22.7, 24.1, 26.6, 41.4, 56.6, 96.9],
         residual_rms=[0.05, 0.14, 0.39, 1.78, 19.4, 53.5, 876.0],
     )
-    assert [[sign.signal for sign in one.signs] for one in told] == [
-        ["residual_rms", "weight_norm"]
-    ]
-    assert told[0].is_alarm
-    assert "19.4" in told[0].words and "at step 50" in told[0].words
+    assert signals(warnings) == [["weight_norm"], ["residual_rms"], ["residual_rms", "weight_norm"]]
+    assert [one.is_alarm for one in warnings] == [False, False, True]
+    assert "19.4" in warnings[1].words and "at step 50" in warnings[1].words
 
 
 def test_one_sign_alone_is_no_alarm() -> None:
-    (told,) = course(residual_rms=[1.0, 1.1, 1.2, 30.0, 31.0, 32.0])
-    assert not told.is_alarm and [sign.signal for sign in told.signs] == ["residual_rms"]
+    (warning,) = course(residual_rms=[1.0, 1.1, 1.2, 30.0, 31.0, 32.0])
+    assert not warning.is_alarm and signals([warning]) == [["residual_rms"]]
+
+
+def test_two_signs_at_one_look_are_no_alarm_yet() -> None:
+    """Of two numbers that jump together, and are back at the next look."""
+    (warning,) = course(
+        residual_rms=[1.0, 1.1, 1.2, 30.0, 1.2, 1.3], logsumexp=[5.0, 5.0, 5.0, 40.0, 5.0, 5.0]
+    )
+    assert not warning.is_alarm
+
+
+def test_a_number_that_jumps_about_is_a_sign_at_the_second_look() -> None:
+    assert not course(grad_ratio=[12.0, 9.0, 60.0, 14.0, 70.0, 11.0])
+    (warning,) = course(grad_ratio=[12.0, 9.0, 60.0, 70.0, 80.0, 90.0])
+    assert warning.signs[0].value == 70.0
+
+
+@pytest.mark.parametrize(("warmup", "num"), [(0, 1), (400, 0)])
+def test_weights_may_grow_faster_while_the_rate_rises(warmup: int, num: int) -> None:
+    """But not as fast as the sum of the rates does, which is the square of the steps."""
+    growing = [20 + (EVERY * at / 100) ** 1.8 / 2 for at in range(1, 9)]
+    assert len(course(warmup, weight_norm=growing)) == num
+
+
+def test_weights_that_hardly_move_may_grow_faster() -> None:
+    """Adapters begin at zero."""
+    growing = [1.0, 1.05, 1.15, 1.3, 1.5]
+    assert course(weight_norm=growing, update_ratio=[0.02] * 5)
+    assert not course(weight_norm=growing, update_ratio=[0.002] * 5)
 
 
 def test_a_run_that_went_back_is_told_again() -> None:
     early = EarlyWarnings(EarlyRules(every=EVERY))
     for step, value in ((50, 1.0), (100, 1.0), (150, 30.0)):
-        told = early.note(Look(step=step, values={"residual_rms": value}))
-    assert told is not None
+        warned = early.note(Look(step=step, values={"residual_rms": value}))
+    assert warned is not None
     assert early.note(Look(step=100, values={"residual_rms": 1.0})) is None
     assert early.note(Look(step=150, values={"residual_rms": 30.0})) is not None
 

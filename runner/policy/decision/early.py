@@ -2,7 +2,7 @@
 
 A number is compared with its own past, for absolute levels do not travel between models; a least
 level only keeps small numbers from being called large because they were smaller. One sign alone is
-a warning; an alarm takes two that agree.
+a warning; an alarm takes two that stand together, at two looks in a row.
 """
 
 from __future__ import annotations
@@ -25,36 +25,64 @@ class Look:
 class Rule:
     """A sign: above ``factor`` times the lowest of the window, and above ``least``.
 
-    Where it must be ``accelerating``, the second half of the window added more than the first:
-    weights grow in the first steps of any training, and ever more slowly.
+    Args:
+        accelerating: the second half of the window must also add more than the first, for each
+            update: weights grow in the first steps of any training, and ever more slowly. Updates
+            of the warm-up count as the part of the peak rate that they have.
+        looks: at so many looks in a row. A number that jumps about from one update to the next says
+            nothing at one.
+        updates: only where the median matrix moves by more than this part of itself in an update.
     """
 
     factor: float
     least: float
     meaning: str
     accelerating: bool = False
+    looks: int = 1
+    updates: float = 0.0
 
 
 # From docs/warnings.md's trials. Gradients in proportion and log Z of healthy runs move by 3.
 RULES: Mapping[str, Rule] = {
     "residual_rms": Rule(factor=4.0, least=5.0, meaning="the residual stream at the last block"),
     "weight_norm": Rule(
-        factor=1.3, least=0.0, meaning="the norm of all weights", accelerating=True
+        factor=1.06,
+        least=0.0,
+        meaning="the norm of all weights",
+        accelerating=True,
+        # A tenth of this is usual. Adapters, and weights that begin at zero, may well accelerate.
+        updates=0.01,
     ),
-    "update_ratio": Rule(factor=3.5, least=0.03, meaning="updates in proportion to the weights"),
-    "grad_ratio": Rule(factor=4.0, least=40.0, meaning="the largest gradient over the median one"),
-    "attention_logit": Rule(factor=4.0, least=50.0, meaning="the largest attention logit"),
+    "update_ratio": Rule(
+        factor=3.5, least=0.03, meaning="updates in proportion to the weights", looks=2
+    ),
+    "grad_ratio": Rule(
+        factor=4.0, least=40.0, meaning="the largest gradient over the median one", looks=2
+    ),
+    "attention_logit": Rule(factor=4.0, least=50.0, meaning="the largest attention logit", looks=2),
     "logsumexp": Rule(factor=4.0, least=20.0, meaning="log Z of the output"),
 }
-_AGREE = 200  # updates within which two signs agree
+_ALARM = ""
+_AGREE = 2  # looks in a row at which two signs stand together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyRules:
-    """``every``: updates between looks; ``window``: updates that are looked back on."""
+    """
+    Args:
+        every: updates between looks.
+        window: updates that are looked back on.
+        warmup: updates over which the rate rises to its peak.
+    """
 
     every: int
     window: int = 200
+    warmup: int = 0
+
+    def exposure(self, step: int) -> float:
+        """How much the updates up to ``step`` could move weights, in updates at the peak rate."""
+        rising = min(step, self.warmup)
+        return rising * (rising + 1) / (2 * max(self.warmup, 1)) + step - rising
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +106,7 @@ class Sign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
-    """New signs. ``is_alarm``: two agree, with those of shortly before."""
+    """What is new: signs, or that some ``agreeing`` ones of them stand together."""
 
     signs: Sequence[Sign]
     agreeing: tuple[str, ...]
@@ -90,8 +118,8 @@ class Warned:
     @property
     def words(self) -> str:
         """One sentence."""
-        told = "; ".join(sign.words for sign in self.signs)
-        return told + (f"; {' and '.join(self.agreeing)} agree" if self.is_alarm else "")
+        signs = "; ".join(sign.words for sign in self.signs)
+        return signs + (f"; {' and '.join(self.agreeing)} agree" if self.is_alarm else "")
 
 
 class EarlyWarnings:
@@ -99,46 +127,61 @@ class EarlyWarnings:
 
     def __init__(self, rules: EarlyRules) -> None:
         self.rules = rules
-        self._past: deque[Look] = deque()
-        self._seen: dict[str, int] = {}  # sign to the update at which it was seen last
+        # Each look, with the signs in it by name.
+        self._past: deque[tuple[Look, Mapping[str, Sign]]] = deque()
+        # Signs, and alarms by the empty name: the update at which it was there last.
+        self._last: dict[str, int] = {}
 
     def note(self, look: Look) -> Warned | None:
         """Take a look; what is new in it."""
-        while self._past and self._past[-1].step >= look.step:
+        while self._past and self._past[-1][0].step >= look.step:
             self._past.pop()  # the run went back
-        self._seen = {name: step for name, step in self._seen.items() if step < look.step}
-        while self._past and self._past[0].step < look.step - self.rules.window:
+        self._last = {name: step for name, step in self._last.items() if step < look.step}
+        while self._past and self._past[0][0].step < look.step - self.rules.window:
             self._past.popleft()
-        signs = [s for s in (self._sign(n, look.values.get(n)) for n in RULES) if s is not None]
-        self._past.append(look)
-        known = {n for n, step in self._seen.items() if step >= look.step - self._apart}
-        self._seen |= {sign.signal: look.step for sign in signs}
-        new = [sign for sign in signs if sign.signal not in known]
+        by_name = {name: self._sign(name, look) for name in RULES}
+        signs = {name: sign for name, sign in by_name.items() if sign is not None}
+        self._past.append((look, signs))
+        lasting = {name: signs[name] for name in signs if self._holds(name, RULES[name].looks)}
+        agreeing = tuple(name for name in signs if self._holds(name, _AGREE))
+        now = [*lasting, *([_ALARM] if len(agreeing) > 1 else [])]
+        new = [name for name in now if self._last.get(name, -math.inf) < look.step - self._apart]
+        self._last |= dict.fromkeys(now, look.step)
         if not new:
             return None
-        agreeing = tuple(n for n, step in self._seen.items() if step >= look.step - _AGREE)
-        return Warned(signs=new, agreeing=agreeing)
+        fresh = [lasting[name] for name in new if name != _ALARM] or list(lasting.values())
+        return Warned(signs=fresh, agreeing=agreeing if len(agreeing) > 1 else ())
 
     @property
     def _apart(self) -> int:
         """Updates within which the same sign is the same one still."""
         return max(2 * self.rules.every, self.rules.window)
 
-    def _sign(self, name: str, value: float | None) -> Sign | None:
-        rule = RULES[name]
-        before = [(look.values[name], look.step) for look in self._past if name in look.values]
+    def _holds(self, name: str, looks: int) -> bool:
+        """Whether the sign is there at the newest look and at those before it."""
+        newest = list(self._past)[-looks:]
+        return len(newest) == looks and all(name in signs for _, signs in newest)
+
+    def _sign(self, name: str, look: Look) -> Sign | None:
+        rule, value = RULES[name], look.values.get(name)
+        before = [(past.step, past.values[name]) for past, _ in self._past if name in past.values]
         if value is None or not before or not math.isfinite(value):
             return None
-        low, step = min(before)
+        step, low = min(before, key=lambda one: one[1])
         if value <= rule.least or value <= rule.factor * low:
             return None
-        if rule.accelerating and not self._accelerates([*before, (value, math.inf)]):
+        if look.values.get("update_ratio", math.inf) <= rule.updates:
+            return None
+        if rule.accelerating and not self._accelerates([*before, (look.step, value)]):
             return None
         return Sign(signal=name, value=value, before=low, since=step)
 
-    @staticmethod
-    def _accelerates(course: Sequence[tuple[float, float]]) -> bool:
-        """Whether what came in the second half is more than what came in the first."""
-        values = [value for value, _ in course]
-        middle = values[len(values) // 2]
-        return len(values) > 2 and values[-1] - middle > middle - values[0]
+    def _accelerates(self, course: Sequence[tuple[int, float]]) -> bool:
+        """Whether the second half rises faster than the first, and there are two halves."""
+        if len(course) < 3:
+            return False
+        first, middle, last = course[0], course[len(course) // 2], course[-1]
+        return self._slope(middle, last) > self._slope(first, middle)
+
+    def _slope(self, begin: tuple[int, float], end: tuple[int, float]) -> float:
+        return (end[1] - begin[1]) / (self.rules.exposure(end[0]) - self.rules.exposure(begin[0]))
