@@ -3,21 +3,22 @@
     python scripts/early.py --slow 20 --healthy 10 --steps 800
 
 A slow divergence is a healthy training whose rate is ramped up until the loss rises; the event is
-the step at which the running median of the loss lies 0.2 nats above its best. Prints a JSON line a
-training, and at the end how many were warned of 50 steps before, and how many healthy steps there
-were to a warning.
+the step at which the running median of the loss lies 0.2 nats above its best; a training that never
+rises is left out. Prints a JSON line a training, and at the end how many were warned of 50 steps
+before, and how many warnings and alarms healthy steps had.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
 import statistics
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,8 @@ from runner.train.layers import LayerPlaces, LayerTable, LayerWatch, Measured, U
 _MEDIAN = 21  # losses
 _RISE = 0.2  # nats
 _CLIP = 1.0
+_LEAD = 50  # steps
+_HEALTHY = 1000  # added to the seeds of healthy trainings
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,9 @@ def run(trial: Trial, every: int) -> dict[str, Any]:
             )
             values = table.model(seen)
             looks.append({"step": step, "loss": losses[-1], "norm": norm, **values})
-            told = early.note(Look(step=step, values=values))
-            if told is not None:
-                warned.append((step, told.is_alarm, told.words))
+            warning = early.note(Look(step=step, values=values))
+            if warning is not None:
+                warned.append((step, warning.is_alarm, warning.words))
         if event(losses) is not None:
             break
     return {"losses": losses, "looks": looks, "warned": warned, "event": event(losses)}
@@ -161,57 +164,74 @@ def event(losses: list[float]) -> int | None:
     return None
 
 
-def trials(slow: int, healthy: int, steps: int, first: int) -> Iterator[tuple[str, Trial]]:
-    """The slow ones first."""
-    for number in range(first, first + slow):
-        yield "slow", make_trial(number, is_slow=True, steps=4 * steps)
-    for number in range(first, first + healthy):
-        yield "healthy", make_trial(1000 + number, is_slow=False, steps=steps)
+@dataclass
+class Counts:
+    """What the trials came to."""
+
+    divergences: int = 0
+    warned_50_steps_before: int = 0
+    with_an_alarm: int = 0
+    healthy_trainings: int = 0
+    healthy_steps: int = 0
+    false_warnings: int = 0
+    false_alarms: int = 0
+
+    def add(self, kind: str, outcome: dict[str, Any]) -> None:
+        """Count one training."""
+        warned, event = outcome["warned"], outcome["event"]
+        num_alarms = sum(is_alarm for _, is_alarm, _ in warned)
+        if kind == "healthy":
+            self.healthy_trainings += 1
+            self.healthy_steps += len(outcome["losses"])
+            self.false_warnings += len(warned)
+            self.false_alarms += num_alarms
+        elif event is not None:
+            self.divergences += 1
+            self.warned_50_steps_before += any(event - step >= _LEAD for step, *_ in warned)
+            self.with_an_alarm += num_alarms > 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether nine in ten were warned of in time, with one alarm in 100,000 healthy steps."""
+        is_early = self.warned_50_steps_before >= 0.9 * self.divergences
+        return is_early and self.false_alarms * 100_000 <= self.healthy_steps
 
 
 def main() -> int:
     """Run the trials; 0 when the bounds hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--slow", type=int, default=20)
+    parser.add_argument("--slow", type=int, default=20, help="divergences to see")
     parser.add_argument("--healthy", type=int, default=10)
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--first", type=int, default=0, help="seed of the first training")
     parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after these")
     parser.add_argument("--looks", action="store_true", help="print what was measured, too")
     given = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    early, num_events, healthy_steps, false, alarms = 0, 0, 0, 0, 0
-    for kind, trial in trials(given.slow, given.healthy, given.steps, given.first):
-        told = run(trial, given.every)
-        first = min((step for step, *_ in told["warned"]), default=None)
+    began, counts = time.monotonic(), Counts()
+    for number in itertools.count(given.first):
+        is_slow = counts.divergences < given.slow
+        is_enough = counts.healthy_trainings >= given.healthy
+        if (is_enough and not is_slow) or time.monotonic() - began > given.seconds:
+            break
+        kind, seed = ("slow", number) if is_slow else ("healthy", _HEALTHY + number)
+        steps = 4 * given.steps if is_slow else given.steps
+        trial = make_trial(seed, is_slow=is_slow, steps=steps)
+        outcome = run(trial, given.every)
+        counts.add(kind, outcome)
         line = {
             "kind": kind, "seed": trial.seed, "overrides": trial.overrides, "rate": trial.rate,
-            "steps": len(told["losses"]), "event": told["event"], "warned": told["warned"],
+            "steps": len(outcome["losses"]), "event": outcome["event"],
+            "warned": outcome["warned"],
         }  # fmt: skip
         if given.looks:
-            line["looks"] = told["looks"]
+            line["looks"] = outcome["looks"]
         print(json.dumps(line), flush=True)
-        if kind == "slow" and told["event"] is not None:
-            num_events += 1
-            early += first is not None and told["event"] - first >= 50
-        if kind == "healthy":
-            healthy_steps += len(told["losses"])
-            false += len(told["warned"])
-            alarms += sum(is_alarm for _, is_alarm, _ in told["warned"])
-    print(
-        json.dumps(
-            {
-                "divergences": num_events,
-                "warned_50_steps_before": early,
-                "healthy_steps": healthy_steps,
-                "false_warnings": false,
-                "false_alarms": alarms,
-            }
-        )
-    )
+    print(json.dumps(asdict(counts)))
     dist.destroy_process_group()
-    return 0 if early >= 0.9 * num_events and false * 100_000 <= max(healthy_steps, 1) else 1
+    return 0 if counts.holds else 1
 
 
 if __name__ == "__main__":
