@@ -9,6 +9,7 @@ import pytest
 
 from runner.__main__ import main
 from runner.command.preflight import TRIALS
+from runner.startup.preflight.bandwidth import all_reduce_speed, judged
 from runner.startup.preflight.corpus import _longest_repeat, _numbers
 from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE
 from tests.preflight_cases import DATA, MODELS, SOUND, WRONG
@@ -95,3 +96,24 @@ def test_repeats_are_counted() -> None:
     assert _longest_repeat(np.arange(50)) == 1
     assert _longest_repeat(np.array([7] * 40 + [1, 2])) == 40
     assert _longest_repeat(np.array([1, 2, 3] * 12 + [5, 4])) == 12
+
+
+@pytest.mark.full
+def test_several_processes_sum_a_buffer() -> None:
+    speed = all_reduce_speed("gloo", 2, 1 << 20)
+    assert speed is not None and speed > 0
+
+
+def test_the_bandwidth_is_held_against_the_device() -> None:
+    slow, right, unknown, hung = (
+        judged(speed, 8, name)
+        for speed, name in (
+            (300.0, "NVIDIA H100 80GB HBM3"),
+            (450.0, "NVIDIA H100 80GB HBM3"),
+            (20.0, "NVIDIA L4"),
+            (None, "NVIDIA L4"),
+        )
+    )
+    assert slow.holds is False and slow.is_warning and "reach about 460" in slow.found
+    assert right.holds is True and unknown.holds is True
+    assert hung.holds is False and not hung.is_warning

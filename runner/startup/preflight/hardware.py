@@ -10,6 +10,7 @@ import torch
 from runner.distributed.device import device_name
 from runner.health.nvml import gpu_health
 from runner.startup.model_check import Check
+from runner.startup.preflight.bandwidth import bandwidth
 from runner.startup.preflight.subject import Subject, not_tried
 
 _SIZE = 8192
@@ -18,14 +19,14 @@ _COPIED_BYTES = 1 << 30
 
 
 def hardware(subject: Subject) -> Iterator[Check]:
-    """Test this process's GPU. Links between ranks are not measured: there is one process."""
+    """Test the GPU that is used, and the links between those of this machine."""
     if subject.device.type != "cuda":
         yield not_tried("the GPU", "there is none, or parallel.device=cpu")
     else:
         yield _products(subject.device)
         yield _memory(subject.device)
         yield _told(subject.device)
-    yield not_tried("bandwidth between ranks", "preflight is one process; see docs/scale.md")
+    yield bandwidth(subject)
 
 
 def _products(device: torch.device) -> Check:
