@@ -26,8 +26,14 @@ class OwnGradients:
     """Listens to the backward passes of ``network`` inside of :meth:`over`."""
 
     def __init__(self, network: nn.Module) -> None:
-        self._network = network
-        self._names = {id(module): name for name, module in network.named_modules()}
+        # A hook inside of a compiled block would have it compiled anew.
+        compiled = [name for name, module in network.named_modules() if _is_compiled(module)]
+        self._compiled = tuple(f"{name}." for name in compiled)
+        self._modules = {
+            name: module
+            for name, module in network.named_modules()
+            if not f"{name}.".startswith(self._compiled)
+        }
         self._sums: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
         # The tensors themselves: an id alone could be another's by the next micro-batch.
@@ -41,7 +47,8 @@ class OwnGradients:
         # A shard is no leaf of the graph: its whole parameter is there from its module's forward
         # pass on. Parents too, for some use the parameters of modules that they never call.
         self._handles = [
-            module.register_forward_pre_hook(self._at_module) for module in self._network.modules()
+            module.register_forward_pre_hook(partial(self._at_module, name))
+            for name, module in self._modules.items()
         ]
         try:
             yield
@@ -58,11 +65,10 @@ class OwnGradients:
         """Of each parameter that got a gradient, its norm over all micro-batches. Waits."""
         return {name: square**0.5 for name, square in _on_host(self._squares).items()}
 
-    def _at_module(self, module: nn.Module, inputs: object) -> None:
-        prefix = self._names[id(module)]
+    def _at_module(self, prefix: str, module: nn.Module, inputs: object) -> None:
         for name, parameter in module.named_parameters(prefix):
-            is_shard = isinstance(parameter, DTensor)
-            if is_shard or not parameter.requires_grad or id(parameter) in self._known:
+            is_whole = not isinstance(parameter, DTensor) and parameter.requires_grad
+            if not is_whole or id(parameter) in self._known or name.startswith(self._compiled):
                 continue
             self._known[id(parameter)] = parameter
             heard = partial(self._at_gradient, name)
@@ -77,6 +83,10 @@ class OwnGradients:
             words = self._sums[name] * _FACTOR + words
             square = self._squares[name] + square
         self._sums[name], self._squares[name] = words, square
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _on_host(numbers: dict[str, Tensor]) -> dict[str, Any]:
