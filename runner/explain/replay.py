@@ -35,6 +35,7 @@ _MOST_RANKS_ALONE = 4  # tested one by one; more would exceed the budget of an i
 # In a wider precision the step must be clearly different, not just below the limits.
 _FAR_LOSS, _FAR_NORM = 0.05, 0.3
 _MOST_NAMES = 8  # parameters
+_STANDS_ALONE = 8.0  # times the others' gradient norm; samples differ by less
 _ADVICE = "compute this operation in FP32, or bound its input (model.qk_norm, model.z_loss)"
 
 
@@ -278,7 +279,7 @@ class Replay:
         known_level = usual(known)
         is_gradient_alone = known_level is not None and known.loss <= case.limits.loss
         few_ranks = 1 < self._bench.world_size <= _MOST_RANKS_ALONE
-        if is_gradient_alone and few_ranks and evidence.left(self._bench) >= self._bench.world_size:
+        if is_gradient_alone and few_ranks and evidence.left(self._bench) > self._bench.world_size:
             rank = self._rank_alone(case, indices, evidence)
             if rank is not None:
                 return _sticky([rank])
@@ -294,13 +295,26 @@ class Replay:
         return Finding(cause=Cause.unclear, remedy=Remedy.go_back, why=why)
 
     def _rank_alone(self, case: Case, indices: Indices, evidence: Evidence) -> int | None:
-        """The only rank whose gradient is bad while all others compute padding; None if not one."""
-        bad = []
-        for rank in range(self._bench.world_size):
-            reading = evidence.note(f"rank {rank} alone", self._bench.known_of(indices, rank))
-            if not reading.is_good(case.limits):
-                bad.append(rank)
-        return bad[0] if len(bad) == 1 else None
+        """The only rank whose gradient is bad while all others compute padding; None if not one.
+
+        It must be bad with other samples too. Weights may be bad for a few samples, and one rank
+        has them all by chance: its device is sound.
+        """
+        alone = [
+            evidence.note(f"rank {rank} alone", self._bench.known_of(indices, rank))
+            for rank in range(self._bench.world_size)
+        ]
+        bad = [rank for rank, reading in enumerate(alone) if not reading.is_good(case.limits)]
+        if len(bad) != 1:
+            return None
+        (rank,) = bad
+        others = max(reading.grad_norm for reading in alone if reading is not alone[rank])
+        if alone[rank].grad_norm <= _STANDS_ALONE * others or not evidence.left(self._bench):
+            return None
+        with_others = self._bench.known_of(indices[::-1], rank)
+        evidence.note(f"rank {rank} alone, other samples", with_others)
+        is_small = with_others.grad_norm <= _STANDS_ALONE * others  # NaN is not
+        return None if is_small or with_others.is_good(case.limits) else rank
 
 
 def _is_far(first: Reading, other: Reading) -> bool:
@@ -317,6 +331,9 @@ def _sticky_ranks(readings: Sequence[Reading], known: Reading, world_size: int) 
 
     Empty if there are none, or no rank is left to judge by.
     """
+    nonfinite = _nonfinite_ranks([*readings, known], world_size)
+    if nonfinite:
+        return nonfinite
     ranks = set(range(world_size))
     levels = [usual(known, without=ranks - {rank}) for rank in range(world_size)]
     levels_known = [level for level in levels if level is not None]
@@ -329,6 +346,19 @@ def _sticky_ranks(readings: Sequence[Reading], known: Reading, world_size: int) 
         return ()
     bad = [ranks_of(one, outstanding(one, level)) for one in (*readings, known)]
     return tuple(sorted(suspects)) if all(one == suspects for one in bad) else ()
+
+
+def _nonfinite_ranks(readings: Sequence[Reading], world_size: int) -> tuple[int, ...]:
+    """The ranks with NaN or Inf in every reading, if no other rank has any in one of them.
+
+    No level is needed to judge by. Where samples differ much, one of a sound rank may stand out.
+    """
+    ranks_by_reading = [
+        ranks_of(one, (p for p, row in one.rows.items() if not row.is_finite)) for one in readings
+    ]
+    first = ranks_by_reading[0]
+    is_same = all(ranks == first for ranks in ranks_by_reading)
+    return tuple(sorted(first)) if is_same and len(first) < world_size else ()
 
 
 def _intermittent(good: Sequence[Reading], bad: Sequence[Reading]) -> Finding:

@@ -289,8 +289,9 @@ class World:
 
     def known_of(self, indices: Any, rank: int) -> Reading:
         self.num_steps += 1
-        mine = {-1 - int(i): 0 for i in indices if (-1 - int(i)) % self.world_size == rank}
-        return self._read(mine, shift=0)
+        shift = int(indices[0] > indices[-1])  # in another order, ranks have other samples
+        mine = {p: 0 for p in (-1 - indices).tolist() if (p + shift) % self.world_size == rank}
+        return self._read(mine, shift=shift)
 
     def read(self, plan: BatchPlan, *, shift: int = 0) -> Any:
         return Positions(dict.fromkeys(plan.positions.tolist(), 1))
@@ -470,6 +471,24 @@ def test_a_rank_whose_weights_gradients_stay_bad(
 ) -> None:
     found = explained(World(world_size=ranks, weights_only=sick), monkeypatch)
     assert (found.cause, found.ranks) == (Cause.sticky, (sick,))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_weights_that_are_bad_for_a_few_samples_are_no_device(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank alone has the known sample whose gradient is bad; with others it is good."""
+    found = explained(World(world_size=ranks, hidden=[{0}, {-3}]), monkeypatch)
+    assert (found.cause, found.remedy) == (Cause.unclear, Remedy.go_back)
+    assert found.ranks == ()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sound_ranks_odd_sample_does_not_hide_a_sick_rank(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = explained(World(world_size=ranks, sick=1, bad={4: 2.9}), monkeypatch)
+    assert (found.cause, found.ranks) == (Cause.sticky, (1,))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
