@@ -65,13 +65,13 @@ class RankIndex:
 
 
 def write_index(
-    folder: Path, rank: int, facts: FileFacts, pieces: Sequence[tuple[int, int, int]]
+    folder: Path, rank: int, facts: FileFacts, pieces: Sequence[tuple[int, int, int]] | Numbers
 ) -> None:
     """Write and sync a rank's index.
 
     Args:
         facts: of its file.
-        pieces: (tensor number, start, count).
+        pieces: (tensor number, start, count), as a list or as rows.
 
     Raises:
         OSError: see :func:`~runner.checkpoint.disk.shards.write_rank_file`.
