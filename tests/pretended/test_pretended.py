@@ -145,7 +145,9 @@ def test_hsdp_crosses_nodes_once_and_keeps_no_whole_gradient() -> None:
     result = run("memory", "64", "4", *LLAMA, "batch.global_size=256", "parallel=hsdp")
     each = "parallel.reduce_each_micro_batch=true"
     every = run("memory", "64", "4", *LLAMA, "batch.global_size=256", "parallel=hsdp", each)
-    assert result["peak"] == pytest.approx(every["peak"], rel=0.02)
+    # A whole gradient would be 26 GiB more. Where each micro-batch is summed between nodes FSDP2
+    # (torch 2.13) also keeps what it sums (_all_reduce_state) until the next layer's is under way.
+    assert 0.9 * every["peak"] < result["peak"] < 1.02 * every["peak"]
     assert result["collectives"]["allreduce_"] == 33
     assert every["collectives"]["allreduce_"] == 4 * 33
     for one in (result, every):
