@@ -34,14 +34,17 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     rows = []
     for world_size in options.ranks:
-        row: dict[str, Any] = {"ranks": world_size, "load_before": round(os.getloadavg()[0], 1)}
-        for part in options.parts.split(","):
-            # Each in a process of its own: what one leaves behind is no cost of another.
-            row[part] = told_by(in_child(lambda p=part, n=world_size: _measure(p, n, options)))
-            print(world_size, part, json.dumps(row[part]), flush=True)
+        row: dict[str, Any] = {"ranks": world_size}
         rows.append(row)
-        if options.json is not None:
-            options.json.write_text(json.dumps(_told(arguments, rows), indent=1) + "\n")
+        for part in options.parts.split(","):
+            load = round(os.getloadavg()[0], 1)
+            # Each in a process of its own: what one leaves behind is no cost of another.
+            cost = told_by(in_child(lambda p=part, n=world_size: _measure(p, n, options)))
+            row[part] = cost | {"load_before": load, "date": time.strftime("%Y-%m-%d")}
+            print(world_size, part, json.dumps(row[part]), flush=True)
+            if options.json is not None:
+                record = _merged(options.json, arguments, rows)
+                options.json.write_text(json.dumps(record, indent=1) + "\n")
     print(markdown(rows))
     return 0
 
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.scale", description=__doc__)
     parser.add_argument("ranks", nargs="+", type=int)
-    parser.add_argument("--json", type=Path, help="keep the results here")
+    parser.add_argument("--json", type=Path, help="put the results into this file")
     parser.add_argument("--parts", default=",".join(_PARTS))
     parser.add_argument("--model", default="8b", help="of the manifest: tiny, 8b or 70b")
     parser.add_argument("--seconds", type=float, default=300.0, help="limit of the roll call")
@@ -68,14 +71,19 @@ def _measure(part: str, world_size: int, options: argparse.Namespace) -> dict[st
     return reports.measure(world_size)
 
 
-def _told(arguments: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "command": "python -m scripts.scale " + " ".join(arguments),
+def _merged(path: Path, arguments: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The file with these rows: sizes and parts that were not measured now stay as they were."""
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    by_ranks = {row["ranks"]: row for row in record.get("rows", [])}
+    for row in rows:
+        by_ranks[row["ranks"]] = by_ranks.get(row["ranks"], {}) | row
+    record.setdefault("command", "python -m scripts.scale " + " ".join(arguments))
+    return record | {
         "date": time.strftime("%Y-%m-%d"),
         "cores": os.cpu_count(),
         "system": platform.system(),
         "torch": torch.__version__,
-        "rows": list(rows),
+        "rows": [by_ranks[ranks] for ranks in sorted(by_ranks)],
     }
 
 
