@@ -75,9 +75,9 @@ def main() -> int:
         counts[bool(check)][0] += holds
         counts[bool(check)][1] += 1
         longest = max(longest, one.seconds)
-        words = ("named" if check else "passes") if holds else "WRONG"
+        result = ("named" if check else "passes") if holds else "WRONG"
         print(
-            f"| {name} | {check or '-'} | {words} | {others or '-'} | {one.seconds:.0f} |",
+            f"| {name} | {check or '-'} | {result} | {others or '-'} | {one.seconds:.0f} |",
             flush=True,
         )
     (named, wrong), (passed, sound) = counts[True], counts[False]

@@ -141,7 +141,7 @@ class ReplicaInspector:
         if not odd:
             self._good_step = step
             return
-        words = (
+        reason = (
             f"rank {', '.join(map(str, odd))}: replicated state differs from the other copies "
             f"at step {step}; it was equal at step {self._good_step}"
         )
@@ -150,14 +150,14 @@ class ReplicaInspector:
                 kind="replica_mismatch",
                 step=step,
                 decision=f"restart from a checkpoint not after step {self._good_step}",
-                reason=words,
+                reason=reason,
                 ranks=tuple(odd),
                 # If the run ends before the marks are on disk, the next start reads these.
                 detail={"good_step": self._good_step, "next_serial": self._next_serial()},
             )
         )
         self._distrust(self._good_step)
-        raise RankError(words)
+        raise RankError(reason)
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> str:

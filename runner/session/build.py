@@ -107,8 +107,8 @@ def _resume(opened: Opened, machinery: Machinery) -> Resumed:
             raise
     for incident in restored.incidents:
         written.report(incident)
-    found = replace(inventory.found, records=[restored.record], damaged=[])
-    return resume_from(found, group.run_dir, ring, written.journal, state)
+    only = replace(inventory.found, records=[restored.record], damaged=[])
+    return resume_from(only, group.run_dir, ring, written.journal, state)
 
 
 def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:

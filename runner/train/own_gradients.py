@@ -77,12 +77,12 @@ class OwnGradients:
     def _at_gradient(self, name: str, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided or not gradient.is_floating_point():
             return
-        words = sum_of_words(gradient)
+        checksum = sum_of_words(gradient)
         square = torch.linalg.vector_norm(gradient, dtype=torch.float32).double().square()
         if name in self._sums:
-            words = self._sums[name] * _FACTOR + words
+            checksum = self._sums[name] * _FACTOR + checksum
             square = self._squares[name] + square
-        self._sums[name], self._squares[name] = words, square
+        self._sums[name], self._squares[name] = checksum, square
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -122,16 +122,16 @@ def _refuse_other_training(config: RunConfig, theirs: list[float], place: RankEn
     """
     if not theirs:  # of the runner itself
         return
-    words: list[str | None] = [None]
+    refusal: list[str | None] = [None]
     if place.is_first:
         try:
             ours = first_losses(Path(config.out), len(theirs))
             refuse_other_losses(ours, theirs, config.model.precision.value)
         except MeasureError as error:
-            words = [str(error)]
-    dist.broadcast_object_list(words, src=0)
-    if words[0] is not None:
-        raise MeasureError(words[0])
+            refusal = [str(error)]
+    dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise MeasureError(refusal[0])
 
 
 def _shared_task(options: argparse.Namespace, config: RunConfig, place: RankEnv) -> Task:
@@ -151,8 +151,8 @@ def _cpu_seconds(threads: set[int]) -> float:
     total = 0.0
     for thread in threads:
         with contextlib.suppress(OSError):
-            told = Path(f"/proc/self/task/{thread}/schedstat").read_text()
-            total += int(told.split()[0]) / 1e9
+            schedule = Path(f"/proc/self/task/{thread}/schedstat").read_text()
+            total += int(schedule.split()[0]) / 1e9
     return total
 
 

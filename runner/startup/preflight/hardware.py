@@ -70,11 +70,11 @@ def _told(device: torch.device) -> Check:
     health = gpu_health(uuid) if uuid else None
     if health is None:
         return not_tried(name, "it is not there: pip install 'holdfast-train[nvml]'")
-    words = [health.broken] if health.broken else list(health.warnings)
+    faults = [health.broken] if health.broken else list(health.warnings)
     return Check(
         name=name,
-        holds=not words,
-        found="; ".join(words) or "no fault and no brake",
+        holds=not faults,
+        found="; ".join(faults) or "no fault and no brake",
         remedy="leave the node out",
         is_warning=not health.broken,
     )
