@@ -23,9 +23,9 @@ from runner.system.process import host_name
 _DEAD = "dead"
 _OVER = "over"
 _BEAT_SECONDS = 1.0
-# Beats missed in a row. Looks are counted and not seconds: a process that was stopped itself, or
-# whose interpreter was locked, has missed nothing.
-_SILENT_LOOKS = 20
+# Beats missed in a row: many, as a false alarm costs a whole start. Looks are counted and not
+# seconds: a process that was stopped itself, or whose interpreter was locked, has missed nothing.
+_SILENT_LOOKS = 60
 _TELL_SECONDS = 5.0
 
 

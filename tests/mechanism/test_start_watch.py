@@ -146,9 +146,16 @@ def test_a_neighbour_that_dies_ends_this_rank_and_is_told(
     assert "rank 1 on" in other.problem
 
 
-@pytest.mark.parametrize(("per_node", "words"), [(2, "SIGKILL"), (1, "has been silent for")])
+@pytest.mark.parametrize(
+    ("per_node", "looks", "words"),
+    [
+        # Never silent for so long, however busy the machine: the neighbour tells.
+        (2, 200, "SIGKILL"),
+        (1, 8, "has been silent for"),
+    ],
+)
 def test_no_collective_breaks_and_the_other_node_ends(
-    per_node: int, words: str, tmp_path: Path
+    per_node: int, looks: int, words: str, tmp_path: Path
 ) -> None:
     """Two launchers, as on two nodes; the last rank dies, the others sit where nothing returns."""
     port, dies = free_port(), 2 * per_node - 1
@@ -163,7 +170,7 @@ def test_no_collective_breaks_and_the_other_node_ends(
         launchers.append(
             warm.WarmPopen(
                 command,
-                env=os.environ | {"DIES": str(dies), "OMP_NUM_THREADS": "1"},
+                env=os.environ | {"DIES": str(dies), "LOOKS": str(looks), "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
