@@ -1,12 +1,12 @@
-"""What each part of the guard is worth: real training on the same poisoned data, part by part.
+"""Measures what each part of the guard is worth, by real training on the same poisoned data.
 
     python scripts/ablation.py --work DIR [--seeds 0,1] [--steps 150]
 
 A nano model reads Python source as bytes. In three stretches of the sample order the text is
-replaced by random bytes, as if a binary file had got into the corpus: the gate sees finite losses
-that are far too high. Every arm reads the same file from the same initial weights; what differs is
-how it meets the trouble. Prints a Markdown table: held-out loss at the end (of the clean text) and
-steps that were computed in vain, with the spread over the seeds.
+replaced by random bytes, as if a binary file were in the corpus: the gate sees finite losses
+that are far too high. Every arm reads the same file from the same initial weights, and differs in
+how it reacts. Prints a Markdown table: held-out loss at the end (of the clean text) and
+wasted steps, with the range over the seeds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ARMS: dict[str, tuple[str, ...]] = {
 
 
 class OpenBaseline(Baseline):
-    """Judges as ever, but its gate is open for every finite step."""
+    """Judges as usual, but its gate is open for every finite step."""
 
     @property
     def limits(self) -> Limits:
@@ -65,7 +65,7 @@ class OpenBaseline(Baseline):
 
 
 class RateCutGuard(Guard):
-    """Applies every finite step; at trouble it halves the rate for a hundred updates."""
+    """Applies every finite step; after a bad one it halves the rate for a hundred updates."""
 
     def handle(self, info: StepInfo, state: TrainState) -> Verdict | None:
         baseline, updates = state.baseline, state.updates
@@ -78,19 +78,19 @@ class RateCutGuard(Guard):
 
 
 def train_with_rate_cut_only(overrides: Sequence[str]) -> int:
-    """A run in this process with the two parts above in place of the runner's."""
+    """Train in this process with the two classes above instead of the runner's."""
     runner.train.state.Baseline = OpenBaseline  # type: ignore[misc]
     runner.session.actors.Guard = RateCutGuard  # type: ignore[misc]
-    # Every step is looked at before the next: this baseline's limits are no forecast.
+    # Every step is judged before the next, because this baseline cannot predict its limits.
     return runner_main([*overrides, "guard.sync=true"])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run came to."""
+    """The results of one run."""
 
     held_out: float
-    in_vain: int
+    num_wasted: int
     halted_at: int | None
 
 
@@ -116,16 +116,16 @@ def write_corpus(folder: Path, *, seed: int, steps: int, poisoned: bool) -> Path
     return path
 
 
-def run(arm: str, seed: int, told: argparse.Namespace) -> Outcome:
-    """One arm on one seed, as a process of its own."""
-    work = Path(told.work)
-    corpus = write_corpus(work, seed=seed, steps=told.steps, poisoned="clean" not in arm)
+def run(arm: str, seed: int, options: argparse.Namespace) -> Outcome:
+    """Run one arm on one seed, in its own process."""
+    work = Path(options.work)
+    corpus = write_corpus(work, seed=seed, steps=options.steps, poisoned="clean" not in arm)
     out = work / f"{arm.replace(' ', '-').replace(',', '')}-{seed}"
     overrides = [
         "model=nano", "parallel=single", "data=tokens", f"data.path={corpus}",
         f"data.vocab_size={VOCAB}", f"data.seq_len={SEQ_LEN}", f"data.held_out={HELD_OUT}",
         "data.workers=0", f"batch.global_size={BATCH}", f"batch.micro_size={BATCH}",
-        f"steps={told.steps}", f"seed={seed}", f"out={out}", "checkpoint.every=20",
+        f"steps={options.steps}", f"seed={seed}", f"out={out}", "checkpoint.every=20",
         "checkpoint.clean_after=5", "eval.every=10", "eval.samples=128", "schedule=constant",
         "optim.lr=2e-3", "track.every=1000", *ARMS[arm],
     ]  # fmt: skip
@@ -142,12 +142,12 @@ def run(arm: str, seed: int, told: argparse.Namespace) -> Outcome:
 
 
 def outcome(out: Path, *, halted: bool) -> Outcome:
-    """Read from what the run left."""
+    """The results of a run, from its files."""
     summary = json.loads((out / "summary.json").read_text())
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return Outcome(
         held_out=summary["eval_loss"],
-        in_vain=len(lines) - summary["steps"],
+        num_wasted=len(lines) - summary["steps"],
         halted_at=summary["steps"] if halted else None,
     )
 
@@ -158,8 +158,8 @@ def row(arm: str, outcomes: Sequence[Outcome]) -> str:
     spread = f" ({min(losses):.3f} to {max(losses):.3f})" if len(losses) > 1 else ""
     halted = [str(o.halted_at) for o in outcomes if o.halted_at is not None]
     note = f", halted at step {' and '.join(halted)}" if halted else ""
-    in_vain = ", ".join(str(o.in_vain) for o in outcomes)
-    return f"| {arm} | {statistics.fmean(losses):.3f}{spread} | {in_vain}{note} |"
+    wasted = ", ".join(str(o.num_wasted) for o in outcomes)
+    return f"| {arm} | {statistics.fmean(losses):.3f}{spread} | {wasted}{note} |"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -169,13 +169,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--work", required=True, help="an empty folder for corpora and runs")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument("--steps", type=int, default=150)
-    told = parser.parse_args(arguments)
-    Path(told.work).mkdir(parents=True)
+    options = parser.parse_args(arguments)
+    Path(options.work).mkdir(parents=True)
     print(
-        "| arm | held-out loss, mean (range) | steps in vain, by seed |", "|---|---|---|", sep="\n"
+        "| arm | held-out loss, mean (range) | wasted steps, by seed |", "|---|---|---|", sep="\n"
     )
     for arm in ARMS:
-        outcomes = [run(arm, int(seed), told) for seed in told.seeds.split(",")]
+        outcomes = [run(arm, int(seed), options) for seed in options.seeds.split(",")]
         print(row(arm, outcomes), flush=True)
     return 0
 

@@ -1,20 +1,20 @@
-"""Our judge beside the published rules, on real curves with planted trouble and on made-up ones.
+"""Compares our judge with published rules, on real curves with planted faults and synthetic ones.
 
     python scripts/compare_judges.py                          # generated curves alone
     python scripts/compare_judges.py --curves ../shared/curves --half held-out
     python scripts/compare_judges.py --curves ../shared/curves --folds
 
-Each published rule is written anew from its description; none of their code is here. What a
-rule answers to a step counts as *discard* (it would leave the update out, or clip it) or as
-*rollback* (it would stop the run or send it back).
+Each published rule is implemented from its description, without using its code. A rule's answer to
+a step counts as *discard* (it would leave the update out, or clip it) or as *rollback* (it would
+stop the run or send it back).
 
 Truth: healthy curves have none, so every answer there is false. Into stretches of them known
 trouble is planted: jumps of several heights over three steps, slow rises, one hard batch, a lasting
 change of level, NaN, and a gradient norm that grows for four steps before the loss does (after
-BLOOM-176B). A rise laid on a curve that falls as fast is none to see, and is scored apart. Real
+BLOOM-176B). A rise on a curve that falls as fast is invisible, and is scored separately. Real
 curves are split by the name of their run, in halves, or with ``--folds`` by the data they were
 trained on: each fold is scored with the settings that a small grid prefers on all the others, so
-nothing about a fold's own curves had a part in choosing.
+a fold's own curves do not influence its settings.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class ZClip:
 
     def __call__(self, loss: float, norm: float) -> int:
         if not math.isfinite(norm):
-            return APPLY  # its statistics know no NaN; the caller must
+            return APPLY  # its statistics ignore NaN; the caller must handle it
         if len(self._first) < self._warmup:
             self._first.append(norm)
             self._mean = statistics.fmean(self._first)
@@ -187,14 +187,14 @@ Answers = list[tuple[int, int]]  # (row, DISCARD or ROLLBACK)
 
 
 def answers_of(make: Callable[[], Judge], curve: Curve) -> Answers:
-    """What a published rule says to each row, applied rows left out."""
+    """A published rule's answers, without rows that it applies."""
     judge = make()
-    told = (judge(*row) for row in zip(curve.losses, curve.grad_norms, strict=True))
-    return [(row, answer) for row, answer in enumerate(told) if answer != APPLY]
+    answers = (judge(*row) for row in zip(curve.losses, curve.grad_norms, strict=True))
+    return [(row, answer) for row, answer in enumerate(answers) if answer != APPLY]
 
 
 def ours(overrides: Sequence[str]) -> Callable[[Curve], Answers]:
-    """Our decisions; a halt and a new baseline disturb the run as a rollback does."""
+    """Our decisions; a halt or a new baseline counts as a rollback."""
     config = compose(overrides)
     judge, saves = judge_rules(config), save_rules(config)
     remedy = replace(remedy_rules(config), batch=1)
@@ -212,7 +212,7 @@ def ours(overrides: Sequence[str]) -> Callable[[Curve], Answers]:
 
 @dataclass(frozen=True)
 class Named:
-    """A healthy curve and where it is from; trouble is planted from ``first`` on."""
+    """A healthy curve and its source; faults are planted from ``first`` on."""
 
     name: str
     curve: Curve
@@ -227,7 +227,7 @@ def real_curves(folder: Path, half: str) -> list[Named]:
 
 
 def half_of(name: str) -> str:
-    """By the run's name, so that no run is in both."""
+    """The half of a run, by its name, so that no run is in both."""
     return ("tuning", "held-out")[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
@@ -238,18 +238,22 @@ def made_up_curves(count: int, rows: int, seed: int) -> Iterator[Named]:
     t, 4 degrees), a little correlated; one hard batch in 3,000 steps; norms log-normal with tails.
     """
     for number in range(count):
-        draw = random.Random(f"{seed}-{number}")
+        generator = random.Random(f"{seed}-{number}")
         sigma = (0.02, 0.04, 0.06, 0.1)[number % 4]
         tails = number // 4 % 2 == 1
-        end, scale, power = draw.uniform(1.5, 3.2), draw.uniform(6, 8.5), draw.uniform(0.3, 0.8)
-        spread, pace, left = draw.uniform(0.06, 0.25), draw.uniform(40, 200), 0.0
+        end, scale, power = (
+            generator.uniform(1.5, 3.2),
+            generator.uniform(6, 8.5),
+            generator.uniform(0.3, 0.8),
+        )
+        spread, pace, noise = generator.uniform(0.06, 0.25), generator.uniform(40, 200), 0.0
         losses, norms = [], []
         for step in range(rows):
-            left = 0.2 * left + student(draw, tails) * sigma
-            hard = draw.uniform(0.1, 0.3) if draw.random() < 1 / 3000 else 0.0
-            losses.append(end + scale * (1 + step / pace) ** -power + left + hard)
+            noise = 0.2 * noise + student(generator, tails) * sigma
+            hard = generator.uniform(0.1, 0.3) if generator.random() < 1 / 3000 else 0.0
+            losses.append(end + scale * (1 + step / pace) ** -power + noise + hard)
             usual = 0.3 + 6 * math.exp(-step / 60)
-            norms.append(usual * math.exp(spread * student(draw, True)))
+            norms.append(usual * math.exp(spread * student(generator, True)))
         kind = "heavy tails" if tails else "normal"
         curve = Curve(steps=range(rows), losses=losses, grad_norms=norms)
         yield Named(f"made up {number}: sigma {sigma}, {kind}", curve)
@@ -268,7 +272,7 @@ def student(draw: random.Random, tails: bool) -> float:
 
 @dataclass(frozen=True)
 class Plant:
-    """What is added from a row on: to the loss in nats, to the norm as a factor."""
+    """A planted fault: added to the loss in nats, and a factor of the norm."""
 
     name: str
     loss: tuple[float, ...]
@@ -278,7 +282,7 @@ class Plant:
 
 
 _LEVEL_ROWS = 16  # whose median is a level
-_RISES_BY = 0.3  # nats: less is no rise that anybody sees
+_RISES_BY = 0.3  # nats; a smaller rise is invisible
 RISE = tuple(0.3 / 200 * at for at in range(334))  # to 0.5 nats
 BLOOM = (3.9, 9.9, 66.0, 600.0, 3970.0, 1460.0, 1570.0, 2690.0)
 PLANTS = (
@@ -295,7 +299,7 @@ PLANTS = (
 
 
 def key_of(plant: Plant, stretch: Curve, onset: int, *, is_early: bool) -> str:
-    """Under which name a plant is scored: what is seen decides, not what was added."""
+    """The name under which a plant is scored, by its visible effect."""
     if plant.name == "jump 0.5" and is_early:
         return "jump 0.5 early"
     if plant.name == "rise 0.3/200":
@@ -307,7 +311,7 @@ def key_of(plant: Plant, stretch: Curve, onset: int, *, is_early: bool) -> str:
 
 
 def planted(curve: Curve, row: int, plant: Plant, before: int, after: int) -> tuple[Curve, int]:
-    """A stretch of the curve around ``row`` with the trouble in it, and where it is there."""
+    """A stretch of the curve around ``row`` with the fault in it, and the fault's row there."""
     start, stop = max(0, row - before), min(len(curve.steps), row + len(plant.loss) + after)
     losses, norms = list(curve.losses[start:stop]), list(curve.grad_norms[start:stop])
     onset = row - start
@@ -326,7 +330,7 @@ def planted(curve: Curve, row: int, plant: Plant, before: int, after: int) -> tu
 
 @dataclass
 class Score:
-    """Of one judge on one set of curves; plants by name, early ones (below row 600) apart."""
+    """One judge's score on a set of curves; plants by name, early ones (below row 600) separate."""
 
     rows: int = 0
     discards: int = 0
@@ -338,13 +342,13 @@ class Score:
     delays: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     def healthy(self, curve: Curve, answers: Answers) -> None:
-        """Nothing was wrong: every answer is false."""
+        """Score a healthy curve: every answer is false."""
         self.rows += len(curve.steps)
         self.discards += sum(answer == DISCARD for _, answer in answers)
         self.rollbacks += sum(answer == ROLLBACK for _, answer in answers)
 
     def plant(self, key: str, plant: Plant, onset: int, answers: Answers, rows: int) -> None:
-        """Something was wrong from ``onset`` on."""
+        """Score a stretch that is bad from ``onset`` on."""
         after = [(row - onset, answer) for row, answer in answers if row >= onset]
         self.planted[key] += 1
         if after and after[0][0] <= plant.found_by:
@@ -371,13 +375,13 @@ def measure(
             if only and key not in only:
                 continue
             for name, answers in judges.items():
-                told = answers(stretch)
-                scores[name].plant(key, plant, onset, told, len(stretch.steps))
+                stretch_answers = answers(stretch)
+                scores[name].plant(key, plant, onset, stretch_answers, len(stretch.steps))
     return scores
 
 
 def plants_of(named: Named, places: int) -> Iterator[tuple[Plant, str, Curve, int]]:
-    """Every trouble at some early and some late rows, the same each time."""
+    """Every fault at some early and some late rows, reproducibly."""
     draw = random.Random(named.name)
     total = len(named.curve.steps)
     for plant in PLANTS:
@@ -405,12 +409,12 @@ SOUGHT = ("jump 0.5 early", "jump 0.5", "rise 0.3/200")
 
 def fold_of(name: str) -> str:
     """The data set, which is the first word after the number of the study; else the name."""
-    told = re.search(r"study_\d+__([a-z]+)", name)
-    return told[1] if told else name
+    match = re.search(r"study_\d+__([a-z]+)", name)
+    return match[1] if match else name
 
 
 def together(scores: Sequence[Score]) -> Score:
-    """The counts of several sets of curves."""
+    """The sum of several scores."""
     total = Score()
     for score in scores:
         total.rows += score.rows
@@ -437,8 +441,8 @@ def fold_table(curves: Sequence[Named], places: int) -> str:
     for named in curves:
         folds[fold_of(named.name)].append(named)
     scores = {
-        (name, chosen): measure(held, {"ours": ours(chosen)}, places, SOUGHT)["ours"]
-        for name, held in folds.items()
+        (name, chosen): measure(held_out, {"ours": ours(chosen)}, places, SOUGHT)["ours"]
+        for name, held_out in folds.items()
         for chosen in settings
     }
     lines = [
@@ -452,10 +456,10 @@ def fold_table(curves: Sequence[Named], places: int) -> str:
         # The first of equals: the grid begins with the defaults.
         best = max(settings, key=lambda s: worth(together([scores[o, s] for o in others])))
         score = scores[name, best]
-        found = [f"{score.found[key]} of {score.planted[key]}" for key in SOUGHT]
+        shares = [f"{score.found[key]} of {score.planted[key]}" for key in SOUGHT]
         counts = [str(score.discards), str(score.rollbacks)]
         lines.append(
-            f"| {' | '.join([name, f'{score.rows:,}', ', '.join(best), *found, *counts])} |"
+            f"| {' | '.join([name, f'{score.rows:,}', ', '.join(best), *shares, *counts])} |"
         )
     return "\n".join(lines)
 
@@ -469,7 +473,7 @@ COLUMNS = (
 
 
 def table(title: str, scores: dict[str, Score]) -> str:
-    """Markdown: share found in time, and what healthy steps cost."""
+    """Markdown: the share found in time, and false answers on healthy steps."""
     one = next(iter(scores.values()))
     head = [*COLUMNS, "settles", "hard batch sent back", "false discards", "false rollbacks"]
     lines = [
@@ -498,8 +502,8 @@ def per_million(count: int, rows: int) -> str:
 
 
 def rise_delays(scores: dict[str, Score]) -> str:
-    told = {name: score.delays["rise 0.3/200"] for name, score in scores.items()}
-    return "; ".join(f"{n}: {statistics.median(d):.0f}" for n, d in told.items() if d) or "none"
+    delays = {name: score.delays["rise 0.3/200"] for name, score in scores.items()}
+    return "; ".join(f"{n}: {statistics.median(d):.0f}" for n, d in delays.items() if d) or "none"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -519,31 +523,31 @@ def main(arguments: Sequence[str]) -> int:
         "--folds", action="store_true", help="our judge, tuned on all data sets but one at a time"
     )
     parser.add_argument("overrides", nargs="*", help="guard.key=value for our judge")
-    told = parser.parse_args(arguments)
-    if told.folds:
-        if not told.curves:
+    options = parser.parse_args(arguments)
+    if options.folds:
+        if not options.curves:
             parser.error("--folds: needs --curves DIR")
-        print(fold_table(real_curves(Path(told.curves), "all"), told.places))
+        print(fold_table(real_curves(Path(options.curves), "all"), options.places))
         return 0
-    judges: dict[str, Callable[[Curve], Answers]] = {"ours": ours(told.overrides)}
-    if not told.ours_only:
+    judges: dict[str, Callable[[Curve], Answers]] = {"ours": ours(options.overrides)}
+    if not options.ours_only:
         judges |= {name: partial(answers_of, make) for name, make in RULES.items()}
-    if told.curves:
-        curves = real_curves(Path(told.curves), told.half)
+    if options.curves:
+        curves = real_curves(Path(options.curves), options.half)
         print(
             table(
-                f"Real curves, {told.half} runs ({len(curves)})",
-                measure(curves, judges, told.places),
+                f"Real curves, {options.half} runs ({len(curves)})",
+                measure(curves, judges, options.places),
             ),
             end="\n\n",
         )
-    made_up = list(made_up_curves(told.made_up, told.rows, told.seed))
+    made_up = list(made_up_curves(options.made_up, options.rows, options.seed))
     for kind in ("normal", "heavy tails") if made_up else ():
         curves = [named for named in made_up if named.name.endswith(kind)]
         print(
             table(
-                f"Made-up curves, {kind} noise ({len(curves)}, seed {told.seed})",
-                measure(curves, judges, told.places),
+                f"Made-up curves, {kind} noise ({len(curves)}, seed {options.seed})",
+                measure(curves, judges, options.places),
             )
         )
     return 0

@@ -46,13 +46,13 @@ def main() -> int:
 def page() -> str:
     """The whole page."""
     config = RunConfig()
-    own = [entry for entry in fields(config) if "." not in entry[0]]
-    parts = [_HEAD, "## The run\n", *_table(own)]
+    top_level = [entry for entry in fields(config) if "." not in entry[0]]
+    parts = [_HEAD, "## The run\n", *_table(top_level)]
     for spec in dataclasses.fields(config):
         group = getattr(config, spec.name)
         if dataclasses.is_dataclass(group):
-            about = inspect.cleandoc(group.__doc__ or "").replace("``", "`")
-            parts += ["", f"## {spec.name}", "", about, "", *_presets(spec.name)]
+            description = inspect.cleandoc(group.__doc__ or "").replace("``", "`")
+            parts += ["", f"## {spec.name}", "", description, "", *_presets(spec.name)]
             parts += _table([e for e in fields(config) if e[0].startswith(f"{spec.name}.")])
     return "\n".join(parts) + "\n"
 
@@ -86,10 +86,10 @@ def _presets(group: str) -> Iterator[str]:
     yield "|---|---|---|"
     for file in files:
         lines = file.read_text().splitlines()
-        about = " ".join(line[1:].strip() for line in lines if line.startswith("#"))
+        description = " ".join(line[1:].strip() for line in lines if line.startswith("#"))
         values = [line.partition("  #")[0].strip() for line in lines if not line.startswith("#")]
         shown = ", ".join(f"`{value}`" for value in values if value not in ("", "{}"))
-        yield f"| `{group}={file.stem}` | {_cell(about)} | {shown} |"
+        yield f"| `{group}={file.stem}` | {_cell(description)} | {shown} |"
     yield ""
 
 

@@ -1,4 +1,4 @@
-"""A table of drills: how soon a fault was noticed, who was named, when training went on.
+"""Prints a table of drills: when a fault was noticed, which rank was named, when training resumed.
 
 Each row is a real run of two ranks under ``runner launch``, broken once, and held against the
 same run left in peace: both must end with the same state.
@@ -43,7 +43,7 @@ TITLES = ("fault", "at", "rank", "noticed", "training again", "named", "same end
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds are from the fault on; None: it did not come to that."""
+    """One drill; seconds count from the fault, None if it did not happen."""
 
     ending: str
     point: str
@@ -65,23 +65,25 @@ class Row:
 
 
 def main() -> int:
-    """Run the drills; 1 when one of them did not heal."""
+    """Run the drills; returns 1 if one of them did not recover."""
     options = _options()
     console = Console(soft_wrap=True)
     if options.table:
         _print(console, _read(options.table))
         return 0
-    with tempfile.TemporaryDirectory(prefix="holdfast-drill-") as own:
-        folder = Path(options.keep or own)
+    with tempfile.TemporaryDirectory(prefix="holdfast-drill-") as temporary:
+        folder = Path(options.keep or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         rows = []
-        peace: dict[str, str] = {}
+        undisturbed: dict[str, str] = {}
         for ending, point, rank in _drills(full=options.full, only=options.only):
             extra = POISON if point == "rollback" else ""
-            if extra not in peace:
-                peace[extra] = _in_peace(folder / ("poisoned" if extra else "clean"), extra)
-            rows.append(_drill(folder, ending, point, rank, extra, peace[extra]))
-            if options.json:  # after each: an hour's rows are not lost with the last one
+            if extra not in undisturbed:
+                undisturbed[extra] = _undisturbed(
+                    folder / ("poisoned" if extra else "clean"), extra
+                )
+            rows.append(_drill(folder, ending, point, rank, extra, undisturbed[extra]))
+            if options.json:  # after each, so that a crash does not lose earlier rows
                 _store(options.json, rows)
             console.print("  ".join(rows[-1].cells()), style="dim")
     _print(console, rows)
@@ -89,7 +91,7 @@ def main() -> int:
 
 
 def _print(console: Console, rows: list[Row]) -> None:
-    """Every row, then what they come to for each ending."""
+    """Print every row, then a summary for each ending."""
     table = Table()
     for title in TITLES:
         table.add_column(title)
@@ -107,10 +109,11 @@ def _print(console: Console, rows: list[Row]) -> None:
 
 
 def _range(seconds: list[float | None]) -> str:
-    known = [value for value in seconds if value is not None]
-    if not known:
+    known_seconds = [value for value in seconds if value is not None]
+    if not known_seconds:
         return "-"
-    return f"{min(known):.1f} to {max(known):.1f} s (median {statistics.median(known):.1f} s)"
+    low, high, median = min(known_seconds), max(known_seconds), statistics.median(known_seconds)
+    return f"{low:.1f} to {high:.1f} s (median {median:.1f} s)"
 
 
 def _store(path: Path, rows: list[Row]) -> None:
@@ -121,8 +124,8 @@ def _store(path: Path, rows: list[Row]) -> None:
         "python": platform.python_version(),
         "kernel": platform.release(),
     }
-    told = {"machine": machine, "ranks": RANKS, "settings": SETTINGS.split()}
-    text = json.dumps(told | {"rows": [asdict(row) for row in rows]}, indent=1)
+    record = {"machine": machine, "ranks": RANKS, "settings": SETTINGS.split()}
+    text = json.dumps(record | {"rows": [asdict(row) for row in rows]}, indent=1)
     path.write_text(text + "\n")
 
 
@@ -130,7 +133,7 @@ def _read(path: Path) -> list[Row]:
     return [Row(**row) for row in json.loads(path.read_text())["rows"]]
 
 
-def _in_peace(out: Path, extra: str) -> str:
+def _undisturbed(out: Path, extra: str) -> str:
     if not _run(out, [extra] if extra else []):
         sys.exit(f"the run without a fault did not end well: {out}.log")
     digest = _digest(out)
@@ -171,12 +174,12 @@ def _drill(folder: Path, ending: str, point: str, rank: int, extra: str, expecte
     # The first rank writes the journal: of its own death the next start tells, from the cause
     # that its neighbours wrote down.
     causes = [path.stat().st_mtime for path in (out / "incidents").glob("*/cause.json")]
-    told = causes + [line["time"] for line in crashes]
+    noticed_times = causes + [line["time"] for line in crashes]
     return Row(
         ending=ending,
         point=point,
         rank=rank,
-        noticed=min(told) - struck[0] if told and struck else None,
+        noticed=min(noticed_times) - struck[0] if noticed_times and struck else None,
         again=starts[1] - struck[0] if len(starts) > 1 and struck else None,
         named=crashes[0]["ranks"] if crashes else None,
         is_same=_digest(out) == expected,
@@ -185,12 +188,12 @@ def _drill(folder: Path, ending: str, point: str, rank: int, extra: str, expecte
 
 
 def _run(out: Path, faults: list[str]) -> bool:
-    """Whether the run ended well; what it said lies beside ``out``."""
-    words = ["launch", "--nproc", str(RANKS), "--restarts", "3", "--pause", "0.1"]
-    told = [f"out={out}", *SETTINGS.split(), f"faults=[{','.join(faults)}]"]
+    """Whether the run succeeded; its output is in a file beside ``out``."""
+    launcher = ["launch", "--nproc", str(RANKS), "--restarts", "3", "--pause", "0.1"]
+    overrides = [f"out={out}", *SETTINGS.split(), f"faults=[{','.join(faults)}]"]
     with out.with_suffix(".log").open("wb") as log:
         done = subprocess.run(
-            [sys.executable, "-m", "runner", *words, *told],
+            [sys.executable, "-m", "runner", *launcher, *overrides],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -63,7 +63,7 @@ class Trial:
 
 
 def make_trial(number: int, *, is_slow: bool, steps: int) -> Trial:
-    """Different models, seeds, rates."""
+    """A trial with its own model, seed and rate."""
     dice = random.Random(f"{number} {is_slow}")
     dim = dice.choice((32, 48, 64))
     rate = dice.choice((1e-3, 2e-3, 3e-3, 6e-3))
@@ -91,7 +91,7 @@ def make_trial(number: int, *, is_slow: bool, steps: int) -> Trial:
 
 
 def run(trial: Trial, every: int) -> dict[str, Any]:
-    """Train; what was measured, the losses, and the warnings."""
+    """Train; returns the losses, the measurements, the warnings and the event."""
     config = compose(
         [
             "out=unused", "model=tiny", "data=synthetic", "data.workers=0", "model.precision=fp32",
@@ -115,7 +115,7 @@ def run(trial: Trial, every: int) -> dict[str, Any]:
     early = EarlyWarnings(EarlyRules(every=every, warmup=trial.warmup))
     feed = parts.feed(config, dataset, parts.sample_stream(config, dataset), place, device)
     losses: list[float] = []
-    looks: list[dict[str, float]] = []
+    inspections: list[dict[str, float]] = []
     warned: list[tuple[int, bool, str]] = []
     size = config.batch.global_size
     for step in range(1, trial.steps + 1):
@@ -137,17 +137,17 @@ def run(trial: Trial, every: int) -> dict[str, Any]:
         )
         if is_due:
             numbers = tuple(watch.after().tolist())
-            seen = Measured(
+            measured = Measured(
                 step=step, numbers=numbers, length=watch.length, tokens=int(tokens), grad_norm=norm
             )
-            values = table.model(seen)
-            looks.append({"step": step, "loss": losses[-1], "norm": norm, **values})
+            values = table.model(measured)
+            inspections.append({"step": step, "loss": losses[-1], "norm": norm, **values})
             warning = early.note(Look(step=step, values=values))
             if warning is not None:
                 warned.append((step, warning.is_alarm, warning.words))
         if event(losses) is not None:
             break
-    return {"losses": losses, "looks": looks, "warned": warned, "event": event(losses)}
+    return {"losses": losses, "looks": inspections, "warned": warned, "event": event(losses)}
 
 
 def event(losses: list[float]) -> int | None:
@@ -207,26 +207,26 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after these")
     parser.add_argument("--looks", action="store_true", help="print what was measured, too")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     began, counts = time.monotonic(), Counts()
-    for number in itertools.count(given.first):
-        is_slow = counts.divergences < given.slow
-        is_enough = counts.healthy_trainings >= given.healthy
-        if (is_enough and not is_slow) or time.monotonic() - began > given.seconds:
+    for number in itertools.count(options.first):
+        is_slow = counts.divergences < options.slow
+        is_enough = counts.healthy_trainings >= options.healthy
+        if (is_enough and not is_slow) or time.monotonic() - began > options.seconds:
             break
         kind, seed = ("slow", number) if is_slow else ("healthy", _HEALTHY + number)
-        steps = 4 * given.steps if is_slow else given.steps
+        steps = 4 * options.steps if is_slow else options.steps
         trial = make_trial(seed, is_slow=is_slow, steps=steps)
-        outcome = run(trial, given.every)
+        outcome = run(trial, options.every)
         counts.add(kind, outcome)
         line = {
             "kind": kind, "seed": trial.seed, "overrides": trial.overrides, "rate": trial.rate,
             "steps": len(outcome["losses"]), "event": outcome["event"],
             "warned": outcome["warned"],
         }  # fmt: skip
-        if given.looks:
+        if options.looks:
             line["looks"] = outcome["looks"]
         print(json.dumps(line), flush=True)
     print(json.dumps(asdict(counts)))

@@ -1,4 +1,4 @@
-"""Tries each claim that only GPUs can show: a line with pass, fail or skip each, and a JSON.
+"""Checks each claim that needs GPUs; prints pass, fail or skip for each, and writes a JSON file.
 
 Runs of two ranks or more over NCCL, small and each in a folder of its own. What is measured beside
 a claim (seconds, bytes) goes into the JSON; a claim itself is never a bare figure of time.
@@ -43,12 +43,12 @@ class Failed(Exception):
 
 
 class Skipped(Exception):
-    """It cannot be tried here, and why."""
+    """The claim cannot be checked here; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What became of one claim."""
+    """The result for one claim."""
 
     name: str
     claim: str
@@ -60,7 +60,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """One training command that has ended."""
+    """The result of one training command."""
 
     out: Path
     code: int
@@ -70,10 +70,10 @@ class Ended:
     @property
     def summary(self) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+            summary: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
         except OSError:
             raise Failed(f"no summary (exit {self.code}): {self.text[-_TAIL:]}") from None
-        return found
+        return summary
 
     @property
     def digest(self) -> str:
@@ -86,7 +86,7 @@ class Ended:
 
 
 class Machine:
-    """Where it is tried: the device, the ranks, a folder, and what is measured on the way."""
+    """Runs the checks: knows device, ranks and folder, and collects measurements."""
 
     def __init__(self, *, device: str, ranks: int, folder: Path, until: float) -> None:
         self.device = device
@@ -104,7 +104,7 @@ class Machine:
             raise Skipped(f"needs {ranks} GPUs, there are {self.ranks}")
 
     def train(self, name: str, *overrides: str, restarts: int = 0) -> Ended:
-        """Begin or go on with the run ``name``."""
+        """Start or resume the run ``name``."""
         out = self._folder / name
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={self.ranks}", f"--max-restarts={restarts}"]
@@ -113,14 +113,14 @@ class Machine:
         return Ended(out=out, code=code, seconds=seconds, text=text)
 
     def done(self, name: str, *overrides: str, restarts: int = 0) -> Ended:
-        """As :meth:`train`; it must end well."""
+        """:meth:`train`, which must succeed."""
         ended = self.train(name, *overrides, restarts=restarts)
         if ended.code:
             raise Failed(f"exit {ended.code}: {ended.text[-_TAIL:]}")
         return ended
 
     def clean(self, layout: str = "fsdp") -> Ended:
-        """The run that nothing disturbed."""
+        """The undisturbed run."""
         if layout not in self._clean:
             self._clean[layout] = self.done(f"clean-{layout}", *_layout(self, layout))
         return self._clean[layout]
@@ -209,8 +209,8 @@ def late_is_the_same(machine: Machine) -> str:
 def nan_is_applied_nowhere(machine: Machine) -> str:
     machine.needs(2)
     fault = "faults=[nan_grad@step=20,rank=1]"
-    told = (fault, "guard.remedy=discard", "debug.replica_check_every=5", "parallel=ddp")
-    ended = machine.done("nan", *told)
+    overrides = (fault, "guard.remedy=discard", "debug.replica_check_every=5", "parallel=ddp")
+    ended = machine.done("nan", *overrides)
     if ended.summary["discarded_steps"] != 1 or ended.journal("replica_mismatch"):
         raise Failed(f"discarded {ended.summary['discarded_steps']}; {ended.journal('replicas')}")
     return "one rank's NaN discarded one step, and the ranks' copies stayed alike"
@@ -258,16 +258,16 @@ def a_hang_is_named(machine: Machine) -> str:
     if not crashes or 1 not in crashes[0]["ranks"]:
         raise Failed(f"not named: {crashes[0]['reason'] if crashes else ended.text[-_TAIL:]}")
     reports = list((ended.out / "incidents").glob("*/rank-*.json"))
-    told = [json.loads(path.read_text()).get("collectives") for path in reports]
-    machine.measured["collectives_told"] = [len(one or []) for one in told]
+    collectives = [json.loads(path.read_text()).get("collectives") for path in reports]
+    machine.measured["collectives_told"] = [len(one or []) for one in collectives]
     return str(crashes[0]["reason"])
 
 
 def snapshots_come_back(machine: Machine) -> str:
     """Also that memory was page-locked: it is said where it could not be."""
     machine.needs(2)
-    told = ("checkpoint.memory_every=5", "checkpoint.every=20")
-    ended = machine.done("memory", *told, "faults=[kill@step=28,rank=0]", restarts=1)
+    overrides = ("checkpoint.memory_every=5", "checkpoint.every=20")
+    ended = machine.done("memory", *overrides, "faults=[kill@step=28,rank=0]", restarts=1)
     tier = ended.journal("start")[-1]["detail"]["tier"]
     if tier != "memory":
         raise Failed(f"resumed from {tier}: {ended.text[-_TAIL:]}")
@@ -290,22 +290,22 @@ def large_heads(machine: Machine) -> str:
     hidden = torch.randn(rows, length, dim, generator=generator).to(device, torch.bfloat16)
     weight = (torch.randn(vocabulary, dim, generator=generator) * 0.02).to(device, torch.bfloat16)
     targets = torch.randint(vocabulary, (rows, length), generator=generator).to(device)
-    found = []
+    results = []
     for most_bytes in (0, rows * length * vocabulary // 4):
         head = HeadLosses(fp32=True, z_loss=0.0, most_bytes=most_bytes)
         x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if machine.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        made = head(x, w, targets) if head.is_wanted(x, w) else torch.nn.functional.linear(x, w)
-        losses, _ = sequence_losses(made, targets, fp32=True, z_loss=0.0)
+        logits = head(x, w, targets) if head.is_wanted(x, w) else torch.nn.functional.linear(x, w)
+        losses, _ = sequence_losses(logits, targets, fp32=True, z_loss=0.0)
         losses.sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None and w.grad is not None
         peak = torch.cuda.max_memory_allocated() if machine.device == "cuda" else 0
-        found.append((losses.detach(), x.grad, w.grad, peak))
-        del made, losses, x, w
-    (loss, *grads, whole), (parts, *own, peak) = found
+        results.append((losses.detach(), x.grad, w.grad, peak))
+        del logits, losses, x, w
+    (loss, *grads, whole), (parts, *part_grads, peak) = results
     torch.testing.assert_close(parts, loss, rtol=1e-4, atol=0.0)
-    for one, other in zip(own, grads, strict=True):
+    for one, other in zip(part_grads, grads, strict=True):
         error = (one.float() - other.float()).norm() / other.float().norm()
         if not error < 0.02:
             raise Failed(f"gradients differ by {error:.3f} of their norm")
@@ -323,10 +323,10 @@ def sums_of_large_states(machine: Machine) -> str:
     on_device = values.to(machine.device)
     Summing().of("warm", 0, on_device)
     began = time.monotonic()
-    told = Summing().of("param/a", 77, on_device)
+    digest = Summing().of("param/a", 77, on_device)
     machine.measured["seconds_of_20_MB"] = round(time.monotonic() - began, 4)
-    if told != Summing().of("param/a", 77, values):
-        raise Failed("the GPU sums otherwise than the CPU")
+    if digest != Summing().of("param/a", 77, values):
+        raise Failed("the GPU's digest differs from the CPU's")
     return "the GPU sums as the CPU does"
 
 
@@ -418,32 +418,32 @@ CLAIMS = (
 
 
 def try_claim(claim: Claim, machine: Machine) -> Line:
-    """What became of it; whatever it raises is a failure in words."""
+    """Check a claim; an exception is reported as a failure."""
     machine.measured = {}
     began = time.monotonic()
     try:
         if machine.left() < claim.seconds:
             raise Skipped(f"no time left for it (usually {claim.seconds:.0f} s)")
-        result, words = "pass", claim.check(machine)
+        result, message = "pass", claim.check(machine)
     except Skipped as error:
-        result, words = "skip", str(error)
+        result, message = "skip", str(error)
     except Failed as error:
-        result, words = "fail", str(error)
-    except Exception as error:  # the next claim is worth trying all the same
-        result, words = "fail", f"{type(error).__name__}: {error}"
+        result, message = "fail", str(error)
+    except Exception as error:  # go on with the next claim
+        result, message = "fail", f"{type(error).__name__}: {error}"
     return Line(
         name=claim.name,
         claim=claim.words,
         result=result,
-        words=words,
+        words=message,
         seconds=round(time.monotonic() - began, 1),
         measured=machine.measured,
     )
 
 
 def describe(ranks: int) -> dict[str, Any]:
-    """The machine, as far as it matters."""
-    found: dict[str, Any] = {
+    """The facts about this machine that matter."""
+    facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -453,16 +453,16 @@ def describe(ranks: int) -> dict[str, Any]:
         "devices": [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())],
     }
     if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(query, capture_output=True, text=True, check=False)
-        found["driver"] = done.stdout.split("\n")[0]
-    return found
+        facts["driver"] = done.stdout.split("\n")[0]
+    return facts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: nothing failed. 1: something did. 2: there is no GPU."""
+    """Returns 0 if nothing failed, 1 if a claim failed, 2 without a GPU."""
     options = _options(arguments)
     num_gpus = torch.cuda.device_count()
     if not num_gpus and not options.rehearse:
@@ -497,8 +497,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(out: Path, lines: list[Line], machine: dict[str, Any], *, is_rehearsal: bool) -> None:
-    """After each line: whatever ends this, what is known is there."""
-    told = {
+    """Called after each claim, so that an abort loses nothing."""
+    record = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "rehearsal": is_rehearsal,
         "holdfast": version("holdfast-train"),
@@ -506,15 +506,15 @@ def _write(out: Path, lines: list[Line], machine: dict[str, Any], *, is_rehearsa
         "claims": [asdict(line) for line in lines],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(told, indent=1) + "\n")
+    out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    known = "\n".join(f"  {claim.name:<8}{claim.words}" for claim in CLAIMS)
+    claims_text = "\n".join(f"  {claim.name:<8}{claim.words}" for claim in CLAIMS)
     parser = argparse.ArgumentParser(
         prog="bash scripts/gpu_check.sh",
         description="Tries every claim that only GPUs can show; writes a JSON to send back.",
-        epilog=f"claims:\n{known}",
+        epilog=f"claims:\n{claims_text}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-check.json")

@@ -22,30 +22,30 @@ HEAD = """\
 """
 
 
-def locked(wanted: list[str], *, own: str) -> dict[str, str]:
-    """Name to version of everything that ``wanted`` needs, as installed; without ``own``."""
-    found: dict[str, str] = {}
+def locked(wanted: list[str], *, project: str) -> dict[str, str]:
+    """Name to version of everything that ``wanted`` needs, as installed; without ``project``."""
+    versions: dict[str, str] = {}
     todo = [Requirement(text) for text in wanted]
     while todo:
         requirement = todo.pop()
         name = canonicalize_name(requirement.name)
-        if name in found and not requirement.extras:
+        if name in versions and not requirement.extras:
             continue
         distribution = importlib.metadata.distribution(requirement.name)
-        if name != own:  # "dev" names our own extras: what they need is locked, not ourselves
-            found[name] = Version(distribution.version).public
+        if name != project:  # "dev" names our own extras: what they need is locked, not ourselves
+            versions[name] = Version(distribution.version).public
         for text in distribution.requires or ():
             needed = Requirement(text)
             extras = {"", *requirement.extras}
             if needed.marker is None or any(needed.marker.evaluate({"extra": e}) for e in extras):
                 todo.append(needed)
-    return found
+    return versions
 
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    versions = locked(wanted, own=project["name"])
+    versions = locked(wanted, project=project["name"])
     lines = [f"{name}=={version}\n" for name, version in sorted(versions.items())]
     (ROOT / "scripts" / "requirements.lock").write_text(HEAD + "".join(lines))
 

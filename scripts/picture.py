@@ -57,21 +57,21 @@ def _train() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="holdfast-picture-") as folder:
         healed = _run(Path(folder) / "healed", poison)
         unguarded = _run(Path(folder) / "unguarded", poison, "guard=off")
-        told = _run(Path(folder) / "told", skip_override(healed["skipped"]))
+        skipping = _run(Path(folder) / "told", skip_override(healed["skipped"]))
     return {
         "settings": SETTINGS,
         "poisoned": POISON,
         "healed": healed,
         "unguarded": unguarded,
-        "told": told,
+        "told": skipping,
     }
 
 
 def _run(out: Path, *settings: str) -> dict[str, Any]:
     """Train to the end; the lines of metrics and journal that the picture shows."""
-    words = ["-m", "runner", "launch", "--nproc", "2", "--restarts", "0", f"out={out}"]
+    command = ["-m", "runner", "launch", "--nproc", "2", "--restarts", "0", f"out={out}"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    subprocess.run([sys.executable, *words, *SETTINGS, *settings], env=environment, check=True)
+    subprocess.run([sys.executable, *command, *SETTINGS, *settings], env=environment, check=True)
     summary = json.loads((out / "summary.json").read_text())
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     journal = [json.loads(line) for line in (out / "journal.jsonl").read_text().splitlines()]
@@ -88,7 +88,7 @@ def _run(out: Path, *settings: str) -> dict[str, Any]:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Loss by step of the three runs, what was discarded, and the way back."""
+    """Draw the losses of the three runs, discarded attempts and the rollback."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
@@ -96,20 +96,22 @@ def draw(record: dict[str, Any], path: Path) -> None:
     rcParams.update({"svg.hashsalt": "holdfast", "font.size": 11})
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
-    told, healed, unguarded = (record[name]["steps"] for name in ("told", "healed", "unguarded"))
+    skipping, healed, unguarded = (
+        record[name]["steps"] for name in ("told", "healed", "unguarded")
+    )
     bad = [row for row in healed if row[2] != "apply"]
-    losses = [row[1] for row in told]
+    losses = [row[1] for row in skipping]
     top, bottom = max(losses), min(losses)
-    axes.plot(*_applied(told), color=PALE, lw=7, label="told never to read the range")
+    axes.plot(*_applied(skipping), color=PALE, lw=7, label="told never to read the range")
     axes.plot(*_applied(healed), color=BLUE, lw=1.6, label="met the range, left its samples out")
     axes.plot(
         *_applied(unguarded), color=RED, lw=1.6, ls=(0, (4, 2)), label="the same without guard"
     )
     lost = next(row[0] for row in unguarded if row[1] is None or not math.isfinite(row[1]))
-    axes.plot([lost, told[-1][0]], [top, top], color=RED, lw=1.6, ls=(0, (4, 2)))
+    axes.plot([lost, skipping[-1][0]], [top, top], color=RED, lw=1.6, ls=(0, (4, 2)))
     axes.annotate(
         f"without guard: NaN from step {lost} to the end",
-        ((lost + told[-1][0]) / 2, top), (0, 5), textcoords="offset points",
+        ((lost + skipping[-1][0]) / 2, top), (0, 5), textcoords="offset points",
         ha="center", color=RED,
     )  # fmt: skip
     # Several attempts at one step lie above each other.
@@ -123,14 +125,14 @@ def draw(record: dict[str, Any], path: Path) -> None:
     )  # fmt: skip
     lowest = min(heights)
     for rollback in record["healed"]["rollbacks"]:
-        way = lowest - 1.4 * height
+        arrow_y = lowest - 1.4 * height
         axes.annotate(
-            "", (rollback["to"], way), (rollback["from"], way),
+            "", (rollback["to"], arrow_y), (rollback["from"], arrow_y),
             arrowprops={"arrowstyle": "-|>", "color": ORANGE, "lw": 1.6},
         )  # fmt: skip
         axes.annotate(
             f"back to the proven\ncheckpoint of step {rollback['to']}",
-            (rollback["to"], way), (-6, 0), textcoords="offset points",
+            (rollback["to"], arrow_y), (-6, 0), textcoords="offset points",
             ha="right", va="center", color=ORANGE,
         )  # fmt: skip
     first, last = record["poisoned"]

@@ -61,8 +61,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path)
     options = parser.parse_args()
     print("| training | right | what was told |\n|---|---|---|")
-    with tempfile.TemporaryDirectory() as own:
-        folder = options.keep or Path(own)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         small = folder / "small.md"
         small.write_bytes((ROOT / "docs" / "guard.md").read_bytes()[:12_000])

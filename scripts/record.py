@@ -26,20 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, metavar="FILE.json")
     parser.add_argument("command", nargs="+", help="after --")
-    told = parser.parse_args(arguments)
-    record = head(told.command)
+    options = parser.parse_args(arguments)
+    record = head(options.command)
     # "python" in the record, so that it can be given again elsewhere; this interpreter here.
-    words = [sys.executable if word == "python" else word for word in told.command]
+    command = [sys.executable if word == "python" else word for word in options.command]
     began = time.monotonic()
     done = subprocess.run(
-        words, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=False
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, check=False
     )
     record |= {
         "seconds": round(time.monotonic() - began, 1),
         "exit_code": done.returncode,
         "output": done.stdout.splitlines(),
     }
-    told.file.write_text(json.dumps(record, indent=1) + "\n")
+    options.file.write_text(json.dumps(record, indent=1) + "\n")
     print(done.stdout, end="")
     return done.returncode
 

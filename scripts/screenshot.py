@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def _train(out: Path) -> Path:
-    words = [
+    command = [
         "-m",
         "runner",
         "launch",
@@ -74,7 +74,7 @@ def _train(out: Path) -> Path:
     ]
     settings = [*SETTINGS, f"out={out}", f"faults=[{','.join(FAULTS)}]"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    subprocess.run([sys.executable, *words, *settings], env=environment, check=True)
+    subprocess.run([sys.executable, *command, *settings], env=environment, check=True)
     return out
 
 

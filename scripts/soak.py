@@ -94,11 +94,11 @@ def main() -> int:
     """Soak, compare, print one line; 1 when the ends differ."""
     options = _options()
     with _folder(options.keep) as folder, _disk(folder) as (out, can_fill):
-        made = plan(
+        schedule = plan(
             options.faults, random.Random(options.seed), ranks=options.ranks, can_fill=can_fill
         )
         began = time.monotonic()
-        soak = Soak(out, made, options, folder / "soak.log")
+        soak = Soak(out, schedule, options, folder / "soak.log")
         code = soak.run()
         seconds = time.monotonic() - began
         result = {
@@ -118,10 +118,10 @@ def main() -> int:
 class Soak:
     """The run under fire; the supervisor restarts it, and we restart the supervisor."""
 
-    def __init__(self, out: Path, made: Plan, options: argparse.Namespace, log: Path) -> None:
+    def __init__(self, out: Path, plan: Plan, options: argparse.Namespace, log: Path) -> None:
         self.out = out
-        self._plan = made
-        self._waiting = list(made.outer)
+        self._plan = plan
+        self._waiting = list(plan.outer)
         self._options = options
         self._log = log
         self._done: Counter[str] = Counter()
@@ -130,17 +130,17 @@ class Soak:
     def run(self) -> int:
         while True:
             self._num_launches += 1
-            code, ours = self._launch()
-            if not ours:
+            code, children = self._launch()
+            if not children:
                 return code
 
     def _launch(self) -> tuple[int, bool]:
         """One supervisor to its end; whether it was we who ended it."""
         faults = ",".join(self._plan.inner)
-        words = _command(self.out, self._options, f"faults=[{faults}]")
+        command = _command(self.out, self._options, f"faults=[{faults}]")
         with self._log.open("ab") as log:
             process = subprocess.Popen(
-                words, stdout=log, stderr=log, env=_environment(), start_new_session=True
+                command, stdout=log, stderr=log, env=_environment(), start_new_session=True
             )
             while process.poll() is None:
                 time.sleep(0.1)
@@ -232,23 +232,23 @@ def _compare(out: Path, peace: Path, options: argparse.Namespace) -> dict[str, A
             env=_environment(),
             check=True,
         )
-    told = json.loads((peace / "summary.json").read_text())
+    summary = json.loads((peace / "summary.json").read_text())
     keys = ("state_digest", "steps", "cursor", "samples_used")
     return {
-        "same_digest": all(soaked[key] == told[key] for key in keys),
+        "same_digest": all(soaked[key] == summary[key] for key in keys),
         "digest": soaked["state_digest"][:16],
-        "peace_digest": told["state_digest"][:16],
+        "peace_digest": summary["state_digest"][:16],
         "steps": soaked["steps"],
         "goodput": soaked["goodput"],
     }
 
 
 def _command(out: Path, options: argparse.Namespace, *overrides: str) -> list[str]:
-    words = ["launch", "--nproc", str(options.ranks), "--restarts", "40"]
-    words += ["--pause", "0.1", "--max-pause", "1"]
+    command = ["launch", "--nproc", str(options.ranks), "--restarts", "40"]
+    command += ["--pause", "0.1", "--max-pause", "1"]
     steps = f"steps={options.faults * STEPS_A_FAULT}"
     return [
-        *(sys.executable, "-m", "runner", *words),
+        *(sys.executable, "-m", "runner", *command),
         *(f"out={out}", *SETTINGS.split(), steps, *overrides),
     ]
 
@@ -259,13 +259,13 @@ def _environment() -> dict[str, str]:
 
 def _naming(out: Path) -> list[int]:
     """Processes whose command line has ``out=...``."""
-    found = []
+    named = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 if f"out={out}".encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-    return sorted(found)
+                    named.append(int(folder.name))
+    return sorted(named)
 
 
 def _variables(pid: int) -> set[str]:
@@ -301,8 +301,8 @@ def _folder(keep: str | None) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="holdfast-soak-") as own:
-        yield Path(own)
+    with tempfile.TemporaryDirectory(prefix="holdfast-soak-") as temporary:
+        yield Path(temporary)
 
 
 @contextlib.contextmanager
@@ -310,9 +310,9 @@ def _disk(folder: Path) -> Iterator[tuple[Path, bool]]:
     """Where the run goes: a small disk of its own, if one can be mounted."""
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
-    words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "soak", str(disk)]
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "soak", str(disk)]
     can_fill = os.geteuid() == 0 and shutil.which("mount") is not None
-    can_fill = can_fill and subprocess.run(words, capture_output=True).returncode == 0
+    can_fill = can_fill and subprocess.run(command, capture_output=True).returncode == 0
     if not can_fill:
         print("no small disk could be mounted (needs root): no full disk is tried", flush=True)
     try:

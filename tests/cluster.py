@@ -75,8 +75,8 @@ class Machines(Protocol):
     """Where the daemons run."""
 
     def conf(self, nodes: Sequence[str]) -> str: ...
-    def start(self, node: str, words: Sequence[str]) -> None: ...
-    def client(self, words: Sequence[str]) -> list[str]: ...
+    def start(self, node: str, command: Sequence[str]) -> None: ...
+    def client(self, command: Sequence[str]) -> list[str]: ...
     def crash(self, node: str) -> None: ...
     def is_up(self, node: str) -> bool: ...
     def left_behind(self) -> dict[int, str]: ...
@@ -128,9 +128,9 @@ class Cluster:
         os.write(descriptor, os.urandom(128))
         os.close(descriptor)
         names = {"key-file": "key", "socket": "sock", "pid-file": "pid", "log-file": "log"}
-        words = [f"--{option}={folder / name}" for option, name in names.items()]
+        options = [f"--{option}={folder / name}" for option, name in names.items()]
         self._munge = subprocess.Popen(
-            ["munged", "--foreground", *words, f"--seed-file={folder / 'seed'}"],
+            ["munged", "--foreground", *options, f"--seed-file={folder / 'seed'}"],
             env=os.environ | {"PATH": _path()},
             stdin=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,  # it has a log file
@@ -151,17 +151,17 @@ class Cluster:
         assert self._machines is not None
         return self._machines
 
-    def run(self, *words: str, timeout: float = 60) -> str:
+    def run(self, *command: str, timeout: float = 60) -> str:
         """A client command on the controller; its output. It must end well."""
         done = subprocess.run(
-            self.machines.client(words),
+            self.machines.client(command),
             env=self.environment,
             capture_output=True,
             text=True,
             timeout=timeout,
             check=False,
         )
-        assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def boot(self, node: str) -> None:
@@ -185,16 +185,16 @@ class Cluster:
         text = self.run("scontrol", "show", "job", "--oneliner", job_id)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def until(self, seen: Callable[[], object], what: str, timeout: float = 300) -> None:
+    def until(self, condition: Callable[[], object], description: str, timeout: float = 300) -> None:
         """Wait until ``seen()`` is true; beside other work a start alone may take a minute."""
         limit = time.monotonic() + timeout
-        while not seen():
-            assert time.monotonic() < limit, f"not within {timeout:g} s: {what}\n{self.logs()}"
+        while not condition():
+            assert time.monotonic() < limit, f"not within {timeout:g} s: {description}\n{self.logs()}"
             time.sleep(0.1)
 
     def logs(self) -> str:
-        found = [*sorted(self.root.glob("*.log")), *self.root.glob("munge/log")]
-        return "\n".join(f"{path.name}:\n{path.read_text()[-1500:]}" for path in found)
+        paths = [*sorted(self.root.glob("*.log")), *self.root.glob("munge/log")]
+        return "\n".join(f"{path.name}:\n{path.read_text()[-1500:]}" for path in paths)
 
 
 class Namespaced:
@@ -214,16 +214,16 @@ class Namespaced:
             f"PartitionName=test Nodes={','.join(nodes)} Default=YES MaxTime=INFINITE State=UP\n"
         )
 
-    def start(self, node: str, words: Sequence[str]) -> None:
+    def start(self, node: str, command: Sequence[str]) -> None:
         if not self.network.is_up(node):
             self.network.boot(node)
         log = self._cluster.root / f"{node}.out.log"
         self._daemons.append(
-            self.network.start(node, words, log=log, env=self._cluster.environment)
+            self.network.start(node, command, log=log, env=self._cluster.environment)
         )
 
-    def client(self, words: Sequence[str]) -> list[str]:
-        return self.network.command("ctl", words)
+    def client(self, command: Sequence[str]) -> list[str]:
+        return self.network.command("ctl", command)
 
     def crash(self, node: str) -> None:
         self.network.crash(node)
@@ -232,10 +232,10 @@ class Namespaced:
         return self.network.is_up(node)
 
     def left_behind(self) -> dict[int, str]:
-        found: dict[int, str] = {}
+        processes: dict[int, str] = {}
         for node in self._cluster.nodes:
-            found |= self.network.processes(node)
-        return {pid: words for pid, words in found.items() if "slurm" not in words}
+            processes |= self.network.processes(node)
+        return {pid: command for pid, command in processes.items() if "slurm" not in command}
 
     def close(self) -> None:
         self.network.__exit__(None, None, None)
@@ -269,10 +269,10 @@ class Loopback:
             f"PartitionName=test Nodes={','.join(nodes)} Default=YES MaxTime=INFINITE State=UP\n"
         )
 
-    def start(self, node: str, words: Sequence[str]) -> None:
+    def start(self, node: str, command: Sequence[str]) -> None:
         log = (self._cluster.root / f"{node}.out.log").open("ab")
         self._daemons[node] = subprocess.Popen(
-            list(words),
+            list(command),
             env=self._cluster.environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -281,8 +281,8 @@ class Loopback:
         )
         log.close()
 
-    def client(self, words: Sequence[str]) -> list[str]:
-        return list(words)
+    def client(self, command: Sequence[str]) -> list[str]:
+        return list(command)
 
     def crash(self, node: str) -> None:
         tasks = self._tasks(f"SLURMD_NODENAME={node}")
@@ -303,13 +303,13 @@ class Loopback:
 
     def _tasks(self, mark: str) -> dict[int, str]:
         """Processes of this cluster's jobs whose environment has an entry that starts so."""
-        found = {}
+        tasks = {}
         own = f"SLURM_CONF={self._cluster.root / 'slurm.conf'}".encode()
         for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
             entries = _read(f"/proc/{pid}/environ").split(b"\0")
             if own in entries and any(entry.startswith(mark.encode()) for entry in entries):
-                found[pid] = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode()
-        return found
+                tasks[pid] = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode()
+        return tasks
 
     def close(self) -> None:
         for node in self._cluster.nodes:

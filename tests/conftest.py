@@ -46,13 +46,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # For side_by_side.LIMIT_SECONDS; a copy of 2, which is captured during a test.
     faulthandler.register(signal.SIGUSR2, file=os.dup(2))
     shared = Path("/dev/shm")
-    where = tempfile.mkdtemp(prefix="holdfast-test-", dir=shared if shared.is_dir() else None)
+    folder = tempfile.mkdtemp(prefix="holdfast-test-", dir=shared if shared.is_dir() else None)
     mark = secrets.token_hex(8)
-    words = [sys.executable, "-S", "-E", reaper.__file__, mark, where]
+    command = [sys.executable, "-S", "-E", reaper.__file__, mark, folder]
     config.stash[_REAPER] = subprocess.Popen(
-        words, stdin=subprocess.PIPE, start_new_session=True, cwd="/"
+        command, stdin=subprocess.PIPE, start_new_session=True, cwd="/"
     )
-    os.environ |= {MEMORY_DIR: where, reaper.MARK: mark}
+    os.environ |= {MEMORY_DIR: folder, reaper.MARK: mark}
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -150,10 +150,10 @@ class Promises:
 
     def after(self, facts: Sequence[tuple[str, Any]]) -> Promises:
         """These promises and the ones of a trace."""
-        made = self.copy()
+        updated = self.copy()
         for kind, value in facts:
-            made.take(kind, value)
-        return made
+            updated.take(kind, value)
+        return updated
 
 
 class World:
@@ -178,14 +178,14 @@ class World:
         ranks = cast(Any, One())
         launch = JobEnv(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
         fence = claim_run_dir(self.dir, ANY_CONFIG, launch, ranks, len)
-        mine = self.number = fence.number
-        self._fact("incarnation", mine)
-        found = scan(self.dir, ANY_CONFIG, "d", ranks, fence)
-        file = LineFile(self.dir.journal, length=found.journal_bytes, check=fence.check)
-        states = [[r.serial, r.state.value] for r in found.records]
-        self._fact("found", {"lines": found.journal, "records": states})
-        self.journal = Journal(found.journal, told_to_skip=[], file=file, clock=lambda: 1.0)
-        for line in found.crashes:
+        own_number = self.number = fence.number
+        self._fact("incarnation", own_number)
+        inventory = scan(self.dir, ANY_CONFIG, "d", ranks, fence)
+        file = LineFile(self.dir.journal, length=inventory.journal_bytes, check=fence.check)
+        states = [[r.serial, r.state.value] for r in inventory.records]
+        self._fact("found", {"lines": inventory.journal, "records": states})
+        self.journal = Journal(inventory.journal, told_to_skip=[], file=file, clock=lambda: 1.0)
+        for line in inventory.crashes:
             self.add(Incident.from_json(line))
         backlog = Backlog(
             patience_seconds=300.0, ask_to_stop=len, from_first=ranks.from_first, say=len
@@ -211,26 +211,26 @@ class World:
             return manifest
 
         self.ring.restore = noted  # type: ignore[method-assign]
-        resumed = resume_from(found, self.dir, self.ring, self.journal, cast(Any, self.state))
+        resumed = resume_from(inventory, self.dir, self.ring, self.journal, cast(Any, self.state))
         self.begin = resumed.step
         self.ring.drain()  # what a rollback left behind is removed in the background
         self.metrics = LineFile(self.dir.metrics, length=resumed.metrics_bytes, check=fence.check)
         backlog.add(self.metrics)
         self.add(
             Incident(kind="start", step=resumed.step, decision="go on", reason="",
-                     detail={"incarnation": mine, "world_size": 1})
+                     detail={"incarnation": own_number, "world_size": 1})
         )  # fmt: skip
         if not self.ring.records:
             self.save()
-        return found, resumed
+        return inventory, resumed
 
     def close(self) -> None:
         """Let go of thread and files."""
         if hasattr(self, "ring"):
             self.ring.close(wait=True)
 
-    def _load(self, told: Mapping[str, Any]) -> None:
-        self.state.step, self.state.cursor = told["step"], told["cursor"]
+    def _load(self, stored: Mapping[str, Any]) -> None:
+        self.state.step, self.state.cursor = stored["step"], stored["cursor"]
 
     # -- what a run does ------------------------------------------------------------------------
 
@@ -264,12 +264,12 @@ class World:
         self.ring.drain()
 
     def add(self, incident: Incident) -> None:
-        told = incident.to_json()
-        self._fact("line begun", told)
+        line = incident.to_json()
+        self._fact("line begun", line)
         self.journal.add(incident)
         file = self.journal.file
         if file is None or file.kept is None:  # else it is in memory, and lost with the process
-            self._fact("line", told)
+            self._fact("line", line)
 
     def discard(self) -> None:
         start, stop = self.state.cursor, self.state.cursor + BATCH
@@ -340,13 +340,13 @@ class _Store(CheckpointDirectory):
 
 def check(
     world: World,
-    found: RunInventory,
+    inventory: RunInventory,
     resumed: Resumed,
-    made: Promises,
+    promises: Promises,
     *,
     only_committed: bool = False,
 ) -> None:
-    """What a restart found is what was promised, or newer.
+    """Check that a restart finds what was promised, or newer.
 
     Args:
         only_committed: the run ended by itself after an error: what it could not finish is not to
@@ -355,19 +355,23 @@ def check(
     Raises:
         AssertionError: it is not.
     """
-    assert world.number > made.incarnation, "a number of an incarnation was given twice"
-    assert not found.damaged, f"a crash is no damage: {found.damaged}"
-    told = [Incident.from_json(line).to_json() for line in found.journal]
-    own = [_plain(line) for line in told]
-    _check_lines(own, made)
+    assert world.number > promises.incarnation, "a number of an incarnation was given twice"
+    assert not inventory.damaged, f"a crash is no damage: {inventory.damaged}"
+    lines = [Incident.from_json(line).to_json() for line in inventory.journal]
+    own = [_plain(line) for line in lines]
+    _check_lines(own, promises)
     abandoned = _abandoned(own)  # not as the history has it: that is under test
-    _check_checkpoints(world, found, made, abandoned)
+    _check_checkpoints(world, inventory, promises, abandoned)
     if only_committed:
         loaded = world.loaded[0]
-        assert loaded in made.committed | {0}, f"checkpoint {loaded} had failed, and was trusted"
-        clean = {r.serial for r in found.records if r.state is State.clean}
-        assert clean <= made.clean, f"{clean - made.clean} could not be marked, and are clean"
-    metrics = made.saved[world.loaded[0]].metrics.encode() if world.loaded[0] else b""
+        assert loaded in promises.committed | {0}, (
+            f"checkpoint {loaded} had failed, and was trusted"
+        )
+        clean = {r.serial for r in inventory.records if r.state is State.clean}
+        assert clean <= promises.clean, (
+            f"{clean - promises.clean} could not be marked, and are clean"
+        )
+    metrics = promises.saved[world.loaded[0]].metrics.encode() if world.loaded[0] else b""
     lost = f"metrics of the loaded checkpoint are lost: {len(metrics)} bytes were durable"
     assert world.dir.metrics.read_bytes()[: len(metrics)] == metrics, lost
     assert resumed.metrics_bytes <= world.dir.metrics.stat().st_size, lost
@@ -381,40 +385,40 @@ def _plain(line: Mapping[str, Any]) -> dict[str, Any]:
     return Incident.from_json(line).to_json()
 
 
-def _check_lines(own: list[dict[str, Any]], made: Promises) -> None:
-    promised = [_plain(line) for line in made.lines]
+def _check_lines(own: list[dict[str, Any]], promises: Promises) -> None:
+    promised = [_plain(line) for line in promises.lines]
     assert own[: len(promised)] == promised, (
         f"of {len(promised)} acknowledged journal lines {len(own)} are there or they differ"
     )
-    begun = [_plain(line) for line in made.begun_lines]
+    begun = [_plain(line) for line in promises.begun_lines]
     assert all(line in begun for line in own[len(promised) :]), "a line that nobody wrote"
 
 
 def _abandoned(lines: Sequence[Mapping[str, Any]]) -> set[int]:
     """What rollbacks left behind."""
     spans = [line["detail"] for line in lines if line["kind"] == "rollback"]
-    return {s for told in spans for s in range(told["serial"] + 1, told["next_serial"])}
+    return {s for detail in spans for s in range(detail["serial"] + 1, detail["next_serial"])}
 
 
 def _check_checkpoints(
-    world: World, found: RunInventory, made: Promises, abandoned: set[int]
+    world: World, inventory: RunInventory, promises: Promises, abandoned: set[int]
 ) -> None:
-    by_serial = {record.serial: record for record in found.records}
+    by_serial = {record.serial: record for record in inventory.records}
     # What its proof could not read is given up in words: not yet clean, an older one stands.
     unproven = {
         line["detail"]["serial"]
-        for line in found.journal
+        for line in inventory.journal
         if line["kind"] == "checkpoint_damaged" and line["decision"] == "never to be used"
     }
-    gone = abandoned | made.leaving | made.distrusted | (unproven - made.clean)
-    standing = made.committed - gone
-    loaded = _loaded(world, made)
+    unusable = abandoned | promises.leaving | promises.distrusted | (unproven - promises.clean)
+    standing = promises.committed - unusable
+    loaded = _loaded(world, promises)
     newest = max(standing, default=0)
     assert loaded >= newest, f"checkpoint {newest} was committed, {loaded} was loaded"
     assert loaded not in abandoned, f"checkpoint {loaded} had been given up by a rollback"
-    assert loaded not in made.tainted, f"checkpoint {loaded} had been given up by a mismatch"
-    last_clean = max(made.clean - gone, default=0)
-    clean = [r for r in found.records if r.state is State.clean and r.serial not in abandoned]
+    assert loaded not in promises.tainted, f"checkpoint {loaded} had been given up by a mismatch"
+    last_clean = max(promises.clean - unusable, default=0)
+    clean = [r for r in inventory.records if r.state is State.clean and r.serial not in abandoned]
     assert not last_clean or max((r.serial for r in clean), default=0) >= last_clean, (
         f"the last clean checkpoint {last_clean} is gone: {sorted(by_serial)}"
     )
@@ -424,12 +428,12 @@ def _check_checkpoints(
         verify_files(entry, sorted(entry.manifest.files), finite=True)
 
 
-def _loaded(world: World, made: Promises) -> int:
+def _loaded(world: World, promises: Promises) -> int:
     """The serial of what is in the holder now; 0 for a run begun anew. Its values must fit."""
-    serial, got = world.loaded
+    serial, values = world.loaded
     if serial == 0:
-        assert not made.committed, "a run that had checkpoints began anew"
+        assert not promises.committed, "a run that had checkpoints began anew"
         return 0
-    saved = made.saved[serial]
-    assert got == saved.values, f"checkpoint {serial} holds other values than were saved"
+    saved = promises.saved[serial]
+    assert values == saved.values, f"checkpoint {serial} holds other values than were saved"
     return serial

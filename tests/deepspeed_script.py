@@ -55,10 +55,10 @@ class Net(nn.Module):
 
 def data(rank: int, *, poison: bool) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    made = [torch.randn(6, DIM, generator=generator) for _ in range(NUM)]
+    batches = [torch.randn(6, DIM, generator=generator) for _ in range(NUM)]
     for number in BAD if poison and rank == 1 else ():
-        made[number][0, 0] = float("nan")
-    return made
+        batches[number][0, 0] = float("nan")
+    return batches
 
 
 def engine_of(layout: str) -> tuple[Any, Any, Any]:
@@ -83,11 +83,11 @@ def engine_of(layout: str) -> tuple[Any, Any, Any]:
     return engine, wrapped, schedule
 
 
-def train(out: Path, layout: str, *, poison: bool, **told: Any) -> tuple[Guard, Any]:
+def train(out: Path, layout: str, *, poison: bool, **settings: Any) -> tuple[Guard, Any]:
     engine, optimizer, schedule = engine_of(layout)
     guard = Guard(
         out, model=engine, optimizer=optimizer, scheduler=schedule, accumulate=ACCUMULATE,
-        **RULES, **told,
+        **RULES, **settings,
     )  # fmt: skip
     for count, batch in enumerate(guard.over(data(dist.get_rank(), poison=poison))):
         loss = engine(batch)
@@ -112,15 +112,15 @@ def bare(layout: str, skipped: list[tuple[int, int]]) -> str:
 
 def weights(engine: Any) -> str:
     """The bits of weights, moments and the rate, of this rank."""
-    told = [p.detach().float().view(-1).tolist() for p in engine.module.parameters()]
+    values = [p.detach().float().view(-1).tolist() for p in engine.module.parameters()]
     base = engine.basic_optimizer
     for group in base.param_groups:
         for flat in group["params"]:
             state = base.state[flat]
             moments = [state["exp_avg"], state["exp_avg_sq"]]
-            told += [tensor.detach().tolist() for tensor in (flat, *moments)]
-            told.append([float(state["step"]), group["lr"]])
-    return repr(told)
+            values += [tensor.detach().tolist() for tensor in (flat, *moments)]
+            values.append([float(state["step"]), group["lr"]])
+    return repr(values)
 
 
 def main() -> None:
@@ -129,12 +129,12 @@ def main() -> None:
     ends: dict[str, Any] = {}
     skipped: list[tuple[int, int]] = []
     for name in todo:
-        told = {"skip": skipped} if name == "told" else {}
+        settings = {"skip": skipped} if name == "told" else {}
         if name == "bare":
             ends[name] = {"weights": bare(layout, skipped)}
             continue
         folder = Path(out) / f"{layout}-{name}"
-        guard, engine = train(folder, layout, poison=name != "told", **told)
+        guard, engine = train(folder, layout, poison=name != "told", **settings)
         skipped = guard.skipped
         guard.close()
         ends[name] = {

@@ -37,8 +37,8 @@ def _raise() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What a script is told.
+class ScriptArguments:
+    """The arguments of a script.
 
     ``bad``: samples that are poisoned; ``kill_at``: the step before which ``kill`` is called.
     """
@@ -72,17 +72,17 @@ class Ended:
 def tokens(bad: Sequence[int]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     num = NUM * num_ranks()
-    made = [torch.randint(0, BAD_TOKEN, (8,), generator=generator) for _ in range(num)]
+    samples = [torch.randint(0, BAD_TOKEN, (8,), generator=generator) for _ in range(num)]
     for number in bad:
-        made[number][0] = BAD_TOKEN
-    return made
+        samples[number][0] = BAD_TOKEN
+    return samples
 
 
-def loader_of(told: Told) -> Any:
+def loader_of(arguments: ScriptArguments) -> Any:
     return torch.utils.data.DataLoader(
-        tokens(told.bad),  # type: ignore[arg-type]
+        tokens(arguments.bad),  # type: ignore[arg-type]
         batch_size=MICRO,
-        shuffle=told.shuffle,
+        shuffle=arguments.shuffle,
     )
 
 
@@ -131,9 +131,9 @@ def tiny_llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def hf_arguments(told: Told) -> dict[str, Any]:
+def hf_arguments(arguments: ScriptArguments) -> dict[str, Any]:
     return {
-        "output_dir": str(told.out / "hf"), "per_device_train_batch_size": MICRO,
+        "output_dir": str(arguments.out / "hf"), "per_device_train_batch_size": MICRO,
         "gradient_accumulation_steps": ACCUMULATE, "num_train_epochs": 2, "learning_rate": 1e-2,
         "warmup_steps": 3, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5,
         "save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True,
@@ -152,7 +152,7 @@ def poisoned(trainer: type) -> type:
     return Poisoned
 
 
-def fit_hf(trainer: Any, told: Told) -> Ended:
+def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
     """Train with a guard, and a callback that kills."""
     from transformers import TrainerCallback
 
@@ -160,10 +160,10 @@ def fit_hf(trainer: Any, told: Told) -> Ended:
 
     class Kill(TrainerCallback):  # type: ignore[misc]
         def on_substep_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-            told.maybe_kill(state.global_step, guarded.guard)
+            arguments.maybe_kill(state.global_step, guarded.guard)
 
     trainer.add_callback(Kill())
-    guarded = guard_trainer(trainer, told.out, **told.settings)
+    guarded = guard_trainer(trainer, arguments.out, **arguments.settings)
     trainer.train()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -171,22 +171,22 @@ def fit_hf(trainer: Any, told: Told) -> Ended:
     return Ended(state=state, skipped=guarded.guard.skipped)
 
 
-def train_hf(told: Told) -> Ended:
+def train_hf(script: ScriptArguments) -> Ended:
     from transformers import Trainer, TrainingArguments
 
-    data = [{"input_ids": ids, "labels": ids} for ids in tokens(told.bad)]
-    arguments = TrainingArguments(**hf_arguments(told))
-    return fit_hf(poisoned(Trainer)(model=tiny_llama(), args=arguments, train_dataset=data), told)
+    data = [{"input_ids": ids, "labels": ids} for ids in tokens(script.bad)]
+    arguments = TrainingArguments(**hf_arguments(script))
+    return fit_hf(poisoned(Trainer)(model=tiny_llama(), args=arguments, train_dataset=data), script)
 
 
-def train_sft(told: Told) -> Ended:
+def train_sft(script: ScriptArguments) -> Ended:
     """TRL's, on rows that are tokenized already."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    rows = Dataset.from_list([{"input_ids": ids.tolist()} for ids in tokens(told.bad)])
+    rows = Dataset.from_list([{"input_ids": ids.tolist()} for ids in tokens(script.bad)])
     arguments = SFTConfig(
-        **hf_arguments(told),
+        **hf_arguments(script),
         max_length=8,
         bf16=False,
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -194,16 +194,16 @@ def train_sft(told: Told) -> Ended:
     trainer = poisoned(SFTTrainer)(
         model=tiny_llama(), args=arguments, train_dataset=rows, processing_class=_tokenizer()
     )
-    return fit_hf(trainer, told)
+    return fit_hf(trainer, script)
 
 
 def _tokenizer() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    words = {f"t{number}": number for number in range(32)}
+    vocabulary = {f"t{number}": number for number in range(32)}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")),
+        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="t0")),
         pad_token="t0",
         eos_token="t1",
     )
@@ -212,7 +212,7 @@ def _tokenizer() -> Any:
 # -- Lightning --------------------------------------------------------------------------------
 
 
-def train_lightning(told: Told) -> Ended:
+def train_lightning(arguments: ScriptArguments) -> Ended:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
     from runner.integrations.lightning import GuardCallback
@@ -236,23 +236,23 @@ def train_lightning(told: Told) -> Ended:
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
         ) -> None:
-            told.maybe_kill(trainer.global_step, guard.guard)
+            arguments.maybe_kill(trainer.global_step, guard.guard)
 
     torch.manual_seed(0)
-    module, guard = Module(), GuardCallback(told.out, **told.settings)
+    module, guard = Module(), GuardCallback(arguments.out, **arguments.settings)
     trainer = Trainer(
         max_epochs=2, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=0.5,
         accelerator="cpu", devices=num_ranks(), strategy="ddp" if num_ranks() > 1 else "auto",
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[guard, Kill()],
     )  # fmt: skip
-    trainer.fit(module, loader_of(told))
+    trainer.fit(module, loader_of(arguments))
     schedule = trainer.lr_scheduler_configs[0].scheduler
     state = state_of(module, trainer.optimizers[0], schedule)
     return Ended(state=state, skipped=guard.guard.skipped)
 
 
-def train_fabric(told: Told) -> Ended:
+def train_fabric(arguments: ScriptArguments) -> Ended:
     from lightning.fabric import Fabric
 
     from runner import Guard
@@ -265,10 +265,10 @@ def train_fabric(told: Told) -> Ended:
     net = TinyNet()
     optimizer, schedule = optimizer_and_schedule(net)
     model, prepared = fabric.setup(net, optimizer)
-    loader = fabric.setup_dataloaders(loader_of(told))
+    loader = fabric.setup_dataloaders(loader_of(arguments))
     guard = Guard(
-        told.out, model=model, optimizer=prepared, scheduler=schedule, clip=0.5,
-        accumulate=ACCUMULATE, **told.settings,
+        arguments.out, model=model, optimizer=prepared, scheduler=schedule, clip=0.5,
+        accumulate=ACCUMULATE, **arguments.settings,
     )  # fmt: skip
     count = 0
     for _ in range(2):
@@ -279,7 +279,7 @@ def train_fabric(told: Told) -> Ended:
                 loss = model(batch)
                 fabric.backward(loss)
             if is_whole:
-                told.maybe_kill(count // ACCUMULATE, guard)
+                arguments.maybe_kill(count // ACCUMULATE, guard)
                 if guard.ok(loss):
                     prepared.step()
                     schedule.step()
@@ -292,7 +292,7 @@ def train_fabric(told: Told) -> Ended:
 # -- Accelerate -------------------------------------------------------------------------------
 
 
-def train_accelerate(told: Told) -> Ended:
+def train_accelerate(arguments: ScriptArguments) -> Ended:
     from accelerate import Accelerator
 
     from runner.integrations.accelerate import guard_prepared
@@ -302,11 +302,11 @@ def train_accelerate(told: Told) -> Ended:
     net = TinyNet()
     optimizer, schedule = optimizer_and_schedule(net)
     model, prepared, loader, scheduler = accelerator.prepare(
-        net, optimizer, loader_of(told), schedule
+        net, optimizer, loader_of(arguments), schedule
     )
     guard = guard_prepared(
-        accelerator, told.out, model=model, optimizer=prepared, scheduler=scheduler, clip=0.5,
-        **told.settings,
+        accelerator, arguments.out, model=model, optimizer=prepared, scheduler=scheduler, clip=0.5,
+        **arguments.settings,
     )  # fmt: skip
     count = 0
     for _ in range(2):
@@ -316,7 +316,7 @@ def train_accelerate(told: Told) -> Ended:
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     count += 1
-                    told.maybe_kill(count, guard)
+                    arguments.maybe_kill(count, guard)
                     if guard.ok(loss):
                         prepared.step()
                         scheduler.step()
@@ -326,7 +326,7 @@ def train_accelerate(told: Told) -> Ended:
     return ended
 
 
-Train = Callable[[Told], Ended]
+Train = Callable[[ScriptArguments], Ended]
 FRAMEWORKS: dict[str, Train] = {
     "hf": train_hf,
     "sft": train_sft,
@@ -338,24 +338,24 @@ FRAMEWORKS: dict[str, Train] = {
 
 def digest(value: Any) -> str:
     """SHA-256 over a nested state, bit for bit."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
 
     def add(one: Any) -> None:
         if isinstance(one, torch.Tensor):
-            found.update(f"{one.dtype}{tuple(one.shape)}".encode())
-            found.update(one.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            sha256.update(f"{one.dtype}{tuple(one.shape)}".encode())
+            sha256.update(one.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         elif isinstance(one, dict):
             for key in sorted(one, key=repr):
-                found.update(repr(key).encode())
+                sha256.update(repr(key).encode())
                 add(one[key])
         elif isinstance(one, list | tuple):
             for inner in one:
                 add(inner)
         else:
-            found.update(repr(one).encode())
+            sha256.update(repr(one).encode())
 
     add(value)
-    return found.hexdigest()
+    return sha256.hexdigest()
 
 
 def main() -> None:
@@ -365,18 +365,18 @@ def main() -> None:
     bad: Sequence[int] = SCATTERED if shuffle else BAD_OF_SECOND
     ends: dict[str, Any] = {}
     skipped: list[tuple[int, int]] = []
-    for what in todo:
-        told = Told(
-            out=Path(folder) / f"{name}-{what}",
-            bad=bad if what == "poison" else (),
+    for name_of_run in todo:
+        arguments = ScriptArguments(
+            out=Path(folder) / f"{name}-{name_of_run}",
+            bad=bad if name_of_run == "poison" else (),
             shuffle=shuffle,
-            skip=skipped if what == "told" else None,
-            kill_at=kill_at if what == "poison" and rank == 1 else None,
+            skip=skipped if name_of_run == "told" else None,
+            kill_at=kill_at if name_of_run == "poison" and rank == 1 else None,
             kill=lambda: os.kill(os.getpid(), signal.SIGKILL),
         )
-        ended = FRAMEWORKS[name](told)
+        ended = FRAMEWORKS[name](arguments)
         skipped = ended.skipped
-        ends[what] = {"digest": digest(ended.state), "skipped": skipped}
+        ends[name_of_run] = {"digest": digest(ended.state), "skipped": skipped}
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(ends))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()

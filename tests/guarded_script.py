@@ -44,10 +44,10 @@ class Net(nn.Module):
 
 def data(rank: int, *, poison: bool) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    made = [torch.randn(6, DIM, generator=generator) for _ in range(NUM)]
+    batches = [torch.randn(6, DIM, generator=generator) for _ in range(NUM)]
     for number in BAD if poison and rank == 1 else ():
-        made[number][0, 0] = float("nan")
-    return made
+        batches[number][0, 0] = float("nan")
+    return batches
 
 
 def sampled(*, poison: bool) -> Any:
@@ -74,10 +74,10 @@ def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **told: Any) -> Guard:
+def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **settings: Any) -> Guard:
     model, optimizer = build(layout)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
-    guard = Guard(out, model=model, optimizer=optimizer, scheduler=scheduler, **RULES, **told)
+    guard = Guard(out, model=model, optimizer=optimizer, scheduler=scheduler, **RULES, **settings)
     rank = dist.get_rank() if dist.is_initialized() else 0
     loader = sampled(poison=poison) if layout == "sampler" else data(rank, poison=poison)
     for count, batch in enumerate(guard.over(loader)):
@@ -111,8 +111,8 @@ def main() -> None:
         if name == "break":
             train(folder, layout, poison=True, stop_at=25)
             train(folder, layout, poison=True, stop_at=11)
-        told = {"skip": skipped} if name == "told" else {}
-        guard = train(folder, layout, poison=name != "told", **told)
+        settings = {"skip": skipped} if name == "told" else {}
+        guard = train(folder, layout, poison=name != "told", **settings)
         skipped = guard.skipped
         guard.close()
         ends[name] = {"digest": guard.state_digest(), "skipped": skipped}

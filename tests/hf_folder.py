@@ -37,8 +37,8 @@ def llama(folder: Path, *, seed: int = 0, **more: Any) -> Path:
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = LlamaForCausalLM(LlamaConfig(**{**settings, **more}))
-    made.save_pretrained(folder, max_shard_size=shard)
+        model = LlamaForCausalLM(LlamaConfig(**{**settings, **more}))
+    model.save_pretrained(folder, max_shard_size=shard)
     return folder
 
 
@@ -63,9 +63,9 @@ def tokenizer(folder: Path) -> Path:
 
     letters = Tokenizer(models.WordLevel({c: i for i, c in enumerate(LETTERS)}, unk_token="?"))
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="~")
-    made.chat_template = TEMPLATE
-    made.save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="~")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
     return folder
 
 

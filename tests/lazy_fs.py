@@ -34,15 +34,15 @@ class Lazy(fuse.Operations):  # type: ignore[misc]
 
     def getattr(self, path: str, fh: Any = None) -> dict[str, Any]:
         try:
-            found = os.lstat(self._real(path))
+            status = os.lstat(self._real(path))
         except OSError as error:
             raise fuse.FuseOSError(error.errno or errno.EIO) from None
         keys = ("st_atime", "st_ctime", "st_gid", "st_mode", "st_mtime", "st_nlink", "st_size",
                 "st_uid", "st_ino")  # fmt: skip
-        made = {key: getattr(found, key) for key in keys}
+        attributes = {key: getattr(status, key) for key in keys}
         if path in self._dirty:
-            made["st_size"] = len(self._dirty[path])
-        return made
+            attributes["st_size"] = len(self._dirty[path])
+        return attributes
 
     def readdir(self, path: str, fh: Any) -> list[str]:
         return [".", "..", *os.listdir(self._real(path))]

@@ -58,8 +58,8 @@ def schedule(kind: str, rows: int, peak: float, warmup: float = 0.02, total: flo
         "linear": 1 - 0.97 * share,
         "wsd": np.where(share < 0.8, 1.0, 1 - 0.95 * (share - 0.8) / 0.2),
     }
-    made: Floats = peak * rise * falls[kind]
-    return made
+    rates: Floats = peak * rise * falls[kind]
+    return rates
 
 
 def healthy(
@@ -95,30 +95,30 @@ def healthy(
 
 def _noise(random: np.random.Generator, rows: int, size: float) -> Floats:
     raw = random.standard_t(6, rows)
-    made: Floats = size * raw
-    return made
+    values: Floats = size * raw
+    return values
 
 
 def _bumpy(random: np.random.Generator, rows: int, size: float) -> Floats:
-    made: Floats = np.exp(size * random.standard_normal(rows))
-    return made
+    values: Floats = np.exp(size * random.standard_normal(rows))
+    return values
 
 
 def _evaluated(random: np.random.Generator, trend: Floats, number: int) -> Floats:
     """At so many rows the trend with little noise; NaN between."""
-    found = np.full(len(trend), np.nan)
+    losses = np.full(len(trend), np.nan)
     at = np.linspace(len(trend) // number, len(trend) - 1, number).astype(int)
-    found[at] = trend[at] * (1 + 0.002 * random.standard_normal(number))
-    return found
+    losses[at] = trend[at] * (1 + 0.002 * random.standard_normal(number))
+    return losses
 
 
 # -- healthy kinds ---------------------------------------------------------------------------------
 
 
 def _fine_tuned(random: np.random.Generator) -> Made:
-    made = healthy(random, rows=400, start=random.uniform(1.0, 2.5), drop=0.25, evaluations=8)
-    made.further["epoch"] = np.arange(400) / 140.0
-    return made
+    curve = healthy(random, rows=400, start=random.uniform(1.0, 2.5), drop=0.25, evaluations=8)
+    curve.further["epoch"] = np.arange(400) / 140.0
+    return curve
 
 
 def _small_unit(random: np.random.Generator) -> Made:
@@ -127,17 +127,17 @@ def _small_unit(random: np.random.Generator) -> Made:
 
 def _single_outliers(random: np.random.Generator) -> Made:
     """Hard batches that are a few deviations off, as in any corpus."""
-    made = healthy(random, rows=3000)
-    sigma = np.median(np.abs(np.diff(made.loss)))
-    made.loss[random.integers(200, 3000, 8)] += 4 * sigma
-    return made
+    curve = healthy(random, rows=3000)
+    sigma = np.median(np.abs(np.diff(curve.loss)))
+    curve.loss[random.integers(200, 3000, 8)] += 4 * sigma
+    return curve
 
 
 def _mid_warmup(random: np.random.Generator) -> Made:
     """Stopped within a warm-up, but learning."""
-    made = healthy(random, rows=200, kind="constant", drop=0.45)
-    made.further["lr"] = np.linspace(1e-6, 1e-4, 200)
-    return made
+    curve = healthy(random, rows=200, kind="constant", drop=0.45)
+    curve.further["lr"] = np.linspace(1e-6, 1e-4, 200)
+    return curve
 
 
 HEALTHY: dict[str, Callable[[np.random.Generator], Made]] = {
@@ -156,64 +156,64 @@ HEALTHY: dict[str, Callable[[np.random.Generator], Made]] = {
 
 
 def _not_finite(random: np.random.Generator) -> Made:
-    made = healthy(random)
-    at = int(len(made.loss) * random.uniform(0.2, 0.95))
-    until = len(made.loss) if random.random() < 0.5 else at + 1
-    made.loss[at:until] = np.nan if random.random() < 0.7 else np.inf
-    return made
+    curve = healthy(random)
+    at = int(len(curve.loss) * random.uniform(0.2, 0.95))
+    until = len(curve.loss) if random.random() < 0.5 else at + 1
+    curve.loss[at:until] = np.nan if random.random() < 0.7 else np.inf
+    return curve
 
 
 def _spike(random: np.random.Generator) -> Made:
-    made = healthy(random)
-    rows = len(made.loss)
+    curve = healthy(random)
+    rows = len(curve.loss)
     at, length = int(rows * random.uniform(0.25, 0.8)), int(random.integers(1, rows // 25))
-    height = random.uniform(0.4, 1.5) * made.loss[at]
-    made.loss[at : at + length] += height * np.exp(-3 * np.arange(length) / length)
-    return made
+    height = random.uniform(0.4, 1.5) * curve.loss[at]
+    curve.loss[at : at + length] += height * np.exp(-3 * np.arange(length) / length)
+    return curve
 
 
 def _divergence(random: np.random.Generator) -> Made:
-    made = healthy(random)
-    rows = len(made.loss)
+    curve = healthy(random)
+    rows = len(curve.loss)
     at = int(rows * random.uniform(0.3, 0.7))
-    lost = made.loss[0] - made.loss[at]
+    lost = curve.loss[0] - curve.loss[at]
     if random.random() < 0.5:  # slowly
         rise = random.uniform(0.5, 1.0) * lost * np.linspace(0, 1, rows - at)
     else:  # at once, and back to knowing little
         rise = random.uniform(0.6, 1.0) * lost * np.minimum(1, np.arange(rows - at) / 10)
-    made.loss[at:] += rise
-    made.grad_norm[at:] *= 1 + 5 * rise / max(lost, 1e-9)
-    return made
+    curve.loss[at:] += rise
+    curve.grad_norm[at:] *= 1 + 5 * rise / max(lost, 1e-9)
+    return curve
 
 
 def _level_shift(random: np.random.Generator) -> Made:
-    made = healthy(random, rows=1000, noise=0.02)
+    curve = healthy(random, rows=1000, noise=0.02)
     at = int(random.integers(500, 700))
-    made.loss[at:] += max(0.2 * (made.loss[0] - made.loss[at]), 0.17 * made.loss[at])
-    return made
+    curve.loss[at:] += max(0.2 * (curve.loss[0] - curve.loss[at]), 0.17 * curve.loss[at])
+    return curve
 
 
 def _rate_too_high(random: np.random.Generator) -> Made:
     """The loss rises as the rate comes near its peak, and heals as the rate falls."""
-    made = healthy(random, rows=1000, kind="cosine", noise=0.05, start=float(np.log(4096)))
+    curve = healthy(random, rows=1000, kind="cosine", noise=0.05, start=float(np.log(4096)))
     share = np.arange(1000) / 1000
     hump = np.exp(-(((share - random.uniform(0.15, 0.3)) / random.uniform(0.06, 0.1)) ** 2))
-    made.loss += random.uniform(1.5, 2.5) * hump
-    made.further["lr"] = schedule("cosine", 1000, 0.03, warmup=0.1)
-    return made
+    curve.loss += random.uniform(1.5, 2.5) * hump
+    curve.further["lr"] = schedule("cosine", 1000, 0.03, warmup=0.1)
+    return curve
 
 
 def _rate_too_high_by_updates(random: np.random.Generator) -> Made:
-    made = _flat(random)
-    made.further["update_ratio"] = 0.05 * _bumpy(random, len(made.loss), 0.2)
-    return made
+    curve = _flat(random)
+    curve.further["update_ratio"] = 0.05 * _bumpy(random, len(curve.loss), 0.2)
+    return curve
 
 
 def _flat(random: np.random.Generator) -> Made:
     """Learns next to nothing after the first rows."""
-    made = healthy(random, rows=500, drop=0.08, kind="constant", start=float(np.log(4096)))
-    made.further["lr"] = schedule("constant", 500, 1e-3)
-    return made
+    curve = healthy(random, rows=500, drop=0.08, kind="constant", start=float(np.log(4096)))
+    curve.further["lr"] = schedule("constant", 500, 1e-3)
+    return curve
 
 
 def _rate_too_low(random: np.random.Generator) -> Made:
@@ -226,33 +226,33 @@ def _rate_too_low(random: np.random.Generator) -> Made:
 
 
 def _rate_too_low_by_updates(random: np.random.Generator) -> Made:
-    made = _flat(random)
-    made.further["update_ratio"] = 1e-4 * _bumpy(random, len(made.loss), 0.2)
-    return made
+    curve = _flat(random)
+    curve.further["update_ratio"] = 1e-4 * _bumpy(random, len(curve.loss), 0.2)
+    return curve
 
 
 def _warmup_too_long(random: np.random.Generator) -> Made:
-    made = _rate_too_low(random)
-    made.further["lr"] = np.linspace(1e-7, 1e-4, len(made.loss))
-    return made
+    curve = _rate_too_low(random)
+    curve.further["lr"] = np.linspace(1e-7, 1e-4, len(curve.loss))
+    return curve
 
 
 def _vanishing(random: np.random.Generator) -> Made:
-    made = _flat(random)
+    curve = _flat(random)
     if random.random() < 0.5:
-        made.further["layer_ratio"] = 0.01 * _bumpy(random, len(made.loss), 0.3)
+        curve.further["layer_ratio"] = 0.01 * _bumpy(random, len(curve.loss), 0.3)
     else:
-        made.grad_norm *= np.geomspace(1, 1e-4, len(made.loss))
-    return made
+        curve.grad_norm *= np.geomspace(1, 1e-4, len(curve.loss))
+    return curve
 
 
 def _degenerate(random: np.random.Generator) -> Made:
-    made = healthy(random, rows=600)
+    curve = healthy(random, rows=600)
     entropy = 4.2 + 0.05 * random.standard_normal(600)
     at = int(random.integers(100, 300))
     entropy[at : at + int(random.integers(60, 250))] *= random.uniform(0.1, 0.5)
-    made.further["entropy"] = entropy
-    return made
+    curve.further["entropy"] = entropy
+    return curve
 
 
 def _floor_early(random: np.random.Generator) -> Made:
@@ -268,43 +268,43 @@ def _floor_early(random: np.random.Generator) -> Made:
 
 
 def _norm_creep(random: np.random.Generator) -> Made:
-    made = healthy(random, rows=1000, kind="constant", noise=0.05)
-    made.grad_norm = np.geomspace(0.3, random.uniform(3, 10), 1000) * _bumpy(random, 1000, 0.2)
-    return made
+    curve = healthy(random, rows=1000, kind="constant", noise=0.05)
+    curve.grad_norm = np.geomspace(0.3, random.uniform(3, 10), 1000) * _bumpy(random, 1000, 0.2)
+    return curve
 
 
 def _overfitting(random: np.random.Generator) -> Made:
-    made = healthy(random, rows=1000, drop=0.6, evaluations=0)
+    curve = healthy(random, rows=1000, drop=0.6, evaluations=0)
     number = int(random.integers(8, 20))
     share = np.linspace(0, 1, number)
     best = random.uniform(0.25, 0.6)
-    start, lowest = made.loss[50], 0.75 * made.loss[0]
+    start, lowest = curve.loss[50], 0.75 * curve.loss[0]
     falls = lowest + (start - lowest) * np.exp(-6 * share)
     rises = random.uniform(0.1, 0.35) * lowest * np.clip((share - best) / (1 - best), 0, 1)
     at = np.linspace(60, 999, number).astype(int)
     held_out = np.full(1000, np.nan)
     held_out[at] = (falls + rises) * (1 + 0.004 * random.standard_normal(number))
-    made.further["eval_loss"] = held_out
-    return made
+    curve.further["eval_loss"] = held_out
+    return curve
 
 
 def _held_out_below(random: np.random.Generator) -> Made:
-    made = healthy(random, rows=600, evaluations=10)
-    made.further["eval_loss"] /= random.choice([2, 4, 8])
-    return made
+    curve = healthy(random, rows=600, evaluations=10)
+    curve.further["eval_loss"] /= random.choice([2, 4, 8])
+    return curve
 
 
 def _held_out_stalls(random: np.random.Generator) -> Made:
-    made = healthy(random, rows=2000, noise=0.02, drop=0.55, start=float(np.log(4096)))
+    curve = healthy(random, rows=2000, noise=0.02, drop=0.55, start=float(np.log(4096)))
     share = np.linspace(0, 1, 2000)
-    made.loss = np.log(4096) * (1 - 0.35 * np.minimum(1, share / 0.2) - 0.35 * share)
-    made.loss += _noise(random, 2000, 0.03)
+    curve.loss = np.log(4096) * (1 - 0.35 * np.minimum(1, share / 0.2) - 0.35 * share)
+    curve.loss += _noise(random, 2000, 0.03)
     held_out = np.full(2000, np.nan)
     at = np.linspace(100, 1999, 20).astype(int)
-    held_out[at] = np.maximum(made.loss[at], np.log(4096) * 0.55)
+    held_out[at] = np.maximum(curve.loss[at], np.log(4096) * 0.55)
     held_out[at] *= 1 + 0.002 * random.standard_normal(20)
-    made.further["eval_loss"] = held_out
-    return made
+    curve.further["eval_loss"] = held_out
+    return curve
 
 
 def _memorised(random: np.random.Generator) -> Made:
@@ -326,21 +326,21 @@ def _epoch_steps(random: np.random.Generator) -> Made:
 
 
 def _oscillation(random: np.random.Generator) -> Made:
-    made = healthy(random, rows=1000, kind="constant", noise=0.1)
+    curve = healthy(random, rows=1000, kind="constant", noise=0.1)
     number = int(random.integers(12, 30))
     at = np.linspace(50, 999, number).astype(int)
     held_out = np.full(1000, np.nan)
-    level = 0.8 * made.loss[0]
+    level = 0.8 * curve.loss[0]
     held_out[at] = level * (1 + random.uniform(0.05, 0.1) * random.standard_normal(number))
-    made.further["eval_loss"] = held_out
-    return made
+    curve.further["eval_loss"] = held_out
+    return curve
 
 
 def _data_order(random: np.random.Generator) -> Made:
-    made = healthy(random, rows=3000, noise=0.03)
+    curve = healthy(random, rows=3000, noise=0.03)
     period = random.uniform(80, 400)
-    made.loss += random.uniform(0.1, 0.2) * (2 * ((np.arange(3000) / period) % 1) - 1)
-    return made
+    curve.loss += random.uniform(0.1, 0.2) * (2 * ((np.arange(3000) / period) % 1) - 1)
+    return curve
 
 
 # By signature; a name may come with what else is shown, after "/".

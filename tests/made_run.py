@@ -59,8 +59,8 @@ class Made:
         for seq, line in enumerate(self._lines):
             if line["kind"] == "redo":
                 self._write_evidence(out, seq, line)
-        for place, words in enumerate(self.warnings):
-            self._lines.append(incident("straggler", place + 1, reason=words, ranks=[1]))
+        for place, warning in enumerate(self.warnings):
+            self._lines.append(incident("straggler", place + 1, reason=warning, ranks=[1]))
         text = "".join(
             json.dumps(line | {"seq": seq, "attempt": 1}) + "\n"
             for seq, line in enumerate(self._lines)
@@ -125,15 +125,15 @@ class Made:
         } | flags | self._columns(step)  # fmt: skip
 
     def _columns(self, step: int) -> dict[str, float]:
-        told: dict[str, float] = {
+        columns: dict[str, float] = {
             f"samples/{name}": BATCH // len(self.sources) for name in self.sources
         }
         for at, name in enumerate(self.sources):
-            told[f"loss/{name}"] = self.base + 0.3 * at + 2.5 * math.exp(-step / 60)
+            columns[f"loss/{name}"] = self.base + 0.3 * at + 2.5 * math.exp(-step / 60)
         if step % 100 == 0:
             for at, name in enumerate(self.sources):
-                told[f"eval_loss/{name}"] = self.base + 0.3 * at + 2.0 * math.exp(-step / 90)
-        return told
+                columns[f"eval_loss/{name}"] = self.base + 0.3 * at + 2.0 * math.exp(-step / 90)
+        return columns
 
     def _journal(
         self, kind: str, step: int, clock: float, span: list[int], *, to_step: int = 0
@@ -175,8 +175,8 @@ class Made:
             "E without it": {"loss": 2.2, "grad_norm": 0.5, "nonfinite_ranks": []},
         }
         finding = line["detail"]["cause"]
-        told = {"version": 1, "step": line["step"], "finding": finding, "probes": probes}
-        (folder / "incident.json").write_text(json.dumps(told))
+        incident = {"version": 1, "step": line["step"], "finding": finding, "probes": probes}
+        (folder / "incident.json").write_text(json.dumps(incident))
         (folder / "samples.txt").write_text(f"step: data\n\nposition 3: {self.excerpt}\n")
 
     def _write_sides(self, out: Path) -> None:
@@ -198,12 +198,12 @@ class Made:
                 "grad": size, "update": 2e-3 / (1 + step / 90), "weight": 12.0 + at,
                 "adam_rms": 1.0, "residual_rms": 1.0 + at / 4, "attention_logit": 4.0 + at / 3,
             }  # fmt: skip
-        told: dict[str, Any] = {"step": step, "attempt": 1, "layers": layers}
-        told["model"] = {"grad_ratio": 9.0 + math.sin(step), "update_ratio": 3e-3}
+        line: dict[str, Any] = {"step": step, "attempt": 1, "layers": layers}
+        line["model"] = {"grad_ratio": 9.0 + math.sin(step), "update_ratio": 3e-3}
         if step % (10 * self.look_every) == 0:
             fall = [self.base + 2 * math.exp(-step / 90) + 1.5 / (1 + at) for at in range(32)]
-            told |= {"loss_by_position": fall, "positions": 256, "position_steps": [1, step]}
-        return told
+            line |= {"loss_by_position": fall, "positions": 256, "position_steps": [1, step]}
+        return line
 
     def _ranks(self, step: int) -> dict[str, Any]:
         own = [0.1 + 0.01 * math.sin(step + rank) for rank in range(self.world_size)]

@@ -78,15 +78,15 @@ class Chooser(Protocol):
 
 def applied(data: bytes, writes: Sequence[Write]) -> bytes:
     """``data`` after these writes."""
-    made = bytearray(data)
+    content = bytearray(data)
     for write in writes:
         if write.data is None:
-            del made[write.offset :]
-            made.extend(bytes(write.offset - len(made)))
+            del content[write.offset :]
+            content.extend(bytes(write.offset - len(content)))
         else:
-            made.extend(bytes(max(0, write.offset - len(made))))
-            made[write.offset : write.offset + len(write.data)] = write.data
-    return bytes(made)
+            content.extend(bytes(max(0, write.offset - len(content))))
+            content[write.offset : write.offset + len(write.data)] = write.data
+    return bytes(content)
 
 
 @dataclass(slots=True)
@@ -159,8 +159,8 @@ class Trace:
         with self._lock:
             place = self.place(path, dir_fd)
             if place is not None and not existed:
-                made = self.made(os.fstat(descriptor).st_ino, is_folder=False)
-                self.names((*place, made))
+                number = self.made(os.fstat(descriptor).st_ino, is_folder=False)
+                self.names((*place, number))
             return place is not None
 
     def wrote(self, descriptor: int, offset: int, data: bytes | None) -> None:
@@ -212,15 +212,15 @@ class _Start:
 
 def _site() -> str:
     """``function<function<...``, from the fsync out to the first outside ``system/files``."""
-    frame, found = sys._getframe(2), []
+    frame, lines = sys._getframe(2), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if "/runner/" in frame.f_code.co_filename:
             if path.name != "files.py":
-                return "<".join([*found, f"{path.stem}.{frame.f_code.co_name}"])
-            found.append(frame.f_code.co_name)
+                return "<".join([*lines, f"{path.stem}.{frame.f_code.co_name}"])
+            lines.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
-    return "<".join(found)
+    return "<".join(lines)
 
 
 class _File(io.FileIO):
@@ -236,28 +236,28 @@ class _File(io.FileIO):
         return super().write(raw)
 
     def truncate(self, size: int | None = None) -> int:
-        made = super().truncate(size)
-        self.trace.wrote(self.fileno(), made, None)
-        return made
+        new_size = super().truncate(size)
+        self.trace.wrote(self.fileno(), new_size, None)
+        return new_size
 
 
 def _patches(trace: Trace) -> dict[tuple[Any, str], Callable[..., Any]]:
-    made = _Patched(trace)
+    patched = _Patched(trace)
     by_name = {
-        "open": made.open_descriptor,
-        "fsync": made.fsync,
-        "rename": made.rename,
-        "replace": made.rename,
-        "unlink": made.unlink,
-        "remove": made.unlink,
-        "mkdir": made.mkdir,
-        "rmdir": made.rmdir,
-        "link": made.link,
+        "open": patched.open_descriptor,
+        "fsync": patched.fsync,
+        "rename": patched.rename,
+        "replace": patched.rename,
+        "unlink": patched.unlink,
+        "remove": patched.unlink,
+        "mkdir": patched.mkdir,
+        "rmdir": patched.rmdir,
+        "link": patched.link,
     }
     patches: dict[tuple[Any, str], Callable[..., Any]] = {
         (os, name): function for name, function in by_name.items()
     }
-    return patches | {(io, "open"): made.open, (builtins, "open"): made.open}
+    return patches | {(io, "open"): patched.open, (builtins, "open"): patched.open}
 
 
 class _Patched:
@@ -323,8 +323,8 @@ class _Patched:
         self._real["mkdir"](path, mode, dir_fd=dir_fd)
         place = self._trace.place(path, dir_fd)
         if place is not None:
-            made = self._trace.made(os.stat(path, dir_fd=dir_fd).st_ino, is_folder=True)
-            self._trace.names((*place, made))
+            number = self._trace.made(os.stat(path, dir_fd=dir_fd).st_ino, is_folder=True)
+            self._trace.names((*place, number))
 
     def link(self, source: Any, target: Any, **named: Any) -> None:
         self._real["link"](source, target, **named)
@@ -380,23 +380,23 @@ def _rename(inodes: dict[int, _Inode], change: Rename) -> None:
 
 
 def _tree(inodes: dict[int, _Inode], root: int, chooser: Chooser) -> dict[str, bytes | None]:
-    found: dict[str, bytes | None] = {}
-    seen: dict[int, bytes] = {}
+    files: dict[str, bytes | None] = {}
+    inodes_read: dict[int, bytes] = {}
 
     def walk(folder: int, above: str) -> None:
         for name, inode in sorted(inodes[folder].names.items()):
             node, path = inodes[inode], f"{above}{name}"
             if node.is_folder:
-                found[path] = None
+                files[path] = None
                 walk(inode, f"{path}/")
                 continue
-            if inode not in seen:
+            if inode not in inodes_read:
                 writes = node.writes
-                seen[inode] = chooser.contents(node.data, writes) if writes else node.data
-            found[path] = seen[inode]
+                inodes_read[inode] = chooser.contents(node.data, writes) if writes else node.data
+            files[path] = inodes_read[inode]
 
     walk(root, "")
-    return found
+    return files
 
 
 def lay_out(disk: Disk, root: Path) -> None:

@@ -398,9 +398,9 @@ def put_in(mutant: Mutant, tree: Path) -> None:
     """
     path = tree / mutant.file
     text = path.read_text()
-    found = text.count(mutant.old)
-    if found != 1:
-        raise Refused(f"{mutant.name}: {mutant.file} has the text to replace {found} times")
+    count = text.count(mutant.old)
+    if count != 1:
+        raise Refused(f"{mutant.name}: {mutant.file} has the text to replace {count} times")
     path.write_text(text.replace(mutant.old, mutant.new))
 
 
@@ -445,21 +445,21 @@ def check_whole(mutants: Sequence[Mutant]) -> None:
         Refused: they do not.
     """
     for tests, only in dict.fromkeys((mutant.tests, mutant.only) for mutant in mutants):
-        found = fate(None, tests.split(), only)
-        if found != "survives":
-            raise Refused(f"without a fault, {tests} {only}: {found}")
+        result = fate(None, tests.split(), only)
+        if result != "survives":
+            raise Refused(f"without a fault, {tests} {only}: {result}")
 
 
-def record(into: Path, mutant: Mutant, found: str, seconds: float) -> None:
+def record(into: Path, mutant: Mutant, result: str, seconds: float) -> None:
     """Put one fate into the file, in place of what it has of the same fault."""
-    told = json.loads(into.read_text())["mutants"] if into.exists() else []
-    kept = [row for row in told if row["name"] != mutant.name and row["name"] in NAMES]
+    records = json.loads(into.read_text())["mutants"] if into.exists() else []
+    kept = [row for row in records if row["name"] != mutant.name and row["name"] in NAMES]
     kept.append(
         {
             "name": mutant.name,
             "file": mutant.file,
             "tests": " -k ".join(filter(None, [mutant.tests, mutant.only])),
-            "fate": found,
+            "fate": result,
             "date": datetime.now(UTC).date().isoformat(),
             "seconds": round(seconds, 1),
         }
@@ -476,9 +476,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print their names")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault")
     parser.add_argument("--json", type=Path, metavar="FILE", help="add the fates to this record")
-    told = parser.parse_args()
-    wanted = [m for m in MUTANTS if not told.names or any(n in m.name for n in told.names)]
-    if told.list:
+    options = parser.parse_args()
+    wanted = [m for m in MUTANTS if not options.names or any(n in m.name for n in options.names)]
+    if options.list:
         print("\n".join(mutant.name for mutant in wanted))
         return 0
     with tempfile.TemporaryDirectory(prefix="holdfast-mutant-") as folder:
@@ -486,17 +486,17 @@ def main() -> int:
         for mutant in wanted:
             put_in(mutant, Path(folder))
             shutil.copy2(ROOT / mutant.file, Path(folder) / mutant.file)
-    if not told.trust:
+    if not options.trust:
         check_whole(wanted)
     fates = {}
     for mutant in wanted:
         began = time.monotonic()
-        found = fates[mutant.name] = fate(mutant, mutant.tests.split(), mutant.only)
+        result = fates[mutant.name] = fate(mutant, mutant.tests.split(), mutant.only)
         seconds = time.monotonic() - began
-        print(f"{found:8}  {mutant.name}  {seconds:.0f} s", flush=True)
-        if told.json:
-            record(told.json, mutant, found, seconds)
-    survivors = [name for name, found in fates.items() if found != "seen"]
+        print(f"{result:8}  {mutant.name}  {seconds:.0f} s", flush=True)
+        if options.json:
+            record(options.json, mutant, result, seconds)
+    survivors = [name for name, result in fates.items() if result != "seen"]
     print(f"{len(fates) - len(survivors)} of {len(fates)} seen")
     return 1 if survivors else 0
 

@@ -31,8 +31,8 @@ def unavailable() -> str | None:
     if _try("ip", "netns", "add", name).returncode:
         return "network namespaces are not allowed here (ip netns add)"
     try:
-        made = _try("ip", "-n", name, "link", "add", "br0", "type", "bridge")
-        return "no bridge can be made in a network namespace here" if made.returncode else None
+        bridge = _try("ip", "-n", name, "link", "add", "br0", "type", "bridge")
+        return "no bridge can be made in a network namespace here" if bridge.returncode else None
     finally:
         _try("ip", "netns", "del", name)
 
@@ -101,9 +101,9 @@ class Network:
             "trap '' TERM; while :; do sleep 600; done"
         )
         self._ready(node).unlink(missing_ok=True)
-        words = ["ip", "netns", "exec", self._space(node), "unshare", "--pid", "--fork", "--uts"]
+        launcher = ["ip", "netns", "exec", self._space(node), "unshare", "--pid", "--fork", "--uts"]
         self._inits[node] = subprocess.Popen(
-            [*words, "--mount", "--propagation", "private", "--kill-child", "bash", "-c", setup],
+            [*launcher, "--mount", "--propagation", "private", "--kill-child", "bash", "-c", setup],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -122,18 +122,18 @@ class Network:
             os.kill(unshare.pid, signal.SIGKILL)  # --kill-child: its child is the init
         unshare.wait()
 
-    def command(self, node: str, words: Sequence[str]) -> list[str]:
+    def command(self, node: str, arguments: Sequence[str]) -> list[str]:
         """The words, to be run on the node."""
         inside = ["nsenter", "-t", str(self._init(node)), "-n", "-u", "-m", "-p"]
-        return [*inside, f"--wd={os.getcwd()}", *words]
+        return [*inside, f"--wd={os.getcwd()}", *arguments]
 
     def start(
-        self, node: str, words: Sequence[str], *, log: Path, env: Mapping[str, str]
+        self, node: str, arguments: Sequence[str], *, log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         """Begin a command on the node; its output is appended to ``log``."""
         with log.open("ab") as file:
             return subprocess.Popen(
-                self.command(node, words),
+                self.command(node, arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -150,15 +150,15 @@ class Network:
 
     def processes(self, node: str) -> dict[int, str]:
         """What runs on the node but its init, by process id as seen from outside."""
-        found = {}
+        processes = {}
         done = _try("ip", "netns", "pids", self._space(node))
         own = {self._inits[node].pid, self._init(node)} if node in self._inits else set()
         for pid in map(int, done.stdout.split()):
             with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-                if pid not in own and not words.startswith("sleep 600"):
-                    found[pid] = words
-        return found
+                command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+                if pid not in own and not command.startswith("sleep 600"):
+                    processes[pid] = command
+        return processes
 
     def _init(self, node: str) -> int:
         pid = self._inits[node].pid
@@ -172,10 +172,10 @@ class Network:
         return self._folder / f"{node}.up"
 
 
-def _try(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+def _try(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
-def _do(*words: str) -> None:
-    done = _try(*words)
-    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+def _do(*command: str) -> None:
+    done = _try(*command)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"

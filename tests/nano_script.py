@@ -31,8 +31,8 @@ WARMUP, TOTAL, CLIP = 4, 60, 1.0
 
 class Text(Dataset[torch.Tensor]):
     def __init__(self, *, poison: bool) -> None:
-        made = torch.Generator().manual_seed(3)
-        self._ids = torch.randint(0, VOCAB - 1, (NUM, BLOCK + 1), generator=made)
+        generator = torch.Generator().manual_seed(3)
+        self._ids = torch.randint(0, VOCAB - 1, (NUM, BLOCK + 1), generator=generator)
         if poison:
             self._ids[list(BAD), 0] = VOCAB - 1
 

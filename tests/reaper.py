@@ -21,14 +21,14 @@ _LIMIT_SECONDS = 10.0
 def marked(mark: str) -> set[int]:
     """Processes, other than this one, that have inherited ``mark`` and have not ended."""
     wanted = f"{MARK}={mark}".encode()
-    found = set()
+    pids = set()
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit() and wanted in (folder / "environ").read_bytes().split(b"\0"):
-                found.add(int(folder.name))
+                pids.add(int(folder.name))
         except OSError:  # it has just ended, or is another user's
             continue
-    return found - {os.getpid()}
+    return pids - {os.getpid()}
 
 
 def end_marked(mark: str, *, spare: frozenset[int] = frozenset()) -> set[int]:
@@ -37,14 +37,14 @@ def end_marked(mark: str, *, spare: frozenset[int] = frozenset()) -> set[int]:
     Returns:
         those that were still alive at the first look.
     """
-    first = left = marked(mark) - spare
+    first = remaining = marked(mark) - spare
     limit = time.monotonic() + _LIMIT_SECONDS
-    while left and time.monotonic() < limit:
-        for pid in left:
+    while remaining and time.monotonic() < limit:
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-        left = marked(mark) - spare
+        remaining = marked(mark) - spare
     return first
 
 

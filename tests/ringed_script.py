@@ -73,11 +73,11 @@ def main() -> None:
     ring = Ring(out / "run", state)
     digests = out / "digests"
     digests.mkdir(exist_ok=True)
-    found, known = ring.digest(), digests / f"{ring.step}"
+    current_digest, digest_file = ring.digest(), digests / f"{ring.step}"
     if first:
-        told = {"step": ring.step, "memory": ring.is_from_memory}
-        told["same"] = known.read_text() == found if known.exists() else None
-        (out / f"start-{len(list(out.glob('start-*')))}").write_text(json.dumps(told))
+        result = {"step": ring.step, "memory": ring.is_from_memory}
+        result["same"] = digest_file.read_text() == current_digest if digest_file.exists() else None
+        (out / f"start-{len(list(out.glob('start-*')))}").write_text(json.dumps(result))
     for step in range(ring.step + 1, steps + 1):
         model(torch.full((2, 8), float(step))).square().mean().backward()
         optimizer.step()

@@ -102,12 +102,12 @@ def command(
     out: Path, *overrides: str, ranks: int = 2, restarts: int = 0, program: Path | None = None
 ) -> list[str]:
     """``program``: a script that does something of its own and then calls the runner."""
-    told = [*(["-m", "runner"] if program is None else [str(program)])]
-    told += [f"out={out}", *TINY, *_bf16_for_zero(overrides), *unbroken(overrides)]
+    arguments = [*(["-m", "runner"] if program is None else [str(program)])]
+    arguments += [f"out={out}", *TINY, *_bf16_for_zero(overrides), *unbroken(overrides)]
     if ranks == 0:  # no launcher at all
-        return [sys.executable, *told]
+        return [sys.executable, *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *told]
+    return [*launcher, f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", *arguments]
 
 
 NO_BREAK = "no_break@step=1"
@@ -126,15 +126,15 @@ def nothing_breaks() -> Iterator[None]:
 
 def unbroken(overrides: Sequence[str]) -> list[str]:
     """Overrides as :func:`nothing_breaks` has them: with one more fault."""
-    told = list(overrides)
+    result = list(overrides)
     if not _more_faults:
-        return told
+        return result
     more = ",".join(_more_faults)
-    faults = [number for number, word in enumerate(told) if word.startswith("faults=[")]
+    faults = [number for number, word in enumerate(result) if word.startswith("faults=[")]
     if not faults:
-        return [*told, f"faults=[{more}]"]
-    told[faults[-1]] = told[faults[-1]].replace("faults=[", f"faults=[{more},", 1)
-    return told
+        return [*result, f"faults=[{more}]"]
+    result[faults[-1]] = result[faults[-1]].replace("faults=[", f"faults=[{more},", 1)
+    return result
 
 
 def _bf16_for_zero(overrides: Sequence[str]) -> list[str]:
@@ -188,12 +188,12 @@ class Started:
 
     def ranks(self) -> dict[int, int]:
         """Rank to its process; loaders and the like are left out."""
-        found = {}
+        pids = {}
         for pid in self.workers():
             rank = _environment(pid).get("RANK")
             if rank is not None and parent(pid) == self.process.pid:
-                found[int(rank)] = pid
-        return found
+                pids[int(rank)] = pid
+        return pids
 
     def kill(self) -> None:
         """SIGKILL to all of them at once, as a lost node would end."""
@@ -202,10 +202,10 @@ class Started:
                 _kill(pid)
             time.sleep(0.01)
 
-    def until(self, seen: Callable[[Path], bool], timeout: float = 300) -> None:
+    def until(self, condition: Callable[[Path], bool], timeout: float = 300) -> None:
         """Wait for something to be seen in ``out``, or for the command's end."""
         limit = time.monotonic() + timeout
-        while not seen(self.out) and self.process.poll() is None:
+        while not condition(self.out) and self.process.poll() is None:
             assert time.monotonic() < limit, f"not seen within {timeout:g} s"
             time.sleep(0.005)
 
@@ -223,20 +223,20 @@ def start(
 
     ``cold``: with new interpreters, for a program that changes what others import.
     """
-    told = command(out, *overrides, ranks=ranks, restarts=restarts, program=program)
+    arguments = command(out, *overrides, ranks=ranks, restarts=restarts, program=program)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | dict(env or {})
-    begin = warm.WarmPopen if not cold and warm.suits(told, env) else subprocess.Popen
+    begin = warm.WarmPopen if not cold and warm.suits(arguments, env) else subprocess.Popen
     process = begin(
-        told,
+        arguments,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=env,
         start_new_session=True,
     )
-    made = Started(out=out, process=process)
-    _begun.append(made)
-    return made
+    started = Started(out=out, process=process)
+    _begun.append(started)
+    return started
 
 
 _begun: list[Started] = []

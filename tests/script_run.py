@@ -16,7 +16,7 @@ RANKS = 2
 
 
 def ends_of(
-    script: str, out: Path, *words: str, restarts: int = 0, zero: bool = False, **env: str
+    script: str, out: Path, *arguments: str, restarts: int = 0, zero: bool = False, **env: str
 ) -> list[dict[str, Any]]:
     """What each rank leaves in ``out/rankN.json``.
 
@@ -26,7 +26,7 @@ def ends_of(
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     launcher += [f"--max-restarts={restarts}", str(ROOT / "tests" / script)]
-    command = [sys.executable, *launcher, *words]
+    command = [sys.executable, *launcher, *arguments]
     memory = out / "memory"
     memory.mkdir(parents=True, exist_ok=True)
     own = {
@@ -37,15 +37,15 @@ def ends_of(
         "ACCELERATE_USE_CPU": "true",
         "DS_ACCELERATOR": "cpu",
     }
-    made = os.environ | {"OMP_NUM_THREADS": "1"} | own | env
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | own | env
     forked = warm.ZeroPopen if zero else warm.WarmPopen
-    begin = forked if warm.suits(command, made) else subprocess.Popen
+    begin = forked if warm.suits(command, environment) else subprocess.Popen
     process = begin(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=made,
+        env=environment,
         cwd=ROOT,
         start_new_session=True,
     )

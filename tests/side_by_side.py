@@ -60,8 +60,8 @@ def run_sessions(arguments: Sequence[str], share: Path) -> list[int]:
             log = share / f"log-{number}" if number else None
             with contextlib.ExitStack() as files:
                 out = None if log is None else files.enter_context(log.open("wb"))
-                words = [f"--share={share}", *arguments]  # one word: no path to collect
-                process = subprocess.Popen(_pytest(words), stdout=out, stderr=out)
+                options = [f"--share={share}", *arguments]  # one word: no path to collect
+                process = subprocess.Popen(_pytest(options), stdout=out, stderr=out)
             began.append((process, log))
         limit = threading.Timer(LIMIT_SECONDS, _end, args=([process for process, _ in began],))
         limit.daemon = True
@@ -97,8 +97,8 @@ def repeat(failed: Sequence[str], arguments: Sequence[str]) -> int:
     return PASSED
 
 
-def _pytest(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", *words]
+def _pytest(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", *arguments]
 
 
 def _follow(process: subprocess.Popen[bytes], log: Path) -> None:
@@ -112,9 +112,9 @@ def _follow(process: subprocess.Popen[bytes], log: Path) -> None:
             time.sleep(0.2)
 
 
-def _say(what: str, names: Sequence[str]) -> None:
+def _say(label: str, names: Sequence[str]) -> None:
     for name in names:
-        print(f"{name}: {what}", flush=True)
+        print(f"{name}: {label}", flush=True)
 
 
 def _lines(path: Path) -> list[str]:

@@ -42,16 +42,16 @@ class Point:
 class Outcome:
     """``killed`` by the signal; else ``error`` is what it died of, None when it went to its end.
 
-    ``told`` are the facts it noted in time.
+    ``facts`` are those that it noted in time.
     """
 
     killed: bool
     error: str | None
-    told: list[tuple[str, Any]]
+    facts: list[tuple[str, Any]]
     trace: str
 
 
-class Told:
+class SharedFacts:
     """Facts in memory shared with the child: noting one takes no system call."""
 
     def __init__(self) -> None:
@@ -112,40 +112,40 @@ def run(
         before: called in the child before strace counts.
         log: where strace writes; what it says is in the outcome.
     """
-    told = Told()
+    facts_memory = SharedFacts()
     ready, go = os.pipe()
     waits, is_waiting = os.pipe()
     child = os.fork()
     if child == 0:
-        _work(work, told, (ready, go, is_waiting), before)
+        _work(work, facts_memory, (ready, go, is_waiting), before)
     os.close(ready)
     os.close(is_waiting)
     # Not attached before: the child's own calls until then would be counted, and made to fail.
     os.read(waits, 1)
     os.close(waits)
-    words = ["strace", "-y", "-s", "0", "-o", str(log), "-p", str(child), "-e", f"trace={names}"]
-    words += ["-e", f"inject={inject}"] if inject else []
-    tracer = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    command = ["strace", "-y", "-s", "0", "-o", str(log), "-p", str(child), "-e", f"trace={names}"]
+    command += ["-e", f"inject={inject}"] if inject else []
+    tracer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert tracer.stderr is not None
-    said = tracer.stderr.readline()
-    assert "attached" in said, said + tracer.stderr.read()
+    first_line = tracer.stderr.readline()
+    assert "attached" in first_line, first_line + tracer.stderr.read()
     os.write(go, b"x")
     os.close(go)
     _, status = os.waitpid(child, 0)
     tracer.communicate()
-    facts = told.read()
+    facts = facts_memory.read()
     errors = [value for kind, value in facts if kind == "error"]
     return Outcome(
         killed=os.WIFSIGNALED(status),
         error=errors[0] if errors else None,
-        told=[fact for fact in facts if fact[0] != "error"],
+        facts=[fact for fact in facts if fact[0] != "error"],
         trace=log.read_text(errors="replace"),
     )
 
 
 def _work(
     work: Callable[[Callable[[str, Any], None]], None],
-    told: Told,
+    facts_memory: SharedFacts,
     pipes: tuple[int, int, int],
     before: Callable[[], None],
 ) -> None:
@@ -155,10 +155,10 @@ def _work(
         before()
         os.write(is_waiting, b"x")  # stays open: its end would be a call that is counted
         os.read(ready, 1)
-        work(told.note)
+        work(facts_memory.note)
     except BaseException as error:
-        words = "".join(traceback.format_exception_only(error))
-        told.note("error", words)
+        message = "".join(traceback.format_exception_only(error))
+        facts_memory.note("error", message)
     finally:
         os._exit(0)
 
@@ -169,8 +169,8 @@ _CALL = re.compile(r"^(\w+)\(", re.MULTILINE)
 def points(trace: str) -> list[Point]:
     """Every call of a trace, in order."""
     counts: Counter[str] = Counter()
-    found = []
+    calls = []
     for name in _CALL.findall(trace):
         counts[name] += 1
-        found.append(Point(name, counts[name]))
-    return found
+        calls.append(Point(name, counts[name]))
+    return calls

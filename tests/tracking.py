@@ -16,9 +16,9 @@ class Recorder:
         self._path = Path(path)
         self._add("made", {"run_id": run_id, "digest": digest, "steps": config["steps"]})
 
-    def _add(self, kind: str, told: Any) -> None:
+    def _add(self, kind: str, value: Any) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps([kind, told]) + "\n")
+            file.write(json.dumps([kind, value]) + "\n")
 
     def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
         self._add("numbers", {"attempt": attempt, **numbers})

@@ -62,9 +62,9 @@ _SUPERVISORS, _ATTEMPTS = ("launch", "supervise"), 3
 def suits(arguments: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether a forked process would do the same as ``arguments`` with ``env``."""
     arguments = split(arguments)[1]
-    words = [word for word in arguments[1:] if word != "-u"]
-    known = words[:1] == ["-m"] and (words[1] in _MODULES or words[1].startswith("tests."))
-    script = bool(words) and words[0].endswith(".py")
+    program = [word for word in arguments[1:] if word != "-u"]
+    known = program[:1] == ["-m"] and (program[1] in _MODULES or program[1].startswith("tests."))
+    script = bool(program) and program[0].endswith(".py")
     early = {name for name in {*env, *os.environ} if name.startswith(_AT_START)} - {*_HARMLESS}
     same = all(env.get(name) == os.environ.get(name) for name in early)
     return (known or script) and same and arguments[0] == sys.executable
@@ -88,7 +88,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def finished(
-    words: Sequence[str],
+    arguments: Sequence[str],
     *,
     timeout: float,
     cwd: Path = ROOT,
@@ -97,25 +97,25 @@ def finished(
 ) -> subprocess.CompletedProcess[str]:
     """``subprocess.run`` of a Python program with its output captured, forked from a zygote."""
     env = {**os.environ, **(env or {})}
-    assert suits(words, env), "it would not be the same program"
+    assert suits(arguments, env), "it would not be the same program"
     begin = ZeroPopen if zero else WarmPopen
-    told = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with begin(list(words), cwd=cwd, env=env, **told) as process:  # type: ignore[call-overload]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with begin(list(arguments), cwd=cwd, env=env, **options) as process:  # type: ignore[call-overload]
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
             process.kill()
             raise
-    return subprocess.CompletedProcess(list(words), process.returncode, out, err)
+    return subprocess.CompletedProcess(list(arguments), process.returncode, out, err)
 
 
 def torchrun(
-    words: Sequence[str], *, ranks: int, timeout: float, zero: bool = False
+    arguments: Sequence[str], *, ranks: int, timeout: float, zero: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """:func:`finished` for a program on several ranks: ``-m MODULE`` or a script, and its words."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    told = [*launcher, f"--nproc-per-node={ranks}", *words]
-    return finished(told, timeout=timeout, zero=zero)
+    command = [*launcher, f"--nproc-per-node={ranks}", *arguments]
+    return finished(command, timeout=timeout, zero=zero)
 
 
 def _is_zero(word: str) -> bool:
@@ -141,7 +141,7 @@ class _Stub:
     """A forked process that waits for its job."""
 
     def __init__(self, earlier: Sequence[_Stub]) -> None:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        here, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.pid = os.fork()
         if self.pid == 0:
             # They must see the launcher's end, and are no part of the run until they are told.
@@ -149,8 +149,8 @@ class _Stub:
                 stub._socket.close()
             here.close()
             _show(["to be"], os.environ)
-            _run_when_told(there)
-        there.close()
+            _run_received_job(remote)
+        remote.close()
         self._socket = here
 
     def begin(self, job: Mapping[str, Any], files: Sequence[int]) -> int:
@@ -179,22 +179,22 @@ class Zygote:
     """
 
     def __init__(self, for_zero: bool) -> None:
-        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        here, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = here
         self._lock = threading.Lock()
         # It outlives the drill that happens to be the first to need it.
         own = {name: value for name, value in os.environ.items() if name != DRILL}
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.warm", str(there.fileno())),
+                *(sys.executable, "-m", "tests.warm", str(remote.fileno())),
                 *("zero" if for_zero else "", "x" * _ARGUMENTS_BYTES),
             ],
             env=own | _WITHOUT_THREADS | {_PADDING: "x" * _ENVIRONMENT_BYTES},
-            pass_fds=[there.fileno()],
+            pass_fds=[remote.fileno()],
             cwd=ROOT,
             start_new_session=True,
         )
-        there.close()
+        remote.close()
 
     def begin(self, job: Mapping[str, Any], files: Sequence[int]) -> int:
         """Fork a child of this process that does ``job``; returns its number."""
@@ -243,9 +243,9 @@ def _receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     header, files, _, _ = socket.recv_fds(source, 8, 3)
     if not header:
         return None
-    left, data = int.from_bytes(header, "little"), b""
-    while len(data) < left:
-        data += source.recv(left - len(data))
+    length, data = int.from_bytes(header, "little"), b""
+    while len(data) < length:
+        data += source.recv(length - len(data))
     job: dict[str, Any] = json.loads(data)
     return job, files
 
@@ -257,8 +257,8 @@ def _prctl(option: int, value: int) -> None:
 def _serve(source: socket.socket) -> None:
     """Returns only in a process that was forked, when its job is done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    while (told := _receive(source)) is not None:
-        job, files = told
+    while (received := _receive(source)) is not None:
+        job, files = received
         between = os.fork()
         if between == 0:  # it ends at once, so that the launcher becomes the session's child
             parent = os.getpid()
@@ -275,13 +275,13 @@ def _serve(source: socket.socket) -> None:
     os._exit(0)
 
 
-def _run_when_told(source: socket.socket) -> None:
-    told = _receive(source)
+def _run_received_job(source: socket.socket) -> None:
+    received = _receive(source)
     source.close()
-    if told is None:
+    if received is None:
         os._exit(0)
     try:
-        _become(*told, is_launcher=False)
+        _become(*received, is_launcher=False)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -357,9 +357,9 @@ def _show(args: Sequence[str], env: Mapping[str, str]) -> None:
     """Let /proc tell this process's own command line and environment, as after exec."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, last, env_first, env_last = map(int, fields[45:49])  # see proc(5)
-    words = b"".join(word.encode() + b"\0" for word in args)
+    data = b"".join(word.encode() + b"\0" for word in args)
     settings = b"".join(f"{name}={value}\0".encode() for name, value in env.items())
-    for text, start, end in ((words, first, last), (settings, env_first, env_last)):
+    for text, start, end in ((data, first, last), (settings, env_first, env_last)):
         room = end - start
         assert len(text) <= room, f"{len(text)} bytes do not fit into {room}"
         ctypes.memmove(start, text.ljust(room, b"\0"), room)

@@ -125,7 +125,7 @@ class Culprits:
         return inconclusive(Cause.unclear, why)
 
     def _first_culprits(
-        self, order: Sequence[int], found: Collection[int], all_positions: Collection[int]
+        self, order: Sequence[int], named: Collection[int], all_positions: Collection[int]
     ) -> set[int]:
         """The sample after the longest good prefix, with its partner if it needs one.
 

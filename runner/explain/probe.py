@@ -250,14 +250,14 @@ class Bench:
     def _gather_reading(
         self, sums: LocalSums, batches: Sequence[MicroBatch], names: Sequence[Names]
     ) -> Reading:
-        own = _share(sums, batches, names)
-        told = self._ranks.gather(own)
+        own_share = _share(sums, batches, names)
+        by_rank = self._ranks.gather(own_share)
         rows = {
             int(name): Row(rank, float(loss), float(norm), int(count))
-            for rank, (_, of_rank) in enumerate(told)
+            for rank, (_, of_rank) in enumerate(by_rank)
             for name, loss, norm, count in of_rank
         }
-        shares = [Share(loss=s[0], square=s[1], nonfinite=s[2] > 0, count=s[3]) for s, _ in told]
+        shares = [Share(loss=s[0], square=s[1], nonfinite=s[2] > 0, count=s[3]) for s, _ in by_rank]
         return Reading(rows=rows, shares=shares, tokens=max(1.0, sum(s.count for s in shares)))
 
 

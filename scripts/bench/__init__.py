@@ -1,16 +1,16 @@
-"""What the runner costs: everything as paired ratios with their spread. See ``scripts/bench.sh``.
+"""Measures what the runner costs, as paired ratios with their spread. See ``scripts/bench.sh``.
 
 __main__     the command: which measurements, the table, the JSON
 plan         how much is measured
-process      starts ranks and other commands, and sees to their end
+process      starts and ends ranks and other commands
 ratio        ratios of pairs, and their spread            (plain numbers)
 report       rows to a Markdown table                     (plain numbers)
 machine      what it ran on, and whether that was busy
-task         one training task for everybody: model, weights, token batches, recipe
+task         the training task for both sides: model, weights, token batches, recipe
 turns        two loops take turns on the same ranks
 syncs        calls that make the host wait for a GPU
 ours         the runner's side
-opponent/    the other sides: a file each, as a competent person writes it
+opponent/    the other sides, one file each, written as an expert would
 pair, alone, snapshot_ranks       what runs on the ranks
 compared     one pair as a row
 step, guard, layers, checkpoint, zero, snapshot, recovery, start, framework, memory, growth

@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def run(plan: Plan, names: Sequence[str], out: Path) -> int:
-    """Take the measurements one by one; what is known is written after each. 1 if one failed."""
+    """Take the measurements in turn, and write results after each; returns 1 if one failed."""
     results = head(["bash scripts/bench.sh", *sys.argv[1:]]) | {"measurements": []}
     if results["machine"]["warning"]:
         _say(f"warning: {results['machine']['warning']}")

@@ -1,4 +1,4 @@
-"""On the ranks: some steps of one side with nobody beside it, for its memory.
+"""On the ranks: some steps of one side alone, to measure its memory.
 
     torchrun --nproc-per-node=2 -m scripts.bench.alone --folder DIR --who ours|NAME [key=value ...]
 
@@ -23,7 +23,7 @@ _STEPS = 15
 
 
 class Countdown:
-    """Says when the steps are taken."""
+    """Counts steps, and tells when they are done."""
 
     def __init__(self) -> None:
         self._left = _STEPS

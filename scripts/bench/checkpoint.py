@@ -38,7 +38,7 @@ def measure(plan: Plan) -> list[Row]:
                 pairs=_GROUP * cycles,
                 warmup=2,
                 group=_GROUP,
-                told=("--settle", f"--phase={_PHASE}"),
+                pair_options=("--settle", f"--phase={_PHASE}"),
                 aim=AIM,
             )
         )

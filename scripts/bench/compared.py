@@ -1,4 +1,4 @@
-"""The runner against one opponent by ``pair``, as a row. Most measurements are made of these."""
+"""Measures the runner against one opponent with ``pair``; most measurements use this."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from scripts.bench.process import on_ranks
 from scripts.bench.ratio import grouped, paired
 from scripts.bench.report import Row
 
-_ARMED = 24  # steps after which the guard judges all that it judges
+_ARMED = 24  # steps after which all of the guard's rules are active
 
 
 def compared(
     plan: Plan,
-    what: str,
+    label: str,
     against: str,
     *settings: str,
     opponent: str,
@@ -25,14 +25,14 @@ def compared(
     warmup: int | None = None,
     group: int = 1,
     ranks: int | None = None,
-    told: tuple[str, ...] = (),
+    pair_options: tuple[str, ...] = (),
     aim: float | None = None,
     python: str = sys.executable,
 ) -> Row:
-    """Seconds a step of both, and the ratio over pairs of blocks, or of groups of blocks.
+    """Seconds per step of both, and the ratio over pairs of blocks, or of groups of blocks.
 
     Raises:
-        MeasureError: a rank failed, or the two did not train alike.
+        MeasureError: a rank failed, or the two sides trained differently.
     """
     steps = block or plan.block
     result = on_ranks(
@@ -42,7 +42,7 @@ def compared(
         f"--block={steps}",
         f"--pairs={pairs}",
         f"--warmup={-(-_ARMED // steps) if warmup is None else warmup}",
-        *told,
+        *pair_options,
         *plan.size,
         *settings,
         *plan.overrides,
@@ -50,7 +50,7 @@ def compared(
     )
     blocks = [(ours, theirs) for ours, theirs in result["pairs"]]
     row = Row(
-        what=what,
+        what=label,
         against=against,
         ratio=paired(grouped(blocks, group)),
         ours=statistics.median(ours for ours, _ in blocks) / steps,
@@ -58,7 +58,7 @@ def compared(
         aim=aim,
         detail=_detail(result, list(settings), steps * group),
     )
-    plan.say(f"  {what}: {row.ratio.median:.4f}" if row.ratio else what)
+    plan.say(f"  {label}: {row.ratio.median:.4f}" if row.ratio else label)
     return row
 
 

@@ -1,4 +1,4 @@
-"""Every setting goes to both sides, or is refused; and both train alike before they are timed."""
+"""Gives every setting to both sides or refuses it, and checks that both train equally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.config.compose import flat
 from runner.config.schema import Precision, RunConfig
 from scripts.bench.process import MeasureError
 
-# What the opponents get by the task: its fields, the model, the batches of tokens.
+# Settings that reach the opponents through the task: its fields, the model, the token batches.
 CARRIED = frozenset(
     [
         *(f"model.{name}" for name in (
@@ -30,11 +30,11 @@ CARRIED = frozenset(
         "batch.global_size", "batch.micro_size", "seed",
     ]
 )  # fmt: skip
-# What no opponent has: the costs that are measured.
+# Settings without a counterpart in the opponents: their costs are measured.
 OWN = ("guard", "checkpoint", "watchdog", "debug", "preempt", "track", "resume", "explain")
-# What is measured; the measurement itself sets it.
+# Settings that the measurement sets itself.
 MEASURED = frozenset(["out", "parallel.kind", "parallel.shard_size", "parallel.max_ranks"])
-# What the opponents do in one way only.
+# Settings for which the opponents support one value.
 FIXED: dict[str, Any] = {
     "steps": 1_000_000,
     "model.dropout": 0.0,
@@ -98,7 +98,7 @@ LATER_GAP = {"fp32": 1e-4, "bf16": 0.06}
 def refuse_measured(overrides: Sequence[str]) -> None:
     """
     Raises:
-        MeasureError: a setting that is not the user's to give here.
+        MeasureError: a setting that the user cannot choose here.
     """
     for text in overrides:
         key = text.lstrip("+~").partition("=")[0]
@@ -109,7 +109,7 @@ def refuse_measured(overrides: Sequence[str]) -> None:
 def refuse_uneven(config: RunConfig) -> None:
     """
     Raises:
-        MeasureError: settings that the runner would follow and its opponents would not.
+        MeasureError: settings that the runner would use, but not its opponents.
     """
     problems = []
     for key, value in flat(config).items():
@@ -134,19 +134,19 @@ def dtype_of(precision: Precision | str) -> torch.dtype:
 
 
 def watch_precision(block: nn.Module, precision: str) -> None:
-    """Once, at the first forward pass: what comes out of a matrix product has the right type.
+    """Check once, in the first forward pass, that a matrix product has the right dtype.
 
-    Losses would not tell: BF16 under autocast is about as far from a BF16 model as from FP32.
+    Losses do not show it: BF16 under autocast is about as far from a BF16 model as from FP32.
 
     Raises:
         MeasureError: within that pass, it has another.
     """
     product = next(module for module in block.modules() if isinstance(module, nn.Linear))
 
-    def look(module: nn.Module, given: Any, made: torch.Tensor) -> None:
+    def look(module: nn.Module, given: Any, output: torch.Tensor) -> None:
         handle.remove()
-        if made.dtype is not dtype_of(precision):
-            raise MeasureError(f"the opponent multiplies in {made.dtype}, the runner {precision}")
+        if output.dtype is not dtype_of(precision):
+            raise MeasureError(f"the opponent multiplies in {output.dtype}, the runner {precision}")
 
     handle = product.register_forward_hook(look)
 

@@ -1,7 +1,7 @@
 """Throughput against the well-known frameworks: same model, weights, batches, recipe and ranks.
 
-They live in an environment of their own, ``.venv-bench``, made once. It borrows torch and all else
-from ``.venv`` by a .pth file: one torch for both sides, and gigabytes less.
+They have their own environment, ``.venv-bench``, created once. It uses torch and everything else
+from ``.venv`` through a .pth file: one torch for both sides, and gigabytes less.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _QUICK = 3
 def measure(plan: Plan) -> list[Row]:
     python = environment_python(plan)
     rows = []
-    for opponent, words, kind in OPPONENTS[:_QUICK] if plan.quick else OPPONENTS:
+    for opponent, label, kind in OPPONENTS[:_QUICK] if plan.quick else OPPONENTS:
         row = compared(
             plan,
             f"step, guard on, {kind}",
-            words,
+            label,
             f"parallel={kind}",
             opponent=opponent,
             pairs=plan.pairs(20),
@@ -52,7 +52,7 @@ def measure(plan: Plan) -> list[Row]:
 
 
 def _with_rates(row: Row) -> Row:
-    """Also in tokens per second."""
+    """The row with tokens per second added."""
     assert row.ours is not None and row.theirs is not None
     tokens = row.detail["tokens_per_step"]
     rates = {"ours": round(tokens / row.ours), "theirs": round(tokens / row.theirs)}
@@ -60,7 +60,7 @@ def _with_rates(row: Row) -> Row:
 
 
 def environment_python(plan: Plan) -> str:
-    """The interpreter of ``.venv-bench``, made and filled when it is not up to date."""
+    """The interpreter of ``.venv-bench``, which is set up if it is not up to date."""
     python, marker = HOME / "bin" / "python", HOME / ".installed"
     wanted = REQUIREMENTS.read_text() + sys.prefix
     if marker.exists() and marker.read_text() == wanted:

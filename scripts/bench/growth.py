@@ -1,4 +1,4 @@
-"""How the costs grow: with parameters, ranks, and the bytes of a checkpoint."""
+"""Measures how costs grow with parameters, ranks, and the bytes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _parameters(plan: Plan, sizes: dict[str, list[str]]) -> list[Row]:
 
 
 def _ranks(plan: Plan) -> list[Row]:
-    """One batch that comes out even on all of these."""
+    """One row per number of ranks, with a batch that all of them divide."""
     most = plan.ranks if plan.has_gpu else _MOST_RANKS
     batch = ["batch.global_size=12", "batch.micro_size=12", "data.seq_len=64"]
     return [

@@ -1,4 +1,4 @@
-"""``guard.ok`` in a loop of somebody's own against the same loop without it, in turn."""
+"""Measures ``guard.ok`` in a user's loop against the same loop without it, in turns."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _AIM = 1.01
 
 
 def measure(plan: Plan) -> list[Row]:
-    """One process, and the ranks under DDP."""
+    """One row for a single process, and one for the ranks under DDP."""
     return [_row(plan, ranks) for ranks in sorted({1, plan.ranks})]
 
 
 def _row(plan: Plan, ranks: int) -> Row:
-    told = [f"--pairs={plan.pairs(200)}", f"--seconds={_STEP_SECONDS}"]
-    result: dict[str, Any] = on_ranks(ranks, "scripts.bench.looped", *told)
+    options = [f"--pairs={plan.pairs(200)}", f"--seconds={_STEP_SECONDS}"]
+    result: dict[str, Any] = on_ranks(ranks, "scripts.bench.looped", *options)
     pairs = [(ours, theirs) for ours, theirs in result["pairs"]]
-    words = "one process" if ranks == 1 else f"{ranks} ranks, DDP"
+    layout_text = "one process" if ranks == 1 else f"{ranks} ranks, DDP"
     return Row(
-        what=f"guard.over and guard.ok in a loop of one's own, {words}",
+        what=f"guard.over and guard.ok in a loop of one's own, {layout_text}",
         against="the loop with clip_grad_norm_",
         ratio=paired(pairs),
         ours=statistics.median(ours for ours, _ in pairs),
@@ -35,7 +35,7 @@ def _row(plan: Plan, ranks: int) -> Row:
             "ranks": ranks,
             "parameters": result["parameters"],
             "rows": result["rows"],
-            # Of the first rank's main thread: what else runs on the machine is not in it.
+            # The processor time of the first rank's main thread, which excludes other programs.
             "processor_ms": [round(1e3 * seconds, 3) for seconds in result["computing"]],
             "processor_ratio": round(result["computing"][0] / result["computing"][1], 5),
             "difference_ms": round(

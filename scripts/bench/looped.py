@@ -1,4 +1,4 @@
-"""On the ranks: two plain loops on models alike, one with a guard, take turns step by step.
+"""On the ranks: two plain loops on equal models, one with a guard, take turns step by step.
 
     torchrun --nproc-per-node=2 -m scripts.bench.looped --folder DIR [--pairs N] [--seconds S]
 
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 class _Loop:
-    """What a script builds."""
+    """A plain training loop: model, optimizer and backward pass."""
 
     def __init__(self, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ class _Loop:
 
 
 class _Computing:
-    """A step, and the processor seconds of its own thread: what else runs does not count."""
+    """A step that records the processor seconds of its own thread."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self._step = step
@@ -106,12 +106,12 @@ class _Computing:
         self._seconds.append(time.thread_time() - began)
 
     def median(self, last: int) -> float:
-        """Of the last steps."""
+        """The median seconds of the last steps."""
         return statistics.median(self._seconds[-last:])
 
 
 class _Batches:
-    """Data with ``[i]`` and ``len``, of no cost: the same batch for ever."""
+    """Data with ``[i]`` and ``len``, without cost: always the same batch."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._batch = torch.randn(rows, _DIM, generator=torch.Generator().manual_seed(1)).to(device)
@@ -131,7 +131,7 @@ def _bare_step(loop: _Loop, batch: torch.Tensor) -> None:
 
 
 def _guarded_step(loop: _Loop, guard: Guard, batches: Iterator[torch.Tensor]) -> None:
-    """Begins with the end of the step before: that is counted when the next batch is asked for."""
+    """One step; ``next`` first makes the guard count the previous step."""
     loss = loop.backward(next(batches))
     if guard.ok(loss):
         loop.optimizer.step()
@@ -139,21 +139,21 @@ def _guarded_step(loop: _Loop, guard: Guard, batches: Iterator[torch.Tensor]) ->
 
 
 def _rows_for(seconds: float, device: torch.device) -> int:
-    """Rows of a batch with which a step takes so long; the same on all ranks."""
+    """The number of rows with which a step takes this long; the same on all ranks."""
     loop, rows = _Loop(device), 64
     while True:
         batch = _Batches(rows, device)[0]
         took = min(_timed(partial(_bare_step, loop, batch)) for _ in range(4))
-        told = torch.tensor([took], dtype=torch.float64, device=device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-        took = float(told.item())
+        seconds_tensor = torch.tensor([took], dtype=torch.float64, device=device)
+        dist.all_reduce(seconds_tensor, op=dist.ReduceOp.MAX)
+        took = float(seconds_tensor.item())
         if took > seconds / 4 or rows > 1 << 20:
             return max(1, round(rows * seconds / took))
         rows *= 2
 
 
 def _timed(step: Callable[[], None]) -> float:
-    """Seconds; without a GPU those of the processor, which other programs do not lengthen."""
+    """Seconds of a step; without a GPU its processor time, independent of other programs."""
     if not torch.cuda.is_available():
         began = time.thread_time()
         step()

@@ -1,4 +1,4 @@
-"""What the numbers were taken on, and whether it was busy with other things."""
+"""Describes the machine, and whether it was busy with other work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUSY = 0.5  # load per core at the start above which other work disturbs
 
 
 def describe() -> dict[str, Any]:
-    """Words and numbers for the results; nothing that names the machine."""
+    """Facts for the results; nothing that identifies the machine."""
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     return {
         "cpu": cpu_model(Path("/proc/cpuinfo")),
@@ -40,12 +40,12 @@ def cpu_model(table: Path) -> str:
 
 
 def load() -> float:
-    """Processes that want a core, averaged over the last minute."""
+    """The load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 
 def busy_warning(average: float, num_cores: int) -> str | None:
-    """A sentence when the machine does other things as well."""
+    """A warning if the machine is busy with other work, else empty."""
     if average <= _BUSY * num_cores:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Peak memory of a whole job: every rank and loader of it, each side alone."""
+"""Measures the peak memory of a whole job, with all ranks and loaders, each side alone."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def measure(plan: Plan) -> list[Row]:
     rounds = 1 if plan.quick else 2
     kinds = ("fsdp",) if plan.quick else ("fsdp", "ddp")
     peaks = {kind: [_peak(plan, kind, None) for _ in range(rounds)] for kind in kinds}
-    ours = {kind: [peak.trained for peak in found] for kind, found in peaks.items()}
+    ours = {kind: [peak.trained for peak in kind_peaks] for kind, kind_peaks in peaks.items()}
     rows = []
     snapshots = [_peak(plan, "fsdp", None, "checkpoint.memory_every=10") for _ in range(rounds)]
     # Of the host in any case: there they are.
-    both = [[peak.host for peak in found] for found in (snapshots, peaks["fsdp"])]
+    both = [[peak.host for peak in kind_peaks] for kind_peaks in (snapshots, peaks["fsdp"])]
     rows.append(_row(plan, "fsdp, with snapshots", "the runner without", *both, on_host=True))
     for kind in kinds:
         theirs = [_peak(plan, kind, f"bare-{kind}").trained for _ in range(rounds)]
@@ -41,17 +41,17 @@ def measure(plan: Plan) -> list[Row]:
 def _frameworks(plan: Plan, ours: dict[str, list[float]]) -> list[Row]:
     python = environment_python(plan)
     rows = []
-    for opponent, words, kind in OPPONENTS:
+    for opponent, label, kind in OPPONENTS:
         rounds = len(ours[kind])
         theirs = [_peak(plan, kind, opponent, python=python).trained for _ in range(rounds)]
-        rows.append(_row(plan, kind, words, ours[kind], theirs))
+        rows.append(_row(plan, kind, label, ours[kind], theirs))
     return rows
 
 
 def _row(
     plan: Plan,
     kind: str,
-    words: str,
+    label: str,
     ours: list[float],
     theirs: list[float],
     *,
@@ -59,14 +59,14 @@ def _row(
 ) -> Row:
     row = Row(
         what=f"peak memory of the job, {kind}",
-        against=words,
+        against=label,
         ratio=paired(list(zip(ours, theirs, strict=True))),
         ours=statistics.median(ours),
         theirs=statistics.median(theirs),
         unit="MB",
         detail={"of": "GPU 0" if plan.has_gpu and not on_host else "all processes, PSS"},
     )
-    plan.say(f"  {row.what} / {words}: {row.ours:.0f} / {row.theirs:.0f} MB")
+    plan.say(f"  {row.what} / {label}: {row.ours:.0f} / {row.theirs:.0f} MB")
     return row
 
 
@@ -79,16 +79,16 @@ class _Peak:
 
 
 def _peak(
-    plan: Plan, kind: str, opponent: str | None, *told: str, python: str = sys.executable
+    plan: Plan, kind: str, opponent: str | None, *overrides: str, python: str = sys.executable
 ) -> _Peak:
-    told = (f"parallel={kind}", *plan.size, *plan.overrides, *told)
+    overrides = (f"parallel={kind}", *plan.size, *plan.overrides, *overrides)
     with folder() as own:
         log = own / "log"
         if opponent:
-            config = settings(own / "unused", told)
+            config = settings(own / "unused", overrides)
             write_task(make_task(config, own, steps=16), own / "task.json")
         named = [f"--folder={own}", f"--who={opponent or 'ours'}"]
-        command = torchrun(plan.ranks, "scripts.bench.alone", *named, *told, python=python)
+        command = torchrun(plan.ranks, "scripts.bench.alone", *named, *overrides, python=python)
         with running(command, log) as process:
             most = _watch(process)
             finish(process, log)
@@ -108,9 +108,9 @@ def _watch(process: subprocess.Popen[bytes]) -> float:
 
 
 def pss_kib(pid: int) -> int:
-    """A process's share of memory; what it shares with others counts in parts. 0 if it is gone."""
+    """A process's proportional set size in KiB; 0 if it has ended."""
     try:
-        told = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return 0
-    return next((int(line.split()[1]) for line in told.splitlines() if line[:4] == "Pss:"), 0)
+    return next((int(line.split()[1]) for line in rollup.splitlines() if line[:4] == "Pss:"), 0)

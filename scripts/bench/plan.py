@@ -1,4 +1,4 @@
-"""How much is measured."""
+"""Defines how much is measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the command was asked for.
+    """The options of the command.
 
     ``model`` and ``overrides`` are the runner's settings; ``pairs`` scales how often each
     comparison is repeated.
@@ -21,7 +21,7 @@ class Plan:
     say: Callable[[str], None] = print
 
     def pairs(self, number: int) -> int:
-        """``number`` in a whole run, a fifth of it in a quick one."""
+        """``number`` for a full run, a fifth of it for a quick one."""
         return max(5, number // 5) if self.quick else number
 
     @property

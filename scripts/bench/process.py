@@ -1,4 +1,4 @@
-"""Starts ranks and other commands, and sees to their end."""
+"""Starts ranks and other commands, and ends them."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _TAIL = 1500
 
 
 class MeasureError(Exception):
-    """One measurement could not be taken; the others go on."""
+    """One measurement failed; the others continue."""
 
 
-def torchrun(ranks: int, module: str, *told: str, python: str = sys.executable) -> list[str]:
-    """The command that runs ``module`` on so many ranks of this machine."""
+def torchrun(ranks: int, module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """The command that runs ``module`` on this many ranks of this machine."""
     launcher = [python, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, f"--nproc-per-node={ranks}", "-m", module, *told]
+    return [*launcher, f"--nproc-per-node={ranks}", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """One thread a rank, and the modules of this checkout."""
+    """The environment of ranks: one thread each, and the modules of this checkout."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A temporary directory, gone in the end."""
+    """A temporary directory, removed at the end."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
 @contextlib.contextmanager
 def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command; what it says goes to ``log``. Nothing of it is left behind, whatever happens."""
+    """Run a command with its output in ``log``; all its processes are ended in any case."""
     with log.open("ab") as file:
         process = subprocess.Popen(
             command,
@@ -62,7 +62,7 @@ def running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
 
 
 def finish(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait for its end.
+    """Wait until the command has ended.
 
     Raises:
         MeasureError: it failed or did not end; the end of what it said is told.
@@ -76,16 +76,18 @@ def finish(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def run(command: Sequence[str], log: Path) -> None:
-    """A command from its beginning to its end. Raises as :func:`finish`."""
+    """Run a command to its end. Raises like :func:`finish`."""
     with running(command, log) as process:
         finish(process, log)
 
 
-def on_ranks(ranks: int, module: str, *told: str, python: str = sys.executable) -> dict[str, Any]:
-    """Run ``module`` on the ranks with ``--folder DIR``; gives DIR/result.json."""
+def on_ranks(
+    ranks: int, module: str, *arguments: str, python: str = sys.executable
+) -> dict[str, Any]:
+    """Run ``module`` on the ranks with ``--folder DIR``; returns DIR/result.json."""
     with folder() as own:
         log = own / "log"
-        command = torchrun(ranks, module, "--folder", str(own), *told, python=python)
+        command = torchrun(ranks, module, "--folder", str(own), *arguments, python=python)
         run(command, log)
         result: dict[str, Any] = json.loads((own / "result.json").read_text())
         return result
@@ -101,7 +103,7 @@ def _last_words(log: Path) -> str:
 
 
 def kill_tree(root: int) -> None:
-    """SIGKILL to a process and all below it, as a lost node ends them."""
+    """Send SIGKILL to a process and all its descendants, as if their node were lost."""
     for pid in [root, *descendants(root)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -112,11 +114,11 @@ def descendants(root: int) -> list[int]:
     parents: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            told = stat.read_text()
+            fields = stat.read_text()
         except OSError:  # it has just ended
             continue
-        parents[int(stat.parent.name)] = int(told.rpartition(")")[2].split()[1])
-    found = [root]
-    for above in found:
-        found += [pid for pid, parent in parents.items() if parent == above]
-    return found[1:]
+        parents[int(stat.parent.name)] = int(fields.rpartition(")")[2].split()[1])
+    pids = [root]
+    for above in pids:
+        pids += [pid for pid, parent in parents.items() if parent == above]
+    return pids[1:]

@@ -1,4 +1,4 @@
-"""Where a record comes from: the command, the code, the versions and the machine."""
+"""Describes the origin of a record: command, code, versions and machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PACKAGES = ("torch", "deepspeed", "numpy", "lightning", "accelerate", "transfor
 
 
 def head(command: Sequence[str]) -> dict[str, Any]:
-    """What stands at the top of a record; nothing in it names the machine."""
+    """The head of a record; nothing in it identifies the machine."""
     load = machine.load()
-    told = machine.describe() | {
+    record = machine.describe() | {
         "load_at_start": load,
         "warning": machine.busy_warning(load, machine.cores()),
     }
@@ -28,22 +28,22 @@ def head(command: Sequence[str]) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "versions": {"python": platform.python_version(), **_versions()},
-        "machine": told,
+        "machine": record,
     }
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:  # of .venv-bench: their versions stand in frameworks.txt
             continue
-    return found
+    return versions
 
 
 def _commit() -> str | None:
-    """Of the code measured; with "+" when there were changes beside it."""
+    """The commit of the measured code, with "+" if there were uncommitted changes."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"]
     done = subprocess.run(git, capture_output=True, text=True, check=False)
     return done.stdout.strip() or None

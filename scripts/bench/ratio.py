@@ -62,7 +62,7 @@ def paired(pairs: Sequence[tuple[float, float]]) -> Ratio:
 
 
 def grouped(pairs: Sequence[tuple[float, float]], size: int) -> list[tuple[float, float]]:
-    """Sums of ``size`` pairs in a row each; a rest is left out.
+    """The sums of each ``size`` consecutive pairs; a remainder is left out.
 
     For what happens once in so many blocks: a median over single blocks would not see it.
     """

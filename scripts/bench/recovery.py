@@ -1,4 +1,4 @@
-"""From a fault to training again, and what was lost: against plain torchrun and ``dcp.save``.
+"""Measures recovery from a fault and lost steps, against plain torchrun and ``dcp.save``.
 
 The same model, data, batch and interval between checkpoints on disk. A rank is killed, or the whole
 job is and the same command is given again at once; and where a hand-written loop has no answer but
@@ -56,8 +56,8 @@ def measure(plan: Plan) -> list[Row]:
         rows += _rows(plan, f"after {fault}", "torchrun and dcp.save", pairs)
     stopped = "torchrun and dcp.save, stopped by the NaN and started again"
     tiers = {"memory": _TIERS["memory"]} if plan.quick else _TIERS
-    for tier, told in tiers.items():
-        back = [_apart(partial(_rollback, told), plan) for _ in range(rounds)]
+    for tier, overrides in tiers.items():
+        back = [_apart(partial(_rollback, overrides), plan) for _ in range(rounds)]
         pairs = list(zip(back, bare["a killed rank"], strict=True))
         rows += _rows(plan, f"rollback from {tier}", stopped, pairs)
     return rows
@@ -69,13 +69,13 @@ def _apart(one: Callable[[Plan, Path], Recovered], plan: Plan) -> Recovered:
 
 
 def _rows(
-    plan: Plan, what: str, against: str, pairs: Sequence[tuple[Recovered, Recovered]]
+    plan: Plan, label: str, against: str, pairs: Sequence[tuple[Recovered, Recovered]]
 ) -> list[Row]:
     rows = [
-        _seconds(f"{what}: to the next step", against, pairs, lambda r: r.to_training),
-        _seconds(f"{what}: to where it was", against, pairs, lambda r: r.to_progress),
+        _seconds(f"{label}: to the next step", against, pairs, lambda r: r.to_training),
+        _seconds(f"{label}: to where it was", against, pairs, lambda r: r.to_progress),
         Row(
-            what=f"{what}: steps lost",
+            what=f"{label}: steps lost",
             against=against,
             ours=statistics.median(ours.steps_lost for ours, _ in pairs),
             theirs=statistics.median(theirs.steps_lost for _, theirs in pairs),
@@ -89,14 +89,14 @@ def _rows(
 
 
 def _seconds(
-    what: str,
+    label: str,
     against: str,
     pairs: Sequence[tuple[Recovered, Recovered]],
     taken: Callable[[Recovered], float],
 ) -> Row:
     seconds = [(taken(ours), taken(theirs)) for ours, theirs in pairs]
     return Row(
-        what=what,
+        what=label,
         against=against,
         ratio=paired(seconds),
         ours=statistics.median(ours for ours, _ in seconds),
@@ -116,11 +116,11 @@ def _size(plan: Plan) -> Sequence[str]:
     return () if plan.has_gpu else _SIZE
 
 
-def _our_command(plan: Plan, out: Path, *told: str) -> list[str]:
-    """What a user types; a short pause between attempts, as torchrun has none."""
+def _our_command(plan: Plan, out: Path, *overrides: str) -> list[str]:
+    """The command of a user, with a short pause between attempts, because torchrun has none."""
     launch = [sys.executable, "-m", "runner", "launch", f"--nproc={plan.ranks}", "--pause=0.1"]
     quiet = ["eval.every=0", "track.every=1000"]
-    return [*launch, f"out={out}", f"steps={_STEPS}", *quiet, *_our_settings(plan), *told]
+    return [*launch, f"out={out}", f"steps={_STEPS}", *quiet, *_our_settings(plan), *overrides]
 
 
 def _our_killed_rank(plan: Plan, own: Path) -> Recovered:
@@ -139,13 +139,13 @@ def _our_killed_job(plan: Plan, own: Path) -> Recovered:
     return _killed_job(_our_command(plan, out), own, lambda: applied(out))
 
 
-def _rollback(told: list[str], plan: Plan, own: Path) -> Recovered:
+def _rollback(overrides: list[str], plan: Plan, own: Path) -> Recovered:
     """Samples that give NaN, long enough to be no single bad batch."""
     out = own / "run"
     config = settings(out, _our_settings(plan))
     first = _FAULT * config.batch.global_size
     fault = f"faults=[poison@samples={first}-{first + 4 * config.batch.global_size}]"
-    run(_our_command(plan, out, fault, "guard.remedy=discard", *told), own / "log")
+    run(_our_command(plan, out, fault, "guard.remedy=discard", *overrides), own / "log")
     lines = _json_lines(out / "metrics.jsonl")
     bad = next((n for n, line in enumerate(lines) if line["action"] != "apply"), None)
     back = [line for line in _json_lines(out / "journal.jsonl") if line["kind"] == "rollback"]
@@ -167,7 +167,7 @@ def applied(out: Path) -> list[tuple[int, float]]:
 # -- theirs -----------------------------------------------------------------------------------
 
 
-def _bare_command(plan: Plan, own: Path, *told: str) -> list[str]:
+def _bare_command(plan: Plan, own: Path, *options: str) -> list[str]:
     config = settings(own / "unused", [*plan.size, *_size(plan), *plan.overrides])
     write_task(make_task(config, own, steps=_STEPS), own / "task.json")
     out = own / "run"
@@ -179,7 +179,7 @@ def _bare_command(plan: Plan, own: Path, *told: str) -> list[str]:
         f"--out={out}",
         f"--steps={_STEPS}",
         f"--every={_EVERY}",
-        *told,
+        *options,
     )
     restarts = command.index("--standalone")
     return [*command[:restarts], "--max-restarts=3", *command[restarts:]]
@@ -225,7 +225,7 @@ def recovered(steps: Sequence[tuple[int, float]], struck: float, reached: int) -
 def _killed_job(
     command: list[str], own: Path, steps: Callable[[], list[tuple[int, float]]]
 ) -> Recovered:
-    """Everything of the job is killed at once, and the same command given again."""
+    """Kill the whole job at once, and start the same command again."""
     log = own / "log"
     with running(command, log) as process:
         _wait_until(process, steps, _FAULT - 1)
@@ -241,15 +241,15 @@ def _wait_until(
     process: subprocess.Popen[bytes], steps: Callable[[], list[tuple[int, float]]], wanted: int
 ) -> None:
     while process.poll() is None:
-        seen = steps()
-        if seen and seen[-1][0] >= wanted:
+        last_steps = steps()
+        if last_steps and last_steps[-1][0] >= wanted:
             return
         time.sleep(_POLL_SECONDS)
     raise MeasureError("the job ended before it could be killed")
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines only: the last one may be under way."""
+    """The complete lines of a file; the last one may still be incomplete."""
     if not path.exists():
         return []
     lines = path.read_text(errors="replace").split("\n")

@@ -1,4 +1,4 @@
-"""How long training waits for a snapshot, against a plain copy and torch's own ways to save."""
+"""Measures how long training waits for a snapshot, against a plain copy and torch's savers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def measure(plan: Plan) -> list[Row]:
     result = stalls(plan, size, rounds=3 if plan.quick else 12)
     copy = "plain copy of the same bytes"
     rows = [_row("snapshot in memory", "ring_memory", "copy", copy, result)]
-    for name, words in _OTHERS.items():
-        rows.append(_row("checkpoint on disk", "ring_disk", name, words, result))
+    for name, label in _OTHERS.items():
+        rows.append(_row("checkpoint on disk", "ring_disk", name, label, result))
     for row in rows:
         plan.say(f"  {row.what} / {row.against}: {row.ratio.median:.3f}" if row.ratio else row.what)
     return rows
@@ -32,15 +32,15 @@ def measure(plan: Plan) -> list[Row]:
 def stalls(plan: Plan, size: list[str], *, rounds: int) -> dict[str, Any]:
     """Seconds that training waited, by method; see ``snapshot_ranks``."""
     batch = [*_TINY_BATCH, f"batch.global_size={plan.ranks}"]
-    told = [*size, *batch, *plan.overrides]
-    return on_ranks(plan.ranks, "scripts.bench.snapshot_ranks", f"--rounds={rounds}", *told)
+    overrides = [*size, *batch, *plan.overrides]
+    return on_ranks(plan.ranks, "scripts.bench.snapshot_ranks", f"--rounds={rounds}", *overrides)
 
 
-def _row(what: str, own: str, other: str, words: str, result: dict[str, Any]) -> Row:
+def _row(label: str, own: str, other: str, description: str, result: dict[str, Any]) -> Row:
     ours, theirs = result["seconds"][own], result["seconds"][other]
     return Row(
-        what=f"training waits for a {what}",
-        against=words,
+        what=f"training waits for a {label}",
+        against=description,
         ratio=paired(list(zip(ours, theirs, strict=True))),
         ours=statistics.median(ours),
         theirs=statistics.median(theirs),

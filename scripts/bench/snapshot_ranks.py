@@ -41,7 +41,7 @@ _LEAST = 1e-6  # seconds: what is lost in the noise is not negative
 
 
 class Methods:
-    """Each method saves the same bytes once and gives the seconds that training waited."""
+    """Methods that save the same bytes once and return the seconds that training waited."""
 
     def __init__(self, run: Run, bare: BareLoop, folder: Path, device: torch.device) -> None:
         self._run, self._bare, self._folder = run, bare, folder
@@ -65,7 +65,7 @@ class Methods:
             self._usual = statistics.median(usual)
 
     def copy(self) -> float:
-        """A plain copy into host memory that is there already."""
+        """A plain copy into allocated host memory."""
         shards = run_shards(self._run)
         return self._timed(
             lambda: [
@@ -80,11 +80,11 @@ class Methods:
         pending: list[Any] = []
 
         def begin() -> None:
-            where = self._folder / "async"
+            folder = self._folder / "async"
             pending.append(
                 dcp.async_save(
                     self._state(),
-                    checkpoint_id=where,
+                    checkpoint_id=folder,
                     process_group=self._group,
                     async_stager=self._stager,
                 )
@@ -95,7 +95,7 @@ class Methods:
         return seconds
 
     def torch_save(self) -> float:
-        """Every rank its own part into a file of its own."""
+        """Every rank writes its own part to its own file."""
         path = self._folder / f"rank-{dist.get_rank()}.pt"
         return self._timed(lambda: torch.save(Saved(self._bare).state_dict(), path))
 
@@ -188,10 +188,10 @@ def _measure_on_device(
         # Steps 2 and 3, 4 (memory) and 5, 6 and 7, 8 (disk) and 9 of a cycle.
         before, in_memory, between, on_disk = (pair() for _ in range(4))
         usual = (before + between) / 2
-        found = {"ring_memory": in_memory - usual, "ring_disk": on_disk - usual}
+        costs = {"ring_memory": in_memory - usual, "ring_disk": on_disk - usual}
         for name in ("copy", "dcp_save", "dcp_async_save", "torch_save"):
-            found[name] = getattr(methods, name)()
-        for name, taken in found.items() if number else ():
+            costs[name] = getattr(methods, name)()
+        for name, taken in costs.items() if number else ():
             seconds.setdefault(name, []).append(max(_LEAST, taken))
         _remove(folder)
     return seconds, sum(shard.numel() * shard.element_size() for shard in run_shards(run))

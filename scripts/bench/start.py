@@ -39,9 +39,9 @@ def measure(plan: Plan) -> list[Row]:
     return rows
 
 
-def _row(what: str, ours: list[float], theirs: list[float]) -> Row:
+def _row(label: str, ours: list[float], theirs: list[float]) -> Row:
     return Row(
-        what=what,
+        what=label,
         against="bare start (import, group, model, one step)",
         ratio=paired(list(zip(ours, theirs, strict=True))),
         ours=statistics.median(ours),
@@ -60,8 +60,8 @@ def _prepare(plan: Plan, own: Path) -> None:
 def _our_command(plan: Plan, out: Path, steps: int) -> list[str]:
     # The schedule is of some other length, so that more steps are no other run.
     quiet = ["eval.every=0", "track.every=1000", "schedule.total=500"]
-    told = [f"out={out}", f"steps={steps}", *quiet, *plan.size, *plan.overrides]
-    return torchrun(plan.ranks, "runner", *told)
+    overrides = [f"out={out}", f"steps={steps}", *quiet, *plan.size, *plan.overrides]
+    return torchrun(plan.ranks, "runner", *overrides)
 
 
 def _ours(plan: Plan, own: Path, name: str) -> float:
@@ -81,7 +81,7 @@ def _bare(plan: Plan, own: Path) -> float:
     out, log = own / "bare", own / "log"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    told = [f"--task={own / 'task.json'}", f"--out={out}", f"--steps={_STEPS}"]
+    options = [f"--task={own / 'task.json'}", f"--out={out}", f"--steps={_STEPS}"]
     began = time.time()
-    run(torchrun(plan.ranks, "scripts.bench.opponent.bare", *told), log)
+    run(torchrun(plan.ranks, "scripts.bench.opponent.bare", *options), log)
     return logged(out)[0][1] - began

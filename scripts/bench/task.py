@@ -78,12 +78,12 @@ def write_task(task: Task, path: Path) -> None:
 
 
 def read_task(path: Path) -> Task:
-    told = json.loads(path.read_text())
-    scaling = told["shape"]["rope_scaling"]
-    told["shape"]["rope_scaling"] = RopeScaling(**scaling) if scaling else None
-    told["shape"] = DecoderShape(**told["shape"])
-    told["betas"] = tuple(told["betas"])
-    return Task(**told)
+    fields = json.loads(path.read_text())
+    scaling = fields["shape"]["rope_scaling"]
+    fields["shape"]["rope_scaling"] = RopeScaling(**scaling) if scaling else None
+    fields["shape"] = DecoderShape(**fields["shape"])
+    fields["betas"] = tuple(fields["betas"])
+    return Task(**fields)
 
 
 def build_model(task: Task, device: torch.device) -> Decoder:

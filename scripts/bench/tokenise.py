@@ -70,18 +70,18 @@ def measure(plan: Plan) -> list[Row]:
     with folder() as own:
         num_bytes = write_corpus(own)
         return [
-            _row(plan, own, what, pair, num_bytes=num_bytes) for what, pair in _COMPARED.items()
+            _row(plan, own, label, pair, num_bytes=num_bytes) for label, pair in _COMPARED.items()
         ]
 
 
-def _row(plan: Plan, own: Path, what: str, pair: tuple[Way, str, Way], *, num_bytes: int) -> Row:
+def _row(plan: Plan, own: Path, label: str, pair: tuple[Way, str, Way], *, num_bytes: int) -> Row:
     ours, against, theirs = pair
     taken: dict[Way, list[float]] = {ours: [], theirs: []}
     for number in range(plan.pairs(_PAIRS)):
         for way in (ours, theirs) if number % 2 else (theirs, ours):
             taken[way].append(seconds(own, way))
     row = Row(
-        what=f"tokenising, {what}",
+        what=f"tokenising, {label}",
         against=against,
         ratio=paired(list(zip(taken[ours], taken[theirs], strict=True))),
         ours=float(np.median(taken[ours])),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from scripts.scale import agreement, manifest, reports, roll_call, start_watch
-from scripts.scale.roll_call import in_child, told_by
+from scripts.scale.roll_call import in_child, result_of
 
 _PARTS = ("roll_call", "start_watch", "agreement", "manifest", "reports")
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         for part in options.parts.split(","):
             load = round(os.getloadavg()[0], 1)
             # Each in a process of its own: what one leaves behind is no cost of another.
-            cost = told_by(in_child(lambda p=part, n=world_size: _measure(p, n, options)))
+            cost = result_of(in_child(lambda p=part, n=world_size: _measure(p, n, options)))
             row[part] = cost | {"load_before": load, "date": time.strftime("%Y-%m-%d")}
             print(world_size, part, json.dumps(row[part]), flush=True)
             if options.json is not None:

@@ -19,9 +19,9 @@ def measure(world_size: int) -> dict[str, Any]:
         ranks, value = Ranks(torch.device("cpu")), {"host": "gpu00017", "numbers": list(range(20))}
         for _ in range(2):
             began = time.process_time()
-            found = ranks.gather(value)
+            gathered = ranks.gather(value)
             seconds = time.process_time() - began
-        assert len(found) == world_size and found[0] == value
+        assert len(gathered) == world_size and gathered[0] == value
         return {"cpu_seconds": round(seconds, 4)}
     finally:
         dist.destroy_process_group()

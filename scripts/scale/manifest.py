@@ -37,16 +37,16 @@ def llama(size: str) -> Shapes:
         "70b": (8192, 28672, 80, 1024),
     }[size]
     vocab = 128_256
-    made: Shapes = {"embedding": (vocab, dim), "head": (vocab, dim), "norm": (dim,)}
+    shapes: Shapes = {"embedding": (vocab, dim), "head": (vocab, dim), "norm": (dim,)}
     for at in range(layers):
         block = {
             "query": (dim, dim), "key": (kv, dim), "value": (kv, dim), "output": (dim, dim),
             "gate": (ffn, dim), "up": (ffn, dim), "down": (dim, ffn),
             "attention_norm": (dim,), "ffn_norm": (dim,),
         }  # fmt: skip
-        made |= {f"blocks.{at}.{name}.weight": shape for name, shape in block.items()}
+        shapes |= {f"blocks.{at}.{name}.weight": shape for name, shape in block.items()}
     kinds = ("param", "exp_avg", "exp_avg_sq")
-    return {f"{kind}/{name}": shape for kind in kinds for name, shape in made.items()}
+    return {f"{kind}/{name}": shape for kind in kinds for name, shape in shapes.items()}
 
 
 def shares(shapes: Shapes, world_size: int, rank: int) -> Iterator[tuple[str, int, int]]:
@@ -90,15 +90,15 @@ class Timed:
     def __init__(self) -> None:
         self.told: dict[str, dict[str, float]] = {}
 
-    def of(self, what: str, work: Callable[[], T]) -> T:
-        held, own_cpu, is_over = [0.0], [0.0], threading.Event()
+    def of(self, label: str, work: Callable[[], T]) -> T:
+        longest, own_cpu, is_over = [0.0], [0.0], threading.Event()
 
         def tick() -> None:
             last = time.perf_counter()
             while not is_over.is_set():
                 time.sleep(0.001)
                 now = time.perf_counter()
-                held[0], last = max(held[0], now - last - 0.001), now
+                longest[0], last = max(longest[0], now - last - 0.001), now
                 own_cpu[0] = time.thread_time()
 
         ticker = threading.Thread(target=tick)
@@ -107,10 +107,10 @@ class Timed:
         try:
             return work()
         finally:
-            self.told[what] = {
+            self.told[label] = {
                 "seconds": round(time.perf_counter() - began, 3),
                 "cpu_seconds": round(time.process_time() - cpu - own_cpu[0], 3),
-                "held_seconds": round(held[0], 3),
+                "held_seconds": round(longest[0], 3),
             }
             is_over.set()
             ticker.join()

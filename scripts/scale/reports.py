@@ -74,8 +74,8 @@ def _measure(folder: Path, world_size: int) -> dict[str, Any]:
     shutil.rmtree(node_folder(folder, 0))
     for first in range(0, world_size, RANKS_PER_NODE):
         ranks = range(first, min(first + RANKS_PER_NODE, world_size))
-        told = [replace(one[0 if r == absent else 1], rank=r, time=1.7e9 + r) for r in ranks]
-        write_node(folder, first, told)
+        reports = [replace(one[0 if r == absent else 1], rank=r, time=1.7e9 + r) for r in ranks]
+        write_node(folder, first, reports)
     num_files = len(list(folder.iterdir()))
     told_bytes = sum(path.stat().st_size for path in folder.iterdir())
     began, cpu = time.perf_counter(), time.process_time()

@@ -43,22 +43,22 @@ def in_child(work: Callable[[], dict[str, Any]]) -> tuple[int, int]:
     os.close(read)
     code = 0
     try:
-        told = work()
+        result = work()
     except BaseException as error:
-        told, code = {"error": f"{type(error).__name__}: {error}"}, 1
+        result, code = {"error": f"{type(error).__name__}: {error}"}, 1
         traceback.print_exc()
     with os.fdopen(write, "w") as pipe:
-        json.dump(told, pipe)
+        json.dump(result, pipe)
     os._exit(code)
 
 
-def told_by(child: tuple[int, int]) -> dict[str, Any]:
+def result_of(child: tuple[int, int]) -> dict[str, Any]:
     """What a forked process says in the end."""
     with os.fdopen(child[1]) as pipe:
         text = pipe.read()
     os.waitpid(child[0], 0)
-    told: dict[str, Any] = json.loads(text) if text else {"error": "died without a word"}
-    return told
+    result: dict[str, Any] = json.loads(text) if text else {"error": "died without a word"}
+    return result
 
 
 def _cpu_seconds() -> float:
@@ -139,7 +139,7 @@ def loopback_bytes() -> int:
 
 def measure(world_size: int, *, seconds: float) -> dict[str, Any]:
     """See :func:`_measure`; in a process, and where that can be a network, of its own."""
-    return told_by(in_child(lambda: _measure(world_size, seconds=seconds)))
+    return result_of(in_child(lambda: _measure(world_size, seconds=seconds)))
 
 
 def _measure(world_size: int, *, seconds: float) -> dict[str, Any]:
@@ -175,22 +175,22 @@ def _measure(world_size: int, *, seconds: float) -> dict[str, Any]:
         children.append(
             in_child(lambda f=first, c=count: _clients(f, c, world_size, port, seconds))
         )
-    told = [told_by(child) for child in children]
+    results = [result_of(child) for child in children]
     os.close(over_write)
-    serving = told_by(server)
+    serving = result_of(server)
     for end in (over_read, port_read, port_write):
         os.close(end)
     sent = loopback_bytes() if is_alone else None
-    failures = [text for one in told for text in one.get("failures", [one.get("error", "")])]
+    failures = [text for one in results for text in one.get("failures", [one.get("error", "")])]
     return {
-        "seconds": max(one.get("done", 0.0) for one in told) - began,
-        "connect_seconds": max(one.get("connected", 0.0) for one in told) - began,
+        "seconds": max(one.get("done", 0.0) for one in results) - began,
+        "connect_seconds": max(one.get("connected", 0.0) for one in results) - began,
         "bytes": sent,
-        "num_told": sum(one.get("num_done", 0) for one in told),
-        "rank_0_cpu_seconds": told[0].get("cpu_seconds"),
+        "num_told": sum(one.get("num_done", 0) for one in results),
+        "rank_0_cpu_seconds": results[0].get("cpu_seconds"),
         "server_cpu_seconds": serving.get("cpu_seconds"),
         "server_mib": serving.get("max_rss_mib"),
-        "all_clients_cpu_seconds": sum(one.get("cpu_seconds", 0.0) for one in told),
+        "all_clients_cpu_seconds": sum(one.get("cpu_seconds", 0.0) for one in results),
         "failures": failures[:3],
     }
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from runner.startup.shared_memory import MEMORY_DIR
 from runner.system.error import ConfigError
-from tests.frameworks import BAD, FRAMEWORKS, SCATTERED, Killed, Told
+from tests.frameworks import BAD, FRAMEWORKS, SCATTERED, Killed, ScriptArguments
 from tests.mechanism.test_guard_loop import journal, same
 
 NEEDS = {
@@ -36,12 +36,12 @@ def poisoned_and_killed(
 ) -> list[tuple[int, int]]:
     """Trained on bad samples and killed, against told to skip; what was skipped."""
     train, bad = FRAMEWORKS[name], SCATTERED if shuffle else BAD
-    told = Told(out=tmp_path / "a", bad=bad, shuffle=shuffle)
+    arguments = ScriptArguments(out=tmp_path / "a", bad=bad, shuffle=shuffle)
     for kill_at in kills:
         with pytest.raises(Killed):
-            train(replace(told, kill_at=kill_at))
-    killed = train(told)
-    other = train(Told(out=tmp_path / "b", bad=(), shuffle=shuffle, skip=killed.skipped))
+            train(replace(arguments, kill_at=kill_at))
+    killed = train(arguments)
+    other = train(ScriptArguments(out=tmp_path / "b", bad=(), shuffle=shuffle, skip=killed.skipped))
     assert killed.skipped == other.skipped and killed.skipped
     assert journal(tmp_path / "a", "discard")
     assert not journal(tmp_path / "b", "discard") and not journal(tmp_path / "b", "rollback")
@@ -73,7 +73,9 @@ def test_a_restart_in_the_second_pass_finds_its_order(tmp_path: Path, name: str)
 
 def others(tmp_path: Path, name: str) -> list[tuple[int, int]]:
     """What a run skips that nobody kills."""
-    return FRAMEWORKS[name](Told(out=tmp_path / "c", bad=SCATTERED, shuffle=True)).skipped
+    return FRAMEWORKS[name](
+        ScriptArguments(out=tmp_path / "c", bad=SCATTERED, shuffle=True)
+    ).skipped
 
 
 def test_the_private_names_are_still_there() -> None:

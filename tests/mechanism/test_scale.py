@@ -13,7 +13,7 @@ import pytest
 
 from scripts.scale import manifest, reports, roll_call
 from scripts.scale.__main__ import markdown
-from scripts.scale.roll_call import in_child, told_by
+from scripts.scale.roll_call import in_child, result_of
 
 ROOT = Path(__file__).parents[2]
 MANY = [pytest.param(number, marks=pytest.mark.full) for number in (4096, 16384)]
@@ -28,7 +28,7 @@ def test_the_roll_call(world_size: int) -> None:
 
 
 def test_a_save_grows_no_faster_than_its_files() -> None:
-    few, many = (told_by(in_child(lambda n=n: manifest.measure(n, size="tiny"))) for n in (64, 256))
+    few, many = (result_of(in_child(lambda n=n: manifest.measure(n, size="tiny"))) for n in (64, 256))
     assert many["pieces"] > 3 * few["pieces"]
     assert many["manifest_bytes"] < 4 * few["manifest_bytes"]
     assert many["files_a_rank_needs"] == few["files_a_rank_needs"] == 2
@@ -37,13 +37,13 @@ def test_a_save_grows_no_faster_than_its_files() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("world_size", [4096, 16384])
 def test_a_save_of_eight_billion_parameters(world_size: int) -> None:
-    told = told_by(in_child(lambda: manifest.measure(world_size, size="8b")))
+    told = result_of(in_child(lambda: manifest.measure(world_size, size="8b")))
     assert told["manifest_bytes"] < 400 * world_size and told["files_a_rank_needs"] == 2
 
 
 @pytest.mark.parametrize("world_size", [256, *MANY])
 def test_a_crash_report(world_size: int) -> None:
-    told = told_by(in_child(lambda: reports.measure(world_size)))
+    told = result_of(in_child(lambda: reports.measure(world_size)))
     assert told["files_for_rank_0"] == world_size // reports.RANKS_PER_NODE
     assert told["bytes_for_rank_0"] < 2_500 * world_size
 

@@ -89,7 +89,7 @@ def disturbed(folder: Path, inject: str | None, *, names: str = NAMES, **named: 
 
 def restart(folder: Path, outcome: Outcome, *, ended_by_itself: bool, told: str) -> None:
     """Start again, hold it against what was promised, and go on."""
-    promises = Promises().after(outcome.told)
+    promises = Promises().after(outcome.facts)
     world = World(folder / "run", lambda kind, value: None)
     try:
         found, resumed = world.open(2)

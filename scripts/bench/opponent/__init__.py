@@ -34,5 +34,5 @@ NAMES = tuple(_KNOWN)
 
 def train(name: str, task: Task, device: torch.device, after_step: Callable[..., bool]) -> None:
     """Train as ``name`` does until ``after_step(mean loss on this rank)`` is true."""
-    module, told = _KNOWN[name]
-    importlib.import_module(f"{__name__}.{module}").train(task, device, after_step, **told)
+    module, arguments = _KNOWN[name]
+    importlib.import_module(f"{__name__}.{module}").train(task, device, after_step, **arguments)

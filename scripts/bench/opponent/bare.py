@@ -162,9 +162,9 @@ def save(loop: BareLoop, out: Path) -> None:
 
 
 def resume(loop: BareLoop, out: Path) -> None:
-    found = checkpoints(out)
-    if found:
-        dcp.load({"app": Saved(loop)}, checkpoint_id=found[-1])
+    stored = checkpoints(out)
+    if stored:
+        dcp.load({"app": Saved(loop)}, checkpoint_id=stored[-1])
         loop.load_data()
 
 
