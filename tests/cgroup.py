@@ -30,7 +30,7 @@ class MemoryGroup:
         return self
 
     def enter(self, pid: int, limit_bytes: int) -> None:
-        """What the process takes from now on counts; what it has already does not."""
+        """Limit memory that the process allocates from now on."""
         (self._folder / self._limit).write_text(str(limit_bytes))
         (self._folder / "cgroup.procs").write_text(str(pid))
 
@@ -44,7 +44,7 @@ class MemoryGroup:
 
 
 def unavailable() -> str | None:
-    """Why no process can be limited here, None when it can."""
+    """Why memory cannot be limited here; None if it can."""
     try:
         with MemoryGroup():
             return None

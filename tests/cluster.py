@@ -64,7 +64,7 @@ Waittime=0
 
 
 def unavailable() -> str | None:
-    """Why there can be no Slurm here, None when there can."""
+    """Why Slurm cannot run here; None if it can."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
         return f"Slurm is not installed (no {', '.join(missing)}); scripts/test.sh does it as root"
@@ -72,7 +72,7 @@ def unavailable() -> str | None:
 
 
 class Machines(Protocol):
-    """Where the daemons run."""
+    """The places where the daemons run."""
 
     def conf(self, nodes: Sequence[str]) -> str: ...
     def start(self, node: str, command: Sequence[str]) -> None: ...
@@ -152,7 +152,7 @@ class Cluster:
         return self._machines
 
     def run(self, *command: str, timeout: float = 60) -> str:
-        """A client command on the controller; its output. It must end well."""
+        """Run a client command on the controller; returns its output. It must succeed."""
         done = subprocess.run(
             self.machines.client(command),
             env=self.environment,
@@ -168,7 +168,7 @@ class Cluster:
         self.machines.start(node, ["slurmd", "-D", "-N", node])
 
     def crash(self, node: str) -> None:
-        """The node is gone: daemon, steps and tasks."""
+        """Kill the node: daemon, steps and tasks."""
         self.machines.crash(node)
 
     def is_idle(self) -> bool:
@@ -181,15 +181,19 @@ class Cluster:
         return {}
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What ``scontrol show job`` says, by key."""
+        """The fields of ``scontrol show job``."""
         text = self.run("scontrol", "show", "job", "--oneliner", job_id)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
-    def until(self, condition: Callable[[], object], description: str, timeout: float = 300) -> None:
-        """Wait until ``seen()`` is true; beside other work a start alone may take a minute."""
+    def until(
+        self, condition: Callable[[], object], description: str, timeout: float = 300
+    ) -> None:
+        """Wait until ``condition()`` is true; under load a start alone may take a minute."""
         limit = time.monotonic() + timeout
         while not condition():
-            assert time.monotonic() < limit, f"not within {timeout:g} s: {description}\n{self.logs()}"
+            assert time.monotonic() < limit, (
+                f"not within {timeout:g} s: {description}\n{self.logs()}"
+            )
             time.sleep(0.1)
 
     def logs(self) -> str:
@@ -198,7 +202,7 @@ class Cluster:
 
 
 class Namespaced:
-    """A namespace a node, and one for the controller."""
+    """One namespace per node, and one for the controller."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -244,7 +248,7 @@ class Namespaced:
 
 
 class Loopback:
-    """Every daemon on 127.0.0.1 with a port of its own; needs no rights at all."""
+    """All daemons on 127.0.0.1 with different ports; needs no privileges."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

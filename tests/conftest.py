@@ -39,7 +39,7 @@ _REAPER = pytest.StashKey[subprocess.Popen[bytes]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Snapshots in memory of the runs under test lie apart from everybody else's.
+    """Keep memory snapshots of the tests separate from those of other runs.
 
     A process of its own ends what the session leaves, since a session may end at any moment.
     """
@@ -66,14 +66,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _ends_what_it_began() -> Iterator[None]:
-    """Also when a test fails, or runs into its time-out."""
+    """Clean up, also if a test fails or times out."""
     yield
     run.end_all()
 
 
 @pytest.fixture(autouse=True)
 def _our_logger_is_as_at_first() -> Iterator[None]:
-    """A program's ``log.begin`` would make the tests after it print what they do not expect.
+    """Undo a program's ``log.begin``, which would change the output of later tests.
 
     Before a test as well: what began it may have been a fixture of more than one.
     """

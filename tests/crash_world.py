@@ -62,7 +62,7 @@ class One:
 
 
 class Holder:
-    """One tensor in two named halves."""
+    """A state with one tensor in two named halves."""
 
     replica = (0, 1)
 
@@ -90,7 +90,7 @@ class Holder:
 
 @dataclass
 class Saved:
-    """What was handed to a save."""
+    """The values that were passed to a save."""
 
     step: int
     cursor: int
@@ -100,7 +100,7 @@ class Saved:
 
 @dataclass
 class Promises:
-    """What has been promised, carried on from one incarnation to the next."""
+    """What was promised so far, over all incarnations."""
 
     incarnation: int = 0
     lines: list[Any] = field(default_factory=list)  # incidents in the journal
@@ -126,7 +126,7 @@ class Promises:
         )
 
     def take(self, kind: str, value: Any) -> None:
-        """One fact more; values are JSON's."""
+        """Add one fact; its value is JSON."""
         if kind == "incarnation":
             self.incarnation = max(self.incarnation, value)
         elif kind == "line begun":
@@ -141,7 +141,7 @@ class Promises:
             getattr(self, kind).update(value)
 
     def _found(self, lines: list[Any], records: dict[int, str]) -> None:
-        """A restart goes on from what it found, all of it durable by now."""
+        """The promises after a restart: everything that it found is durable."""
         self.lines = list(lines)
         self.begun_lines = list(lines)
         self.committed = set(records)
@@ -149,7 +149,7 @@ class Promises:
         self.leaving.clear()
 
     def after(self, facts: Sequence[tuple[str, Any]]) -> Promises:
-        """These promises and the ones of a trace."""
+        """These promises and those of a trace."""
         updated = self.copy()
         for kind, value in facts:
             updated.take(kind, value)
@@ -157,7 +157,7 @@ class Promises:
 
 
 class World:
-    """One incarnation: opens what lies in ``out``, then does what it is told.
+    """One incarnation: opens the run in ``out``, then follows instructions.
 
     Args:
         fact: takes each promise at the moment it is made.
@@ -174,7 +174,7 @@ class World:
         self.loaded: tuple[int, list[float]] = (0, [])  # serial and values; 0: begun anew
 
     def open(self, number: int) -> tuple[RunInventory, Resumed]:
-        """As ``Session.open`` does it; ``number`` orders the launches."""
+        """Open the run like ``Session.open``; ``number`` orders the launches."""
         ranks = cast(Any, One())
         launch = JobEnv(job="j", order=(number, 0), step="", end_time=None, has_agent=False)
         fence = claim_run_dir(self.dir, ANY_CONFIG, launch, ranks, len)
@@ -225,7 +225,7 @@ class World:
         return inventory, resumed
 
     def close(self) -> None:
-        """Let go of thread and files."""
+        """Release thread and files."""
         if hasattr(self, "ring"):
             self.ring.close(wait=True)
 
@@ -281,7 +281,7 @@ class World:
         self.state.cursor = stop
 
     def roll_back(self) -> None:
-        """As ``Recovery.roll_back``; nothing where there is no clean checkpoint."""
+        """Roll back like ``Recovery.roll_back``; does nothing without a clean checkpoint."""
         targets = rollback_targets(
             self.ring.records, cursor=self.state.cursor, step=self.state.step
         )
@@ -306,7 +306,7 @@ class World:
         self.state.load_json(manifest.train_state)
 
     def distrust(self, good_step: int) -> None:
-        """As ``ReplicaInspector`` does it when copies differ; the run ends after it."""
+        """Taint like ``ReplicaInspector`` when copies differ; the run ends afterwards."""
         serials = {r.serial for r in self.ring.records if r.step > good_step}
         self._fact("distrusted", sorted(serials))
         self.add(
@@ -318,7 +318,7 @@ class World:
 
 
 class _Store(CheckpointDirectory):
-    """Says what each call promised when it returned."""
+    """Records what each call promised when it returned."""
 
     def __init__(self, folder: Path, fence: Any, fact: Fact) -> None:
         super().__init__(folder, owner=fence.number, check=fence.check)
@@ -391,11 +391,11 @@ def _check_lines(own: list[dict[str, Any]], promises: Promises) -> None:
         f"of {len(promised)} acknowledged journal lines {len(own)} are there or they differ"
     )
     begun = [_plain(line) for line in promises.begun_lines]
-    assert all(line in begun for line in own[len(promised) :]), "a line that nobody wrote"
+    assert all(line in begun for line in own[len(promised) :]), "a line that was never written"
 
 
 def _abandoned(lines: Sequence[Mapping[str, Any]]) -> set[int]:
-    """What rollbacks left behind."""
+    """The serials that rollbacks abandoned."""
     spans = [line["detail"] for line in lines if line["kind"] == "rollback"]
     return {s for detail in spans for s in range(detail["serial"] + 1, detail["next_serial"])}
 
@@ -429,7 +429,7 @@ def _check_checkpoints(
 
 
 def _loaded(world: World, promises: Promises) -> int:
-    """The serial of what is in the holder now; 0 for a run begun anew. Its values must fit."""
+    """The serial of the loaded checkpoint, whose values must match; 0 for a new run."""
     serial, values = world.loaded
     if serial == 0:
         assert not promises.committed, "a run that had checkpoints began anew"

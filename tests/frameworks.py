@@ -1,4 +1,4 @@
-"""Training scripts under other people's frameworks, each with a guard in it.
+"""Training scripts in other frameworks, each with a guard.
 
 Called by tests in one process, or on several: ``torchrun frameworks.py FRAMEWORK OUT TODO...``.
 TODO: ``poison`` (KILL_AT in the environment: rank 1 is killed in that step, once), ``told`` (told
@@ -63,7 +63,7 @@ class ScriptArguments:
 
 @dataclass(kw_only=True)
 class Ended:
-    """What is left, and what was skipped."""
+    """The final state, and the skipped batches."""
 
     state: dict[str, Any]
     skipped: list[tuple[int, int]] = field(default_factory=list)
@@ -91,7 +91,7 @@ def num_ranks() -> int:
 
 
 class TinyNet(nn.Module):
-    """NaN wherever the bad token stands."""
+    """The trainer class with a loss that is NaN for the bad token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def hf_arguments(arguments: ScriptArguments) -> dict[str, Any]:
 
 
 def poisoned(trainer: type) -> type:
-    """Its loss is NaN wherever the bad token stands."""
+    """A trainer whose loss is NaN for the bad token."""
 
     class Poisoned(trainer):  # type: ignore[misc,valid-type]
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
@@ -153,7 +153,7 @@ def poisoned(trainer: type) -> type:
 
 
 def fit_hf(trainer: Any, arguments: ScriptArguments) -> Ended:
-    """Train with a guard, and a callback that kills."""
+    """Train with a guard, and with a callback that kills the process."""
     from transformers import TrainerCallback
 
     from runner.integrations.hf import guard_trainer
@@ -180,7 +180,7 @@ def train_hf(script: ScriptArguments) -> Ended:
 
 
 def train_sft(script: ScriptArguments) -> Ended:
-    """TRL's, on rows that are tokenized already."""
+    """TRL's trainer, on tokenized rows."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

@@ -1,4 +1,4 @@
-"""A training script of somebody's own, for the drills: python guarded_script.py OUT LAYOUT TODO...
+"""A user's training script, for the drills: python guarded_script.py OUT LAYOUT TODO...
 
 LAYOUT: ``plain``, ``ddp``, ``fsdp``, or ``sampler``: DDP with a DataLoader that has our sampler.
 
@@ -51,7 +51,7 @@ def data(rank: int, *, poison: bool) -> list[torch.Tensor]:
 
 
 def sampled(*, poison: bool) -> Any:
-    """A DataLoader with our sampler; of each bad batch the sample that rank 1 is dealt is bad."""
+    """A DataLoader with our sampler; in each bad batch, rank 1's sample is bad."""
     per_batch = 12
     num = NUM * per_batch
     samples = torch.randn(num, DIM, generator=torch.Generator().manual_seed(7))

@@ -1,4 +1,4 @@
-"""Models from elsewhere, for tests: what users bring, small enough to learn in seconds."""
+"""Users' models, for tests: small enough to learn in seconds."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Normed(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Draws from numpy, which nobody seeds, in forward or in the constructor."""
+    """Draws from numpy's unseeded generator, in forward or in the constructor."""
 
     def __init__(self, vocab_size: int, where: str = "forward", hidden: int = 8) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Looking(nn.Module):
 
 
 class Misshapen(nn.Module):
-    """Gives one number a sequence where logits are asked for."""
+    """Returns one number per sequence instead of logits."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def gpt2(vocab_size: int, seq_len: int, dropout: float = 0.0) -> nn.Module:
 
 
 def lora(vocab_size: int, seq_len: int) -> nn.Module:
-    """That Llama, of which only PEFT's low-rank parts are trained."""
+    """The same Llama, of which only PEFT's adapters are trained."""
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
@@ -208,7 +208,7 @@ def _no_marks() -> dict[str, Any]:
 
 
 def nothing(vocab_size: int) -> str:
-    """Is no model."""
+    """Not a model."""
     return f"a model of {vocab_size} tokens"
 
 

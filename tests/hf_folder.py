@@ -1,4 +1,4 @@
-"""Folders as Hugging Face models come in, made here from a config with random weights."""
+"""Creates folders of Hugging Face models with random weights."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def tokenizer(folder: Path) -> Path:
 
 
 def loaded(folder: Path) -> Any:
-    """By transformers, in FP32, for use."""
+    """Load a folder with transformers, in FP32."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

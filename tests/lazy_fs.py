@@ -15,7 +15,7 @@ import fuse
 
 
 class Lazy(fuse.Operations):  # type: ignore[misc]
-    """Everything goes through to the backing folder, bytes only when they are synced."""
+    """Passes operations on to the backing folder, but bytes only when they are synced."""
 
     def __init__(self, backing: str) -> None:
         self._backing = backing

@@ -1,4 +1,4 @@
-"""Made training curves: healthy ones of many kinds, and each signature laid into such a one.
+"""Synthetic training curves: healthy ones of many kinds, and one for each signature.
 
 The shape is a power law down to a floor, as of language models; the noise of a batch has heavy
 tails and grows with the level. Nothing here knows the rules of runner/reading.
@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 @dataclass
 class Made:
-    """Columns of a file; NaN where a cell is empty. ``losses`` of NaN are trouble."""
+    """Columns of a file; NaN for an empty cell, but a NaN in ``losses`` is a bad loss."""
 
     steps: Floats
     loss: Floats
@@ -30,7 +30,7 @@ class Made:
         return Curve.of(self.steps, self.loss, self.grad_norm, self.further)
 
     def csv(self) -> str:
-        """A file of it, under names that trackers use."""
+        """The curve as CSV, with column names that trackers use."""
         names = {"lr": "learning_rate", "eval_loss": "eval/loss", "epoch": "train/epoch"}
         columns = {"step": self.steps, "train/loss": self.loss, "grad_norm": self.grad_norm}
         columns |= {names.get(name, name): values for name, values in self.further.items()}
@@ -72,7 +72,7 @@ def healthy(
     evaluations: int = 0,
     drop: float = 0.0,
 ) -> Made:
-    """A training that goes well; what is not given is drawn."""
+    """A healthy training; values that are not given are drawn."""
     rows = rows or int(random.choice([200, 400, 1000, 3000]))
     kind = kind or str(random.choice(["constant", "cosine", "linear", "wsd"]))
     start = start or float(np.log(random.choice([64, 256, 4096, 50304])))
@@ -105,7 +105,7 @@ def _bumpy(random: np.random.Generator, rows: int, size: float) -> Floats:
 
 
 def _evaluated(random: np.random.Generator, trend: Floats, number: int) -> Floats:
-    """At so many rows the trend with little noise; NaN between."""
+    """The trend with little noise at this many rows; NaN elsewhere."""
     losses = np.full(len(trend), np.nan)
     at = np.linspace(len(trend) // number, len(trend) - 1, number).astype(int)
     losses[at] = trend[at] * (1 + 0.002 * random.standard_normal(number))
@@ -126,7 +126,7 @@ def _small_unit(random: np.random.Generator) -> Made:
 
 
 def _single_outliers(random: np.random.Generator) -> Made:
-    """Hard batches that are a few deviations off, as in any corpus."""
+    """Single hard batches a few deviations off, as in any corpus."""
     curve = healthy(random, rows=3000)
     sigma = np.median(np.abs(np.diff(curve.loss)))
     curve.loss[random.integers(200, 3000, 8)] += 4 * sigma
@@ -134,7 +134,7 @@ def _single_outliers(random: np.random.Generator) -> Made:
 
 
 def _mid_warmup(random: np.random.Generator) -> Made:
-    """Stopped within a warm-up, but learning."""
+    """Stopped during the warm-up, but learning."""
     curve = healthy(random, rows=200, kind="constant", drop=0.45)
     curve.further["lr"] = np.linspace(1e-6, 1e-4, 200)
     return curve
@@ -210,7 +210,7 @@ def _rate_too_high_by_updates(random: np.random.Generator) -> Made:
 
 
 def _flat(random: np.random.Generator) -> Made:
-    """Learns next to nothing after the first rows."""
+    """Learns almost nothing after the first rows."""
     curve = healthy(random, rows=500, drop=0.08, kind="constant", start=float(np.log(4096)))
     curve.further["lr"] = schedule("constant", 500, 1e-3)
     return curve

@@ -1,4 +1,4 @@
-"""Run directories made without training: what a run leaves, to any length, with planted trouble."""
+"""Writes run directories without training, of any length, with planted incidents."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Made:
     _lines: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, out: Path) -> Path:
-        """All its files; returns ``out``."""
+        """Write all files of the run; returns ``out``."""
         out.mkdir(parents=True, exist_ok=True)
         self._lines = [incident("start", 0, decision="begin", time=BEGAN, detail=self._start())]
         with (out / "metrics.jsonl").open("w") as file:
@@ -78,7 +78,7 @@ class Made:
         return out
 
     def metrics(self) -> Iterator[dict[str, Any]]:
-        """Its lines; what they are with is put into the journal."""
+        """The metrics lines; also collects the journal's lines."""
         clock, cursor, step, has_gone_back = BEGAN + 1, 0, 0, False
         while step < self.steps:
             step += 1
@@ -166,7 +166,7 @@ class Made:
         )  # fmt: skip
 
     def _write_evidence(self, out: Path, number: int, line: dict[str, Any]) -> None:
-        """As an explained step leaves it."""
+        """Write the evidence of an explained step."""
         line["detail"]["cause"]["bundle"] = number
         folder = out / "explanations" / f"{number:06d}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ class Made:
         (folder / "samples.txt").write_text(f"step: data\n\nposition 3: {self.excerpt}\n")
 
     def _write_sides(self, out: Path) -> None:
-        """What lies beside the metrics."""
+        """Write the files beside the metrics."""
         looks = range(self.look_every, self.steps + 1, self.look_every)
         if self.layers:
             write_lines(out / "layers.jsonl", (self._look(step) for step in looks))

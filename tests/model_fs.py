@@ -67,13 +67,13 @@ Disk = Mapping[str, bytes | None]  # path within the root -> contents; None: a f
 
 
 class Chooser(Protocol):
-    """What the crash does with each thing that is not durable."""
+    """Decides what a crash does with everything that is not durable."""
 
     def keeps(self) -> bool:
-        """Whether a change of a name has happened."""
+        """Whether a change of a name survives."""
 
     def contents(self, durable: bytes, writes: Sequence[Write]) -> bytes:
-        """What a file with unsynced writes holds."""
+        """The content of a file with unsynced writes."""
 
 
 def applied(data: bytes, writes: Sequence[Write]) -> bytes:
@@ -180,7 +180,7 @@ class Trace:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Trace]:
-        """While it lasts, Python's file functions tell this trace."""
+        """Record Python's file functions in this trace inside of the context."""
         patches = _patches(self)
         kept = {(module, name): getattr(module, name) for module, name in patches}
         for (module, name), function in patches.items():
@@ -193,7 +193,7 @@ class Trace:
 
 
 class _Start:
-    """What lay in the root when the trace began: all of it durable."""
+    """The content of the root when the trace began, which is durable."""
 
     def __init__(self, trace: Trace) -> None:
         self.inodes: dict[int, _Inode] = {}
@@ -224,7 +224,7 @@ def _site() -> str:
 
 
 class _File(io.FileIO):
-    """Tells the trace what is written."""
+    """A file that records writes in the trace."""
 
     trace: Trace
 
@@ -261,7 +261,7 @@ def _patches(trace: Trace) -> dict[tuple[Any, str], Callable[..., Any]]:
 
 
 class _Patched:
-    """Python's functions, each done in earnest and told to the trace."""
+    """Python's functions, which do their work and record it in the trace."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

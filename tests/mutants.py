@@ -1,4 +1,4 @@
-"""Faults put into the code on purpose: does any test see them?
+"""Puts faults into the code on purpose, and checks that a test fails.
 
     python -m tests.mutants               # all of them, in copies of the tree
     python -m tests.mutants NAME...       # some
@@ -378,7 +378,7 @@ NAMES = [mutant.name for mutant in MUTANTS]
 
 
 class Refused(Exception):
-    """A fault that cannot be put in."""
+    """The fault cannot be put into the code."""
 
 
 def copy_tree(into: Path) -> None:

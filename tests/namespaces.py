@@ -22,7 +22,7 @@ from types import TracebackType
 
 
 def unavailable() -> str | None:
-    """Why there can be no namespaces here, None when there can."""
+    """Why namespaces cannot be used here; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if not (shutil.which("ip") and shutil.which("unshare") and shutil.which("nsenter")):
@@ -123,14 +123,14 @@ class Network:
         unshare.wait()
 
     def command(self, node: str, arguments: Sequence[str]) -> list[str]:
-        """The words, to be run on the node."""
+        """The command that runs ``arguments`` on the node."""
         inside = ["nsenter", "-t", str(self._init(node)), "-n", "-u", "-m", "-p"]
         return [*inside, f"--wd={os.getcwd()}", *arguments]
 
     def start(
         self, node: str, arguments: Sequence[str], *, log: Path, env: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Begin a command on the node; its output is appended to ``log``."""
+        """Start a command on the node; its output is appended to ``log``."""
         with log.open("ab") as file:
             return subprocess.Popen(
                 self.command(node, arguments),
@@ -142,14 +142,14 @@ class Network:
             )
 
     def cut(self, node: str) -> None:
-        """Take the node's port off the bridge: packets vanish, nobody is told."""
+        """Take the node's port off the bridge: packets vanish without an error."""
         _do("ip", "-n", self._space("bridge"), "link", "set", f"p{node}", "nomaster")
 
     def heal(self, node: str) -> None:
         _do("ip", "-n", self._space("bridge"), "link", "set", f"p{node}", "master", "br0")
 
     def processes(self, node: str) -> dict[int, str]:
-        """What runs on the node but its init, by process id as seen from outside."""
+        """The node's processes except its init, by process id as seen from outside."""
         processes = {}
         done = _try("ip", "netns", "pids", self._space(node))
         own = {self._inits[node].pid, self._init(node)} if node in self._inits else set()

@@ -1,4 +1,4 @@
-"""Ends what a test session began, however the session itself ends: also by SIGKILL or a time-out.
+"""Ends the processes of a test session, however the session ends: also by SIGKILL or a time-out.
 
 Every process that a test starts inherits a mark in its environment. This one waits for the end of
 the session's pipe, and then kills whatever still has the mark. ``python -S -E reaper.py MARK DIR``
@@ -32,7 +32,7 @@ def marked(mark: str) -> set[int]:
 
 
 def end_marked(mark: str, *, spare: frozenset[int] = frozenset()) -> set[int]:
-    """SIGKILL until none is left: those that are being born are found the next time.
+    """Send SIGKILL until no process is left, also those that are started meanwhile.
 
     Returns:
         those that were still alive at the first look.

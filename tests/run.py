@@ -1,4 +1,4 @@
-"""Starts real runs and reads what they leave: the drills' hands and eyes."""
+"""Starts real runs for the drills, and reads their files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Result:
 
     @property
     def tail(self) -> str:
-        """What to show when something is not as it should be."""
+        """The end of the output, to show if an assertion fails."""
         return self.text[-3000:]
 
     def journal(self, kind: str | None = None) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ class Result:
         return [line for line in lines if kind is None or line["kind"] == kind]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines without timings."""
+        """The metrics without timings."""
         return without_timings(read_lines(self.out / "metrics.jsonl"))
 
     def counted(self) -> dict[int, dict[str, Any]]:
@@ -101,7 +101,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def command(
     out: Path, *overrides: str, ranks: int = 2, restarts: int = 0, program: Path | None = None
 ) -> list[str]:
-    """``program``: a script that does something of its own and then calls the runner."""
+    """The command; ``program`` is a script that calls the runner after preparations."""
     arguments = [*(["-m", "runner"] if program is None else [str(program)])]
     arguments += [f"out={out}", *TINY, *_bf16_for_zero(overrides), *unbroken(overrides)]
     if ranks == 0:  # no launcher at all
@@ -116,7 +116,7 @@ _more_faults: list[str] = []
 
 @contextlib.contextmanager
 def nothing_breaks() -> Iterator[None]:
-    """No collective of the runs begun meanwhile raises because a peer is gone, as over NCCL."""
+    """Runs started inside of it have no collective that raises when a peer dies, as over NCCL."""
     _more_faults.append(NO_BREAK)
     try:
         yield
@@ -138,7 +138,7 @@ def unbroken(overrides: Sequence[str]) -> list[str]:
 
 
 def _bf16_for_zero(overrides: Sequence[str]) -> list[str]:
-    """What DeepSpeed's engines compute in; a run that changes engines asks for it throughout."""
+    """The precision of DeepSpeed's engines; a run that changes engines uses it throughout."""
     zero = any(word.startswith("parallel=zero") for word in overrides)
     return ["model.precision=bf16"] if zero else []
 
@@ -162,13 +162,13 @@ def train(
 
 @dataclass(frozen=True)
 class Started:
-    """A command under way, in a session of its own."""
+    """A running command, in its own session."""
 
     out: Path
     process: subprocess.Popen[str]
 
     def wait(self, timeout: float = 400) -> Result:
-        """To its end; what still lives after ``timeout`` seconds is killed and the test fails."""
+        """Wait until it ends; after ``timeout`` seconds kill everything and fail the test."""
         try:
             text, _ = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -203,7 +203,7 @@ class Started:
             time.sleep(0.01)
 
     def until(self, condition: Callable[[Path], bool], timeout: float = 300) -> None:
-        """Wait for something to be seen in ``out``, or for the command's end."""
+        """Wait until a condition on ``out`` holds, or the command ends."""
         limit = time.monotonic() + timeout
         while not condition(self.out) and self.process.poll() is None:
             assert time.monotonic() < limit, f"not seen within {timeout:g} s"
@@ -219,7 +219,7 @@ def start(
     program: Path | None = None,
     cold: bool = False,
 ) -> Started:
-    """Begin one command; torchrun restarts the ranks up to ``restarts`` times.
+    """Start one command; torchrun restarts the ranks up to ``restarts`` times.
 
     ``cold``: with new interpreters, for a program that changes what others import.
     """
@@ -243,7 +243,7 @@ _begun: list[Started] = []
 
 
 def end_all() -> None:
-    """Kill what :func:`start` has begun since the last call and nobody has waited for."""
+    """Kill commands that :func:`start` began since the last call and that were not waited for."""
     while _begun:
         started = _begun.pop()
         if started.process.poll() is None or started.pids():
@@ -298,7 +298,7 @@ def finish(
     program: Path | None = None,
     cold: bool = False,
 ) -> Result:
-    """:func:`train`, which must end well."""
+    """:func:`train`, which must succeed."""
     result = train(out, *overrides, ranks=ranks, restarts=restarts, program=program, cold=cold)
     assert result.code == 0, result.tail
     assert result.summary["status"] == "done", result.tail

@@ -1,4 +1,4 @@
-"""Starts a training script of somebody's own under torchrun, with restarts, for the drills."""
+"""Starts a user's training script under torchrun, with restarts, for the drills."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 2
 def ends_of(
     script: str, out: Path, *arguments: str, restarts: int = 0, zero: bool = False, **env: str
 ) -> list[dict[str, Any]]:
-    """What each rank leaves in ``out/rankN.json``.
+    """Run the script; returns what each rank wrote to ``out/rankN.json``.
 
     Args:
         script: under tests/.

@@ -55,7 +55,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What fails is written down for tests/side_by_side.py."""
+    """Record failures for tests/side_by_side.py."""
     report = yield
     share = item.config.getoption("--share")
     if report.failed and share is not None:

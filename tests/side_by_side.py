@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def may_be_repeated(failed: Sequence[str]) -> bool:
-    """Few of them, and only drills."""
+    """Whether the failures are few, and only drills."""
     return 0 < len(failed) <= REPEATED and all(name.startswith(DRILLS) for name in failed)
 
 
@@ -125,7 +125,7 @@ def _lines(path: Path) -> list[str]:
 def _ended_with_this_process(
     began: Sequence[tuple[subprocess.Popen[bytes], Path | None]],
 ) -> Iterator[None]:
-    """Also when this one is told to stop."""
+    """End the sessions, also if this process gets a signal to stop."""
 
     def stop(number: int, _: object) -> None:
         raise SystemExit(128 + number)

@@ -16,7 +16,7 @@ BUCKET = "runs"
 
 
 class Store:
-    """What it holds outlives :meth:`stop`, as a store's disks would.
+    """A server whose contents outlive :meth:`stop`, like a store's disks.
 
     ``puts`` has the keys that were written, in order; ``dies_at`` the number of the write
     (from 1) that brings the server down half way. ``loses_answers`` cuts the connection after so
@@ -41,7 +41,7 @@ class Store:
 
     @property
     def env(self) -> dict[str, str]:
-        """What a run needs to find it; nothing of it is in the run's settings."""
+        """The environment with which a run reaches it; the run's settings do not contain it."""
         return {
             "AWS_ACCESS_KEY_ID": "an-access-key",
             "AWS_SECRET_ACCESS_KEY": "a-very-secret-key",

@@ -1,4 +1,4 @@
-"""A process of its own under strace: one system call is killed at, or made to fail.
+"""Runs a function in a process under strace, which is killed at one system call, or sees it fail.
 
 The process is forked from this one, which has everything imported, and waits until strace is
 attached; so ``when=N`` counts the calls of the work alone. It has one thread.
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``killed`` by the signal; else ``error`` is what it died of, None when it went to its end.
+    """``killed`` by the signal; else ``error`` is its exception, None if it finished.
 
     ``facts`` are those that it noted in time.
     """
@@ -71,7 +71,7 @@ class SharedFacts:
 
 
 class Inline:
-    """An executor without a thread: what is submitted is done at once."""
+    """An executor without a thread: it runs submitted work at once."""
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         done: Future[Any] = Future()
@@ -87,7 +87,7 @@ class Inline:
 
 @cache
 def why_not() -> str | None:
-    """Why strace cannot be used here; None where it can."""
+    """Why strace cannot be used here; None if it can."""
     if shutil.which("strace") is None:
         return "strace is not installed (bash scripts/test.sh installs it as root on Debian)"
     done = subprocess.run(
@@ -106,7 +106,7 @@ def run(
     before: Callable[[], None] = lambda: None,
     log: Path,
 ) -> Outcome:
-    """``work(note)`` in a child of its own under strace, with ``inject`` done to it.
+    """Run ``work(note)`` in a child under strace, with the injection ``inject``.
 
     Args:
         before: called in the child before strace counts.

@@ -1,4 +1,4 @@
-"""Trackers of a user's own, for tests: one that writes all down, and ones that do not work."""
+"""Users' trackers, for tests: one that records everything, and some that fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Recorder:
-    """Everything it is told, a JSON line each."""
+    """Writes every call as a JSON line."""
 
     def __init__(self, path: str, run_id: str, digest: str, config: Mapping[str, Any]) -> None:
         self._path = Path(path)

@@ -1,4 +1,4 @@
-"""Processes that have torch and the runner imported already: a drill's ranks start in no time.
+"""Processes with torch and the runner already imported, so that a drill's ranks start at once.
 
 Importing them takes most of a small run's processor time, three times over with a launcher and
 two ranks. So one process imports them once a session and forks. What is forked is a process like
@@ -112,7 +112,7 @@ def finished(
 def torchrun(
     arguments: Sequence[str], *, ranks: int, timeout: float, zero: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """:func:`finished` for a program on several ranks: ``-m MODULE`` or a script, and its words."""
+    """:func:`finished` for a program on several ranks: ``-m MODULE`` or a script."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, f"--nproc-per-node={ranks}", *arguments]
     return finished(command, timeout=timeout, zero=zero)
@@ -123,7 +123,7 @@ def _is_zero(word: str) -> bool:
 
 
 def _hand_over(popen: Any, args: Sequence[str], rest: Sequence[Any], to: Any) -> None:
-    """In the place of fork and exec in ``Popen``, with the arguments of Python 3.11 to 3.14."""
+    """Replaces fork and exec in ``Popen``, with the arguments of Python 3.11 to 3.14."""
     # executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
     # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, ...
     cwd, env, to_child, to_parent, to_errors = (rest[place] for place in (4, 5, 9, 12, 14))
@@ -223,7 +223,7 @@ def _zygote(for_zero: bool) -> Zygote:
 
 
 def close() -> None:
-    """At the session's end."""
+    """Close the zygotes at the end of the session."""
     while _made:
         _made.popitem()[1].close()
 
@@ -239,7 +239,7 @@ def _send(to: socket.socket, job: Mapping[str, Any], files: Sequence[int]) -> No
 
 
 def _receive(source: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """A job and its three files; None where the other side has gone."""
+    """Receive a job and its three files; None if the other side has closed."""
     header, files, _, _ = socket.recv_fds(source, 8, 3)
     if not header:
         return None
@@ -354,7 +354,7 @@ def _have_ready(num_stubs: int) -> None:
 
 
 def _show(args: Sequence[str], env: Mapping[str, str]) -> None:
-    """Let /proc tell this process's own command line and environment, as after exec."""
+    """Make /proc show this process's own command line and environment, as after exec."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, last, env_first, env_last = map(int, fields[45:49])  # see proc(5)
     data = b"".join(word.encode() + b"\0" for word in args)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from runner.distributed.env import RankEnv
 from runner.health.start_watch import StartWatch
-from scripts.scale.roll_call import RANKS_PER_NODE, in_child, own_network, told_by
+from scripts.scale.roll_call import RANKS_PER_NODE, in_child, own_network, result_of
 
 _SECONDS = 8.0
 _STACK_BYTES = 1 << 19
@@ -30,7 +30,7 @@ def _cpu_seconds(pid: int) -> float:
 
 def measure(world_size: int) -> dict[str, Any]:
     """The store's share of a core, and how long it takes until all nodes know of a death."""
-    return told_by(in_child(lambda: _measure(world_size)))
+    return result_of(in_child(lambda: _measure(world_size)))
 
 
 def _measure(world_size: int) -> dict[str, Any]:
@@ -49,9 +49,9 @@ def _measure(world_size: int) -> dict[str, Any]:
 
     server = in_child(serve)
     port = int(os.read(port_read, 20))
-    leaders = told_by(in_child(lambda: _lead(world_size, port, server[0])))
+    leaders = result_of(in_child(lambda: _lead(world_size, port, server[0])))
     os.close(over_write)
-    told_by(server)
+    result_of(server)
     return leaders
 
 
@@ -76,13 +76,13 @@ def _lead(world_size: int, port: int, server: int) -> dict[str, Any]:
     time.sleep(_SECONDS)
     share = (_cpu_seconds(server) - cpu) / (time.monotonic() - began)
     watches[len(watches) // 2].tell("rank 1: killed")
-    told = time.monotonic()
-    while not all(watch.problem for watch in watches) and time.monotonic() < told + 60:
+    posted = time.monotonic()
+    while not all(watch.problem for watch in watches) and time.monotonic() < posted + 60:
         time.sleep(0.05)
     return {
         "nodes": len(watches),
         "server_share_of_a_core": round(share, 4),
-        "told_all_seconds": round(time.monotonic() - told, 2),
+        "told_all_seconds": round(time.monotonic() - posted, 2),
         "num_told": sum("rank 1" in watch.problem for watch in watches),
     }
 

@@ -28,7 +28,9 @@ def test_the_roll_call(world_size: int) -> None:
 
 
 def test_a_save_grows_no_faster_than_its_files() -> None:
-    few, many = (result_of(in_child(lambda n=n: manifest.measure(n, size="tiny"))) for n in (64, 256))
+    few, many = (
+        result_of(in_child(lambda n=n: manifest.measure(n, size="tiny"))) for n in (64, 256)
+    )
     assert many["pieces"] > 3 * few["pieces"]
     assert many["manifest_bytes"] < 4 * few["manifest_bytes"]
     assert many["files_a_rank_needs"] == few["files_a_rank_needs"] == 2
