@@ -122,8 +122,8 @@ class Replay:
         return Finding(
             cause=Cause.transient,
             remedy=Remedy.redo,
-            why=f"computed {_REPEATS} times again from the same samples and weights the step is "
-            f"good each time, and {_rank_sentence(named, ranks)}",
+            why=f"the step is good in {_REPEATS} repetitions from the same samples and weights; "
+            f"{_rank_sentence(named, ranks)}",
             refutation="the step is bad again",
             is_tried=True,
             ranks=named,
@@ -377,17 +377,17 @@ def _intermittent(good: Sequence[Reading], bad: Sequence[Reading]) -> Finding:
         return Finding(
             cause=Cause.sticky,
             remedy=Remedy.redo,
-            why=f"what rank {rank} computes is bad now and then ({len(bad)} times of "
-            f"{len(bad) + len(good)}), with the same samples and weights; all other ranks' numbers "
-            "are the same each time",
+            why=f"rank {rank} computes bad numbers intermittently ({len(bad)} of "
+            f"{len(bad) + len(good)} times) from the same samples and weights; all other ranks' "
+            "numbers are the same each time",
             refutation="another rank's numbers differ, or none",
             is_tried=True,
             ranks=(rank,),
         )
     return inconclusive(
         Cause.not_reproducible,
-        "the same step is good at one time and bad at another: a device that fails now and then, "
-        "or a computation that does not repeat",
+        "the same step is sometimes good and sometimes bad: a device that fails intermittently, "
+        "or a computation that is not deterministic",
     )
 
 
@@ -397,8 +397,8 @@ def _differing_copy(ranks: Sequence[int]) -> Finding:
     return Finding(
         cause=Cause.state,
         remedy=Remedy.go_back,
-        why=f"what rank {who} computes is bad, whichever samples it has, and its copy of the "
-        "weights is not the others'",
+        why=f"all samples are bad on rank {who}, and its copy of the weights differs from the "
+        "others",
         refutation="the copies are equal",
         is_tried=True,
         ranks=tuple(ranks),
@@ -407,12 +407,11 @@ def _differing_copy(ranks: Sequence[int]) -> Finding:
 
 def _sticky(ranks: Sequence[int]) -> Finding:
     who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    verb = "compute" if len(ranks) > 1 else "computes"
     return Finding(
         cause=Cause.sticky,
         remedy=Remedy.ladder,
-        why=f"what {who} {verb} is bad, their own samples, their neighbours' and known good ones "
-        "alike, and good elsewhere",
+        why=f"all samples are bad on {who}: its own, its neighbours' and known good ones; on "
+        "other ranks they are good",
         refutation="it follows the samples to another rank",
         is_tried=True,
         ranks=tuple(ranks),
@@ -421,10 +420,10 @@ def _sticky(ranks: Sequence[int]) -> Finding:
 
 def _rank_sentence(named: tuple[int, ...], differing: set[int]) -> str:
     if named:
-        return f"it was rank {named[0]} whose own numbers were others"
+        return f"only the numbers of rank {named[0]} had differed"
     if differing:
-        return f"the numbers of {len(differing)} ranks were others: nobody can be named"
+        return f"the numbers of {len(differing)} ranks had differed: no single rank can be named"
     return (
         "every rank's losses and activations' gradients were the same: a weight's gradient or the "
-        "sum over ranks was wrong, and nobody can be named"
+        "sum over ranks was wrong, and no rank can be named"
     )
