@@ -2,7 +2,8 @@
 
 Compares synchronous checkpoints, checkpoints written in the background, and
 snapshots in memory with a disk ring below them, each at its best interval. Missing numbers
-come from a run's own records (--run), then from a preset.
+come from a run's own records (--run), then from a preset. With --ranks and the settings of a run
+it says instead what a rank's memory would have to hold.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def plan_command(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: an option is missing or out of bounds.
     """
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
+    if options.ranks is not None or options.overrides:
+        return _of_memory(options)
     values = _values(options)
     costs = _costs(values, mirrored=options.mirror)
     plans = [plan(costs, _TIERS[name]) for name in _tiers(options.tiers)]
@@ -88,6 +91,34 @@ def plan_command(arguments: Sequence[str]) -> int:
     else:
         _print(values, costs, plans)
     return 0
+
+
+def _of_memory(options: Any) -> int:
+    """
+    Raises:
+        ConfigError: no ``--ranks``, or options that are not of memory.
+    """
+    if options.ranks is None:
+        raise ConfigError(
+            f"plan {options.overrides[0]}: settings are for a plan of memory, which needs to know "
+            "over how many ranks: --ranks N"
+        )
+    others = [*_BOUNDS, "params", "run", "preset"]
+    given = [f"--{name.replace('_', '-')}" for name in others if getattr(options, name) is not None]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: not with --ranks, which plans memory; leave out either"
+        )
+    from runner.command.plan_memory import plan_memory  # torch, which the other plan does without
+
+    return plan_memory(
+        options.overrides,
+        config_dir=options.config_dir,
+        ranks=options.ranks,
+        ranks_per_node=options.ranks_per_node,
+        room_gib=options.room_gib,
+        as_json=options.json,
+    )
 
 
 def _parser() -> Parser:
@@ -114,6 +145,12 @@ def _parser() -> Parser:
     parser.add_argument("--run", metavar="OUT", help="take what it measured from a run")
     parser.add_argument("--preset", choices=["llama3"], help="405B on 2,048 nodes")
     parser.add_argument("--json", action="store_true")
+    memory = parser.add_argument_group("memory of a rank, from the settings of a run")
+    memory.add_argument("--ranks", type=int, help="over how many ranks")
+    memory.add_argument("--ranks-per-node", type=int, default=8, help="default: 8")
+    memory.add_argument("--room-gib", type=float, help="what a rank's device has, in GiB")
+    memory.add_argument("--config-dir", help="presets of your own")
+    memory.add_argument("overrides", nargs="*", help="settings of the run")
     return parser
 
 

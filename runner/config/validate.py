@@ -17,6 +17,7 @@ from runner.config.schema import (
     DataConfig,
     DataKind,
     Offload,
+    OptimKind,
     ParallelKind,
     Precision,
     RunConfig,
@@ -147,18 +148,12 @@ def _optimizer(config: RunConfig) -> list[str]:
         for group in (optim.groups if isinstance(optim.groups, list) else [optim.groups])
         if not _is_parameter_rule(group)
     ]
-    own = f"_target_={optim._target_}" if optim._target_ else f"kind={optim.kind.value}"
-    others = [
-        *([own] if own != "kind=adamw" else []),
-        *(["groups"] if optim.groups else []),
-        *([f"ema={optim.ema}"] if optim.ema is not None else []),
-    ]
-    if is_zero(config.parallel.kind):
-        problems += [
-            f"optim.{other}: parallel={config.parallel.kind.value} trains with AdamW, one group "
-            "and no average; use parallel=fsdp, which shards as zero3 does"
-            for other in others
-        ]
+    if is_zero(config.parallel.kind) and optim._target_ is None and optim.kind is OptimKind.muon:
+        problems.append(
+            f"optim.kind=muon: works on whole matrices, and parallel={config.parallel.kind.value} "
+            "updates flat partitions, in which no parameter has its shape; use parallel=fsdp, "
+            "which shards as zero3 does, or optim=adamw, sgd or lion"
+        )
     return problems
 
 

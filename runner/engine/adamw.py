@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,27 +17,6 @@ class AdamWSettings:
     beta2: float
     eps: float
     weight_decay: float
-
-
-def fused_adamw(
-    parameters: Mapping[str, torch.Tensor],
-    num_dims: Mapping[str, int],
-    settings: AdamWSettings,
-    rate: torch.Tensor,
-) -> torch.optim.AdamW:
-    """AdamW over two groups: matrices, then the rest, each in the order of ``parameters``.
-
-    Args:
-        num_dims: of each whole parameter; a sharded one may show other dimensions.
-        rate: learning rate, a scalar tensor that the caller fills before each step.
-    """
-    matrices = [p for name, p in parameters.items() if num_dims[name] >= 2]
-    others = [p for name, p in parameters.items() if num_dims[name] < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay, "lr": rate},
-        {"params": others, "weight_decay": 0.0, "lr": rate},
-    ]
-    return adamw_over([group for group in groups if group["params"]], settings)
 
 
 def adamw_over(groups: list[dict[str, Any]], settings: AdamWSettings) -> torch.optim.AdamW:

@@ -44,11 +44,13 @@ class _Unit:
     """One optimizer, and which parameters are its.
 
     Args:
+        groups: torch's, of which it was made.
         held: what it sees as the parameters, by name.
         begins: by group, the numbers that a step changes, as they were before the first.
     """
 
     optimizer: Optimizer
+    groups: list[dict[str, Any]]
     held: dict[str, Tensor]
     begins: list[dict[str, Any]]
 
@@ -87,10 +89,11 @@ class Foreign:
                 f"{self._key}: updates a parameter by the others too (a norm or an estimate over "
                 "all of them), of which each rank has a part only; use parallel=ddp, or one rank"
             )
+        self._make = make
         self._numbers = traits.numbers
         # The same on one rank as on many: what is kept must have the same names.
         self.is_apart = traits.is_separable and not traits.is_elementwise
-        self._units = self._made_units(groups, make)
+        self._units = self._made_units(groups)
         self._of = {name: unit for unit in self._units for name in unit.held}
         self._is_begun = False
         self._kept: dict[str, dict[str, Any]] = {}  # before the first update: what there will be
@@ -101,19 +104,24 @@ class Foreign:
         for unit in self._units:
             self._look_at(unit)
 
-    def _made_units(self, groups: Sequence[dict[str, Any]], make: Make) -> list[_Unit]:
+    def _made_units(self, groups: Sequence[dict[str, Any]]) -> list[_Unit]:
         units = []
         for parts in self._divided(groups):
-            optimizer = make(parts)
-            begin_training(optimizer)
+            optimizer = self._made(parts)
             held = {
                 name: param
                 for group in parts
                 for name, param in zip(group["names"], group["params"], strict=True)
             }
             begins = [{n: group[n] for n in self._numbers} for group in optimizer.param_groups]
-            units.append(_Unit(optimizer=optimizer, held=held, begins=begins))
+            units.append(_Unit(optimizer=optimizer, groups=parts, held=held, begins=begins))
         return units
+
+    def _made(self, groups: Sequence[dict[str, Any]]) -> Optimizer:
+        # It writes into what it is given.
+        optimizer = self._make([dict(group) for group in groups])
+        begin_training(optimizer)
+        return optimizer
 
     def _divided(self, groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         if not self.is_apart:
@@ -128,6 +136,7 @@ class Foreign:
     @torch.no_grad()
     def _look_at(self, unit: _Unit) -> None:
         """Have it make its state by a step on zeros, and take that away again."""
+        gradients = {name: param.grad for name, param in unit.held.items()}
         for name, param in unit.held.items():
             if self.is_apart:
                 param.data = torch.zeros(self._shapes[name], device=param.device)
@@ -140,7 +149,7 @@ class Foreign:
             state = self._kept[name] = dict(unit.optimizer.state[param])
             for path, value in leaves(state, self._key):
                 self._note(name, path, value, param)
-            param.grad = None
+            param.grad = gradients[name]  # DeepSpeed has buffers there
             if self.is_apart:
                 param.data = _nothing(param)
             else:
@@ -278,10 +287,10 @@ class Foreign:
         unit.optimizer.step()
 
     def _begin(self) -> None:
+        """Anew: some make their state when they are made (Adagrad), before weights are loaded."""
         self._is_begun = True
         for unit in self._units:
-            unit.optimizer.state.clear()
-            self._reset_numbers(unit)
+            unit.optimizer = self._made(unit.groups)
 
     def _step_apart(self, unit: _Unit) -> None:
         """One parameter, whole meanwhile. Collective."""

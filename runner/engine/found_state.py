@@ -203,6 +203,26 @@ def _is_elementwise(make: Make, shape: tuple[int, ...]) -> bool:
     return all(_goes_with_parts(kept, [whole, *parts], path) for path in paths)
 
 
+def is_same_when_flat(make: Make, dims: frozenset[int]) -> bool:
+    """Whether parameters of so many dimensions end the same, laid out in one dimension."""
+    shapes = [shape for num in sorted(dims) for shape in _shapes(num)]
+    for shape in shapes:
+        param, grads = _drawn(shape)
+        shaped, flat = param.clone(), param.clone().view(-1)
+        optimizers = made_over(make, [shaped]), made_over(make, [flat])
+        _steps(optimizers[0], [shaped], [[grad] for grad in grads])
+        _steps(optimizers[1], [flat], [[grad.view(-1)] for grad in grads])
+        if not torch.allclose(shaped.view(-1), flat, rtol=1e-5, atol=1e-7):
+            return False
+        kept = [
+            set(dict(leaves(o.state[p], "")))
+            for o, p in zip(optimizers, (shaped, flat), strict=True)
+        ]
+        if kept[0] != kept[1]:
+            return False
+    return True
+
+
 def _cut(tensor: Tensor, rows: list[int]) -> list[Tensor]:
     return [part.clone() for part in torch.split(tensor, rows)]
 

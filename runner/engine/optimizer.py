@@ -8,7 +8,7 @@ step of any other (:mod:`runner.engine.foreign`) this rank reads the gate.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +87,39 @@ class OptimizerSettings:
         """Of a parameter."""
         fitting = (rule for rule in self.rules if re.search(rule.match, name))
         return next(fitting, ParameterRule(match=""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters with the same rate and decay.
+
+    Args:
+        rate: factor of the learning rate.
+        weight_decay: None leaves it to the optimizer.
+    """
+
+    names: list[str]
+    rate: float
+    weight_decay: float | None
+
+
+def grouped(
+    names: Iterable[str], num_dims: Mapping[str, int], settings: OptimizerSettings
+) -> list[ParameterGroup]:
+    """The groups of ``names``, in the order in which each is first met.
+
+    Parameters of two or more dimensions decay by ``settings.adamw``, others do not, unless a rule
+    says otherwise; an optimizer from elsewhere is told of no decay but a rule's.
+    """
+    groups: dict[tuple[float, float | None], ParameterGroup] = {}
+    for name in names:
+        rule = settings.rule(name)
+        decay: float | None = settings.adamw.weight_decay if num_dims[name] >= 2 else 0.0
+        if rule.weight_decay is not None or settings.make is not None:
+            decay = rule.weight_decay
+        new = ParameterGroup(names=[], rate=rule.rate, weight_decay=decay)
+        groups.setdefault((rule.rate, decay), new).names.append(name)
+    return list(groups.values())
 
 
 class ShardOptimizer:
@@ -183,14 +216,14 @@ class ShardOptimizer:
                 yield is_other
             return
         there = bool(self._averages) and bool(self._updates.item())
-        kept = {name: shard.clone() for name, shard in self._shards.items()} if there else {}
+        kept = {n: shard.detach().clone() for n, shard in self._shards.items()} if there else {}
         try:
             for name in kept:
-                self._shards[name].copy_(self._averages[name])
+                self._shards[name].detach().copy_(self._averages[name])
             yield there
         finally:
             for name, values in kept.items():
-                self._shards[name].copy_(values)
+                self._shards[name].detach().copy_(values)
 
     def tensors(self) -> dict[str, Tensor]:
         """State that is cut like its parameter, by "kind/name"."""
@@ -238,22 +271,20 @@ class ShardOptimizer:
         self._of.update(dict.fromkeys(names, optimizer))
 
     def _groups(self, names: Sequence[str]) -> Groups:
-        groups: dict[tuple[float, float | None], dict[str, Any]] = {}
-        for name in names:
-            rule = self._settings.rule(name)
-            decay = self._settings.adamw.weight_decay if self._num_dims[name] >= 2 else 0.0
-            if rule.weight_decay is not None or self._settings.make is not None:
-                decay = rule.weight_decay  # type: ignore[assignment]
-            group = groups.setdefault((rule.rate, decay), {"params": [], "names": []})
-            group["rate"] = rule.rate
+        groups: Groups = []
+        for of_names in grouped(names, self._num_dims, self._settings):
+            group: dict[str, Any] = {
+                "params": [self._shards[name] for name in of_names.names],
+                "names": of_names.names,
+                "rate": of_names.rate,
+            }
             if self._settings.make is None:
                 zero = torch.zeros((), device=self._device)
-                group["lr"] = self._rates.setdefault(rule.rate, zero)
-            if decay is not None:
-                group["weight_decay"] = decay
-            group["params"].append(self._shards[name])
-            group["names"].append(name)
-        return list(groups.values())
+                group["lr"] = self._rates.setdefault(of_names.rate, zero)
+            if of_names.weight_decay is not None:
+                group["weight_decay"] = of_names.weight_decay
+            groups.append(group)
+        return groups
 
     def _make_rest(self, groups: Groups) -> Optimizer:
         settings, adamw = self._settings, self._settings.adamw

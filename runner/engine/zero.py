@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO 1, 2 and 3. The only file that imports deepspeed, and only when asked for.
 
-DeepSpeed partitions, reduces and gathers; the update itself is torch's fused AdamW on its flat
-FP32 partitions, and so the gate is the same as everywhere: ``found_inf`` on that optimizer.
+DeepSpeed partitions, reduces and gathers; the update itself is made by optimizers of ours on its
+flat FP32 partitions (:mod:`runner.engine.partitions`), and so the gate is the same as everywhere.
 DeepSpeed's own clipping, schedule and loss scaling are off. Every name of DeepSpeed that is used
 stands in ``tests/mechanism/test_zero_contract.py``, which fails by name when an upgrade moves one.
 
@@ -24,9 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from runner.engine.adamw import AdamWSettings, fused_adamw, make_state, set_gate
 from runner.engine.forward import Disturb, Forward
 from runner.engine.norm import squared_norm
+from runner.engine.optimizer import OptimizerSettings
+from runner.engine.partitions import PartitionOptimizer
 from runner.engine.protocol import (
     Batch,
     Evaluated,
@@ -53,7 +54,7 @@ PASSED = (
 )
 # Settings that would break a promise, each with the reason.
 REFUSED = {
-    "optimizer": "the gate lives in our fused AdamW; use optim.*",
+    "optimizer": "the gate lives in an optimizer of ours; use optim.*",
     "scheduler": "the rate is a function of applied updates; use schedule.*",
     "gradient_clipping": "the norm is agreed with the other signals; use optim.clip",
     "gradient_accumulation_steps": "follows from batch.* and the number of ranks",
@@ -76,7 +77,7 @@ REFUSED = {
     "curriculum_learning": "the order of samples is the data cursor's",
     "data_efficiency": "the order of samples is the data cursor's",
     "elasticity": "the world size may change between commands anyway",
-    "zero_force_ds_cpu_optimizer": "the gate lives in our fused AdamW; use optim.*",
+    "zero_force_ds_cpu_optimizer": "the gate lives in an optimizer of ours; use optim.*",
 }
 REFUSED_ZERO = {
     "stage": "use parallel=zero1, zero2 or zero3",
@@ -250,7 +251,7 @@ class ZeroEngine:
         module: nn.Module,
         *,
         embedding: nn.Module,
-        settings: AdamWSettings,
+        settings: OptimizerSettings,
         plan: ZeroPlan,
         device: torch.device,
         probe: bool,
@@ -271,21 +272,20 @@ class ZeroEngine:
             if not parameter.requires_grad
         }
         trained = {n: p for n, p in self._parameters.items() if n not in self._frozen}
-        self._learning_rate = torch.zeros((), device=self._home)
         dims = {name: len(shape) for name, shape in self._shapes.items()}
-        self._optimizer = fused_adamw(trained, dims, settings, self._learning_rate)
+        self._optimizer = PartitionOptimizer(trained, dims, settings, self._home)
         deepspeed = _deepspeed(device)
         # It prints its memory use whatever its log level is.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine, wrapped, _, _ = deepspeed.initialize(
                 model=module,
-                optimizer=self._optimizer,
+                optimizer=self._optimizer.handed,
                 config=deepspeed_settings(plan),
                 dist_init_required=False,
             )
         self._stage = stage_of(wrapped)
         self._stage.switch_norm_off()
-        make_state(self._optimizer, self._stage.flats())
+        self._optimizer.take(self._stage.flats(), self._stage.groups())
         self._forward = Forward(
             self._engine,
             embedding=embedding,
@@ -300,7 +300,7 @@ class ZeroEngine:
 
     @property
     def waits_for_host(self) -> bool:
-        return False
+        return self._optimizer.waits_for_host
 
     @property
     def network(self) -> nn.Module:
@@ -370,21 +370,32 @@ class ZeroEngine:
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
     ) -> str | None:
-        self._learning_rate.fill_(learning_rate)
         # Waits where the optimizer is offloaded: torch would copy the gate to the CPU without
         # waiting, and read what is there.
-        set_gate(self._optimizer, skip=skip.to(self._home), grad_scale=grad_scale.to(self._home))
+        self._optimizer.set(
+            skip=skip.to(self._home),
+            grad_scale=grad_scale.to(self._home),
+            learning_rate=learning_rate,
+        )
         self._engine.step()
         if self._engine.was_step_applied() or skip.item():
             return None
         return "DeepSpeed skipped by itself an update that the gate had let through"
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
-        return self._forward.evaluate(batches)
+        with self._optimizer.averaged() as is_other:
+            if is_other:
+                self._refresh()
+            evaluated = self._forward.evaluate(batches)
+        if is_other:
+            self._refresh()
+        return evaluated
 
     def shards(self) -> list[Shard]:
-        found = [shard for name in self._parameters for shard in self._shards_of(name)]
-        return sorted(found, key=lambda shard: shard.name)
+        shards = [shard for name in self._parameters for shard in self._shards_of(name)]
+        numbers = self._optimizer.group_numbers()
+        shards += [_number(name, values) for name, values in numbers.items()]
+        return sorted(shards, key=lambda shard: shard.name)
 
     def _shards_of(self, name: str) -> Iterator[Shard]:
         shape = self._shapes[name]
@@ -393,26 +404,39 @@ class ZeroEngine:
             yield Shard(name=f"param/{name}", shape=shape, start=held.start, local=held.local)
             return
         place = self._stage.locate(self._parameters[name])
-        for kind in ("param", "exp_avg", "exp_avg_sq"):
-            local, start = torch.empty(0), 0
-            if place is not None:
-                state = self._optimizer.state[place.flat]
-                whole = place.flat.detach() if kind == "param" else state[kind]
-                local = whole.narrow(0, place.offset, place.count)
-                start = place.start
-            yield Shard(name=f"{kind}/{name}", shape=shape, start=start, local=local)
+        flat = None if place is None else place.flat
+        weights = torch.empty(0) if flat is None else flat.detach()
+        yield self._part(f"param/{name}", shape, weights, place)
+        for kept in self._optimizer.kept(name, flat):
+            if kept.is_cut:
+                yield self._part(f"{kept.kind}/{name}", shape, kept.values, place)
+            else:
+                yield _number(f"{kept.kind}/{name}", kept.values)
+
+    def _part(
+        self, name: str, shape: tuple[int, ...], values: torch.Tensor, place: _Place | None
+    ) -> Shard:
+        """The part of ``values``, which lie as the partition does."""
+        if place is None:
+            return Shard(name=name, shape=shape, start=0, local=values[:0])
+        local = values.narrow(0, place.offset, place.count)
+        return Shard(name=name, shape=shape, start=place.start, local=local)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self._network.named_buffers())
 
     def full(self, name: str) -> torch.Tensor:
-        shard = next(s for s in self._shards_of(name.partition("/")[2]) if s.name == name)
-        # Summed as integers: everyone else's zeros leave the bits alone, -0.0 included.
-        whole = torch.zeros(math.prod(shard.shape), dtype=torch.int32, device=self.device)
-        stop = shard.start + len(shard.local)
-        whole[shard.start : stop] = shard.local.view(torch.int32)
+        parameter = name.partition("/")[2]
+        shards = self._shards_of(parameter) if parameter in self._parameters else self.shards()
+        shard = next(one for one in shards if one.name == name)
+        # Summed as bytes: everyone else's zeros leave the bits alone, -0.0 included.
+        item_bytes = shard.local.itemsize
+        whole = torch.zeros(math.prod(shard.shape) * item_bytes, dtype=torch.uint8)
+        first, last = shard.start, shard.start + len(shard.local)
+        whole[first * item_bytes : last * item_bytes] = shard.local.view(torch.uint8)
+        whole = whole.to(self.device)
         dist.all_reduce(whole)
-        return whole.view(torch.float32).view(shard.shape).cpu()
+        return whole.view(shard.local.dtype).view(shard.shape).cpu()
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
         """Stages 1 and 2 give every rank all BF16 parameters."""
@@ -422,7 +446,7 @@ class ZeroEngine:
 
     def update_counts(self) -> dict[str, int]:
         """Of the flat tensor that holds a part of the parameter; all of them step together."""
-        counts = {int(self._optimizer.state[f]["step"].item()) for f in self._stage.flats()}
+        counts = self._optimizer.update_counts()
         assert len(counts) == 1, "flat partitions have stepped apart"
         return dict.fromkeys(self._trained(), counts.pop())
 
@@ -433,9 +457,18 @@ class ZeroEngine:
                 f"the checkpoint's parameters have different update counts {sorted(counts)}; ZeRO "
                 "keeps one for all: resume with parallel=fsdp"
             )
-        for flat in self._stage.flats():
-            self._optimizer.state[flat]["step"].fill_(float(next(iter(counts))))
+        self._optimizer.set_update_count(counts.pop())
+        self._refresh()
+
+    def _refresh(self) -> None:
         self._stage.refresh([(self._parameters[name], held) for name, held in self._frozen.items()])
+
+
+def _number(name: str, values: torch.Tensor) -> Shard:
+    """What every rank has and rank 0 writes; ``values`` [1]."""
+    is_ours = dist.get_rank() == 0
+    start = 0 if is_ours else len(values)
+    return Shard(name=name, shape=(), start=start, local=values[start:])
 
 
 def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -489,6 +522,10 @@ class _Stage(Protocol):
         """This rank's FP32 partitions, 1-D; the keys of the optimizer's state."""
         ...
 
+    def groups(self) -> list[int]:
+        """The number of each flat tensor's parameter group."""
+        ...
+
     def gradients(self) -> list[torch.Tensor]:
         """This rank's share of the reduced gradient, after the last micro-batch; 1-D, FP32."""
         ...
@@ -536,6 +573,10 @@ class _Linked:
 
     def flats(self) -> list[torch.Tensor]:
         raise NotImplementedError
+
+    def groups(self) -> list[int]:
+        """One partition a group."""
+        return list(range(len(self.flats())))
 
     def locate(self, parameter: nn.Parameter) -> _Place | None:
         mapping = getattr(parameter, "_hp_mapping", None)
@@ -643,6 +684,11 @@ class _StageThree:
 
     def flats(self) -> list[torch.Tensor]:
         return list(self._wrapped.fp32_partitioned_groups_flat)
+
+    def groups(self) -> list[int]:
+        """A group may have several, of limited size each."""
+        groups = self._wrapped.sub_group_to_group_id
+        return [groups[number] for number in range(len(self.flats()))]
 
     def gradients(self) -> list[torch.Tensor]:
         return [self._wrapped.grad_partitions_flat_buffer]

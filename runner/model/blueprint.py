@@ -36,6 +36,7 @@ from runner.model.recorded import (
     record,
     record_in_memory,
 )
+from runner.model.valueless import AnswersYes
 from runner.system.error import ConfigError
 
 
@@ -328,7 +329,7 @@ class GuestBlueprint:
             return 0.0
         tokens = torch.zeros((1, self.seq_len), dtype=torch.int64, device="meta")
         try:
-            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            with torch.no_grad(), AnswersYes(), FlopCounterMode(display=False) as counter:
                 self.objective(network, bf16=False)({INPUT: tokens, LABELS: tokens})
         except Exception:  # it reads values; the run then has no MFU
             return 0.0

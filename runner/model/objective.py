@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -85,9 +86,10 @@ class GuestObjective(nn.Module):
             real = (given[LABELS] != NOT_COUNTED).flatten(1).any(dim=1)
         rows = len(next(iter(given.values())))
         # Buffers stay FP32 and would promote activations, which do not fit BF16 weights.
-        is_mixed = self._dtype is not None
         device = next(iter(given.values())).device.type
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=is_mixed):
+        # Not on the meta device, which has no autocast and where FLOPs and memory are counted.
+        is_mixed = self._dtype is not None
+        with torch.autocast(device, dtype=torch.bfloat16) if is_mixed else nullcontext():
             if has_own_losses(self.network):
                 sums, counts = _own_losses(self.network, given, rows)
             else:

@@ -81,7 +81,7 @@ def schedule(config: RunConfig) -> Rates:
 
 
 def adamw_settings(config: RunConfig) -> AdamWSettings:
-    """AdamW's settings, the only ones that ZeRO supports."""
+    """AdamW's settings, which others take betas and decay of."""
     optim = config.optim
     return AdamWSettings(
         beta1=optim.beta1, beta2=optim.beta2, eps=optim.eps, weight_decay=optim.weight_decay

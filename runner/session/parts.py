@@ -486,7 +486,7 @@ def _zero(
     zero = ZeroEngine(
         model,
         embedding=embedding,
-        settings=adamw_settings(config),
+        settings=optimizer_settings(config),
         plan=plan,
         device=device,
         probe=config.guard.enabled or inside is not None,

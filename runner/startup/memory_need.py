@@ -188,7 +188,7 @@ class SavedActivations:
         base = tensor if tensor._base is None else tensor._base
         if not isinstance(base, nn.Parameter):
             storage = tensor.untyped_storage()
-            self._storages[storage.data_ptr()] = storage.nbytes()
+            self._storages[storage._cdata] = storage.nbytes()  # also where there is no memory
         return tensor
 
     def __enter__(self) -> SavedActivations:

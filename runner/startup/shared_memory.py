@@ -104,7 +104,7 @@ def open_memory(
     if wanted.memory_mirror and not has_replica:
         say("checkpoint.memory_mirror=true: all ranks are on one node, nothing is mirrored")
     needs = node_needs(by_rank, wanted.memory_limit_gib, spare_slots=KEPT if has_replica else 0)
-    plan = plan_slots(needs, wanted=_wanted(wanted))
+    plan = plan_slots(needs, wanted=wanted_slots(wanted))
     if plan.slots == 0:
         _do_without(wanted, _too_little(plan.tightest, wanted), say)
         return MemoryParts()
@@ -189,7 +189,8 @@ def node_needs(
     return needs
 
 
-def _wanted(config: CheckpointConfig) -> int:
+def wanted_slots(config: CheckpointConfig) -> int:
+    """Slots of a rank where there is room for them."""
     interval = memory_every(config)
     if isinstance(config.every, int):
         interval = min(interval, config.every)
@@ -217,7 +218,7 @@ def _too_little(node: NodeNeed, config: CheckpointConfig) -> str:
 def _announced(
     plan: SlotPlan, layout: SlotLayout, node: NodeDir, num_ranks: int, config: CheckpointConfig
 ) -> str:
-    wanted, tightest = _wanted(config), plan.tightest
+    wanted, tightest = wanted_slots(config), plan.tightest
     more = "" if config.memory_every is not None else " or more, by cost"
     fewer = "" if plan.slots == wanted else f" (for {wanted} there is no room)"
     copies = f" and {tightest.spare_slots} of another node's" if tightest.spare_slots else ""

@@ -288,3 +288,14 @@ def test_only_some_parameters_are_trained() -> None:
 def test_every_name_of_the_test_models_is_used() -> None:
     assert dist.is_initialized()
     assert {"Normed", "Drawing"} <= set(vars(guests)), "see test_check_model.py"
+
+
+@pytest.mark.parametrize("target", ["Tied", "Recurrent", "llama"])
+def test_its_flops_are_counted_without_values(target: str) -> None:
+    """Six for each multiplied weight and token, and what attention adds."""
+    network = blueprint(target)
+    weights = {n: p for n, p in network.twin.network.named_parameters() if p.dim() == 2}
+    multiplied = sum(p.numel() for n, p in weights.items() if "embed" not in n and "posit" not in n)
+    if target == "Tied":  # its head is the embedding
+        multiplied += network.twin.network.get_parameter("embedding.weight").numel()
+    assert 6 * multiplied <= network.flops_per_token() <= 12 * multiplied

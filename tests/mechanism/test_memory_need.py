@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.data.feed import few
 from runner.distributed.process_group import end_group, start_group
 from runner.engine.fsdp import FsdpEngine
 from runner.engine.protocol import MicroStep, Shard
 from runner.model.blueprint import Parameter
 from runner.model.decoder import Decoder, DecoderShape
+from runner.session import parts
 from runner.session.memory_line import engine_facts
+from runner.session.planned_memory import planned_memory
 from runner.startup.memory_need import (
     EngineFacts,
     MemoryNeed,
@@ -63,6 +67,38 @@ def test_weights_gradients_and_moments_are_those_that_are_there(optim: str) -> N
     assert need.optimizer == storages(list(kept.values()))
     assert need.gathered == 4 * sum(p.numel() for p in engine._parameters.values())
     assert need.activations and need.fitting(need.fixed + 10 * need.activations) == 40
+
+
+@pytest.mark.parametrize(
+    ("model", "optim"),
+    [
+        ("Tied", "optim=adamw"),
+        ("llama", "optim=lion"),
+        ("Convolved", "optim=muon"),
+        ("Tied", "optim._target_=tests.optimizers.EightBit"),
+    ],
+)
+def test_a_plan_says_what_a_run_is_seen_to_need(model: str, optim: str) -> None:
+    """Counted on the meta device, and from an engine that has computed a micro-batch."""
+    network = blueprint(model)
+    config = settings(model, optim, "batch.micro_size=4")
+    dataset = parts.open_dataset(config)
+    few_samples = few(dataset, config.data.seq_len, 4)
+    planned = planned_memory(config, network, dataset, ALONE)
+    engine = build(model, optim)
+    with SavedActivations() as saved:
+        engine.accumulate([MicroStep(batch=few_samples, seed=0)])
+    seen = memory_need(
+        engine.shards(),
+        network.parameters(),
+        engine_facts(settings(model), ALONE),
+        activations=saved.num_bytes,
+        samples=4,
+        snapshots=0,
+    )
+    assert not planned.unknown
+    assert replace(planned.need, activations=0, snapshots=0) == replace(seen, activations=0)
+    assert planned.need.activations == pytest.approx(saved.num_bytes, rel=0.1)
 
 
 def test_activations_are_what_backward_needs() -> None:

@@ -129,3 +129,49 @@ def test_what_a_run_measured(tmp_path: Path) -> None:
         "restart_seconds": 30.0,
         "detect_seconds": 0.0,  # within the restart
     }
+
+
+SETTINGS = ["model=tiny", "data=synthetic", "data.seq_len=32", "compute.precision=fp32"]
+MEMORY = ["plan", "--ranks", "2", *SETTINGS]
+
+
+def test_memory_is_told_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    told_single = told(capsys, *MEMORY, "--ranks", "1", "parallel=single")
+    told_fsdp = told(capsys, *MEMORY, "parallel=fsdp")
+    assert told_fsdp["weights"] == pytest.approx(told_single["weights"] / 2, rel=0.02)
+    for name in ("gradients", "optimizer"):
+        assert 0 < told_fsdp[name] < told_single[name]
+    assert told_fsdp["activations"] == told_single["activations"] > 0
+    assert told_single["total"] == sum(
+        told_single[name]
+        for name in ("weights", "gradients", "optimizer", "gathered", "activations")
+    )
+    roomy = told(capsys, *MEMORY, "--room-gib", "1")
+    assert roomy["fitting_micro_size"] > roomy["samples"] == 16
+    lion = told(capsys, *MEMORY, "optim=lion", "parallel=zero2", "compute.precision=bf16")
+    assert lion["optimizer"] == pytest.approx(lion["weights"], rel=0.01)
+
+
+def test_the_table_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MEMORY, "parallel=fsdp", "--room-gib", "0.0001"]) == 0
+    table = capsys.readouterr().out
+    for words in ("Memory of a rank of 2, parallel=fsdp, fp32", "parameters", "moments"):
+        assert words in table
+    assert "would not hold a micro-batch of one sample: use more ranks" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "model=tiny"], "which needs to know over how many ranks: --ranks N"),
+        ([*MEMORY, "--nodes", "4"], "--nodes: not with --ranks"),
+        (["plan", "--ranks", "0", "model=tiny"], "--ranks 0: must be at least 1"),
+        ([*MEMORY, "--room-gib", "-1"], "--room-gib -1.0: must be more than 0"),
+        ([*MEMORY, "parallel=zero1", "optim=muon", "compute.precision=bf16"], "flat partitions"),
+    ],
+)
+def test_what_a_plan_of_memory_refuses(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err

@@ -20,6 +20,7 @@ from runner.distributed.process_group import end_group, start_group
 from runner.embed.zero import ZeroState, engine_in
 from runner.engine import zero
 from runner.engine.adamw import AdamWSettings
+from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import MicroStep
 from runner.engine.zero import (
     PASSED,
@@ -88,6 +89,7 @@ USED = {
         "optimizer.get_param_id",
         "optimizer.grad_partitions_flat_buffer",
         "optimizer.grad_position",
+        "optimizer.sub_group_to_group_id",
         "parameter.ds_id",
         "parameter.ds_numel",
         "parameter.ds_shape",
@@ -105,6 +107,7 @@ CALLED = {
     "address": "parameter._hp_mapping.hp_fragment_address",
     "group": "gradients",
 }
+ADAMW = AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 INSIDE = MicroBatchFaults()
 OPTIMIZERS = {
     (1, False): "BF16_Optimizer",
@@ -155,7 +158,13 @@ def plan_of(stage: tuple[int, bool], *, num_micro_batches: int = 1) -> ZeroPlan:
     return ZeroPlan(stage=number, num_micro_batches=num_micro_batches, extra=extra)
 
 
-def build(stage: tuple[int, bool], frozen: str = "", *, num_micro_batches: int = 1) -> ZeroEngine:
+def build(
+    stage: tuple[int, bool],
+    frozen: str = "",
+    *,
+    num_micro_batches: int = 1,
+    settings: OptimizerSettings | None = None,
+) -> ZeroEngine:
     """One engine on one rank; parameters whose name has ``frozen`` in it are not trained."""
     plan = plan_of(stage, num_micro_batches=num_micro_batches)
     module = build_module(lambda: Decoder(SHAPE), plan, CPU)
@@ -168,7 +177,7 @@ def build(stage: tuple[int, bool], frozen: str = "", *, num_micro_batches: int =
         model,
         embedding=module.embedding,
         disturb=INSIDE,
-        settings=AdamWSettings(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
+        settings=settings or OptimizerSettings(kind="adamw", adamw=ADAMW),
         plan=plan,
         device=CPU,
         probe=True,

@@ -1,0 +1,207 @@
+"""An optimizer for each of DeepSpeed's flat FP32 partitions.
+
+DeepSpeed lays the parameters of a group one after the other into one long tensor, and each rank
+updates a part of it, cut anywhere. So an element's update may depend on that element alone; what
+looks at rows, matrices or all parameters is refused. Gate, counts, averages and what is kept are
+those of :class:`runner.engine.optimizer.ShardOptimizer`, and so is a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runner.engine.found_state import found_traits, is_same_when_flat
+from runner.engine.optimizer import OptimizerSettings, ParameterRule, ShardOptimizer, grouped
+from runner.system.error import ConfigError
+
+_REMEDY = (
+    "use parallel=fsdp, which shards as zero3 does, or an optimizer that updates each element by "
+    "itself: optim=adamw, sgd or lion"
+)
+_ALONE = "flat"  # the name of the partition for its own optimizer
+_GROUP = "group."  # begins the name of a number that a whole group has
+
+
+class _Handed(Optimizer):
+    """What DeepSpeed is given.
+
+    DeepSpeed puts its partitions in the place of the groups' parameters, and calls :meth:`step`
+    with all of them, or with one after the other.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.0})
+        self.optimizers: dict[Tensor, ShardOptimizer] = {}
+        self.skip = self.grad_scale = torch.zeros(())
+        self.learning_rate = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for flat in group["params"]:
+                if not self.optimizers:  # DeepSpeed is being made
+                    continue
+                self.optimizers[flat].step(
+                    skip=self.skip, grad_scale=self.grad_scale, learning_rate=self.learning_rate
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What is kept beside a parameter, or beside a group.
+
+    Args:
+        values: 1-D; those of the whole partition, or a number that all ranks have.
+        is_cut: the former.
+    """
+
+    kind: str
+    values: Tensor
+    is_cut: bool
+
+
+class PartitionOptimizer:
+    """The optimizers of this rank's partitions.
+
+    Args:
+        parameters: those that are trained, by name in the order of the other engines.
+        num_dims: of each whole parameter.
+
+    Raises:
+        ConfigError: the optimizer needs more than single elements.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        num_dims: Mapping[str, int],
+        settings: OptimizerSettings,
+        device: torch.device,
+    ) -> None:
+        require_elementwise(settings, frozenset(num_dims[name] for name in parameters))
+        self._settings = settings
+        self._device = device
+        self._groups = grouped(parameters, num_dims, settings)
+        self._group_of = {
+            name: number for number, group in enumerate(self._groups) for name in group.names
+        }
+        self.handed = _Handed(
+            [{"params": [parameters[name] for name in g.names]} for g in self._groups]
+        )
+        self._of: list[list[ShardOptimizer]] = [[] for _ in self._groups]
+
+    def take(self, flats: Sequence[Tensor], groups: Sequence[int]) -> None:
+        """The partitions that DeepSpeed has made, and of which group each is."""
+        for flat, number in zip(flats, groups, strict=True):
+            group = self._groups[number]
+            rule = ParameterRule(match="", rate=group.rate, weight_decay=group.weight_decay)
+            optimizer = ShardOptimizer(
+                {_ALONE: flat},
+                {_ALONE: tuple(flat.shape)},
+                replace(self._settings, rules=[rule]),
+                self._device,
+                _never_whole,
+                is_cut=True,
+            )
+            self.handed.optimizers[flat] = optimizer
+            self._of[number].append(optimizer)
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the gate is read before each step."""
+        return any(one.waits_for_host for one in self.handed.optimizers.values())
+
+    def set(self, *, skip: Tensor, grad_scale: Tensor, learning_rate: float) -> None:
+        """For the next step, see :meth:`ShardOptimizer.step`."""
+        self.handed.skip, self.handed.grad_scale = skip, grad_scale
+        self.handed.learning_rate = learning_rate
+
+    @contextmanager
+    def averaged(self) -> Iterator[bool]:
+        """The partitions hold what is to be evaluated meanwhile; whether that is anything else."""
+        with ExitStack() as stack:
+            entered = [stack.enter_context(o.averaged()) for o in self._all()]
+            yield any(entered)
+
+    def kept(self, name: str, flat: Tensor | None) -> list[Kept]:
+        """Beside a parameter, a part of which lies in ``flat``; None: nothing of it is here."""
+        first = self._of[self._group_of[name]][0]
+        optimizer = first if flat is None else self.handed.optimizers[flat]
+        found = [
+            Kept(kind=label.partition("/")[0], values=values, is_cut=True)
+            for label, values in optimizer.tensors().items()
+        ]
+        # Of the group's first partition, whose numbers the others get after a load.
+        found += [
+            Kept(kind=label.partition("/")[0], values=values.view(-1), is_cut=False)
+            for label, values in first.uncut().items()
+            if not label.startswith(_GROUP)
+        ]
+        return found
+
+    def group_numbers(self) -> dict[str, Tensor]:
+        """What groups keep, 1-D, by "kind/number of the group"."""
+        return {
+            f"{label.partition('/')[0]}/{number}": values.view(-1)
+            for number, optimizers in enumerate(self._of)
+            for label, values in optimizers[0].uncut().items()
+            if label.startswith(_GROUP)
+        }
+
+    def update_counts(self) -> set[int]:
+        """Applied updates of each partition. Waits once for each."""
+        return {one.update_counts()[_ALONE] for one in self._all()}
+
+    def set_update_count(self, count: int) -> None:
+        """After a load. Collective."""
+        self._complete()
+        for optimizer in self._all():
+            optimizer.set_update_counts({_ALONE: count})
+
+    def _complete(self) -> None:
+        """Rank 0 has loaded the numbers of each group's first partition: all get them."""
+        for optimizers in self._of:
+            for label, loaded in optimizers[0].uncut(is_loaded=True).items():
+                values = loaded.view(-1).view(torch.uint8).clone()
+                dist.broadcast(values, src=0)
+                for optimizer in optimizers:
+                    own = optimizer.uncut(is_loaded=True)[label]
+                    own.view(-1).copy_(values.view(own.dtype))
+
+    def _all(self) -> list[ShardOptimizer]:
+        return list(self.handed.optimizers.values())
+
+
+def _never_whole(name: str, part: Tensor) -> tuple[Tensor, int]:
+    raise AssertionError(f"{name}: a partition is never gathered")
+
+
+def require_elementwise(settings: OptimizerSettings, dims: frozenset[int]) -> None:
+    """
+    Raises:
+        ConfigError: it looks at more than single elements, or at shapes.
+    """
+    where = "ZeRO updates flat partitions, in which no parameter has its shape"
+    if settings.kind == "muon":
+        raise ConfigError(f"optim.kind=muon: works on whole matrices, and {where}; {_REMEDY}")
+    if settings.make is None:
+        return
+    traits = found_traits(settings.make, dims, settings.name)
+    key = f"optim._target_={settings.name}"
+    if not traits.is_separable:
+        why = "updates a parameter by the others too (a norm or an estimate over all of them)"
+    elif not traits.is_elementwise:
+        why = "needs whole parameters (rows, matrices, or blocks of them)"
+    elif not is_same_when_flat(settings.make, dims):
+        why = "treats matrices and vectors differently"
+    else:
+        return
+    raise ConfigError(f"{key}: {why}, and {where}; {_REMEDY}")

@@ -1,0 +1,95 @@
+"""Optimizers other than AdamW on DeepSpeed: the same promises, the same checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
+from tests.drills.test_guests import POISON, SHORT, assert_follows
+from tests.drills.test_optimizers import OPTIMIZERS
+from tests.drills.test_zero import on
+from tests.run import Result, finish, metrics_step, skip_override, start, train
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+FULL = pytest.mark.full
+GROUPS = "optim.groups=[{match: norm, rate: 0.5, weight_decay: 0.01}]"
+# On the device and on the host; rates by name; an average; numbers of groups.
+SETTINGS = {
+    "sgd": (*OPTIMIZERS["sgd"], GROUPS),
+    "lion": (*OPTIMIZERS["lion"], "optim.ema=0.9"),
+    "rmsprop": (*OPTIMIZERS["rmsprop"], GROUPS, "optim.ema=0.9"),
+    "schedule-free": OPTIMIZERS["schedule-free"],
+    "adamw": (GROUPS, "optim.ema=0.9"),
+}
+CASES = [
+    pytest.param(stage, name, marks=() if (stage, name) == ("zero1", "rmsprop") else FULL)
+    for stage, names in {
+        "zero1": ("rmsprop", "lion", "sgd", "adamw"),
+        "zero2": ("lion", "schedule-free"),
+        "zero3": ("rmsprop", "schedule-free"),
+    }.items()
+    for name in names
+]
+
+
+@pytest.mark.parametrize(("stage", "name"), CASES)
+def test_poison_ends_as_if_it_was_never_there(tmp_path: Path, stage: str, name: str) -> None:
+    how = [*SHORT, *on(stage), *SETTINGS[name]]
+    poisoned = finish(tmp_path / "poisoned", *how, POISON)
+    assert poisoned.journal("rollback"), poisoned.tail
+    never = finish(tmp_path / "never", *how, skip_override(poisoned.summary["skipped"]))
+    assert not never.journal("discard"), never.tail
+    assert_same_end(poisoned, never)
+    assert_every_sample_once(poisoned)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name"), [pytest.param(*case.values, marks=FULL) for case in CASES]
+)
+def test_killed_is_as_not_killed_and_engines_and_ranks_may_change(
+    tmp_path: Path, stage: str, name: str
+) -> None:
+    how = [*SHORT, *on(stage), *SETTINGS[name]]
+    whole = finish(tmp_path / "whole", *how)
+    killed = start(tmp_path / "killed", *how)
+    killed.until(lambda out: metrics_step(out) >= 17)
+    killed.kill()
+    assert_same_run(finish(tmp_path / "killed", *how), whole)
+    switched = tmp_path / "switched"
+    for steps, engine, ranks in ((12, "fsdp", 2), (20, stage, 1), (30, stage, 3), (40, "fsdp", 1)):
+        how = [*SHORT, *on(engine), *SETTINGS[name], f"steps={steps}"]
+        run = finish(switched, *how, ranks=ranks)
+    assert_every_sample_once(run)
+    assert_follows(run, whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "name"), CASES)
+def test_on_two_ranks_it_is_the_run_on_fsdp(tmp_path: Path, stage: str, name: str) -> None:
+    """Where no update is clipped: each gradient is a sum of two numbers."""
+    how = [*SHORT, "optim.clip=1e9", *SETTINGS[name]]
+    ours = finish(tmp_path / "ours", *how, *on(stage))
+    theirs = finish(tmp_path / "theirs", *how, *on("fsdp"))
+    assert ours.digest == theirs.digest, ours.tail
+    assert evaluations(ours) == evaluations(theirs)
+
+
+def evaluations(run: Result) -> list[float]:
+    """Held-out losses: of the average, where there is one."""
+    return [line["eval_loss"] for line in run.metrics() if line.get("eval_loss") is not None]
+
+
+@pytest.mark.parametrize(
+    ("optim", "words"),
+    [
+        ("optim=muon", "works on whole matrices, and parallel=zero1 updates flat partitions"),
+        pytest.param("optim=adafactor", "needs whole parameters (rows, matrices", marks=FULL),
+    ],
+)
+def test_what_needs_whole_parameters_is_refused_with_what_to_use(
+    tmp_path: Path, optim: str, words: str
+) -> None:
+    run = train(tmp_path / "run", *SHORT, *on("zero1"), optim, ranks=0)
+    assert run.code == 2 and words in run.text and "use parallel=fsdp" in run.text, run.tail
