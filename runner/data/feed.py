@@ -304,13 +304,15 @@ def few(dataset: Dataset, seq_len: int, number: int) -> MicroBatch:
         DataError: none of the tried samples can be read.
     """
     reader = _Reader(dataset, seq_len)
+    unreadable: list[Unreadable] = []
     for start in range(0, min(len(dataset), _LOOKED_AT), number):
         indices = tuple(min(start + n, len(dataset) - 1) for n in range(number))
         plan = MicroPlan(batch_start=-1, positions=tuple(range(number)), indices=indices)
         batch = reader[plan]
         if not batch.unreadable:
             return replace(batch, positions=(None,) * number)
-    raise DataError(f"none of the first {_LOOKED_AT} samples can be read")
+        unreadable += batch.unreadable
+    raise DataError(f"none of the first {_LOOKED_AT} samples can be read; {_first(unreadable)}")
 
 
 def few_of(dataset: Dataset, seq_len: int, indices: Sequence[int], rows: int) -> list[MicroBatch]:
@@ -321,15 +323,21 @@ def few_of(dataset: Dataset, seq_len: int, indices: Sequence[int], rows: int) ->
     """
     reader = _Reader(dataset, seq_len)
     batches = []
+    unreadable: list[Unreadable] = []
     for begin in range(0, len(indices), rows):
         some = tuple(indices[begin : begin + rows])
         places = tuple(range(len(some)))
         batch = reader[MicroPlan(batch_start=-1, positions=places, indices=some)]
         if not batch.unreadable:
             batches.append(batch)
+        unreadable += batch.unreadable
     if not batches:
-        raise DataError(f"none of {len(indices)} samples can be read")
+        raise DataError(f"none of {len(indices)} samples can be read; {_first(unreadable)}")
     return batches
+
+
+def _first(unreadable: Sequence[Unreadable]) -> str:
+    return f"{unreadable[0].name}: {unreadable[0].words}"
 
 
 def describe(dataset: Dataset, index: int) -> str:

@@ -129,7 +129,8 @@ def _own_losses(network: nn.Module, batch: dict[str, Tensor], rows: int) -> tupl
         return pair[0].float(), pair[1].detach()
     raise ConfigError(
         "model._target_: losses(batch) must give two tensors, the loss and the count of each "
-        f"sample, [{rows}] both; it gives {', '.join(map(_shape, pair))}"
+        f"sample, [{rows}] both (reduction='none', and what each is a sum of); it gives "
+        f"{', '.join(map(_shape, pair))}"
     )
 
 

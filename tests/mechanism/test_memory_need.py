@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from runner.data.feed import few
 from runner.distributed.process_group import end_group, start_group
@@ -15,6 +19,7 @@ from runner.engine.fsdp import FsdpEngine
 from runner.engine.protocol import MicroStep, Shard
 from runner.model.blueprint import Parameter
 from runner.model.decoder import Decoder, DecoderShape
+from runner.model.loss import HeadLosses
 from runner.session import parts
 from runner.session.memory_line import engine_facts
 from runner.session.planned_memory import planned_memory
@@ -189,3 +194,55 @@ def test_parameters_are_not_counted() -> None:
     with SavedActivations() as saved:
         layer(x).square().sum()
     assert saved.num_bytes == 2 * 4 * 8 * 4
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of all storages that are alive, at most; without memory behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._live = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        for one in tree_leaves(outputs):
+            if isinstance(one, Tensor) and one.untyped_storage()._cdata not in self._seen:
+                self._add(one.untyped_storage())
+        return outputs
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage._cdata, storage.nbytes()
+        self._seen.add(place)
+        self._live += size
+        self.peak = max(self.peak, self._live)
+        weakref.finalize(storage, self._gone, place, size)
+
+    def _gone(self, place: int, size: int) -> None:
+        self._seen.discard(place)
+        self._live -= size
+
+
+def peak_of_loss(vocab_size: int, num_tokens: int, most_bytes: int) -> int:
+    """Bytes at the most in a loss of a bias-free head and its backward, BF16, dim 64."""
+    head = HeadLosses(fp32=True, z_loss=0.0, most_bytes=most_bytes)
+    meta: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    hidden, weight = torch.empty(1, num_tokens, 64, **meta), torch.empty(vocab_size, 64, **meta)
+    targets = torch.empty(1, num_tokens, dtype=torch.int64, device="meta")
+    with _Live() as live:
+        head(hidden, weight, targets)[1].sum().backward()
+    return live.peak
+
+
+def test_the_memory_of_a_loss_does_not_grow_with_tokens_times_vocabulary() -> None:
+    """At Llama 3's vocabulary; whole FP32 logits would be 4 GiB for 8,192 tokens."""
+    vocab_size, num_tokens, most = 128_256, 8_192, 256 << 20
+    peak = peak_of_loss(vocab_size, num_tokens, most)
+    assert most < peak < vocab_size * num_tokens  # a quarter of whole FP32 logits
+    # What is left to grow: hidden states and their gradients, and the weight's gradient.
+    linear = 16 * 64 * (vocab_size + num_tokens)
+    for more_words, more_tokens in ((2, 1), (1, 2), (4, 4)):
+        grown = peak_of_loss(more_words * vocab_size, more_tokens * num_tokens, most)
+        assert grown - peak < linear * max(more_words, more_tokens), (more_words, more_tokens)
+    whole = 4 * vocab_size * num_tokens
+    assert peak_of_loss(vocab_size, num_tokens, 1 << 62) > 2 * whole

@@ -307,6 +307,11 @@ class Baseline:
         # Non-finite first: NaN compares False with everything, so no limit would catch it.
         if not self._rules.enabled:
             return Kind.clean, "guard.enabled=false"
+        if not signals.is_finite and not signals.tokens and not signals.nonfinite_ranks:
+            return Kind.non_finite, (
+                "nothing counts in these samples, so they have no mean loss: every label is -100, "
+                "or losses(batch) gives counts of 0"
+            )
         if not signals.is_finite:
             return Kind.non_finite, (
                 f"loss {signals.loss:g}, grad norm {signals.grad_norm:g}, "
