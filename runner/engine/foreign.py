@@ -193,17 +193,17 @@ class Foreign:
         Args:
             is_loaded: it has been; numbers are what was loaded.
         """
-        found = {}
+        tensors = {}
         for label, (name, path) in self._uncut.items():
             value = leaf(self._state(name), path)
-            found[label] = value if isinstance(value, Tensor) else self._staged[label]
+            tensors[label] = value if isinstance(value, Tensor) else self._staged[label]
             if not isinstance(value, Tensor) and not is_loaded:
                 self._staged[label].fill_(value)
         for label, group, key in self._group_numbers():
-            found[label] = self._staged.setdefault(label, torch.zeros((), dtype=torch.float64))
+            tensors[label] = self._staged.setdefault(label, torch.zeros((), dtype=torch.float64))
             if not is_loaded:
-                found[label].fill_(group[key])
-        return found
+                tensors[label].fill_(group[key])
+        return tensors
 
     def _group_numbers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         for number, unit in enumerate(self._units):

@@ -227,15 +227,15 @@ class ShardOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """State that is cut like its parameter, by "kind/name"."""
-        found = {
+        tensors = {
             f"{kind}/{name}": self._state(name)[kind]
             for name, kinds in self._kinds.items()
             for kind in kinds
             if kind != AVERAGE
         }
         if self._foreign is not None:
-            found |= self._foreign.tensors()
-        return found | {f"{AVERAGE}/{name}": average for name, average in self._averages.items()}
+            tensors |= self._foreign.tensors()
+        return tensors | {f"{AVERAGE}/{name}": average for name, average in self._averages.items()}
 
     def uncut(self, *, is_loaded: bool = False) -> dict[str, Tensor]:
         """State that every rank has whole, by "kind/name"; see :meth:`Foreign.uncut`."""

@@ -135,17 +135,17 @@ class PartitionOptimizer:
         """Beside a parameter, a part of which lies in ``flat``; None: nothing of it is here."""
         first = self._of[self._group_of[name]][0]
         optimizer = first if flat is None else self.handed.optimizers[flat]
-        found = [
+        kept = [
             Kept(kind=label.partition("/")[0], values=values, is_cut=True)
             for label, values in optimizer.tensors().items()
         ]
         # Of the group's first partition, whose numbers the others get after a load.
-        found += [
+        kept += [
             Kept(kind=label.partition("/")[0], values=values.view(-1), is_cut=False)
             for label, values in first.uncut().items()
             if not label.startswith(_GROUP)
         ]
-        return found
+        return kept
 
     def group_numbers(self) -> dict[str, Tensor]:
         """What groups keep, 1-D, by "kind/number of the group"."""

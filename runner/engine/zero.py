@@ -141,7 +141,7 @@ def check_plan(plan: ZeroPlan) -> None:
         else:
             wrong += _named(f"{where}.", offload, REFUSED_OFFLOAD)
     if wrong:
-        raise ConfigError("\n".join(f"parallel.deepspeed.{words}" for words in wrong))
+        raise ConfigError("\n".join(f"parallel.deepspeed.{problem}" for problem in wrong))
 
 
 def _named(prefix: str, given: Mapping[str, Any], refused: Mapping[str, str]) -> list[str]:
@@ -179,9 +179,9 @@ def build_module(make: Callable[[], nn.Module], plan: ZeroPlan, device: torch.de
         with torch.device(device):
             return make()
     with deepspeed.zero.Init(config_dict_or_path=deepspeed_settings(plan)):
-        made = make()
-    _check_types(made)
-    return made
+        module = make()
+    _check_types(module)
+    return module
 
 
 def _check_types(module: nn.Module) -> None:
@@ -212,9 +212,9 @@ def _check_settings(deepspeed: Any, plan: ZeroPlan) -> None:
     try:
         deepspeed.DeepSpeedConfig(deepspeed_settings(plan))
     except pydantic.ValidationError as error:
-        found = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
-        words = "; ".join(f"{where}: {said}" if where else said for where, said in found)
-        raise ConfigError(f"parallel.deepspeed: DeepSpeed refuses {words}") from None
+        messages = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+        refusal = "; ".join(f"{key}: {message}" if key else message for key, message in messages)
+        raise ConfigError(f"parallel.deepspeed: DeepSpeed refuses {refusal}") from None
     except (ValueError, TypeError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
         raise ConfigError(f"parallel.deepspeed: DeepSpeed refuses it: {error}") from None
 
@@ -342,8 +342,8 @@ class ZeroEngine:
         )
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        found = {name: self._stage.gradient(self._parameters[name]) for name in self._trained()}
-        return {name: grad for name, grad in found.items() if grad is not None}
+        gradients = {name: self._stage.gradient(self._parameters[name]) for name in self._trained()}
+        return {name: grad for name, grad in gradients.items() if grad is not None}
 
     @property
     def applies_wider(self) -> bool:
@@ -655,13 +655,13 @@ class _StageTwo(_Linked):
     def gradients(self) -> list[torch.Tensor]:
         # With offload a group of which this rank holds nothing has none. Sorted: they come in the
         # order in which they were filled.
-        found: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         for _, group in sorted(self._wrapped.averaged_gradients.items()):
             if isinstance(group, list):  # where nothing is accumulated in another type
-                found += [gradient.view(-1) for gradient in group]
+                gradients += [gradient.view(-1) for gradient in group]
             elif group is not None:
-                found.append(group.flat_partition)
-        return found
+                gradients.append(group.flat_partition)
+        return gradients
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         groups = dict(self._wrapped.averaged_gradients.items())
@@ -709,8 +709,8 @@ class _StageThree:
             return None
         partitioned: Any = parameter
         grads = self._wrapped._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        found: torch.Tensor = grads[partitioned.ds_id]
-        return found.narrow(0, 0, place.count)
+        padded: torch.Tensor = grads[partitioned.ds_id]
+        return padded.narrow(0, 0, place.count)
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
         # The two events drop small, persistent parameters and gather them anew. Without, those that

@@ -406,7 +406,7 @@ def _input_embeddings(network: nn.Module) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-def _module(name: str, what: str, found: Any) -> nn.Module:
-    if not isinstance(found, nn.Module):
-        raise ConfigError(f"{name}: {what} gives {type(found).__name__}; it must give a module")
-    return found
+def _module(name: str, what: str, module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{name}: {what} gives {type(module).__name__}; it must give a module")
+    return module

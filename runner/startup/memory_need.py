@@ -100,13 +100,13 @@ class MemoryNeed:
         ]
         if self.activations is not None:
             amounts.append((f"activations of {self.samples} samples", self.activations))
-        words = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in amounts)
+        listed = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in amounts)
         total = self.fixed + (self.activations or 0)
         fitting = self.fitting(room)
         fits = "" if fitting is None else f", which would hold micro-batches of {fitting:,}"
         snapshots = f"; snapshots {format_bytes(self.snapshots)}" if self.snapshots else ""
         return (
-            f"memory of a rank: {words}: {format_bytes(total)} of {format_bytes(room)}"
+            f"memory of a rank: {listed}: {format_bytes(total)} of {format_bytes(room)}"
             f"{fits}{snapshots}"
         )
 
