@@ -119,8 +119,8 @@ class PartitionOptimizer:
         """Whether the gate is read before each step."""
         return any(one.waits_for_host for one in self.handed.optimizers.values())
 
-    def set(self, *, skip: Tensor, grad_scale: Tensor, learning_rate: float) -> None:
-        """For the next step, see :meth:`ShardOptimizer.step`."""
+    def prepare(self, *, skip: Tensor, grad_scale: Tensor, learning_rate: float) -> None:
+        """Say what the next step is to do, see :meth:`ShardOptimizer.step`."""
         self.handed.skip, self.handed.grad_scale = skip, grad_scale
         self.handed.learning_rate = learning_rate
 

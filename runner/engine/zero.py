@@ -372,7 +372,7 @@ class ZeroEngine:
     ) -> str | None:
         # Waits where the optimizer is offloaded: torch would copy the gate to the CPU without
         # waiting, and read what is there.
-        self._optimizer.set(
+        self._optimizer.prepare(
             skip=skip.to(self._home),
             grad_scale=grad_scale.to(self._home),
             learning_rate=learning_rate,

@@ -71,7 +71,7 @@ def step(
         assert grads is not None and shard.grad is not None
         grads[start : start + shard.numel()] = shard.grad.reshape(-1)
     gate: dict[str, Any] = {"skip": torch.tensor(float(skip)), "grad_scale": torch.tensor(2.0)}
-    flat.set(**gate, learning_rate=0.01)
+    flat.prepare(**gate, learning_rate=0.01)
     flat.handed.step()
     shaped.step(**gate, learning_rate=0.01)
 
@@ -129,7 +129,7 @@ def test_a_loaded_state_goes_on(kind: str) -> None:
                 held, start = of_run[2][name]
                 assert held.grad is not None and shard.grad is not None
                 held.grad[start : start + shard.numel()] = shard.grad.reshape(-1)
-            flat.set(skip=torch.zeros(()), grad_scale=torch.ones(()), learning_rate=0.01)
+            flat.prepare(skip=torch.zeros(()), grad_scale=torch.ones(()), learning_rate=0.01)
             flat.handed.step()
     for name in SHAPES:
         assert torch.equal(runs[0][2][name][0], runs[1][2][name][0]), name
