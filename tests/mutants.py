@@ -142,9 +142,9 @@ MUTANTS = (
     ),
     Mutant(
         "norms decay like matrices",
-        ADAMW,
-        '"weight_decay": 0.0',
-        '"weight_decay": settings.weight_decay',
+        "runner/engine/optimizer.py",
+        "settings.adamw.weight_decay if num_dims[name] >= 2 else 0.0",
+        "settings.adamw.weight_decay",
         REFERENCE,
         "1-single:clipped",
     ),
