@@ -318,7 +318,7 @@ def _at_embedding_gradient(grad: torch.Tensor, fault: Disturbance) -> torch.Tens
     if fault.in_backward is not None:
         fault.in_backward()
     if fault.flip_grad:
-        grad = grad.clone()
+        grad = grad.clone(memory_format=torch.contiguous_format)
         _flip_highest(grad)
     return grad * torch.nan if fault.nan_grad else grad
 

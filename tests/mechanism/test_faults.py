@@ -538,3 +538,14 @@ def test_the_probe_sees_what_is_done_to_a_gradient() -> None:
     assert losses[1:] == pytest.approx([losses[0], 6 * losses[0], losses[0]])
     assert math.isnan(seen[1]) and [seen[0], *seen[2:]] == [4.0, 24.0, 4.0]
     assert reached == ["forward", "backward"]
+
+
+def test_a_gradient_that_is_not_contiguous_is_flipped() -> None:
+    """As a GRU's is that takes batches first."""
+    inside = MicroBatchFaults()
+    inside._now = Disturbance(flip_grad=True)
+    tokens = torch.ones(3, 2, requires_grad=True)
+    output = inside._at_embedding(torch.nn.Identity(), (), tokens)
+    output.backward(torch.ones(2, 3).t())
+    assert tokens.grad is not None
+    assert (tokens.grad.abs() > 1e30).sum() == 1 and (tokens.grad == 1).sum() == 5
