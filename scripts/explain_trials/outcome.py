@@ -47,7 +47,7 @@ class Outcome:
     """One row of the file.
 
     Args:
-        key: names the trial among all.
+        key: names the trial among all: LAYOUT/SEED/ROUND/KIND.
         said: the cause in the journal; ``NOTHING`` where no gate was closed.
         wrong_ranks, wrong_modules, wrong_samples: named, and not hit.
         is_complete: rank, samples, module and step are exactly those that were hit.
@@ -75,6 +75,10 @@ class Outcome:
     noise: float = 0.0
     repeats_bits: bool = True
     detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seed(self) -> str:
+        return self.key.split("/")[1]
 
     @property
     def is_healthy(self) -> bool:

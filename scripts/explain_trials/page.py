@@ -21,6 +21,17 @@ the run's own loop, with `explain=full`, is left to find out. What the journal s
 what was done. Ranks, samples, modules and sizes are drawn for each. An incident counts as exact
 where rank, samples, module and step are those that were hit (the step within one). Kinds at the
 end of the page are those on which the rules were not tuned.
+
+The trials of seed 1 came first. They found that a sound rank was named, because it alone had the
+samples for which a spoilt state gives bad gradients; and that a rank whose numbers are all NaN was
+not named beside a sample of a sound rank that stands out. Both rules were mended before seed 2.
+Seed 1 asked for pictures that are four times as loud as well, which is nothing for one that is
+learnt already; seed 2 did not. Where "the process ended" the trial could not be made: a bit of a
+GRU's gradient could not be flipped (it can be since), and an error in the trials themselves.
+
+Not as good as asked for is the rate. With a tiny network for pictures, whose losses differ a
+thousandfold, one sample stands out before the known ones are bad, and is named. A rate that grows
+from step to step closes the gate by so little that nothing stands out: three ended unclear.
 """
 
 
@@ -28,7 +39,7 @@ def text(rows: Sequence[Outcome], healthy: Sequence[HealthyRun]) -> str:
     """The page, as Markdown."""
     exact = [row for row in rows if not row.noise]
     noisy = [row for row in rows if row.noise]
-    parts = [_HEAD, _bounds(exact, noisy, healthy), _causes(_asked(exact)), _layouts(rows)]
+    parts = [_HEAD, _bounds(rows), _healthy(healthy), _causes(_asked(exact)), _layouts(rows)]
     for tuned, words in ((True, "were tuned on"), (False, "were not tuned on")):
         of_kind = [row for row in exact if row.tuned is tuned]
         parts.append(f"## Kinds that the rules {words}\n\n{_table(of_kind)}")
@@ -42,27 +53,38 @@ def _asked(rows: Sequence[Outcome]) -> list[Outcome]:
     return [row for row in rows if row.said != NOTHING and not row.is_healthy]
 
 
-def _bounds(
-    rows: Sequence[Outcome], noisy: Sequence[Outcome], healthy: Sequence[HealthyRun]
-) -> str:
+def _bounds(rows: Sequence[Outcome]) -> str:
+    """What was asked for, against what was counted with each seed."""
+    seeds = list(dict.fromkeys(row.seed for row in rows))
+    columns = [_counted([row for row in rows if row.seed == seed]) for seed in seeds]
+    lines = [f"| | {' | '.join(f'seed {seed}' for seed in seeds)} | asked for |"]
+    lines.append("|---|" + "---|" * (len(seeds) + 1))
+    for cells in zip(*columns, strict=True):
+        what, _, bound = cells[0]
+        lines.append(f"| {what} | {' | '.join(found for _, found, _ in cells)} | {bound} |")
+    return "\n".join(lines)
+
+
+def _counted(of_seed: Sequence[Outcome]) -> list[tuple[str, str, str]]:
+    """What is counted, the count, and what was asked for."""
+    rows = [row for row in of_seed if not row.noise]
+    noisy = _asked([row for row in of_seed if row.noise])
     asked, calm = _asked(rows), [row for row in rows if row.is_healthy]
-    right = [row for row in asked if row.is_right]
     causes = {row.causes[0] for row in asked}
     least = min((_of_cause(asked, cause) for cause in causes), default=(0.0, ""))
     accused = [r for r in calm if r.said.startswith("hardware") or r.said in (NUMERICS, RATE)]
-    noisy_asked = _asked(noisy)
     silent = sum(row.said == NOTHING and not row.is_healthy for row in rows)
-    lines = [
+    return [
         ("incidents", f"{len(asked)}", "120"),
-        ("cause right", _share(right, asked), "95 %"),
-        (f"the cause with the least ({least[1]})", f"{least[0]:.1f} %", "85 %"),
+        ("cause right", _share([row for row in asked if row.is_right], asked), "95 %"),
+        ("the cause with the least", f"{least[1]} {least[0]:.1f} %", "85 %"),
         (
             "unclear or not reproducible",
             _share([r for r in asked if r.said in _OPEN], asked),
             "5 %",
         ),
-        ("a rank named that was not hit", _count(r.wrong_ranks for r in (*rows, *noisy)), "0"),
-        ("a module named that was not hit", _count(r.wrong_modules for r in (*rows, *noisy)), "-"),
+        ("a rank named that was not hit", _count(r.wrong_ranks for r in of_seed), "0"),
+        ("a module named that was not hit", _count(r.wrong_modules for r in of_seed), "-"),
         ("a sample named that was not hit", _count(r.wrong_samples for r in asked), "-"),
         ("healthy hard batches and level shifts", f"{len(calm)}", "30"),
         ("of these called hardware, numerics or rate", f"{len(accused)}", "0"),
@@ -70,15 +92,11 @@ def _bounds(
         *_of_weights(asked),
         (
             "with 1e-6 relative noise: cause right",
-            _share([row for row in noisy_asked if row.is_right], noisy_asked),
+            _share([row for row in noisy if row.is_right], noisy),
             "90 %",
         ),
-        *_of_healthy(healthy),
+        ("faults that closed no gate, not counted above", f"{silent}", "-"),
     ]
-    table = ["| | counted | asked for |", "|---|---|---|"]
-    table += [f"| {what} | {found} | {bound} |" for what, found, bound in lines]
-    table += ["", f"{silent} more faults closed no gate: nobody asked, and they are not counted."]
-    return "\n".join(table)
 
 
 def _of_samples(asked: Sequence[Outcome]) -> list[tuple[str, str, str]]:
@@ -113,14 +131,15 @@ def _of_weights(asked: Sequence[Outcome]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _of_healthy(healthy: Sequence[HealthyRun]) -> list[tuple[str, str, str]]:
+def _healthy(healthy: Sequence[HealthyRun]) -> str:
     same = [row for row in healthy if row.is_same]
-    return [
-        (f"healthy runs of {STEPS} steps", f"{len(healthy)}", "100"),
-        ("warnings in them", f"{sum(row.warnings for row in healthy)}", "1"),
-        ("steps that were looked into", f"{sum(row.explained for row in healthy)}", "0"),
-        ("the end as with `explain=off`, bit for bit", _share(same, healthy), "all"),
-    ]
+    warnings = sum(row.warnings for row in healthy)
+    explained = sum(row.explained for row in healthy)
+    return f"""## Undisturbed runs
+
+{len(healthy)} runs of {STEPS} steps (100 were asked for), each once more with `explain=off`:
+{warnings} early warnings (at most 1), {explained} steps that were looked into (none), and the same
+state at the end, bit for bit, in {_share(same, healthy)} (all)."""
 
 
 def _of_cause(asked: Sequence[Outcome], cause: str) -> tuple[float, str]:

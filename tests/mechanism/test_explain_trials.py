@@ -11,7 +11,12 @@ from scripts.explain_trials.outcome import Outcome, Trial, append, judge, read
 
 def outcome(trial: Trial) -> Outcome:
     return Outcome(
-        key=trial.kind, layout="one", kind=trial.kind, tuned=True, group="", causes=trial.causes
+        key=f"one/1/0/{trial.kind}",
+        layout="one",
+        kind=trial.kind,
+        tuned=True,
+        group="",
+        causes=trial.causes,
     )
 
 
