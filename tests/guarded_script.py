@@ -1,9 +1,11 @@
 """A user's training script, for the drills: python guarded_script.py OUT LAYOUT TODO...
 
-LAYOUT: ``plain``, ``ddp``, ``fsdp``, or ``sampler``: DDP with a DataLoader that has our sampler.
+LAYOUT: ``plain``, ``ddp``, ``fsdp``; ``sampler``: DDP with a DataLoader that has our sampler; or
+``micro``: DDP with two batches a step, where only the loss of the first one is ever NaN.
 
 TODO: ``poison`` (rank 1 alone sees NaN), ``told`` (told to skip what that run skipped), ``break``
-(left without a word within a step, and begun again), ``kill`` (SIGKILL, once).
+(left without a word within a step, and begun again), ``kill`` (SIGKILL, once). Where LATE is set
+the poisoned run reads the numbers of a step one step late.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def sampled(*, poison: bool) -> Any:
 def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
     model: nn.Module = Net()
-    if layout in ("ddp", "sampler"):
+    if layout in ("ddp", "sampler", "micro"):
         model = DistributedDataParallel(model)
     elif layout == "fsdp":
         for layer in model.layers:
@@ -77,12 +79,26 @@ def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **settings: Any) -> Guard:
     model, optimizer = build(layout)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
-    guard = Guard(out, model=model, optimizer=optimizer, scheduler=scheduler, **RULES, **settings)
+    guard = Guard(
+        out, model=model, optimizer=optimizer, scheduler=scheduler,
+        accumulate=2 if layout == "micro" else 1, **RULES, **settings,
+    )  # fmt: skip
     rank = dist.get_rank() if dist.is_initialized() else 0
-    loader = sampled(poison=poison) if layout == "sampler" else data(rank, poison=poison)
+    is_micro = layout == "micro"
+    loader = (
+        sampled(poison=poison)
+        if layout == "sampler"
+        else data(rank, poison=poison and not is_micro)
+    )
     for count, batch in enumerate(guard.over(loader)):
         loss = model(batch).square().mean()
         loss.backward()
+        if is_micro and count % 2 == 0:
+            number = guard._steps._stop
+            assert number is not None
+            is_bad = poison and rank == 1 and number - 1 in BAD
+            guard.note(loss * float("nan") if is_bad else loss)
+            continue
         if count == stop_at:
             guard._finalizer()
             return guard
@@ -111,7 +127,9 @@ def main() -> None:
         if name == "break":
             train(folder, layout, poison=True, stop_at=25)
             train(folder, layout, poison=True, stop_at=11)
-        settings = {"skip": skipped} if name == "told" else {}
+        settings: dict[str, Any] = {"skip": skipped} if name == "told" else {}
+        if name == "poison" and os.environ.get("LATE"):
+            settings["sync"] = False
         guard = train(folder, layout, poison=name != "told", **settings)
         skipped = guard.skipped
         guard.close()

@@ -19,6 +19,7 @@ class _BufferCopy:
     copy: torch.Tensor
     version: int
     is_changing: bool = False
+    older: torch.Tensor | None = None  # what ``copy`` was before; None: the same
 
     @property
     def was_written(self) -> bool:
@@ -52,16 +53,30 @@ class Buffers:
                     is_changing = isinstance(module, _NormBase) and module.track_running_stats
                     self._kept[name] = _BufferCopy(module, key, copy, buffer._version, is_changing)
 
-    def capture(self) -> None:
-        """Copy the buffers, for :meth:`restore`."""
+    def capture(self, *, keep_older: bool = False) -> None:
+        """Copy the buffers, for :meth:`restore`.
+
+        Args:
+            keep_older: the copies from before can still be restored, by :meth:`restore_older`.
+        """
         compare = self._num_compared < _COMPARED
         self._num_compared += 1
         for kept in self._kept.values():
             live = kept.live
             if kept.was_written or (compare and not torch.equal(kept.copy, live)):
                 kept.is_changing = True
+                if keep_older:
+                    kept.older = kept.copy.clone() if kept.older is None else kept.older
+                    kept.older.copy_(kept.copy)
                 kept.copy.copy_(live.detach())
                 kept.version = live._version
+
+    def restore_older(self) -> None:
+        """Undo what was written since the :meth:`capture` before the last."""
+        for kept in self._kept.values():
+            if kept.older is not None:
+                kept.copy.copy_(kept.older)
+        self.restore()
 
     def restore(self) -> None:
         """Undo changes since :meth:`capture`."""

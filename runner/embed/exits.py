@@ -1,16 +1,23 @@
-"""Exceptions that end a guarded loop early; uncaught, each becomes an exit code."""
+"""Exceptions that end a guarded loop early; uncaught, each becomes an exit code.
+
+An uncaught error of the script's own is reported to the other ranks and to the journal.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 from runner.embed.opening import OpenRun
 from runner.policy.decision.history import Incident
 from runner.system.error import Halted, Preempted, RunnerError, Superseded
 
 _log = logging.getLogger(__name__)
+_under_watch: list[OpenRun] = []  # run directories that this process holds
+_former_hook = sys.excepthook
 
 
 class GuardHalted(Halted, SystemExit):
@@ -59,8 +66,36 @@ def journal_errors(run: OpenRun) -> Iterator[None]:
         raise GuardPreempted(str(error), in_time=error.in_time) from error
 
 
+def watch_for_uncaught(run: OpenRun) -> None:
+    """Have an error with which this process ends journalled, until :func:`close_at_exit`."""
+    global _former_hook
+    if not _under_watch:
+        _former_hook, sys.excepthook = sys.excepthook, _tell_uncaught
+    _under_watch.append(run)
+
+
+def _tell_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """The script's own ``sys.excepthook``, and then the report of this rank.
+
+    An error of ours is raised alike on every rank, and in the journal. At a prompt nothing ends.
+    """
+    _former_hook(kind, error, trace)
+    if isinstance(error, Exception) and not isinstance(error, RunnerError | SystemExit):
+        for run in [] if hasattr(sys, "ps1") else list(_under_watch):
+            run.group.monitor.uncaught(error)
+
+
+def _forget(run: OpenRun) -> None:
+    _under_watch[:] = [one for one in _under_watch if one is not run]
+    if not _under_watch and sys.excepthook is _tell_uncaught:
+        sys.excepthook = _former_hook
+
+
 def close_at_exit(run: OpenRun) -> None:
     """Release the run directory, without waiting for other ranks."""
+    _forget(run)
     run.ring.close(wait=True)
     run.reporter.close()
     run.backlog.finish()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 from runner.checkpoint.digest import state_digest
-from runner.embed.exits import close_at_exit, journal_errors
+from runner.embed.exits import close_at_exit, journal_errors, watch_for_uncaught
+from runner.embed.gate import DeviceGate, require_gated
 from runner.embed.guarded_steps import GuardedSteps
 from runner.embed.loaders import Exhausted, Source, source_of
 from runner.embed.measure import Measurer
@@ -53,7 +55,8 @@ class Guard:
         accumulate: batches of :meth:`over` per step, so per call of :meth:`ok`.
         settings: ``guard.*`` and ``checkpoint.*`` by their names (``persist=2``, ``keep=3``);
             ``skip=[[a, b]]``: batches never to be read, half open; ``allow_change=True``: go on
-            with other settings than the run was begun with.
+            with other settings than the run was begun with; ``sync=False``: the device holds the
+            update back, and the host reads the numbers one step later, see docs/loop.md.
 
     Raises:
         ConfigError: an invalid setting, or ``out`` is in use or holds another run.
@@ -102,6 +105,10 @@ class Guard:
         engine = engine_in(_as_list(model), _as_list(optimizer))
         if engine is not None and clip is not None:
             raise ConfigError(f"clip={clip}: DeepSpeed clips; set its gradient_clipping")
+        if config.guard.sync is False:
+            if engine is not None:
+                raise ConfigError("sync=False: a DeepSpeed engine is told before it steps")
+            require_gated(_as_list(optimizer), _as_list(scheduler))
         ranks, device, rank_env = current_ranks("Guard")
         group = join(config, ranks, device, rank_env)
         self._position = DataPosition()
@@ -120,12 +127,20 @@ class Guard:
         except BaseException:
             group.monitor.end()
             raise
-        self._steps = GuardedSteps(self._run, self._sharded, self._carried, self._measurer)
+        optimizers = self._sharded.optimizers
+        self._gate = DeviceGate(optimizers) if config.guard.sync is False else None
+        self._steps = GuardedSteps(
+            self._run, self._sharded, self._carried, self._measurer, self._gate
+        )
         self._sharded.before_change = self._steps.rebuild_memory
         self._finalizer = weakref.finalize(self, close_at_exit, self._run)
         atexit.register(self._finalizer)
+        watch_for_uncaught(self._run)
         handle_signals(group)
         self._sources: list[Source] = []
+        # Of the step that is being computed, and those to be given once more: number, batch.
+        self._in_hand: list[tuple[int, Any]] = []
+        self._again: deque[tuple[int, Any]] = deque()
         self._has_begun = False
         self._is_catching_up = not self._run.resumed.is_fresh
 
@@ -168,15 +183,57 @@ class Guard:
         the gradients are gone.
 
         Args:
-            loss: this rank's; the guard judges the mean over ranks.
+            loss: this rank's, a scalar or a tensor whose mean it is; the guard judges the mean
+                over ranks, and with :meth:`note` over the batches of the step.
             tokens: in this rank's batch, for the throughput in the metrics.
 
         Raises:
             Halted: the guard's budget is spent.
             RankError: a rank is at another step than the others.
         """
+        story = self._steps
         with journal_errors(self._run):
-            return self._steps.judge(loss, tokens)
+            is_allowed = story.judge(loss, tokens)
+        if story.was_too_early and not (story.has_rolled_back and not self._carried.data_goes_on):
+            self._again.extend(self._in_hand)
+        story.was_too_early = False
+        self._in_hand.clear()
+        return is_allowed
+
+    def note(self, loss: torch.Tensor | float) -> None:
+        """With ``accumulate``: the loss of a batch whose step is not whole yet. Waits for nothing.
+
+        :meth:`ok` then judges the mean of these and of the loss that it is given, and NaN in any of
+        them discards the step, also where the gradients are finite.
+
+        Args:
+            loss: this rank's.
+
+        Raises:
+            ConfigError: no batch is in hand.
+
+        >>> import tempfile, torch
+        >>> from runner import Guard
+        >>> model = torch.nn.Linear(4, 1)
+        >>> opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        >>> out = tempfile.TemporaryDirectory()
+        >>> guard = Guard(out.name, model=model, optimizer=opt, accumulate=2)
+        >>> for number, batch in enumerate(guard.over([torch.ones(8, 4) for _ in range(6)])):
+        ...     loss = model(batch).square().mean() / 2
+        ...     loss.backward()
+        ...     if number == 2:
+        ...         loss = loss * float("nan")  # its gradients are there already
+        ...     if number % 2 == 0:
+        ...         guard.note(loss)
+        ...         continue
+        ...     if guard.ok(loss):
+        ...         opt.step()
+        ...     opt.zero_grad()
+        >>> guard.skipped
+        [(2, 4)]
+        >>> guard.close(); out.cleanup()
+        """
+        self._steps.note(loss)
 
     def settle(self) -> None:
         """Count the update that the loop made, and save if that is due. Collective.
@@ -193,6 +250,10 @@ class Guard:
         as with an iterable. False for batches that the run has used already, or skips. Sometimes
         collective.
         """
+        if self._gate is not None:
+            raise ConfigError(
+                "sync=False needs guard.over: a batch may have to be given once more; leave it out"
+            )
         self._carried.data_goes_on = True
         if not self._has_begun:
             self._has_begun = True
@@ -225,6 +286,8 @@ class Guard:
         if not self._finalizer.alive:
             return
         self._steps.settle()
+        self._finish_reading()
+        self._lay_down()
         failure = self._steps.finish()
         suffix = f", but the last checkpoint is not clean: {failure}" if failure else ""
         self._sum_up(f"closed{suffix}", digest=self.state_digest())
@@ -249,7 +312,7 @@ class Guard:
     @property
     def updates(self) -> int:
         """Updates applied so far, over all starts, without those that a rollback undid."""
-        pending = self._steps.pending is not None
+        pending = self._steps.pending is not None or self._steps.is_unread
         return self._run.state.updates + int(pending)
 
     @property
@@ -304,6 +367,7 @@ class Guard:
         story, place = self._steps, self._position
         while True:
             if story.has_rolled_back and not self._carried.data_goes_on:
+                self._again.clear()
                 self._reposition()
             story.has_rolled_back = False
             story.replay_known_discards()
@@ -312,23 +376,74 @@ class Guard:
             source = place.source
             assert source is not None
             number = story.next_number()
-            randomness = Randomness() if source.reads_by_number else None
+            if self._again:
+                again, batch = self._again.popleft()
+                if again >= number:
+                    return self._handed_out(again, batch, None)
+                continue
+            before = Randomness() if self._gate or source.reads_by_number else None
+            is_first = not source.drawn
             try:
                 batch = source.read(number - place.start)
             except Exhausted as exhausted:
+                if story.is_unread:
+                    self._finish_reading()
+                    continue
                 self._run.state.cursor = max(self._run.state.cursor, place.start + exhausted.count)
                 if place.epoch == len(self._sources) - 1:
                     return None
                 self._start(place.epoch + 1)  # a rollback had gone back to an earlier pass
                 continue
-            story.begin_batch(number, randomness)
-            return (batch,)
+            if before is not None and not source.reads_by_number:
+                story.reads_draw = story.reads_draw or not (is_first or before.is_unchanged())
+                before = None
+            return self._handed_out(number, batch, before)
+
+    def _handed_out(self, number: int, batch: Any, before: Randomness | None) -> tuple[Any]:
+        self._steps.begin_batch(number, before)
+        # What can be read again by its number need not be held.
+        if (
+            self._gate is not None
+            and self._position.source
+            and not self._position.source.reads_by_number
+        ):
+            self._in_hand.append((number, batch))
+        return (batch,)
+
+    def _finish_reading(self) -> None:
+        with journal_errors(self._run):
+            self._steps.finish_reading()
+
+    def _lay_down(self) -> None:
+        """The loop is left, maybe with batches in hand: the next start is to read them."""
+        again = len(self._again)
+        self._again.clear()
+        numbers, source = self._steps.lay_down(), self._position.source
+        if source is None or (numbers is None and not again):
+            return
+        start, stop = numbers or (self._steps.next_number(),) * 2
+        if not source.give_back(stop - start + again):
+            self._steps.pass_over((start, stop + again))
 
     def _is_done(self, steps: int | None) -> bool:
-        return steps is not None and self._run.state.updates >= steps
+        if steps is None or self.updates < steps:
+            return False
+        self._finish_reading()
+        return self._run.state.updates >= steps
 
     def _end_pass(self, number: int) -> None:
-        """Save the state at the end of a pass."""
+        """Save the state at the end of a pass.
+
+        Raises:
+            ConfigError: the loop has never asked the guard.
+        """
+        story, source = self._steps, self._position.source
+        if story.is_in_hand and not story.num_judged and source is not None:
+            raise ConfigError(
+                f"guard.over: the loop has read {source.drawn} batches and never called "
+                "guard.ok(loss): nothing was guarded, counted or saved; call it between backward "
+                "and optimizer.step(), and step only where it is True"
+            )
         with journal_errors(self._run):
             self._steps.commit()
         size = sum(parameter.numel() for parameter in self._sharded.parameters.values())

@@ -1,21 +1,30 @@
-"""The steps of a user's loop: read, judge, act; then count, prove, save."""
+"""The steps of a user's loop: read, judge, act; then count, prove, save.
+
+Where the numbers are read late (``sync=False``) a step is decided on by the device, and the loop
+goes on. The host reads the numbers when the next step is to be decided on; if the update was held
+back, what was computed since was computed too early: all that it changed is put back, and its
+batches are given to the loop once more. So the limits, and the bits, are those of a guard that
+waits.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.config.rules import remedy_rules
+from runner.embed.agreed import AgreedStep
+from runner.embed.gate import DeviceGate, HostSide
 from runner.embed.measure import Measurer
 from runner.embed.opening import OpenRun, memory_for
 from runner.embed.randomness import Randomness
 from runner.embed.rollback_state import RollbackState
 from runner.embed.state import LoopState
-from runner.policy.decision.history import discarded_signals
+from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.judge import Verdict
 from runner.run_dir.build_info import code_digest
 from runner.session import parts
@@ -27,6 +36,21 @@ from runner.train.guard import Guard as StepGuard
 from runner.train.recovery import Recovery
 from runner.train.step import StepInfo
 
+_AT_ONCE = 4  # steps of a start whose numbers are never read late: they show what changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unread:
+    """A step that the device has decided on and the host has not; with what it is undone by."""
+
+    agreed: AgreedStep
+    randomness: Randomness | None
+    host_side: HostSide
+
+    @property
+    def stop(self) -> int:
+        return self.agreed.batches[1]
+
 
 class GuardedSteps:
     """Handles the steps of a user's loop on one rank.
@@ -34,12 +58,22 @@ class GuardedSteps:
     Attributes:
         pending: the step whose update was allowed, but is not counted yet.
         has_rolled_back: whether a checkpoint was loaded since this was last set to False.
+        was_too_early: the batches in hand are to be given once more; until it is set to False.
+        reads_draw: reading a batch draws from the random generators of this rank.
+
+    Args:
+        gate: of the optimizers, where numbers may be read late; None: they are read at once.
     """
 
     is_ahead = False  # no step begins before the previous one is judged
 
     def __init__(
-        self, run: OpenRun, sharded: LoopState, carried: RollbackState, measurer: Measurer
+        self,
+        run: OpenRun,
+        sharded: LoopState,
+        carried: RollbackState,
+        measurer: Measurer,
+        gate: DeviceGate | None,
     ) -> None:
         self._run = run
         self._state = run.state
@@ -50,7 +84,12 @@ class GuardedSteps:
         self._code = code_digest()
         self._guard, self._checkpoints = _make_guard(self, run, carried, measurer)
         self.pending: tuple[StepInfo, Verdict] | None = None
-        self.has_rolled_back = False
+        self.has_rolled_back = self.was_too_early = self.reads_draw = False
+        self._carried = carried
+        self._gate = gate
+        self._unread: _Unread | None = None
+        self._num_judged = 0
+        self._is_asked_to_stop = False
         self._has_memory = run.memory.memory is not None
         self._start = 0  # range of the current step's batches; _stop is None between steps
         self._stop: int | None = None
@@ -71,7 +110,8 @@ class GuardedSteps:
 
     def next_number(self) -> int:
         """The number of the next batch that is not skipped."""
-        position = self._state.cursor if self._stop is None else self._stop
+        position = self._state.cursor if self._unread is None else self._unread.stop
+        position = position if self._stop is None else self._stop
         return next(iter(self._history.ledger.allowed(position)))[0]
 
     def replay_known_discards(self) -> None:
@@ -94,8 +134,9 @@ class GuardedSteps:
         """
         if self._stop is None:
             self._start = number
+            self._measurer.forget_notes()
             self._randomness = randomness or Randomness()
-            self._sharded.buffers.capture()
+            self._sharded.buffers.capture(keep_older=self._unread is not None)
             self._began = time.monotonic()
             self._run.group.heart.begin_step(self._state.updates + 1)
         self._stop = number + 1
@@ -106,6 +147,15 @@ class GuardedSteps:
 
     # -- judging --------------------------------------------------------------------------
 
+    def note(self, loss: torch.Tensor | float) -> None:
+        """The loss of the batch in hand, where others of the same step follow."""
+        if self._stop is None:
+            raise ConfigError(
+                "guard.note: no batch of guard.over is in hand; call it inside the loop, for each "
+                "batch of a step but the last, whose loss guard.ok is given"
+            )
+        self._measurer.note(loss, self._stop - 1)
+
     def judge(self, loss: torch.Tensor | float, tokens: int) -> bool:
         """Whether the update may be made. Collective."""
         if self.pending is not None:
@@ -115,12 +165,18 @@ class GuardedSteps:
                 "guard.ok: no batch of guard.over was read since the last call; call it once a "
                 "step, inside the loop over guard.over(loader)"
             )
-        info = self._info(loss, tokens, self._stop)
-        self._guard.note_lines(info)
-        self._checkpoints.apply_progress(info, self._state)
+        if self._unread is not None and not self._read_late():
+            return False
+        agreed = self._launched(loss, tokens, self._stop)
+        self._num_judged += 1
+        if self._may_read_late():
+            self._hold_back(agreed)
+            return True
+        info = self._measurer.read(agreed)
+        self._note(info)
         verdict = self._judge_step(info)
         if verdict is not None:
-            self._measurer.clip(info.signals.grad_norm)
+            self._measurer.clip(agreed.grad_norm)
             self.pending = (info, verdict)
             return True
         self._measurer.forget_gradients()
@@ -131,16 +187,16 @@ class GuardedSteps:
             self._leave()
         return False
 
-    def _info(self, loss: torch.Tensor | float, tokens: int, stop: int) -> StepInfo:
+    def _launched(self, loss: torch.Tensor | float, tokens: int, stop: int) -> AgreedStep:
         run, state = self._run, self._state
         last_serial = self._history.rollbacks[-1].serial if self._history.rollbacks else 0
         step, batches = state.updates + 1, (self._start, stop)
         run.group.heart.enter("agree")
-        return self._measurer.step(
+        return self._measurer.launch(
             loss,
             step=step,
             batches=batches,
-            limits=state.baseline.limits,
+            limits=state.baseline.limits if run.config.guard.enabled else None,
             identity={
                 "step": step,
                 "batches": list(batches),
@@ -152,10 +208,14 @@ class GuardedSteps:
                     last_serial,
                 ],
             },
-            flags=(run.group.stop.is_set, run.backlog.look(), tokens),
+            flags=(run.group.stop.is_set, run.backlog.look(), tokens, self.reads_draw),
             progress=run.ring.progress(),
             began=self._began,
         )
+
+    def _note(self, info: StepInfo) -> None:
+        self._guard.note_lines(info)
+        self._checkpoints.apply_progress(info, self._state)
 
     def _judge_step(self, info: StepInfo) -> Verdict | None:
         num_rollbacks = len(self._history.rollbacks)
@@ -174,6 +234,67 @@ class GuardedSteps:
         if self._randomness is not None:
             self._randomness.restore()
 
+    # -- reading late ---------------------------------------------------------------------
+
+    def _may_read_late(self) -> bool:
+        """Whether nothing needs the state behind this step before the next. Equal on all ranks."""
+        return (
+            self._gate is not None
+            and self._num_judged > _AT_ONCE
+            and not self._checkpoints.is_due(self._state.updates + 1)
+            and not self._known_discards
+            # After one bad step the next may be bad too: this only avoids wasted work.
+            and not self._state.trouble.num_recent()
+            and not self._is_asked_to_stop
+            and not self._measurer.reads_draw
+        )
+
+    def _hold_back(self, agreed: AgreedStep) -> None:
+        """Have the device apply the update or not."""
+        assert self._gate is not None
+        self._measurer.clip(agreed.grad_norm)
+        self._gate.closed = agreed.closed
+        self._unread = _Unread(
+            agreed=agreed,
+            randomness=self._randomness,
+            host_side=HostSide(self._sharded.optimizers, self._carried.schedulers),
+        )
+        self._forget_batches()
+
+    def _read_late(self) -> bool:
+        """Read the step before; whether it was applied and counts. Collective."""
+        unread, self._unread = self._unread, None
+        assert unread is not None and self._gate is not None
+        self._gate.closed = None
+        info = self._measurer.read(unread.agreed)
+        self._note(info)
+        self._is_asked_to_stop = self._is_asked_to_stop or info.stop_requested
+        verdict = self._judge_step(info)
+        if verdict is not None:
+            self._count(info, verdict)
+            return True
+        is_in_hand = self._stop is not None
+        self.was_too_early = is_in_hand
+        self._measurer.forget_gradients()
+        if not self.has_rolled_back:
+            buffers = self._sharded.buffers
+            buffers.restore_older() if is_in_hand else buffers.restore()
+            unread.host_side.restore()
+            if unread.randomness is not None:
+                unread.randomness.restore()
+        self._forget_batches()
+        return False
+
+    def finish_reading(self) -> None:
+        """The state is that of the last update the host knows of when it returns. Collective."""
+        if self._unread is not None:
+            self._read_late()
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether the last update may be none, and the host does not know it yet."""
+        return self._unread is not None
+
     # -- after the update -----------------------------------------------------------------
 
     def settle(self) -> None:
@@ -181,9 +302,13 @@ class GuardedSteps:
         if self.pending is None:
             return
         (info, verdict), self.pending = self.pending, None
-        state = self._state
-        info = replace(info, seconds=time.monotonic() - self._began)
         self._forget_batches()
+        self._count(replace(info, seconds=time.monotonic() - self._began), verdict)
+        if info.stop_requested:
+            self._leave()
+
+    def _count(self, info: StepInfo, verdict: Verdict) -> None:
+        state = self._state
         state.advance(info.signals)
         self._run.reporter.step(
             info, verdict, "apply", learning_rate=self._learning_rate(), state=state
@@ -192,8 +317,6 @@ class GuardedSteps:
         self._make_memory()
         self._checkpoints.after_update(state, info.seconds)
         self._run.group.heart.enter("other")
-        if info.stop_requested:
-            self._leave()
 
     def _learning_rate(self) -> float:
         groups = self._sharded.optimizers[0].param_groups
@@ -225,6 +348,48 @@ class GuardedSteps:
         self._has_memory = False
 
     # -- the end --------------------------------------------------------------------------
+
+    def lay_down(self) -> tuple[int, int] | None:
+        """The loop was left with batches in hand: it is as if they had not been read.
+
+        Returns:
+            Their numbers, half open; None if none were in hand.
+        """
+        if self._stop is None:
+            return None
+        numbers = (self._start, self._stop)
+        self._undo_reading()
+        self._measurer.forget_gradients()
+        self._forget_batches()
+        return numbers
+
+    def pass_over(self, numbers: tuple[int, int]) -> None:
+        """Skip batches that were read, not applied, and cannot be read again. Collective."""
+        start, stop = numbers
+        skipped = list(range(start, stop))
+        self._run.written.report(
+            Incident(
+                kind="unreadable",
+                step=self._state.updates + 1,
+                decision=f"skip {len(skipped)} batch{'es' if len(skipped) > 1 else ''}",
+                reason="the loop was left with them in hand, and their loader cannot give them "
+                "again",
+                samples=numbers,
+                sample_ids=tuple(f"batch {number}" for number in skipped),
+                detail={"positions": skipped, "indices": skipped, "errors": []},
+            )
+        )
+        self._state.cursor = stop
+
+    @property
+    def is_in_hand(self) -> bool:
+        """Whether a batch was read for which the loop has not asked yet."""
+        return self._stop is not None
+
+    @property
+    def num_judged(self) -> int:
+        """Steps of this start that the loop has asked about."""
+        return self._num_judged
 
     def commit(self) -> None:
         """Commit the current state to disk. Collective."""

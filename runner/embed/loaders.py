@@ -58,6 +58,10 @@ class Source(Protocol):
         """Continue after ``drawn`` batches; with no batch if the pass is over."""
         ...
 
+    def give_back(self, count: int) -> bool:
+        """The newest batches count as not taken; False where a later start could not read them."""
+        ...
+
 
 def source_of(loader: Any) -> Source:
     """The source for a loader, by its abilities.
@@ -111,6 +115,10 @@ class Indexed:
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self.drawn = drawn
 
+    def give_back(self, count: int) -> bool:
+        self.drawn -= count
+        return True
+
 
 class _Sequential:
     """A source whose batches are read in sequence."""
@@ -137,6 +145,9 @@ class _Sequential:
             self.drawn += 1
             if self.drawn > number:
                 return batch
+
+    def give_back(self, count: int) -> bool:
+        return False
 
 
 class Plain(_Sequential):
@@ -165,6 +176,10 @@ class Plain(_Sequential):
         self._begin(iter(self._loader), drawn=0)
         if drawn:
             self.read(drawn - 1)
+
+    def give_back(self, count: int) -> bool:
+        self.drawn -= count
+        return True
 
     def _counters(self) -> list[str]:
         return [name for name in _PASSES if type(getattr(self._loader, name, None)) is int]
@@ -222,6 +237,7 @@ class Resumable(_Sequential):
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self._loader.load_state_dict(state)
+        _let_begin_again(self._loader, state, is_over=is_over)
         self._held = None
         # If the pass is over, do not call iter: that begins the next pass, and may draw an order.
         iterator = iter(()) if is_over else iter(self._loader)
@@ -231,3 +247,14 @@ class Resumable(_Sequential):
             self._held = state
             iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
         self._begin(iterator, drawn=drawn, is_over=is_over)
+
+
+def _let_begin_again(loader: Any, state: Any, *, is_over: bool) -> None:
+    """MosaicML Streaming ignores a state of an epoch that this process has begun already.
+
+    And from a state of an epoch's end it would make a pass without batches.
+    """
+    data: Any = getattr(loader, "dataset", None)
+    is_mosaics = data is not None and hasattr(type(data), "next_epoch")
+    if is_mosaics and isinstance(state, Mapping) and "epoch" in state:
+        data.next_epoch = max(0, int(state["epoch"])) + int(is_over)

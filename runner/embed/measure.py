@@ -6,8 +6,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,17 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
+from runner.embed.agreed import AgreedStep, OnItsWay, on_device
 from runner.embed.geometry import local
 from runner.embed.state import LoopState
 from runner.policy.decision.signals import Limits, StepSignals
+from runner.train.gate import is_within
 from runner.train.step import StepInfo, Suspect
 
-_LOSS, _GRAD_SQUARE, _NONFINITE, _STOP, _KEPT, _TOKENS = range(6)
-_FINGERPRINT = 6
+_LOSS, _GRAD_SQUARE, _NONFINITE, _STOP, _KEPT, _TOKENS, _DRAWN = range(7)
+_FINGERPRINT = 7
 _JOBS = _FINGERPRINT + FINGERPRINT_SIZE
+_OWN = -4  # behind the ring's jobs: this rank's loss, the mean, the norm, the gate
 _NUM_LOUDEST = 3
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -39,6 +41,9 @@ def plan_of(start: int, stop: int) -> BatchPlan:
 class Measurer:
     """Measures and clips gradients on one rank.
 
+    Attributes:
+        reads_draw: on some rank reading batches has drawn from the random generators.
+
     Args:
         clip: bound of the global gradient norm; None: gradients stay as they are.
     """
@@ -47,91 +52,108 @@ class Measurer:
         self._state = state
         self._ranks = ranks
         self._clip = clip
+        self.reads_draw = False
         self._own: tuple[bool, float] = (True, 0.0)
+        # Of the step's batches but the last, by number; and those of the step measured last.
+        self._noted: dict[int, torch.Tensor] = {}
+        self._judged: dict[int, torch.Tensor] = {}
         self._norm: torch.Tensor | None = None
         self._sizes: list[int] = []
         self._trained: list[tuple[torch.Tensor, int]] = []
 
-    def step(
+    def note(self, loss: torch.Tensor | float, number: int) -> None:
+        """The loss of batch ``number``, whose gradients others of the same step are added to."""
+        self._noted[number] = _scalar(loss, self._state.compute_device)
+
+    def forget_notes(self) -> None:
+        """Another step begins."""
+        self._noted = {}
+
+    def launch(
         self,
         loss: torch.Tensor | float,
         *,
         step: int,
         batches: tuple[int, int],
-        limits: Limits,
+        limits: Limits | None,
         identity: Mapping[str, Any],
-        flags: tuple[bool, bool, int],
+        flags: tuple[bool, bool, int, bool],
         progress: JobProgress,
         began: float,
-    ) -> StepInfo:
-        """Agree on the step's numbers: one all-reduce. Collective.
+    ) -> AgreedStep:
+        """Agree on the step's numbers, and decide on the device: one all-reduce. Collective.
+
+        Nothing here waits for the device where the loss is on it.
 
         Args:
-            flags: whether a stop is requested, whether lines cannot be written, and the number of
-            tokens in this rank's batch.
+            limits: None lets every step be applied.
+            flags: whether a stop is asked for, whether lines cannot be written, the number of
+                tokens in this rank's batch, and whether reading it drew random numbers.
+        """
+        ranks, device = self._ranks, self._state.compute_device
+        value = self._loss_of_step(loss, batches)
+        square = self._square().to(device)
+        is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
+        own = torch.stack([value, square, is_bad.double()])
+        rest = [*map(float, flags), *ranks.fingerprint(identity)]
+        packed = torch.cat([own, on_device([*rest, *progress.counts], device)])
+        ranks.all_reduce(packed)
+        mean, norm = packed[_LOSS] / ranks.world_size, packed[_GRAD_SQUARE].sqrt()
+        closed = torch.zeros((), dtype=torch.float32, device=device)
+        if limits is not None:
+            closed = (~(is_within(limits, mean, norm) & (packed[_NONFINITE] == 0))).float()
+        decided = torch.stack([value, mean, norm, closed.double()])
+        return AgreedStep(
+            step=step,
+            batches=batches,
+            numbers=OnItsWay(torch.cat([packed, decided])),
+            grad_norm=norm,
+            closed=closed,
+            identity=identity,
+            jobs=progress.jobs,
+            began=began,
+        )
+
+    def read(self, agreed: AgreedStep) -> StepInfo:
+        """Read the numbers of a step, in the order of launching.
 
         Raises:
-            RankError: a rank is at another step than the others.
+            RankError: a rank stands elsewhere than the others.
         """
-        ranks, device = self._ranks, self._state.device
-        mean_loss = _scalar(loss, device)
-        square = self._square().to(device)
-        is_bad = (~torch.isfinite(mean_loss)) | (~torch.isfinite(square))
-        own_numbers = torch.stack([mean_loss, square, is_bad.double()])
-        stop, keeps_lines, tokens = flags
-        other_numbers = [
-            float(stop),
-            float(keeps_lines),
-            float(tokens),
-            *ranks.fingerprint(identity),
-        ]
-        other_numbers += progress.counts
-        packed = torch.cat(
-            [own_numbers, torch.tensor(other_numbers, dtype=torch.float64, device=device)]
-        )
-        if ranks.world_size > 1:
-            own_copy = own_numbers.clone()
-            ranks.all_reduce(packed)
-            numbers = torch.cat([packed, own_copy]).tolist()
-            sums, own_values = numbers[:-3], numbers[-3:]
-        else:
-            sums = packed.tolist()
-            own_values = sums[:3]
-        # Only the loss shows which rank is at fault: a reduced gradient is the same on all ranks.
-        self._own = (math.isfinite(own_values[0]), own_values[0])
-        ranks.require_alike(sums[_FINGERPRINT:_JOBS], identity)
-        return self._info(sums, step, batches, limits, progress, began)
-
-    def _info(
-        self,
-        numbers: Sequence[float],
-        step: int,
-        batches: tuple[int, int],
-        limits: Limits,
-        progress: JobProgress,
-        began: float,
-    ) -> StepInfo:
-        signals = StepSignals(
-            step=step,
-            start=batches[0],
-            stop=batches[1],
-            loss=numbers[_LOSS] / self._ranks.world_size,
-            grad_norm=math.sqrt(numbers[_GRAD_SQUARE]) if numbers[_GRAD_SQUARE] >= 0 else math.nan,
-            tokens=int(numbers[_TOKENS]),
-            nonfinite_ranks=int(numbers[_NONFINITE]),
-            gated=False,
-        )
-        if limits.exceeded(signals):
-            signals = replace(signals, gated=True)
+        numbers = agreed.numbers.read()
+        own, mean, norm, closed = numbers[_OWN:]
+        # By the loss alone: a gradient that was reduced is everybody's.
+        self._own = (math.isfinite(own), own)
+        self.reads_draw = self.reads_draw or numbers[_DRAWN] > 0
+        self._ranks.require_alike(numbers[_FINGERPRINT:_JOBS], agreed.identity)
         return StepInfo(
-            signals=signals,
-            batch=plan_of(*batches),
+            signals=StepSignals(
+                step=agreed.step,
+                start=agreed.batches[0],
+                stop=agreed.batches[1],
+                loss=mean,
+                grad_norm=norm,
+                tokens=int(numbers[_TOKENS]),
+                nonfinite_ranks=int(numbers[_NONFINITE]),
+                gated=closed > 0,
+            ),
+            batch=plan_of(*agreed.batches),
             stop_requested=numbers[_STOP] > 0,
             keeps_lines=numbers[_KEPT] > 0,
-            jobs=progress.jobs,
-            job_counts=tuple(numbers[_JOBS:]),
-            seconds=time.monotonic() - began,
+            jobs=agreed.jobs,
+            job_counts=tuple(numbers[_JOBS:_OWN]),
+            seconds=time.monotonic() - agreed.began,
         )
+
+    def _loss_of_step(self, loss: torch.Tensor | float, batches: tuple[int, int]) -> torch.Tensor:
+        """The mean over this rank's batches that it was told of."""
+        value = _scalar(loss, self._state.compute_device)
+        judged, self._noted = self._noted, {}
+        if judged:
+            judged[batches[1] - 1] = value
+            value = torch.stack(list(judged.values())).mean()
+        self._judged = judged
+        return value
 
     def _parameters(self) -> list[tuple[torch.Tensor, int]]:
         """Each trained parameter, and how many ranks hold the same part of it."""
@@ -156,15 +178,15 @@ class Measurer:
                 is_sharded = is_sharded or isinstance(grad, DTensor)
                 by_copies[copies].append(local(grad))
         self._norm = None
-        total = torch.zeros((), dtype=torch.float64)
+        shares = []
         for copies, grads in by_copies.items():
             norm = get_total_norm(grads)
             if not is_sharded:
                 self._norm = norm  # the same bits that torch's own clipping uses
-            total = total.to(norm.device) + norm.double().square() / copies
-        return total
+            shares.append(norm.double().square() / copies)
+        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
 
-    def clip(self, grad_norm: float) -> None:
+    def clip(self, grad_norm: torch.Tensor) -> None:
         """Clip the gradients that were measured last, as torch does."""
         if self._clip is None:
             return
@@ -172,10 +194,10 @@ class Measurer:
         if self._norm is not None:
             clip_grads_with_norm_(trained, self._clip, self._norm)
             return
-        factor = min(1.0, self._clip / (grad_norm + _CLIP_EPS))
+        factor = (self._clip / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
         grads = [local(p.grad) for p in trained if p.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, factor)
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
     def forget_gradients(self) -> None:
         """Drop the gradients of a step that is not applied."""
@@ -185,18 +207,30 @@ class Measurer:
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
         """The ranks whose last loss was not finite, or else those with the highest. Collective."""
         is_finite, loss = self._own
+        number = self._worst_of(plan)
         by_rank = self._ranks.gather(
-            [is_finite, min(loss, sys.float_info.max) if is_finite else 0.0]
+            [is_finite, min(loss, sys.float_info.max) if is_finite else 0.0, number]
         )
         rows = [
-            (rank, bool(is_finite), float(loss)) for rank, (is_finite, loss) in enumerate(by_rank)
+            (rank, bool(is_finite), float(loss), int(number))
+            for rank, (is_finite, loss, number) in enumerate(by_rank)
         ]
         bad = [row for row in rows if not row[1]]
         chosen = bad or sorted(rows, key=lambda row: -row[2])[:_NUM_LOUDEST]
         return [
-            Suspect(rank=rank, position=plan.start, name=f"batch {plan.start}", is_finite=finite)
-            for rank, finite, _ in chosen
+            Suspect(rank=rank, position=number, name=f"batch {number}", is_finite=finite)
+            for rank, finite, _, number in chosen
         ]
+
+    def _worst_of(self, plan: BatchPlan) -> int:
+        """Of this rank's batches of the step the one not finite, or the loudest."""
+        if not self._judged:
+            return plan.start
+        losses = dict(
+            zip(self._judged, torch.stack([*self._judged.values()]).tolist(), strict=True)
+        )
+        bad = [number for number, loss in losses.items() if not math.isfinite(loss)]
+        return bad[0] if bad else max(losses, key=lambda number: losses[number])
 
 
 def _scalar(loss: torch.Tensor | float, device: torch.device) -> torch.Tensor:

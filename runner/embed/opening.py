@@ -45,7 +45,7 @@ from runner.startup.resume import Resumed, resume_from, scan
 from runner.system.environment import variables
 from runner.system.error import ConfigError
 from runner.system.json_lines import iter_lines
-from runner.system.process import host_name
+from runner.system.process import host_name, own_process, pid_namespace
 from runner.train.report import Outputs, Reporter
 from runner.train.state import Carried, TrainState
 
@@ -100,7 +100,10 @@ def join(config: RunConfig, ranks: Ranks, device: torch.device, rank_env: RankEn
         console=Console(silent=not rank_env.is_first, every=sys.maxsize, as_json=True),
         ranks=ranks,
         debug={},
-        peers=[],
+        # So that a rank's death is noticed and its signal known.
+        peers=ranks.gather(
+            {"rank": rank_env.rank, "process": own_process(), "pids": pid_namespace()}
+        ),
     )
 
 

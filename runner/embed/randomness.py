@@ -22,6 +22,17 @@ class Randomness:
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._cuda = torch.cuda.get_rng_state()
 
+    def is_unchanged(self) -> bool:
+        """Whether nothing was drawn on the host since."""
+        was: tuple[Any, ...] = tuple(self._numpy)
+        now: tuple[Any, ...] = tuple(np.random.get_state())
+        return (
+            torch.equal(self._torch, torch.get_rng_state())
+            and self._python == random.getstate()
+            and was[2:] == now[2:]
+            and np.array_equal(was[1], now[1])
+        )
+
     def restore(self) -> None:
         """Set the generators to these states."""
         random.setstate(self._python)

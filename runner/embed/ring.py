@@ -11,7 +11,7 @@ from typing import Any
 from runner.checkpoint.digest import state_digest
 from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.checkpoint.protocol import CheckpointMetadata
-from runner.embed.exits import close_at_exit, journal_errors
+from runner.embed.exits import close_at_exit, journal_errors, watch_for_uncaught
 from runner.embed.opening import current_ranks, join, memory_for, open_run
 from runner.embed.settings import ring_config
 from runner.embed.tree import Stateful, TreeState
@@ -92,6 +92,7 @@ class Ring:
         self._step = self._since = self._run.resumed.step
         self._finalizer = weakref.finalize(self, close_at_exit, self._run)
         atexit.register(self._finalizer)
+        watch_for_uncaught(self._run)
 
     # -- for the loop ---------------------------------------------------------------------
 

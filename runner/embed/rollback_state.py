@@ -65,7 +65,9 @@ class DataPosition:
 class RollbackState:
     """Saves and restores this state, see :class:`runner.train.state.Carried`.
 
-    ``data_goes_on``: whether a rollback leaves the data position as it is.
+    Attributes:
+        data_goes_on: whether a rollback leaves the data position as it is.
+        schedulers: the loop's.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class RollbackState:
     ) -> None:
         self.data_goes_on = False
         self._state = state
-        self._schedulers = schedulers
+        self.schedulers = schedulers
         self._position = position
         self._ranks = ranks
         self._last: Mapping[str, Any] | None = None
@@ -91,7 +93,7 @@ class RollbackState:
                 "data": self._position.to_json(),
                 "schedulers": [
                     pack(one.state_dict(), f"scheduler {number}")
-                    for number, one in enumerate(self._schedulers)
+                    for number, one in enumerate(self.schedulers)
                 ],
             },
         )
@@ -120,7 +122,7 @@ class RollbackState:
             return
         self._state.apply_options(self._last)
         try:
-            for scheduler, state in zip(self._schedulers, self._last["schedulers"], strict=True):
+            for scheduler, state in zip(self.schedulers, self._last["schedulers"], strict=True):
                 scheduler.load_state_dict(unpack(state))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(

@@ -24,7 +24,6 @@ from runner.system.error import ConfigError
 _NOT_HERE = {
     "remote": "copy the clean checkpoints of out/ring yourself",
     "memory_mirror": "snapshots stay on their own node",
-    "sync": "the numbers of a step are always read before it is applied",
     "remedy": "the guard cannot compute a step of your loop again",
     "cooldown": "the learning rate is your schedule's",
     "cooldown_steps": "the learning rate is your schedule's",

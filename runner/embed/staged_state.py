@@ -81,6 +81,11 @@ class StagedState:
             str, Any
         ] = {}  # the entries of the checkpoint that is being loaded
 
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the numbers of a step are, and tensors that are like no parameter."""
+        return self.device
+
     def geometry_of(self, tensor: torch.Tensor, name: str) -> Geometry:
         """The geometry of this rank's part of a live tensor."""
         ranks = self._ranks
@@ -186,7 +191,7 @@ class StagedState:
                 )
                 return distributed
             return values.contiguous()
-        device = self.device if home == "device" else torch.device("cpu")
+        device = self.compute_device if home == "device" else torch.device("cpu")
         return values.view(tuple(shape)).to(device)
 
     def _fill(self, live: torch.Tensor, name: str) -> None:

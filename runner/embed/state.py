@@ -18,6 +18,7 @@ from runner.embed.buffers import Buffers
 from runner.embed.codec import pack, unpack
 from runner.embed.fp32_encoding import encode
 from runner.embed.geometry import Geometry, local
+from runner.embed.single_process import SingleProcessRanks
 from runner.embed.staged_state import StagedState, TensorSlice, home_of, tensor_slice
 from runner.system.error import CheckpointError
 
@@ -62,6 +63,13 @@ class LoopState(StagedState):
         self.buffers = Buffers([(plain_name(f"{name}.").rstrip("."), m) for name, m in named])
         self.parameters = self._named_parameters(models)
         self._names = {id(p): name for name, p in self.parameters.items()}
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Of one process without a group that of its parameters, of ranks that of their group."""
+        if not isinstance(self._ranks, SingleProcessRanks):
+            return self.device
+        return next((p.device for p in self.parameters.values() if p.is_cuda), self.device)
 
     def _named_parameters(self, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         parameters: dict[str, torch.Tensor] = {}

@@ -125,6 +125,7 @@ class RankMonitor:
         self._fatal: tuple[Path, IO[str]] | None = None
         self._telling = threading.Lock()
         self._have_met = False
+        self._was_uncaught = False
         self._expected: tuple[str, float, float] | None = None  # what, seconds, until when
         self._looked: dict[str, float] = {}
         self._start_watch: StartWatch | None = None
@@ -216,8 +217,29 @@ class RankMonitor:
             faulthandler.disable()
             self._fatal[1].close()
             self._fatal[0].unlink(missing_ok=True)
-        if self._fence is not None and self._place.is_first:
+        if self._fence is not None and self._place.is_first and not self._was_uncaught:
             self._fence.release()
+
+    def uncaught(self, error: Exception) -> None:
+        """Report an error with which a script of somebody's own is about to end.
+
+        Returns, whoever's fault it is: what the script does when it ends is its own. The lease is
+        not released after it, so that a start which finds no journal line of it writes one.
+        """
+        if self._fence is None:
+            return
+        self._was_uncaught = True
+        if not self._telling.acquire(timeout=self._settle_seconds + _TELL_SECONDS):
+            return  # the watchdog has it, and ends this process
+        try:
+            kind = whose_fault(error)
+            if kind == OWN:
+                self._tell_own_again(error)
+            else:
+                self._write(self._report(kind, in_words(error), error))
+                self._tell_cause()
+        except Exception as failure:  # the script's error matters more
+            _log.error("reporting an error failed: %s", failure)
 
     def failed(self, error: Exception) -> None:
         """Report that the training thread ends with an error that the other ranks do not share.
@@ -244,6 +266,13 @@ class RankMonitor:
             _log.error("reporting an error failed: %s", failure)
         finally:
             cancel()
+
+    def _tell_own_again(self, error: Exception) -> None:
+        """For an error that is not being handled any more: torchrun asks which one is."""
+        try:
+            raise error
+        except Exception:
+            self._tell_own(error)
 
     def _tell_own(self, error: Exception) -> None:
         """Report this rank's own error, which the caller then raises."""

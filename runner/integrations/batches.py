@@ -41,7 +41,9 @@ class GuardedBatches:
         return self.guard.take(number)
 
     def note(self, loss: torch.Tensor) -> None:
-        """Record the loss of the current batch."""
+        """Record the loss of the current batch; of a step's losses the guard judges the mean."""
+        if self._loss is not None:
+            self.guard.note(self._loss)
         self._loss = loss.detach()
 
     def may_step(self) -> bool:

@@ -92,6 +92,10 @@ class Checkpoints:
         self._heart = heart
         self._backlog = backlog
 
+    def is_due(self, updates: int) -> bool:
+        """Whether the state of exactly so many updates is saved."""
+        return self._schedule.is_due(updates)
+
     def begin(self, state: TrainState) -> None:
         """Commit the initial state, so that the run has a checkpoint to go back to.
 

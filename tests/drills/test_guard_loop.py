@@ -22,20 +22,26 @@ def run(out: Path, layout: str, *todo: str, ranks: int = 2, restarts: int = 0, *
     """What the script leaves, by the name of what was to do."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     launcher += [f"--max-restarts={restarts}"]
-    told = [*(sys.executable, *(launcher if ranks else [])), str(SCRIPT), str(out), layout, *todo]
+    command = [
+        *(sys.executable, *(launcher if ranks else [])),
+        str(SCRIPT),
+        str(out),
+        layout,
+        *todo,
+    ]
     memory = out / "memory"
     memory.mkdir(parents=True, exist_ok=True)
     # By default torchrun's restarts share a store, and gloo may connect to the address that a rank
     # of the attempt before left in it (torch 2.13).
     own = {"HOLDFAST_MEMORY_DIR": str(memory), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    made = os.environ | {"OMP_NUM_THREADS": "1"} | own | env
-    begin = warm.WarmPopen if warm.suits(told, made) else subprocess.Popen
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | own | env
+    begin = warm.WarmPopen if warm.suits(command, environment) else subprocess.Popen
     process = begin(
-        told,
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=made,
+        env=environment,
         cwd=ROOT,
         start_new_session=True,
     )
@@ -53,6 +59,37 @@ def test_one_rank_sees_nan_and_none_has_a_trace_of_it(tmp_path: Path, layout: st
     lines = read_lines(tmp_path / f"{layout}-poison" / "journal.jsonl")
     [back] = [line for line in lines if line["kind"] == "rollback"]
     assert back["ranks"] == [1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp",
+        pytest.param("ddp", marks=pytest.mark.full),
+        pytest.param("sampler", marks=pytest.mark.full),
+        pytest.param("micro", marks=pytest.mark.full),
+    ],
+)
+def test_read_late_on_two_ranks_and_killed(tmp_path: Path, layout: str) -> None:
+    kill_at = "43" if layout == "micro" else "26"  # late enough for a checkpoint to be whole
+    ends = run(tmp_path, layout, "poison", "told", restarts=1, LATE="1", KILL_AT=kill_at)
+    assert ends["poison"] == ends["told"]
+    lines = read_lines(tmp_path / f"{layout}-poison" / "journal.jsonl")
+    assert sum(line["kind"] == "start" for line in lines) == 2
+    bad = [line for line in lines if line["kind"] in ("discard", "rollback")]
+    assert bad and all(line["ranks"] == [1] for line in bad)
+
+
+def test_nan_in_the_loss_of_an_early_batch_of_one_rank_discards_the_step_on_all(
+    tmp_path: Path,
+) -> None:
+    ends = run(tmp_path, "micro", "poison", "told")
+    assert ends["poison"] == ends["told"]
+    assert [6, 8] in ends["poison"]["skipped"]
+    lines = read_lines(tmp_path / "micro-poison" / "journal.jsonl")
+    bad = [line for line in lines if line["kind"] in ("discard", "rollback")]
+    assert [line["ranks"] for line in bad] == [[1]] * 3
+    assert [line["sample_ids"] for line in bad] == [["batch 6"], ["batch 20"], ["batch 30"]]
 
 
 def test_a_killed_rank_and_a_restart_change_nothing(tmp_path: Path) -> None:

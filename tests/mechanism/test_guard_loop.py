@@ -407,6 +407,125 @@ def test_several_batches_make_a_step(tmp_path: Path) -> None:
     same(end, accumulated(None))
 
 
+def test_nan_in_the_loss_of_an_early_batch_of_a_step(tmp_path: Path) -> None:
+    """Its gradients are finite, so that nothing else shows it."""
+    data, bad = batches(num=80), {9, 46}
+
+    def accumulated(out: Path, bad: set[int], **settings: Any) -> tuple[dict[str, Any], Guard]:
+        job = Job.make()
+        rules = {**RULES, **settings}
+        guard = Guard(out, model=job.model, optimizer=job.optimizer, accumulate=4, **rules)
+        for count, batch in enumerate(guard.over(data)):
+            loss = job.backward(batch)
+            assert guard._steps._stop is not None
+            if guard._steps._stop - 1 in bad:
+                loss = loss * NAN
+            if count % 4 < 3:
+                guard.note(loss)
+                continue
+            if guard.ok(loss):
+                job.optimizer.step()
+            job.optimizer.zero_grad()
+        return job.state(), guard
+
+    end, guard = accumulated(tmp_path / "a", bad)
+    assert guard.skipped == [(8, 12), (44, 48)]
+    named = [line["sample_ids"] for line in journal(tmp_path / "a", "discard")]
+    assert named == [["batch 9"], ["batch 46"]]
+    told, other = accumulated(tmp_path / "b", set(), skip=guard.skipped)
+    same(end, told)
+    guard.close()
+    other.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_that_is_left_early_and_closed(tmp_path: Path, kind: str) -> None:
+    """The batch in hand is read by the next start; one that cannot be read again is skipped."""
+    data = batches(num=30)
+
+    def some(leave_at: int | None) -> tuple[Job, Guard]:
+        job = Job.make()
+        parts: dict[str, Any] = {"model": job.model, "optimizer": job.optimizer}
+        guard = Guard(tmp_path, **parts, scheduler=job.scheduler, clip=CLIP, **RULES)
+        for batch in guard.over(KINDS[kind](data)):
+            loss = job.backward(batch)
+            if guard.updates == leave_at:
+                break
+            if guard.ok(loss):
+                job.optimizer.step()
+                job.scheduler.step()
+            job.optimizer.zero_grad()
+        guard.close()
+        return job, guard
+
+    some(11)
+    some(12)
+    job, guard = some(None)
+    lost = [(11, 12), (13, 14)] if kind == "stateful" else []
+    assert guard.skipped == lost
+    same(job.state(), bare(data, lost))
+
+
+def test_a_loop_that_never_asks_is_told(tmp_path: Path) -> None:
+    job = Job.make()
+    guard = Guard(tmp_path, model=job.model, optimizer=job.optimizer)
+    with pytest.raises(ConfigError, match=r"has read 3 batches and never called guard\.ok"):
+        for batch in guard.over(batches(num=3)):
+            job.backward(batch)
+    guard._finalizer()
+
+
+def test_one_batch_and_two_guards_in_a_process(tmp_path: Path) -> None:
+    jobs = [Job.make(), Job.make()]
+    guards = [
+        Guard(tmp_path / str(number), model=job.model, optimizer=job.optimizer)
+        for number, job in enumerate(jobs)
+    ]
+    for guard, job in zip(guards, jobs, strict=True):
+        for _ in range(3):
+            for batch in guard.over(batches(num=1)):
+                if guard.ok(job.backward(batch)):
+                    job.optimizer.step()
+                job.optimizer.zero_grad()
+        assert guard.updates == 3 and guard.skipped == []
+    with pytest.raises(ConfigError, match="is in use by a living run"):
+        Guard(tmp_path / "0", model=jobs[0].model, optimizer=jobs[0].optimizer, stale_seconds=5)
+    for guard in guards:
+        guard.close()
+
+
+def test_without_a_gate_everything_is_applied(tmp_path: Path) -> None:
+    job = Job.make()
+    guard = Guard(tmp_path, model=job.model, optimizer=job.optimizer, enabled=False)
+    for batch in guard.over(batches({1}, num=3)):
+        assert guard.ok(job.backward(batch))
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    assert guard.updates == 3 and not torch.isfinite(job.model.scale).all()
+    guard._finalizer()
+
+
+def test_several_groups_and_a_last_batch_that_is_smaller(tmp_path: Path) -> None:
+    """BatchNorm, rates of their own, a schedule of them, ``DataLoader(drop_last=False)``."""
+
+    def groups(model: nn.Module) -> torch.optim.Optimizer:
+        names = [["first.weight"], ["scale"], []]
+        names[2] = [n for n, _ in model.named_parameters() if n not in ("first.weight", "scale")]
+        by_name = dict(model.named_parameters())
+        return torch.optim.AdamW(
+            [{"params": [by_name[n] for n in part], "lr": 1e-2 / (1 + at)} for at, part in
+             enumerate(names)], weight_decay=0.1,
+        )  # fmt: skip
+
+    rows = torch.cat(batches({7}, num=24))[:-3]
+    loader = DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
+    job, guard = finish(tmp_path, lambda: loader, [9], optimizer=groups)
+    end, skipped = job.state(), guard.skipped
+    guard.close()
+    assert skipped == [(7, 8)]
+    same(end, bare(loader, skipped, groups))  # type: ignore[arg-type]
+
+
 def test_the_end_again_is_the_end(tmp_path: Path) -> None:
     data = batches(num=10)
     job, guard = guarded(tmp_path, data)

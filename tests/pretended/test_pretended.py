@@ -72,6 +72,13 @@ def test_nothing_overtakes_on_other_layouts(engine: str) -> None:
     check_order(run("order", NOTHING, f"parallel={engine}", *shard)[NOTHING])
 
 
+def test_a_guarded_loop_that_reads_late_never_waits() -> None:
+    found = run("guarded", "late,at once")
+    assert found["late"]["waits"] == found["late"]["races"] == []
+    assert found["late"]["copies"] == 2  # the numbers there, and their sums back
+    assert found["at once"]["waits"] != []
+
+
 @pytest.mark.full
 def test_every_omission_is_noticed() -> None:
     result = run("order", ",".join(LEFT_OUT))

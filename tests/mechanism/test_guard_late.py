@@ -1,0 +1,213 @@
+"""A guard that reads a step's numbers one step late ends as one that waits, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runner import Guard
+from runner.system.error import ConfigError
+from tests.mechanism.test_guard_loop import (
+    CLIP,
+    KINDS,
+    NAN,
+    RULES,
+    Job,
+    Killed,
+    batches,
+    finish,
+    guarded,
+    journal,
+    node_memory,
+    same,
+)
+
+__all__ = ["node_memory"]
+
+ALONE = {6, 22, 23, 41, 59}  # the last one of all too
+BAD = ALONE | {40, 42}  # so that it goes back
+FULL = pytest.mark.full
+
+
+def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def fused_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Of FP32 alone: on a CPU torch 2.13 leaves garbage in its momentum of BF16 parameters."""
+    weights = [one for one in model.parameters() if one.dtype is torch.float32]
+    return torch.optim.SGD(weights, lr=1e-2, momentum=0.9, fused=True)
+
+
+def fused_tensor_rate(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-2), fused=True)
+
+
+def told_of(out: Path) -> list[dict[str, Any]]:
+    """What the metrics and the journal say, but for the clock."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines += [line for kind in ("discard", "rollback", "episode") for line in journal(out, kind)]
+    clocks = {"time", "cost_seconds", "tokens_per_second", "seconds", "detail", "seq", "stalls"}
+    return [{k: v for k, v in line.items() if k not in clocks} for line in lines]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [fused, pytest.param(fused_sgd, marks=FULL), pytest.param(fused_tensor_rate, marks=FULL)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_late_is_at_once(
+    tmp_path: Path, kind: str, optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]
+) -> None:
+    ends = []
+    for name, sync in (("at-once", True), ("late", False)):
+        loader = KINDS[kind](batches(ALONE))
+        job, guard = guarded(tmp_path / name, loader, optimizer=optimizer, sync=sync)
+        ends.append((job.state(), guard.skipped, guard.updates))
+        guard.close()
+    same(ends[1], ends[0])
+    assert told_of(tmp_path / "late") == told_of(tmp_path / "at-once")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rollback(tmp_path: Path, kind: str) -> None:
+    """Which checkpoint it goes back to is the ring's: it depends on what is proven by then."""
+    job, guard = guarded(tmp_path / "a", KINDS[kind](batches(BAD)), optimizer=fused, sync=False)
+    assert len(journal(tmp_path / "a", "rollback")) == 1
+    end, skipped = job.state(), guard.skipped
+    guard.close()
+    told, other = guarded(tmp_path / "b", KINDS[kind](batches()), optimizer=fused, skip=skipped)
+    same(end, told.state())
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=FULL if kind == "indexed" else ()) for kind in KINDS]
+)
+def test_killed_and_started_again(tmp_path: Path, kind: str) -> None:
+    data = batches({5, 18, 30, 31, 32})
+    job, guard = finish(
+        tmp_path / "a", lambda: KINDS[kind](data), [13, 2, 20], optimizer=fused, sync=False
+    )
+    end, skipped = job.state(), guard.skipped
+    guard.close()
+    told, other = guarded(tmp_path / "b", KINDS[kind](data), optimizer=fused, skip=skipped)
+    same(end, told.state())
+    other.close()
+
+
+def accumulated(out: Path, loader: Any, **settings: Any) -> tuple[Any, Guard, list[bool]]:
+    """Three batches a step, of which the first one's loss may be NaN and its gradients finite."""
+    job, allowed = Job.make(fused), []
+    guard = Guard(
+        out, model=job.model, optimizer=job.optimizer, scheduler=job.scheduler, clip=CLIP,
+        accumulate=3, **{**RULES, **settings},
+    )  # fmt: skip
+    for count, batch in enumerate(guard.over(loader)):
+        loss = job.backward(batch[0])
+        if count % 3 < 2:
+            guard.note(loss * batch[1])
+            continue
+        allowed.append(guard.ok(loss))
+        if allowed[-1]:
+            job.optimizer.step()
+            job.scheduler.step()
+        job.optimizer.zero_grad()
+    return job.state(), guard, allowed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_batches_a_step_are_given_once_more(tmp_path: Path, kind: str) -> None:
+    data = [(batch, NAN if number == 33 else 1.0) for number, batch in enumerate(batches(num=66))]
+    end, guard, allowed = accumulated(tmp_path / "a", KINDS[kind](data), sync=False)  # type: ignore[arg-type]
+    assert guard.skipped == [(33, 36)] and guard.updates == 21
+    # The step after the bad one was computed too early: it is not allowed, and computed again.
+    assert allowed == [True] * 12 + [False] + [True] * 10
+    told, other, _ = accumulated(tmp_path / "b", KINDS[kind](data), skip=guard.skipped)  # type: ignore[arg-type]
+    same(end, told)
+    guard.close()
+    other.close()
+
+
+class Augmented:
+    """Draws from the global generators for each batch, as an augmentation does."""
+
+    def __init__(self, data: list[torch.Tensor]) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for batch in self._data:
+            yield batch + 0.01 * torch.randn(()) + 0.01 * float(np.random.rand())
+
+
+def test_where_reading_draws_random_numbers_it_waits(tmp_path: Path) -> None:
+    ends = []
+    for name, sync in (("at-once", True), ("late", False)):
+        job, guard = guarded(tmp_path / name, Augmented(batches(ALONE)), optimizer=fused, sync=sync)
+        ends.append((job.state(), guard.skipped))
+        guard.close()
+    same(ends[1], ends[0])
+
+
+def test_it_ends_at_the_very_update(tmp_path: Path) -> None:
+    ends = []
+    for name, sync in (("at-once", True), ("late", False)):
+        job = Job.make(fused)
+        guard = Guard(tmp_path / name, model=job.model, optimizer=job.optimizer, sync=sync, **RULES)
+        for batch in guard.over(batches({6, 21}), steps=21):
+            if guard.ok(job.backward(batch)):
+                job.optimizer.step()
+            job.optimizer.zero_grad()
+        ends.append((job.state(), guard.skipped, guard.updates))
+        guard.close()
+    same(ends[1], ends[0])
+    assert ends[1][1:] == ([(6, 7), (21, 22)], 21)
+
+
+def test_another_start_may_wait(tmp_path: Path) -> None:
+    """It changes nothing of the run."""
+    data = batches({18, 30, 31, 32})
+    with pytest.raises(Killed):
+        guarded(tmp_path / "a", data, kill_at=20, optimizer=fused, sync=False)
+    job, guard = guarded(tmp_path / "a", data, optimizer=fused)
+    whole, other = guarded(tmp_path / "b", data, optimizer=fused)
+    same(job.state(), whole.state())
+    guard.close()
+    other.close()
+
+
+def test_what_cannot_be_held_back_is_refused(tmp_path: Path) -> None:
+    job = Job.make()
+    with pytest.raises(ConfigError, match=r"sync=False needs optimizers .* this is AdamW"):
+        Guard(tmp_path / "a", model=job.model, optimizer=job.optimizer, sync=False)
+    job = Job.make(fused)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ConfigError, match="GradScaler"):
+        Guard(
+            tmp_path / "b", model=job.model, optimizer=job.optimizer, scheduler=[scaler], sync=False
+        )
+    guard = Guard(tmp_path / "c", model=job.model, optimizer=job.optimizer, sync=False)
+    with pytest.raises(ConfigError, match=r"sync=False needs guard\.over"):
+        guard.take(0)
+    guard._finalizer()
+
+
+def test_which_optimizers_say_that_they_read_found_inf() -> None:
+    """``_step_supports_amp_scaling`` is private in torch."""
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad):
+        for is_fused in (True, False):
+            optimizer = kind(weights, lr=0.1, fused=is_fused)
+            assert getattr(optimizer, "_step_supports_amp_scaling", False) is is_fused
+            if not is_fused:
+                continue
+            optimizer.found_inf = torch.ones(())
+            weights[0].grad = torch.full((3,), NAN)
+            optimizer.step()
+            assert torch.equal(weights[0].detach(), torch.ones(3))
