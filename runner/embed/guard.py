@@ -180,7 +180,8 @@ class Guard:
 
         Call it once per step on every rank, after ``backward`` and before the optimizer's step.
         False means that the step was discarded, or the run has already gone back to a checkpoint;
-        the gradients are gone.
+        the gradients are gone. With ``sync=False`` True leaves it to the device whether the
+        update is made, and False may also mean that the step's batches come once more.
 
         Args:
             loss: this rank's, a scalar or a tensor whose mean it is; the guard judges the mean

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
@@ -120,3 +122,16 @@ def test_what_cannot_be_guarded_is_refused(tmp_path: Path) -> None:
     trainer.strategy.__class__ = FSDPStrategy
     with pytest.raises(ConfigError, match="FSDPStrategy: a batch can be skipped only"):
         GuardCallback(tmp_path).on_fit_start(trainer, LightningModule())
+
+
+@pytest.mark.parametrize(("key", "value"), [("deepspeed", "zero3.json"), ("fp16", True)])
+def test_what_the_hf_trainer_cannot_have_guarded_is_refused(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    pytest.importorskip("transformers")
+    from runner.integrations.hf import guard_trainer
+
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(deepspeed=None, fp16=False))
+    setattr(trainer.args, key, value)
+    with pytest.raises(ConfigError, match=rf"guard_trainer: {key}={value!r}: .*; use "):
+        guard_trainer(trainer, tmp_path)
