@@ -743,7 +743,7 @@ def test_the_newest_proven_one_is_exported_and_why_no_newer_one(
     assert first == f"exported step 20 of 50 (clean) to {tmp_path / 'out'}"
     assert more == [
         "step 40 is not exported: tainted: the run rolled back past it, or it was found damaged",
-        "step 30 is not exported: not proven: too few clean steps followed it as yet",
+        "step 30 is not exported: not proven: too few clean steps have followed it yet",
         "the run has not reached step 50: its newest checkpoint is of 40",
     ]
     tensor, told = exported(tmp_path / "out")
