@@ -176,7 +176,7 @@ def test_a_killed_run_exports_an_older_one_and_says_why(
     first, *why = export(killed.out, tmp_path / "early", capsys)
     assert first.startswith("exported step 10 of 26 (clean)"), why
     assert why == [
-        "step 20 is not exported: not proven: too few clean steps followed it as yet",
+        "step 20 is not exported: not proven: too few clean steps have followed it yet",
         "the run has not reached step 26: its newest checkpoint is of 20",
     ]
     run = finish(killed.out, *settings, ranks=0)
