@@ -245,7 +245,7 @@ MUTANTS = (
     Mutant(
         "a rank's own NaN is not told",
         FORWARD,
-        "(~torch.isfinite(seen)).double()",
+        "(~torch.isfinite(total)).double()",
         "torch.zeros((), dtype=torch.float64)",
         "tests/mechanism/test_engine.py",
         "skipped_update or layout",
@@ -311,9 +311,9 @@ MUTANTS = (
     Mutant(
         "a bad step does not begin the probation anew",
         "runner/policy/decision/judge.py",
-        '        """Note a step that was not clean: probations of checkpoints begin anew."""\n'
+        '        """Record a step that was not clean: probations of checkpoints start over."""\n'
         "        self.clean_streak = 0\n",
-        '        """Note a step that was not clean."""\n',
+        '        """Record a step that was not clean."""\n',
         POLICY,
     ),
     Mutant(

@@ -62,18 +62,18 @@ def plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", metric.lower()).strip("_")
 
 
-def find(option: str, names: Sequence[str], asked: str | None, source: str) -> str | None:
+def find(option: str, names: Sequence[str], requested: str | None, source: str) -> str | None:
     """Find the name among ``names`` for this option; None if no common one is there.
 
     Raises:
         ConfigError: the configured one is missing, or several fit equally well.
     """
     names = [name for name in names if not name.endswith(("__MIN", "__MAX"))]
-    if asked is not None:
-        fitting = [name for name in names if name == asked]
-        fitting = fitting or [name for name in names if plain(name) == plain(asked)]
+    if requested is not None:
+        fitting = [name for name in names if name == requested]
+        fitting = fitting or [name for name in names if plain(name) == plain(requested)]
         if not fitting:
-            raise ConfigError(f"{option} {asked}: not in {source}, which has {_listed(names)}")
+            raise ConfigError(f"{option} {requested}: not in {source}, which has {_listed(names)}")
         return _only(fitting, option, source)
     for common in _COMMON[option]:
         fitting = [name for name in names if plain(name) == common]

@@ -191,7 +191,7 @@ def _breaks(
     if usual > 1:
         notes.append(f"a row every {usual:g} steps: what lasted less is not in the file")
     gaps = frozenset(fresh - {0})
-    notes += _told("gap", "in the steps: the statistics begin anew after it", gaps, steps)
+    notes += _told("gap", "in the steps: the statistics start over after it", gaps, steps)
     notes += _told("restart", "at an earlier step: judged on from there", restarts, steps)
     return frozenset(fresh), restarts
 

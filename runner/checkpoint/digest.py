@@ -96,8 +96,8 @@ class Summing:
         for block in range(start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS)):
             base = block * BLOCK_ELEMENTS
             first, last = max(start, base), min(stop, base + BLOCK_ELEMENTS)
-            held = words[first - start : last - start]
-            parts.append(_lanes(held, pads[:, first - base : last - base]))
+            overlap = words[first - start : last - start]
+            parts.append(_lanes(overlap, pads[:, first - base : last - base]))
             factors.append(_factors(name, block))
         sums: Sums = (0,) * LANES
         for part, factor in zip(torch.stack(parts).tolist(), factors, strict=True):

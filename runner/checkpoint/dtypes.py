@@ -48,9 +48,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """Inverse of :func:`name_of`, of a name that is in :data:`ITEM_SIZES`."""
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def is_finite(values: torch.Tensor) -> bool:

@@ -143,8 +143,8 @@ class LockstepQueue:
         failures: list[str] = []
         if num_failed:
             error = done.exception() if done else None
-            said = self._gather(f"{type(error).__name__}: {error}" if error else "")
-            failures = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+            errors = self._gather(f"{type(error).__name__}: {error}" if error else "")
+            failures = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
         self._start()
         job.then(failures)
 

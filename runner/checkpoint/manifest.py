@@ -162,8 +162,8 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
         manifest = _from_json(parse_json(data))
         _check(manifest)
     except Exception as error:  # damage may take any form; json and int() raise many kinds
-        words = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpoint(f"{path}: {words[:_WORDS]}") from None
+        cause = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(f"{path}: {cause[:_WORDS]}") from None
     return manifest
 
 

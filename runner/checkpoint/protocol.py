@@ -28,8 +28,8 @@ class Shard(Protocol):
 
 def element_type(shard: Shard) -> torch.dtype:
     """Of ``shard.local``, which is costly where it is made anew at each look."""
-    told = getattr(shard, "element_type", None)
-    return told if isinstance(told, torch.dtype) else shard.local.dtype
+    element = getattr(shard, "element_type", None)
+    return element if isinstance(element, torch.dtype) else shard.local.dtype
 
 
 class ShardedState(Protocol):

@@ -431,8 +431,8 @@ class Ring:
         )
         if not stands:
             raise CheckpointError(
-                f"cannot save to {self._disk.folder}: {'; '.join(failures)}, and no clean "
-                "checkpoint stands; free space or choose another out"
+                f"cannot save to {self._disk.folder}: {'; '.join(failures)}, and there is no clean "
+                "checkpoint; free space or choose another out"
             )
 
     # -- proving and retiring -------------------------------------------------------------

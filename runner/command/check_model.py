@@ -87,7 +87,9 @@ def check_model_command(arguments: Sequence[str]) -> int:
     checks: list[Check] = []
     try:
         with Bar("preparing the data", 0) as bar:
-            dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
+            dataset = parts.open_dataset(
+                config, progress=lambda what, done, total: bar.at(done, total)
+            )
         with Bar("trying the model", _IN_PROCESS, unit="checks") as bar:
             for check in _in_process(config, dataset):
                 checks.append(check)

@@ -66,7 +66,7 @@ def import_command(arguments: Sequence[str]) -> int:
     run_dir = RunDir(Path(config.out))
     _refuse_used(run_dir)
     with Bar("preparing the data", 0) as bar:
-        dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
+        dataset = parts.open_dataset(config, progress=lambda what, done, total: bar.at(done, total))
     with torch.device("meta"):
         model = Decoder(parts.model_shape(config, dataset))
     wanted = {name: tuple(value.shape) for name, value in sorted(model.named_parameters())}

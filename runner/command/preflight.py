@@ -65,7 +65,7 @@ def preflight_command(arguments: Sequence[str]) -> int:
     config = compose([*options.overrides, "parallel=single"], config_dir=options.config_dir)
     check_settings(config, world_size=1)
     with Bar("preparing the data", 0) as bar:
-        dataset = parts.open_dataset(config, tell=lambda what, done, total: bar.at(done, total))
+        dataset = parts.open_dataset(config, progress=lambda what, done, total: bar.at(done, total))
     checks = []
     with Bar("trying", len(TRIALS), unit="checks") as bar:
         for check in _checks(config, dataset):

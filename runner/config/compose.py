@@ -86,8 +86,8 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
         raise ConfigError(f"{added}: adds a key that does not exist. `--help` lists all.") from None
     except Exception as error:
         # Hydra does not wrap YAML's errors, ValueError and AssertionError.
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"cannot compose {' '.join(overrides)}: {words}") from None
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"cannot compose {' '.join(overrides)}: {cause}") from None
     # A YAML without "- schema" would switch all type checking off in silence.
     assert isinstance(config, RunConfig), "configs/config.yaml must begin with the schema"
     if isinstance(config.data.path, str):
@@ -225,8 +225,8 @@ def _reject_deletion(text: str) -> None:
         hint = "" if key in known else suggestion(key, known)
         off = ", or eval.every=0 for no evaluation" if key == "eval" else ""
         raise ConfigError(
-            f"{text!r}: keys cannot be taken away, a run has all of them{hint}; leave it out for "
-            f"the default{off}"
+            f"{text!r}: keys cannot be removed, a run has all of them{hint}; omit it for the "
+            f"default{off}"
         )
 
 
@@ -450,8 +450,8 @@ def from_yaml(text: str, *, source: Path) -> dict[str, Any]:
         _refuse_bombs(text)
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     except Exception as error:
-        words = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{source}: not a settings file ({words})") from None
+        cause = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{source}: not a settings file ({cause})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{source}: not a settings file")
     return dict(_flatten(tree))

@@ -147,8 +147,8 @@ def network_problems(config: RunConfig) -> list[str]:
     if model.init not in ("weights", "random"):
         problems.append(f"model.init={str(model.init)[:50]}: must be weights or random")
     problems += [
-        f"model.{name}={str(getattr(model, name))[:100]}: is the decoder's; with model=hf the "
-        "folder's config.json says it: leave it out"
+        f"model.{name}={str(getattr(model, name))[:100]}: is a decoder setting; with model=hf the "
+        "folder's config.json sets it: remove it"
         for name in _set_in(model, sorted(DECODER_KEYS - {"kind", *_HF_KEYS}))
     ]
     return problems

@@ -33,5 +33,5 @@ def odd_settings(config: RunConfig) -> list[str]:
     if is_adamw and optim.lr > _HIGH_RATE:
         sentences.append(f"optim.lr={optim.lr:g}: AdamW mostly diverges above {_HIGH_RATE:g}")
     if not config.guard.enabled:
-        sentences.append("guard.enabled=false: a NaN is applied, and nothing is gone back to")
+        sentences.append("guard.enabled=false: a NaN is applied, and there are no rollbacks")
     return sentences

@@ -394,7 +394,7 @@ class ParallelConfig:
     reshard_after_forward: bool = key(True, "free gathered parameters between uses (ZeRO-3)")
     offload: Offload = key(
         Offload.none,
-        "cpu: FP32 weights, gradients and moments lie in the host's memory and are updated there "
+        "cpu: FP32 weights, gradients and moments are in host memory and are updated there "
         "(single, ddp, fsdp, hsdp); none: on the device",
     )
     deepspeed: Any = key(None, "zero1-3: a mapping of further DeepSpeed settings, or null")

@@ -42,10 +42,10 @@ def held_out_sets(data: DataConfig) -> dict[str, DataConfig]:
 
     Empty where it is not set.
     """
-    wanted = data.val_path
-    if wanted is None:
+    setting = data.val_path
+    if setting is None:
         return {}
-    by_name = wanted if isinstance(wanted, dict) else {"": wanted}
+    by_name = setting if isinstance(setting, dict) else {"": setting}
     return {
         name: dataclasses.replace(data, path=by_name[name], val_path=None)
         for name in sorted(by_name)
@@ -72,13 +72,13 @@ def sources_of(data: DataConfig) -> list[SourceSettings]:
         )
     if data.path:
         raise ConfigError(
-            f"data.path={data.path}: each of data.sources has a path of its own; leave it out"
+            f"data.path={data.path}: each of data.sources has its own path; remove this one"
         )
     sources = [_source(data, number, given) for number, given in enumerate(data.sources)]
     names = [source.name for source in sources]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ConfigError(f"data.sources: two are called {twice[0]!r}; give each a name of its own")
+        raise ConfigError(f"data.sources: two are called {twice[0]!r}; give each its own name")
     if not math.fsum(source.weight for source in sources) > 0:
         raise ConfigError("data.sources: all weights are 0; one at least must be greater")
     return sources
@@ -138,9 +138,9 @@ def _typed(place: str, own: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in own.items():
         default = getattr(usual, key)
         if isinstance(default, Enum):
-            words = [member.value for member in type(default)]
-            if value not in words:
-                raise ConfigError(f"{place}.{key}={value}: must be one of {', '.join(words)}")
+            choices = [member.value for member in type(default)]
+            if value not in choices:
+                raise ConfigError(f"{place}.{key}={value}: must be one of {', '.join(choices)}")
             value = type(default)(value)
         elif isinstance(default, list) and not isinstance(value, list):
             raise ConfigError(f"{place}.{key}={value}: must be a list")

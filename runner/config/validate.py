@@ -93,16 +93,16 @@ def _lists(config: RunConfig) -> list[str]:
 
 
 def _val_path(data: DataConfig) -> list[str]:
-    wanted = data.val_path
-    if wanted is None:
+    setting = data.val_path
+    if setting is None:
         return []
-    sets = wanted if isinstance(wanted, dict) else {"": wanted}
+    sets = setting if isinstance(setting, dict) else {"": setting}
     if not sets or not all(_are_paths(paths) for paths in sets.values()):
         return [
-            f"data.val_path={str(wanted)[:200]}: must be a path, a list of paths, or names with "
+            f"data.val_path={str(setting)[:200]}: must be a path, a list of paths, or names with "
             "one of these each, such as {wiki: wiki.txt, code: [a.py, b.py]}"
         ]
-    odd = [name for name in sets if isinstance(wanted, dict) and not is_source_name(name)]
+    odd = [name for name in sets if isinstance(setting, dict) and not is_source_name(name)]
     if odd:
         return [
             f"data.val_path: {str(odd[0])[:80]!r} is no name of a held-out set; use letters, "
@@ -110,7 +110,7 @@ def _val_path(data: DataConfig) -> list[str]:
         ]
     if data.sources is not None or data._target_ is not None or data.kind is DataKind.synthetic:
         return [
-            f"data.val_path={str(wanted)[:200]}: is for data=text, tokens and hf; sources of a "
+            f"data.val_path={str(setting)[:200]}: is for data=text, tokens and hf; sources of a "
             "mixture, code of your own and synthetic data have held-out samples of their own "
             "(data.held_out)"
         ]

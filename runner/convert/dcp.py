@@ -47,17 +47,17 @@ def open_dcp(folder: Path) -> Source:
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"{path}: {type(error).__name__}: {str(error)[:300]}") from None
     tensors = _unwrapped(tensors)
-    weights = {name: found for name, found in tensors.items() if not name.startswith(_OPTIMIZER)}
-    model = {name: found for name, found in weights.items() if name.startswith(_MODEL)}
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(_OPTIMIZER)}
+    model = {name: tensor for name, tensor in weights.items() if name.startswith(_MODEL)}
     if model and len(weights) < len(tensors):
-        weights = {name.removeprefix(_MODEL): found for name, found in model.items()}
+        weights = {name.removeprefix(_MODEL): tensor for name, tensor in model.items()}
     return Source(kind="torch DCP directory", weights=weights, moments=_moments(tensors, path))
 
 
 def _unwrapped(tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Remove a first part that all names share and that both follow."""
     around = {name.partition(".")[0] for name in tensors}
-    inner = {name.partition(".")[2]: found for name, found in tensors.items()}
+    inner = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
     has_both = all(any(name.startswith(kind) for name in inner) for kind in (_MODEL, _OPTIMIZER))
     return inner if len(around) == 1 and has_both else tensors
 
@@ -134,15 +134,15 @@ class _Reader:
     def __call__(self) -> torch.Tensor:
         whole = torch.empty(self._shape)
         # With the right number of elements, overlapping chunks would leave a hole.
-        seen = torch.zeros(self._shape, dtype=torch.bool)
+        covered = torch.zeros(self._shape, dtype=torch.bool)
         for part in self._parts:
             block = tuple(
                 slice(start, start + size)
                 for start, size in zip(part.offsets, part.sizes, strict=True)
             )
             whole[block] = self._read(part).float()
-            seen[block] = True
-        if not bool(seen.all()):
+            covered[block] = True
+        if not bool(covered.all()):
             raise ConfigError(f"{self._parts[0].path}: chunks of {self._name!r} overlap")
         return whole
 

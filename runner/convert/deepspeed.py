@@ -196,10 +196,10 @@ class _Chain:
     def numel(self) -> int:
         return sum(part.numel() for part in self._parts)
 
-    def __getitem__(self, wanted: slice) -> torch.Tensor:
+    def __getitem__(self, span: slice) -> torch.Tensor:
         parts, at = [], 0
         for part in self._parts:
-            first, stop = max(wanted.start - at, 0), min(wanted.stop - at, part.numel())
+            first, stop = max(span.start - at, 0), min(span.stop - at, part.numel())
             if first < stop:
                 parts.append(part[first:stop])
             at += part.numel()
@@ -212,18 +212,18 @@ def _flats(
     """A rank's flat tensors by group, without kinds that some group lacks."""
     base = state.get(key)
     per_group = base.get("state") if isinstance(base, Mapping) else None
-    found: dict[str, list[Any]] = {"param": list(masters)}
+    flats: dict[str, list[Any]] = {"param": list(masters)}
     for kind in ("exp_avg", "exp_avg_sq"):
         if isinstance(per_group, Mapping) and all(
             kind in (per_group.get(group) or {}) for group in range(len(masters))
         ):
-            found[kind] = [per_group[group][kind] for group in range(len(masters))]
-    for kind, tensors in found.items():
+            flats[kind] = [per_group[group][kind] for group in range(len(masters))]
+    for kind, tensors in flats.items():
         for group, tensor in enumerate(tensors):
             what = f"{folder}: {kind} of group {group}"
             if len(held(tensor, what).shape) != 1 or tensor.numel() != masters[group].numel():
                 raise ConfigError(f"{what}: has another shape than the masters")
-    return found
+    return flats
 
 
 def _updates(base: Any, group: int, model: Mapping[Any, Any]) -> int:
@@ -276,11 +276,11 @@ def _add(
     weights: dict[str, Stored],
     moments: dict[str, Moments],
     name: str,
-    found: Mapping[str, Stored],
+    tensors: Mapping[str, Stored],
     updates: int,
 ) -> None:
-    weights[name] = found["param"]
-    if len(found) == len(_KINDS):
+    weights[name] = tensors["param"]
+    if len(tensors) == len(_KINDS):
         moments[name] = Moments(
-            exp_avg=found["exp_avg"], exp_avg_sq=found["exp_avg_sq"], updates=updates
+            exp_avg=tensors["exp_avg"], exp_avg_sq=tensors["exp_avg_sq"], updates=updates
         )

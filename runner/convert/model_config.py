@@ -139,8 +139,8 @@ def _tree(path: Path) -> dict[str, Any]:
     try:
         tree = parse_json(read_bounded(path, _MOST_BYTES, follow=True))
     except (OSError, ValueError, RecursionError) as error:
-        words = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{path}: no readable JSON ({type(error).__name__}: {words})") from None
+        cause = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{path}: no readable JSON ({type(error).__name__}: {cause})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a JSON {type(tree).__name__}, not an object with keys")
     return tree
@@ -174,7 +174,7 @@ class _Found:
             return
         more = len(self.problems) - _MOST_TOLD
         raise ConfigError(
-            "\n".join(f"{self._path}: {words}" for words in self.problems[:_MOST_TOLD])
+            "\n".join(f"{self._path}: {problem}" for problem in self.problems[:_MOST_TOLD])
             + (f"\nand {more} more" if more > 0 else "")
             + "\nThis decoder would compute something else. --ignore KEY takes your word that a "
             "key changes nothing; --model-config none leaves the file unread, and then every "

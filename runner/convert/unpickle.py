@@ -185,8 +185,8 @@ class _refusing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, ConfigError):
             return
-        words = _reason(error)
-        raise ConfigError(f"{self._path}: cannot be imported: {words}") from None
+        reason = _reason(error)
+        raise ConfigError(f"{self._path}: cannot be imported: {reason}") from None
 
 
 def _reason(error: Exception) -> str:

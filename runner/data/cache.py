@@ -30,7 +30,7 @@ from runner.data.dataset import TokenFile, cumulative, digest
 from runner.data.documents import Piece, Reader, TextFile
 from runner.data.places import DocumentTable, TextPlaces
 from runner.data.tokenizer import Codec
-from runner.data.whole import Tell
+from runner.data.whole import Progress
 from runner.system.error import DataError
 from runner.system.files import sync_directory
 
@@ -99,14 +99,14 @@ def cached(
     place: Path,
     job: Job,
     *,
-    tell: Tell,
+    progress: Progress,
     owners: Owners | None = None,
     stale_seconds: float = STALE_SECONDS,
 ) -> Index:
     """Find the whole cache at ``place``, wait for it, or make it.
 
     Args:
-        tell: called with the progress, also of another process; if it raises, no file is left.
+        progress: called with the progress, also of another process; if it raises, no file is left.
         stale_seconds: an owner without progress for this long is taken for dead.
 
     Raises:
@@ -114,15 +114,15 @@ def cached(
     """
     claim = CacheClaim(place.with_name(f".{place.name}.owner"), owners, stale_seconds=stale_seconds)
     while True:
-        index = load(place, tell=tell)
+        index = load(place, progress=progress)
         if index is not None:
             return index
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             if not claim.take():
-                _wait_for_owner(place, claim, tell)
+                _wait_for_owner(place, claim, progress)
                 continue
-            return _make(place, job, claim, tell)
+            return _make(place, job, claim, progress)
         except Overtaken:
             continue
         except OSError as error:
@@ -132,11 +132,11 @@ def cached(
             ) from error
 
 
-def load(place: Path, *, tell: Tell | None) -> Index | None:
+def load(place: Path, *, progress: Progress | None) -> Index | None:
     """Load the index of a whole cache; None if there is none or a digest disagrees.
 
     Args:
-        tell: called while every byte is read; None: compare sizes only, where it is known that
+        progress: called while every byte is read; None: compare sizes only, where it is known that
             another process has verified it.
     """
     try:
@@ -150,17 +150,17 @@ def load(place: Path, *, tell: Tell | None) -> Index | None:
             return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if tell is None:
+    if progress is None:
         return index
-    wanted = [(_TOKENS, index.tokens_sha256), (_DOCUMENTS, index.documents_sha256)]
+    expected = [(_TOKENS, index.tokens_sha256), (_DOCUMENTS, index.documents_sha256)]
     try:
-        same = [_sha256(place / name, tell) == sha256 for name, sha256 in wanted]
+        same = [_sha256(place / name, progress) == sha256 for name, sha256 in expected]
     except OSError:
         return None
     return index if all(same) else None
 
 
-def _wait_for_owner(place: Path, claim: CacheClaim, tell: Tell) -> None:
+def _wait_for_owner(place: Path, claim: CacheClaim, progress: Progress) -> None:
     """Wait until the owner has ended, successfully or not."""
     while True:
         owner = claim.look()
@@ -172,7 +172,7 @@ def _wait_for_owner(place: Path, claim: CacheClaim, tell: Tell) -> None:
                 shutil.rmtree(_draft(place, token), ignore_errors=True)
             return
         host = f" on {owner.process['host']}" if owner.process else ""
-        tell(f"waiting for the process that tokenises{host}", owner.done, owner.total)
+        progress(f"waiting for the process that tokenises{host}", owner.done, owner.total)
         time.sleep(_LOOK_SECONDS)
 
 
@@ -180,22 +180,22 @@ def _draft(place: Path, token: str) -> Path:
     return place.with_name(f".{place.name}.{token}")
 
 
-def _make(place: Path, job: Job, claim: CacheClaim, tell: Tell) -> Index:
+def _make(place: Path, job: Job, claim: CacheClaim, progress: Progress) -> Index:
     """Make the cache as its owner, publish it, read it back."""
 
     def beat(what: str, done: int, total: int) -> None:
         claim.beat(done, total)
-        tell(what, done, total)
+        progress(what, done, total)
 
     # Not mkdtemp: its private mode would hide a shared cache from other users.
     draft = _draft(place, claim.token)
     try:
-        index = load(place, tell=beat)  # another owner may have ended just before the claim
+        index = load(place, progress=beat)  # another owner may have ended just before the claim
         if index is None:
             draft.mkdir(parents=True)
             _build(draft, job, beat)
             _publish(draft, place)
-            index = load(place, tell=beat)
+            index = load(place, progress=beat)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         claim.release()
@@ -207,7 +207,7 @@ def _make(place: Path, job: Job, claim: CacheClaim, tell: Tell) -> Index:
     return index
 
 
-def _build(draft: Path, job: Job, tell: Tell) -> None:
+def _build(draft: Path, job: Job, progress: Progress) -> None:
     """Write the draft: the marker last, everything synced before it."""
     codec = job.codec
     dtype = "<u2" if codec.vocab_size <= 2**16 else "<u4"
@@ -216,7 +216,7 @@ def _build(draft: Path, job: Job, tell: Tell) -> None:
         reader = Reader(job.files, job.field)
         for batch in _batches(reader.pieces()):
             writer.add(batch)
-            tell("tokenising", reader.done_bytes, reader.total_bytes)
+            progress("tokenising", reader.done_bytes, reader.total_bytes)
         writer.finish()
     index = Index(
         dtype=dtype,
@@ -336,21 +336,21 @@ def _publish(draft: Path, place: Path) -> None:
     except OSError:
         if not place.is_dir():
             raise
-        if load(place, tell=lambda *_: None) is None:
+        if load(place, progress=lambda *_: None) is None:
             for name in (_TOKENS, _DOCUMENTS, _INDEX):
                 os.replace(draft / name, place / name)
             sync_directory(place)
     sync_directory(place.parent)
 
 
-def _sha256(path: Path, tell: Tell) -> str:
+def _sha256(path: Path, progress: Progress) -> str:
     hashed, done = hashlib.sha256(), 0
     total = path.stat().st_size
     with path.open("rb") as handle:
         while block := handle.read(_BLOCK_BYTES):
             hashed.update(block)
             done += len(block)
-            tell("verifying the tokens", done, total)
+            progress("verifying the tokens", done, total)
     return hashed.hexdigest()
 
 

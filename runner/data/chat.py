@@ -62,8 +62,8 @@ class ChatTokens:
         except DataError:
             raise
         except Exception as error:  # from the template: jinja's errors, TypeError, KeyError...
-            words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise DataError(f"the chat template does not take these messages ({words})") from error
+            cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise DataError(f"the chat template does not take these messages ({cause})") from error
         tokens = np.asarray(ids, dtype=np.int64)
         mask = np.asarray(counted, dtype=np.bool_)
         if not mask.any():
@@ -86,8 +86,8 @@ class ChatTokens:
             upto = self._ids(messages[: number + 1])
             if upto[: len(before)] != before or ids[: len(upto)] != upto:
                 raise DataError(
-                    "the chat template changes what stands before an answer, so it cannot be told "
-                    "which tokens the answer is; mark it in the template with {% generation %}"
+                    "the chat template changes the text before an answer, so the answer's tokens "
+                    "are unknown; mark it in the template with {% generation %}"
                 )
             counted[len(before) : len(upto)] = [1] * (len(upto) - len(before))
         return ids, counted
@@ -117,8 +117,8 @@ def _open(folder: str) -> Any:
             str(path), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the library raises errors of many kinds
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        raise DataError(f"data.tokenizer={folder}: cannot be opened ({words})") from error
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        raise DataError(f"data.tokenizer={folder}: cannot be opened ({cause})") from error
 
 
 def _digest(folder: Path) -> str:

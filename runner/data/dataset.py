@@ -296,7 +296,7 @@ def first_outside(tokens: npt.NDArray[Any], vocab_size: int) -> int | None:
 def outside(place: str, token: int, vocab_size: int) -> DataError:
     return DataError(
         f"{place} has id {token}, allowed are 0..{vocab_size - 1} "
-        f"(data.vocab_size={vocab_size}); raise data.vocab_size or mend the file"
+        f"(data.vocab_size={vocab_size}); raise data.vocab_size or repair the file"
     )
 
 

@@ -213,8 +213,8 @@ def _document(line: bytes, field: str, place: str) -> bytes:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        words = str(error)[:200]
-        raise DataError(f"{place}: is not JSON ({words}); {advice}") from None
+        cause = str(error)[:200]
+        raise DataError(f"{place}: is not JSON ({cause}); {advice}") from None
     text = value.get(field) if isinstance(value, dict) else None
     if not isinstance(text, str):
         raise DataError(f"{place}: {_why_none(value, field)}; {advice}, or set data.field")

@@ -441,22 +441,22 @@ class Feed:
     def fetch(self, plan: BatchPlan, ledger: Ledger) -> RankBatch:
         """Load this rank's share of ``plan``. Never raises for an unreadable sample."""
         began = time.monotonic()
-        wanted = self._micro_plans(plan)
-        if wanted == self._newest[0]:  # a speculative step was discarded and is launched again
+        plans = self._micro_plans(plan)
+        if plans == self._newest[0]:  # a speculative step was discarded and is launched again
             return RankBatch(micro_batches=self._newest[1], wait_seconds=time.monotonic() - began)
-        if self._loading is None or self._expect(len(wanted)) != wanted:
+        if self._loading is None or self._expect(len(plans)) != plans:
             self._restart(plan.start, ledger)
-            self._expect(len(wanted))
+            self._expect(len(plans))
         try:
-            loaded = tuple(self._next_batch(micro_plan) for micro_plan in wanted)
+            loaded = tuple(self._next_batch(micro_plan) for micro_plan in plans)
         except Exception as error:  # the caller tells all ranks, and all raise alike
             self._loading = None
             empty = tuple(self._padding(len(slots)) for slots in self._slots)
-            words = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
             return RankBatch(
-                micro_batches=empty, wait_seconds=time.monotonic() - began, failure=words
+                micro_batches=empty, wait_seconds=time.monotonic() - began, failure=message
             )
-        self._newest = wanted, loaded
+        self._newest = plans, loaded
         return RankBatch(micro_batches=loaded, wait_seconds=time.monotonic() - began)
 
     def fixed(self, indices: Indices) -> list[MicroBatch]:
@@ -519,10 +519,10 @@ class Feed:
         """The micro-plans that the loader delivers next."""
         return list(islice(self._expected, number))
 
-    def _next_batch(self, wanted: MicroPlan) -> MicroBatch:
+    def _next_batch(self, plan: MicroPlan) -> MicroBatch:
         assert self._loading is not None
         batch = next(self._loading)
-        assert batch.positions == wanted.positions, "the loader ran on another plan"
+        assert batch.positions == plan.positions, "the loader ran on another plan"
         return batch
 
     def _micro_plans(self, plan: BatchPlan, dealt: Slots | None = None) -> list[MicroPlan]:

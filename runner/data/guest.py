@@ -211,14 +211,14 @@ class AdaptedRecords:
 
 def _first_readable(dataset: MapStyle, name: str) -> tuple[int, Any]:
     """The first readable sample; unreadable ones are skipped later."""
-    words = []
+    failures = []
     for index in range(min(_TRIED, len(dataset))):
         try:
             return index, dataset[index]
         except Exception as error:
-            words.append(f"{type(error).__name__}: {error}"[:_SHOWN])
+            failures.append(f"{type(error).__name__}: {error}"[:_SHOWN])
     raise DataError(
-        f"{name}: none of its first {len(words)} samples can be read; sample 0: {words[0]}"
+        f"{name}: none of its first {len(failures)} samples can be read; sample 0: {failures[0]}"
     )
 
 

@@ -85,9 +85,9 @@ def _read_header(index: Path) -> _Header:
 
 def _integer_dtype(index: Path, code: int) -> str:
     if code not in _INTEGERS:
-        found = _FLOATS.get(code, "unknown")
+        dtype = _FLOATS.get(code, "unknown")
         raise DataError(
-            f"{index}: dtype code {code} ({found}) holds no token ids; "
+            f"{index}: dtype code {code} ({dtype}) holds no token ids; "
             f"allowed are {sorted(_INTEGERS)} (integers)"
         )
     return _INTEGERS[code]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.dataset import NOT_COUNTED, Dataset, Sample, digest
-from runner.data.whole import Tell
+from runner.data.whole import Progress
 from runner.system.error import DataError
 
 _FORMAT: Final = "pack-1"
@@ -31,7 +31,7 @@ class Unpadded(Dataset, Protocol):
         """At most ``seq_len + 1`` tokens. Raises as ``[index]``."""
 
 
-def prepare_packs(dataset: Unpadded, *, seq_len: int, cache: Path, tell: Tell) -> Path:
+def prepare_packs(dataset: Unpadded, *, seq_len: int, cache: Path, progress: Progress) -> Path:
     """Find the file of packs in ``cache``, or read every sample and make it.
 
     Raises:
@@ -42,7 +42,7 @@ def prepare_packs(dataset: Unpadded, *, seq_len: int, cache: Path, tell: Tell) -
     if _read(place, len(dataset)) is not None:
         return place
     starts = pack(
-        [_length(dataset, index, seq_len, tell) for index in range(len(dataset))], seq_len + 1
+        [_length(dataset, index, seq_len, progress) for index in range(len(dataset))], seq_len + 1
     )
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -132,10 +132,10 @@ class Packed:
         return range(int(self._starts[index]), int(self._starts[index + 1]))
 
 
-def _length(dataset: Unpadded, index: int, seq_len: int, tell: Tell) -> int:
+def _length(dataset: Unpadded, index: int, seq_len: int, progress: Progress) -> int:
     """A sample's length; an unreadable one fills a window, so that it alone is skipped."""
     if index % _TOLD_EVERY == 0:
-        tell("measuring the samples", index, len(dataset))
+        progress("measuring the samples", index, len(dataset))
     try:
         return int(dataset.unpadded(index).tokens.size)
     except Exception:

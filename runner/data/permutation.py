@@ -42,9 +42,9 @@ def permute(positions: npt.NDArray[np.int64], *, size: int, key: int) -> npt.NDA
     Raises:
         ValueError: ``size`` or a position is out of range.
     """
-    asked = np.asarray(positions, dtype=np.int64)
-    _check_range(asked, size)
-    values = asked.reshape(-1).astype(np.uint64)
+    inputs = np.asarray(positions, dtype=np.int64)
+    _check_range(inputs, size)
+    values = inputs.reshape(-1).astype(np.uint64)
     bits = (size - 1).bit_length()
     keys = _round_keys(key)
     values = _encrypt(values, bits=bits, keys=keys)
@@ -53,7 +53,7 @@ def permute(positions: npt.NDArray[np.int64], *, size: int, key: int) -> npt.NDA
         walked = _encrypt(values[outside], bits=bits, keys=keys)
         values[outside] = walked
         outside = outside[walked >= np.uint64(size)]
-    return values.astype(np.int64).reshape(asked.shape)
+    return values.astype(np.int64).reshape(inputs.shape)
 
 
 def epoch_key(seed: int, epoch: int) -> int:
@@ -77,13 +77,13 @@ def held_out(
     Returns:
         bool, the shape of ``indices``.
     """
-    asked = np.asarray(indices, dtype=np.int64)
+    inputs = np.asarray(indices, dtype=np.int64)
     base = np.uint64(_mix_int(seed ^ _SPLIT))
-    hashed = _mix(asked.reshape(-1).astype(np.uint64) + base)
+    hashed = _mix(inputs.reshape(-1).astype(np.uint64) + base)
     # 53 bits are exact in a float64, so share 0 and share 1 mean none and all.
     fraction = (hashed >> np.uint64(11)).astype(np.float64) * 2.0**-53
     below: npt.NDArray[np.bool_] = fraction < share
-    return below.reshape(asked.shape)
+    return below.reshape(inputs.shape)
 
 
 def _check_range(positions: npt.NDArray[np.int64], size: int) -> None:

@@ -92,7 +92,7 @@ class DocumentTable:
         if starts.size != count:
             raise DataError(
                 f"{self._path}: ends early, after {first + starts.size} numbers; remove its folder "
-                "and start again: it is made anew"
+                "and start again to rebuild it"
             )
         return starts
 

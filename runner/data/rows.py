@@ -232,9 +232,9 @@ def _table(files: Sequence[Path], source: RowSource) -> Any:
             )
     # Whatever the library and those below it raise for a damaged file.
     except Exception as error:
-        words = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         raise DataError(
-            f"data.path={list(source.paths)}: cannot be read as rows ({words})"
+            f"data.path={list(source.paths)}: cannot be read as rows ({cause})"
         ) from error
     if any(isinstance(part, datasets.DatasetDict) for part in parts):
         raise DataError(

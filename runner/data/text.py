@@ -17,7 +17,7 @@ from runner.data.claim import Owners
 from runner.data.dataset import Dataset, TokenStream, Windows, digest, fingerprint_files, is_sampled
 from runner.data.documents import find_files
 from runner.data.tokenizer import Mark, open_codec
-from runner.data.whole import Tell, notes_in, whole_digest
+from runner.data.whole import Progress, notes_in, whole_digest
 from runner.system.error import DataError
 
 _FORMAT: Final = "holdfast-text-2"
@@ -56,11 +56,13 @@ class Prepared:
     words: str
 
 
-def prepare_text(source: TextSource, *, tell: Tell, owners: Owners | None = None) -> Prepared:
+def prepare_text(
+    source: TextSource, *, progress: Progress, owners: Owners | None = None
+) -> Prepared:
     """Put the tokens into the cache: find them, wait for the process that makes them, or make them.
 
     Args:
-        tell: called with the progress; if it raises, no file is left.
+        progress: called with the progress; if it raises, no file is left.
 
     Raises:
         DataError: a path cannot be read, nothing matches, the corpus is empty, a JSON line holds
@@ -76,10 +78,10 @@ def prepare_text(source: TextSource, *, tell: Tell, owners: Owners | None = None
     if any(file.is_lines for file in files):
         identity.append(source.field)
     if is_sampled(sum(file.num_bytes for file in files)):
-        identity.append(whole_digest(named, notes=notes_in(cache), tell=tell).sha256)
+        identity.append(whole_digest(named, notes=notes_in(cache), progress=progress).sha256)
     place = cache / digest(identity)
     job = Job(files=files, field=source.field, codec=codec, source=fingerprint)
-    index = cached(place, job, tell=tell, owners=owners)
+    index = cached(place, job, progress=progress, owners=owners)
     return Prepared(place=place, words=index.words)
 
 
@@ -93,7 +95,7 @@ def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Data
     Raises:
         DataError: it is gone or damaged, or too short for one sample.
     """
-    index = load(place, tell=None)
+    index = load(place, progress=None)
     if index is None:
         raise DataError(
             f"data.cache={place.parent}: {place.name} cannot be read by this process, and was "
@@ -111,5 +113,5 @@ def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Data
 
 def open_text(source: TextSource, *, seq_len: int, isolate_documents: bool) -> Dataset:
     """Prepare and open, for a single process. Raises as both do."""
-    place = prepare_text(source, tell=lambda *_: None).place
+    place = prepare_text(source, progress=lambda *_: None).place
     return open_prepared(place, seq_len=seq_len, isolate_documents=isolate_documents)

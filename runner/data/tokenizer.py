@@ -117,7 +117,7 @@ class _TokenizerCodec:
         ) as error:  # the library raises bare Exception, as for a vocabulary with a hole
             raise DataError(
                 f"data.tokenizer={self.path}: cannot encode the corpus ({str(error)[:500]}); "
-                "mend it, or null for bytes"
+                "repair it, or set null for bytes"
             ) from error
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
@@ -154,16 +154,16 @@ def _open_tokenizer(wanted: Path, begin_token: Mark, end_token: Mark) -> Codec:
     )
 
 
-def _file_of(wanted: Path) -> Path:
+def _file_of(path: Path) -> Path:
     """The tokenizer's file, from its path or its folder."""
-    if not wanted.is_dir():
-        return wanted
-    if not (wanted / _TOKENIZER).is_file():
+    if not path.is_dir():
+        return path
+    if not (path / _TOKENIZER).is_file():
         raise DataError(
-            f"data.tokenizer={wanted}: the folder has no {_TOKENIZER}; give one that has, or the "
+            f"data.tokenizer={path}: the folder has no {_TOKENIZER}; give one that has, or the "
             "file itself"
         )
-    return wanted / _TOKENIZER
+    return path / _TOKENIZER
 
 
 class _Marks:
@@ -175,10 +175,10 @@ class _Marks:
         self._ids: dict[str, int] = tokenizer.get_vocab()
         self.size = max(self._ids.values(), default=-1) + 1
 
-    def end(self, wanted: Mark) -> tuple[int, str]:
+    def end(self, mark: Mark) -> tuple[int, str]:
         """(id, its source): as configured, as the files beside it say, or a well-known name."""
-        if wanted is not None:
-            return self._asked("end_token", wanted, most=self.size), f"{wanted} (data.end_token)"
+        if mark is not None:
+            return self._asked("end_token", mark, most=self.size), f"{mark} (data.end_token)"
         token = self._configured("eos_token")
         if token is not None:
             text, source = token
@@ -218,22 +218,22 @@ class _Marks:
             return False
         return bool(ids) and ids[0] == self._ids.get(text)
 
-    def _asked(self, key: str, wanted: Mark, *, most: int) -> int:
-        if isinstance(wanted, str):
-            if wanted in self._ids:
-                return self._ids[wanted]
-            close = difflib.get_close_matches(wanted, self._ids, n=3)
+    def _asked(self, key: str, mark: Mark, *, most: int) -> int:
+        if isinstance(mark, str):
+            if mark in self._ids:
+                return self._ids[mark]
+            close = difflib.get_close_matches(mark, self._ids, n=3)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise DataError(
-                f"data.{key}={wanted}: no token of {self._path} has this text{hint}; give a "
+                f"data.{key}={mark}: no token of {self._path} has this text{hint}; give a "
                 f"token's text, or an id from 0 to {self.size - 1}"
             )
-        if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= most:
+        if isinstance(mark, bool) or not isinstance(mark, int) or not 0 <= mark <= most:
             raise DataError(
-                f"data.{key}={wanted}: the ids of {self._path} are 0 to {self.size - 1}; give one "
+                f"data.{key}={mark}: the ids of {self._path} are 0 to {self.size - 1}; give one "
                 "of them, or a token's text"
             )
-        return wanted
+        return mark
 
     def _id_of(self, text: str, source: Path, key: str) -> int:
         if text not in self._ids:
@@ -253,7 +253,7 @@ class _Marks:
                 return text, source
             if value is not None:
                 raise DataError(
-                    f"{source}: {key} is {str(value)[:100]}, no token's text; mend it, or set "
+                    f"{source}: {key} is {str(value)[:100]}, no token's text; repair it, or set "
                     "data.begin_token and data.end_token"
                 )
         return None
@@ -270,8 +270,8 @@ class _Marks:
             return {}
         except (OSError, ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}: cannot be read as JSON ({str(error)[:200]}); mend it or move it away"
+                f"{path}: cannot be read as JSON ({str(error)[:200]}); repair it or remove it"
             ) from error
         if not isinstance(tree, dict):
-            raise DataError(f"{path}: is no JSON object; mend it or move it away")
+            raise DataError(f"{path}: is no JSON object; repair it or remove it")
         return tree

@@ -283,9 +283,9 @@ def _npy_header(handle: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[np.ge
 def _require_vocab_size(vocab_size: int | None, parts: Sequence[_Part], whole: bool) -> int:
     if vocab_size is None:
         largest = max(_largest_id(part.tokens, whole=whole) for part in parts)
-        seen = "all" if whole else "sampled"
+        which = "all" if whole else "sampled"
         raise DataError(
-            f"data.vocab_size is not set and token files do not say it; the largest id in {seen} "
+            f"data.vocab_size is not set and token files do not say it; the largest id in {which} "
             f"tokens is {largest}, so at least {largest + 1}"
         )
     return vocab_size

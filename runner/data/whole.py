@@ -22,7 +22,7 @@ from runner.data.dataset import digest, file_size, unreadable
 from runner.system.files import open_regular, read_bounded
 
 # Called during long work: a name for it, bytes done, bytes in all. May raise.
-Tell = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 
 _WHAT: Final = "reading the corpus whole"
 _LARGE_BYTES: Final = 1 << 26
@@ -55,7 +55,9 @@ def stamp(files: Sequence[tuple[str, Path]]) -> str:
     return digest([_look(name, path) for name, path in files])
 
 
-def whole_digest(files: Sequence[tuple[str, Path]], *, notes: Path | None, tell: Tell) -> Whole:
+def whole_digest(
+    files: Sequence[tuple[str, Path]], *, notes: Path | None, progress: Progress
+) -> Whole:
     """Read all files, or use the note of an earlier reading.
 
     Args:
@@ -75,10 +77,10 @@ def whole_digest(files: Sequence[tuple[str, Path]], *, notes: Path | None, tell:
     digests: list[tuple[str, str]] = []
     done = 0
     for name, path in files:
-        report = partial(_told, tell, done, total)
+        report = partial(_told, progress, done, total)
         if len(files) > 1 and file_size(path) >= _LARGE_BYTES:
             # With a note of its own, so that an interrupted start need not read it again.
-            one = whole_digest([(name, path)], notes=notes, tell=report)
+            one = whole_digest([(name, path)], notes=notes, progress=report)
             hashed, size = one.files[0][1], one.num_bytes
         else:
             hashed, size = _hash_file(path, report)
@@ -92,33 +94,33 @@ def whole_digest(files: Sequence[tuple[str, Path]], *, notes: Path | None, tell:
     return whole
 
 
-def _told(tell: Tell, before: int, total: int, what: str, size: int, _: int) -> None:
+def _told(progress: Progress, before: int, total: int, what: str, size: int, _: int) -> None:
     """Turn a file's progress into that of all files."""
-    tell(what, before + size, total)
+    progress(what, before + size, total)
 
 
 def _look(name: str, path: Path) -> list[Any]:
     try:
-        seen = path.stat()
+        stat = path.stat()
     except OSError as error:
         raise unreadable(path, error) from error
-    times = [seen.st_mtime_ns, seen.st_ctime_ns]
-    return [name, str(path.absolute()), seen.st_size, seen.st_ino, *times]
+    times = [stat.st_mtime_ns, stat.st_ctime_ns]
+    return [name, str(path.absolute()), stat.st_size, stat.st_ino, *times]
 
 
 def _changed_ns(path: Path) -> int:
-    seen = path.stat()
-    return max(seen.st_mtime_ns, seen.st_ctime_ns)
+    stat = path.stat()
+    return max(stat.st_mtime_ns, stat.st_ctime_ns)
 
 
-def _hash_file(path: Path, tell: Tell) -> tuple[str, int]:
+def _hash_file(path: Path, progress: Progress) -> tuple[str, int]:
     hashed, size = hashlib.sha256(), 0
     try:
         with open_regular(path, follow=True) as handle:
             while block := handle.read(_BLOCK_BYTES):
                 hashed.update(block)
                 size += len(block)
-                tell(_WHAT, size, 0)
+                progress(_WHAT, size, 0)
     except OSError as error:
         raise unreadable(path, error) from error
     return hashed.hexdigest(), size

@@ -143,12 +143,12 @@ class Ranks:
 def _agreed_error(what: str, reports: list[dict[str, str]]) -> RunnerError:
     failed = {rank: report for rank, report in enumerate(reports) if report}
     first = next(iter(failed.values()))
-    ours = {kind.__name__: kind for kind in _subclasses(RunnerError)}
-    if first["type"] in ours and all(report == first for report in failed.values()):
-        return ours[first["type"]](first["text"])
-    words = "; ".join(f"rank {rank}: {r['type']}: {r['text']}" for rank, r in failed.items())
-    kind = ours.get(first["type"], RankError)
-    return kind(f"{what} failed on {len(failed)} of {len(reports)} ranks: {words}")
+    kinds = {kind.__name__: kind for kind in _subclasses(RunnerError)}
+    if first["type"] in kinds and all(report == first for report in failed.values()):
+        return kinds[first["type"]](first["text"])
+    message = "; ".join(f"rank {rank}: {r['type']}: {r['text']}" for rank, r in failed.items())
+    kind = kinds.get(first["type"], RankError)
+    return kind(f"{what} failed on {len(failed)} of {len(reports)} ranks: {message}")
 
 
 def _subclasses(kind: type[RunnerError]) -> list[type[RunnerError]]:

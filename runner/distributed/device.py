@@ -36,20 +36,20 @@ def find_device(wanted: str, place: RankEnv, environment: Mapping[str, str]) -> 
     cpu = torch.device("cpu")
     if wanted == "cpu":
         return FoundDevice(device=cpu)
-    seen, host = torch.cuda.device_count(), host_name()
-    if seen == 0:
+    count, host = torch.cuda.device_count(), host_name()
+    if count == 0:
         why = _why_there_should_be_one(environment)
         if wanted == "auto" and not why:
             return FoundDevice(device=cpu)
-        words = why or "parallel.device=cuda"
-        return FoundDevice(device=cpu, problem=f"{host}: torch sees no GPU, but {words}")
-    if 1 < seen < place.local_world_size:
+        reason = why or "parallel.device=cuda"
+        return FoundDevice(device=cpu, problem=f"{host}: torch sees no GPU, but {reason}")
+    if 1 < count < place.local_world_size:
         problem = (
-            f"{host}: {place.local_world_size} ranks but {seen} GPUs (parallel.device={wanted}); "
+            f"{host}: {place.local_world_size} ranks but {count} GPUs (parallel.device={wanted}); "
             "a GPU may have fallen off the bus; start fewer ranks, or use parallel.device=cpu"
         )
         return FoundDevice(device=cpu, problem=problem)
-    return FoundDevice(device=torch.device("cuda", 0 if seen == 1 else place.local_rank))
+    return FoundDevice(device=torch.device("cuda", 0 if count == 1 else place.local_rank))
 
 
 def _why_there_should_be_one(environment: Mapping[str, str]) -> str:
@@ -85,10 +85,10 @@ def device_versions(found: FoundDevice) -> dict[str, str]:
 
 def _driver_version() -> str:
     try:
-        words = (_DRIVER / "version").read_text().splitlines()[0].split()
+        fields = (_DRIVER / "version").read_text().splitlines()[0].split()
     except (OSError, IndexError):
         return "unknown"
-    return next((word for word in words if word[0].isdigit()), "unknown")
+    return next((word for word in fields if word[0].isdigit()), "unknown")
 
 
 def device_name(device: torch.device) -> str:

@@ -342,8 +342,8 @@ def difference(versions: Sequence[Mapping[str, Any]]) -> str:
         usual = max(set(values), key=lambda value: (values.count(value), value == values[0]))
         others = [rank for rank, value in enumerate(values) if value != usual]
         if others:
-            seen = ", ".join(f"rank {rank}: {values[rank]}" for rank in others[:_MOST_NAMED])
-            parts.append(f"{field}: {seen}; the others: {usual}")
+            shown = ", ".join(f"rank {rank}: {values[rank]}" for rank in others[:_MOST_NAMED])
+            parts.append(f"{field}: {shown}; the others: {usual}")
     return "; ".join(parts)
 
 

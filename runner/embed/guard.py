@@ -457,7 +457,7 @@ class Guard:
         opened = self._run
         if not opened.group.is_first:
             return
-        opened.lease.fence.check()
+        opened.lease.run_lease.check()
         sum_up(
             RunEnd(status="done", exit_code=0, reason=reason),
             digest=digest,
@@ -467,7 +467,7 @@ class Guard:
             size=RunSize(
                 batch=opened.config.batch.global_size,
                 world_size=opened.group.place.world_size,
-                incarnation=opened.lease.fence.number,
+                incarnation=opened.lease.run_lease.number,
             ),
             run_dir=opened.group.run_dir,
             console=opened.group.console,

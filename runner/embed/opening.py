@@ -87,7 +87,7 @@ def join(config: RunConfig, ranks: Ranks, device: torch.device, rank_env: RankEn
     """This rank's group, with a monitor that keeps the lease alive."""
     run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
     stop = parts.stop_request(config, launch)
-    monitor: RankMonitor = parts.witness(config, rank_env, launch, run_dir, stop)
+    monitor: RankMonitor = parts.rank_monitor(config, rank_env, launch, run_dir, stop)
     monitor.start()
     return RankGroup(
         place=rank_env,
@@ -195,7 +195,7 @@ def open_run(
     keep_for_owner()
     ranks = group.ranks
     lease = acquire_lease(config, group)
-    inventory = scan(group.run_dir, config, _FINGERPRINT, ranks, lease.fence)
+    inventory = scan(group.run_dir, config, _FINGERPRINT, ranks, lease.run_lease)
     run_journal = open_journal(
         lease, Inventory(found=inventory, restorer=None, restored=None), group
     )
@@ -277,7 +277,7 @@ def _reporter(
                 metrics=Metrics(
                     group.run_dir.metrics if group.is_first else None,
                     length=resumed.metrics_bytes,
-                    check=lease.fence.check,
+                    check=lease.run_lease.check,
                 ),
                 trackers=[],
                 console=group.console,
@@ -340,7 +340,7 @@ def _start_incident(
         decision=f"go on from step {resumed.step}" if resumed.step else "begin",
         reason=command,
         detail={
-            "incarnation": lease.fence.number,
+            "incarnation": lease.run_lease.number,
             "world_size": group.place.world_size,
             "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
             "parallel": command,

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 MOST_STRETCHES = 64  # of a sequence, for the loss by position
 _MOST_QUERIES = 64  # positions of the sequence that are measured
 _NOT_COUNTED = -100
-# Names of the linear layers (or the norms after them) of queries and keys: ours, and in
-# most models of Hugging Face.
+# Names of the query and key projections (or the norms after them), in our decoder and in most
+# Hugging Face models.
 _QUERIES, _KEYS = (
     ("query_norm", "q_norm", "query", "q_proj"),
     ("key_norm", "k_norm", "key", "k_proj"),
@@ -28,7 +28,7 @@ _QUERIES, _KEYS = (
 
 
 class Objective(Protocol):
-    """The part of :class:`runner.model.objective.DecoderObjective` that is needed."""
+    """The part of :class:`runner.model.objective.DecoderObjective` used here."""
 
     def listen(
         self, tap: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None] | None
@@ -36,15 +36,15 @@ class Objective(Protocol):
 
 
 class Activations:
-    """What one rank measures in the forward passes of one step.
+    """Measures one rank's forward passes of one step.
 
-    Residual stream, attention logits and log Z are of the first sequence of the first
-    micro-batch, at up to 64 of its positions; the loss by position is of all micro-batches.
+    Residual stream, attention logits and log Z come from up to 64 positions of the first sequence
+    of the first micro-batch; the loss by position covers all micro-batches.
 
     Args:
-        objective: from a batch to losses.
-        units: the blocks, in their order.
-        is_compiled: nothing is hooked inside of the blocks.
+        objective: computes losses from a batch.
+        units: the blocks, in order.
+        is_compiled: the blocks are compiled, so nothing inside them is hooked.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Activations:
         self._log_sums: Tensor | None = None
         self._by_position: Tensor | None = None
         self.num_units = 0 if is_compiled else len(units)
-        self.length = 0  # of the sequences whose loss is told by position
+        self.length = 0  # of the sequences whose loss is reported by position
         self._hooks: list[tuple[nn.Module, Callable[..., None]]] = []
         for number, unit in enumerate(units[: self.num_units]):
             self._hooks.append((unit, partial(self._at_unit, number)))
@@ -70,7 +70,7 @@ class Activations:
     ) -> list[tuple[nn.Module, Callable[..., None]]]:
         """Of the first attention of a block, where it is one whose parts are known."""
         for module in unit.modules():
-            query, key = _first(module, _QUERIES), _first(module, _KEYS)
+            query, key = _first_submodule(module, _QUERIES), _first_submodule(module, _KEYS)
             width = getattr(module, "head_dim", None)
             if query is not None and key is not None and isinstance(width, int):
                 return [
@@ -108,7 +108,7 @@ class Activations:
 
         Mean square of each block's output, largest attention logit of each, log Z (mean,
         largest); then sums and counts of the tokens' losses in each stretch of the sequence. NaN
-        where nothing was seen, 0 where nobody was to look: one rank of all does.
+        where nothing was measured; 0 on ranks that do not measure (only one does).
         """
         self._is_armed = self._is_on = False
         self._unhook()
@@ -130,12 +130,12 @@ class Activations:
         self._is_on = False
 
     def _at_unit(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
-        first = _row(output) if self._is_on else None
+        first = _first_sequence(output) if self._is_on else None
         if first is not None:
-            self._residual[number] = _thinned(first).float().square().mean()
+            self._residual[number] = _subsample(first).float().square().mean()
 
     def _at_query(self, number: int, module: nn.Module, inputs: object, output: Any) -> None:
-        first = _row(output) if self._is_on else None
+        first = _first_sequence(output) if self._is_on else None
         if first is not None:
             self._queries[number] = first
 
@@ -143,7 +143,7 @@ class Activations:
         self, number: int, owner: nn.Module, width: int, module: nn.Module, inputs: object,
         output: Any,
     ) -> None:  # fmt: skip
-        key = _row(output) if self._is_on else None
+        key = _first_sequence(output) if self._is_on else None
         query = self._queries.pop(number, None)
         if key is None or query is None or number in self._logits:
             return
@@ -156,7 +156,7 @@ class Activations:
         length = targets.shape[-1]
         if self._is_on:
             if log_sums is None and logits is not None:
-                log_sums = torch.logsumexp(_thinned(logits[:length]).float(), dim=-1)
+                log_sums = torch.logsumexp(_subsample(logits[:length]).float(), dim=-1)
             if log_sums is not None:
                 first = log_sums[:length].float()
                 self._log_sums = torch.stack([first.mean(), first.max()])
@@ -164,17 +164,17 @@ class Activations:
             self.length = length
         if length == self.length:
             sums = _by_stretch(losses, targets)
-            before = self._by_position
-            self._by_position = sums if before is None else before + sums
+            total = self._by_position
+            self._by_position = sums if total is None else total + sums
 
 
 def stretches(length: int) -> int:
-    """How many stretches a sequence of so many tokens is cut into."""
+    """Number of stretches that a sequence of ``length`` tokens is cut into."""
     return -(-length // _stretch(length)) if length else 0
 
 
 def _stretch(length: int) -> int:
-    """Tokens of a stretch."""
+    """Number of tokens in a stretch."""
     return max(1, -(-length // MOST_STRETCHES))
 
 
@@ -184,17 +184,17 @@ def _by_stretch(losses: Tensor, targets: Tensor) -> Tensor:
     counted = targets != _NOT_COUNTED
     sums = torch.where(counted, losses.view_as(targets), 0.0).sum(dim=0, dtype=torch.float64)
     both = torch.stack([sums, counted.sum(dim=0).double()])
-    whole = both.new_zeros(2, MOST_STRETCHES * _stretch(length))
-    whole[:, :length] = both
-    return whole.view(2, MOST_STRETCHES, -1).sum(dim=-1).flatten()
+    padded = both.new_zeros(2, MOST_STRETCHES * _stretch(length))
+    padded[:, :length] = both
+    return padded.view(2, MOST_STRETCHES, -1).sum(dim=-1).flatten()
 
 
 @torch.no_grad()
 def _largest_logit(query: Tensor, key: Tensor, width: int, rotary: Any) -> Tensor:
-    """Of one sequence: over all heads, up to 64 queries and the keys before each.
+    """Largest attention logit of one sequence, over all heads, up to 64 queries and their keys.
 
-    Where the rotation of positions is not known: the largest that any rotation gives, the product
-    of the longest query and the longest key.
+    If the rotary embedding is unknown, returns the upper bound over all rotations: the product of
+    the longest query and the longest key.
 
     Args:
         query, key: ``[T, heads * width]``, or ``[heads, T, width]`` or ``[T, heads, width]``
@@ -208,8 +208,8 @@ def _largest_logit(query: Tensor, key: Tensor, width: int, rotary: Any) -> Tenso
         return bound
     heads = [_heads(x, width) for x in (query, key)]
     length, num = heads[0].shape[1], len(heads[0])
-    both = _turned(torch.cat(heads).float(), rotary.first(length))
-    q, k = both[:num].index_select(1, _places(length, both.device)), both[num:]
+    both = _rotated(torch.cat(heads).float(), rotary.first(length))
+    q, k = both[:num].index_select(1, _sample_positions(length, both.device)), both[num:]
     if len(k) != num:
         k = k.repeat_interleave(num // len(k), dim=0)
     logits = torch.bmm(q, k.transpose(1, 2))
@@ -222,22 +222,22 @@ def _heads(x: Tensor, width: int) -> Tensor:
     return x if x.dim() == 3 else x.view(len(x), -1, width).transpose(0, 1)
 
 
-def _turned(x: Tensor, rotary: Any) -> Tensor:
+def _rotated(x: Tensor, rotary: Any) -> Tensor:
     """``[heads, T, width]``, rotated as the decoder does it."""
     left, right = x.chunk(2, dim=-1)
     cos, sin = rotary.cos, rotary.sin
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def _thinned(rows: Tensor) -> Tensor:
+def _subsample(rows: Tensor) -> Tensor:
     """At most 64 of the rows, evenly spaced."""
     length = len(rows)
-    return rows if length <= _MOST_QUERIES else rows[_places(length, rows.device)]
+    return rows if length <= _MOST_QUERIES else rows[_sample_positions(length, rows.device)]
 
 
 @lru_cache(maxsize=8)
-def _places(length: int, device: torch.device) -> Tensor:
-    """The last of each of up to 64 equal parts."""
+def _sample_positions(length: int, device: torch.device) -> Tensor:
+    """Return the last index of each of up to 64 equal parts."""
     num = min(length, _MOST_QUERIES)
     return (torch.arange(1, num + 1, device=device) * length) // num - 1
 
@@ -245,18 +245,18 @@ def _places(length: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=8)
 def _later(length: int, device: torch.device) -> Tensor:
     """Whether a key is of a later position than the query, bool ``[queries, length]``."""
-    return torch.arange(length, device=device) > _places(length, device).unsqueeze(1)
+    return torch.arange(length, device=device) > _sample_positions(length, device).unsqueeze(1)
 
 
-def _row(output: Any) -> Tensor | None:
-    """Of the first sequence; None where the output is no batch of them."""
+def _first_sequence(output: Any) -> Tensor | None:
+    """Return the first sequence's output; None if the output is not a batch of sequences."""
     first = output[0] if isinstance(output, tuple) else output
     if not isinstance(first, Tensor) or first.dim() < 3 or not first.is_floating_point():
         return None
     return first[0].detach()
 
 
-def _first(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
+def _first_submodule(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
     parts = (getattr(module, name, None) for name in names)
     return next((one for one in parts if isinstance(one, nn.Module)), None)
 

@@ -20,13 +20,13 @@ class AdamWSettings:
 
 
 def adamw_over(groups: list[dict[str, Any]], settings: AdamWSettings) -> torch.optim.AdamW:
-    """Fused AdamW over torch's parameter groups, which have their own rate and decay."""
+    """Fused AdamW over torch parameter groups, which set their own rate and decay."""
     betas = (settings.beta1, settings.beta2)
     return torch.optim.AdamW(groups, betas=betas, eps=settings.eps, fused=True)
 
 
 def make_state(optimizer: torch.optim.Optimizer, tensors: Iterable[torch.Tensor]) -> None:
-    """Make the moments now, not in the first step: a checkpoint of step 0 and a load need them."""
+    """Create the moments before the first step: a checkpoint at step 0 and a load need them."""
     for tensor in tensors:
         optimizer.state[tensor] = {
             "step": torch.zeros((), dtype=torch.float32, device=tensor.device),

@@ -1,6 +1,6 @@
-"""Switches that make a device give the same bits for the same computation, and whether it does.
+"""Settings that make a device repeat a computation bit for bit, and a check that it does.
 
-On CPUs with the kernels used here nothing has to be switched. On CUDA flash attention's backward
+CPUs with the kernels used here need no setting. On CUDA flash attention's backward
 pass, some of cuBLAS and Inductor, and NCCL's choice of an algorithm may differ between two runs.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from runner.engine.protocol import Engine, LocalSums, MicroStep
 
-# Read by libraries when they begin. NCCL: one algorithm in a fixed order, no sums in the switch.
+# Libraries read these when they start. NCCL: one algorithm in a fixed order, no in-switch sums.
 _SETTINGS = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -24,15 +24,15 @@ _SETTINGS = {
 
 
 def be_deterministic(environment: MutableMapping[str, str]) -> dict[str, str]:
-    """Switch it on for this process; before CUDA begins. What the user has set is kept.
+    """Enable determinism in this process; call it before CUDA starts. Keeps what the user has set.
 
     Returns:
-        The effective settings of the environment.
+        The effective environment variables.
     """
     for name, value in _SETTINGS.items():
         environment.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
-    # Nothing here reads memory that was not written.
+    # Nothing here reads uninitialised memory.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     torch.backends.cudnn.benchmark = False
     return {name: environment[name] for name in _SETTINGS}
@@ -48,7 +48,7 @@ def repeats_bits(
     Compares loss, gradient norm and the losses of each sequence; the gradients are dropped.
 
     Args:
-        watch: entered while they are computed for the first time.
+        watch: context entered for the first computation.
     """
     with watch:
         first = _numbers(engine, works)
@@ -58,15 +58,15 @@ def repeats_bits(
 
 def _numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
     sums: LocalSums = engine.accumulate(works)
-    found = [sums.loss, sums.grad_square, sums.nonfinite, *sums.sequences.losses]
-    kept = [number.detach().clone() for number in found]
+    results = [sums.loss, sums.grad_square, sums.nonfinite, *sums.sequences.losses]
+    copies = [number.detach().clone() for number in results]
     one = torch.ones((), device=engine.device)
     engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
-    return kept
+    return copies
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """NaN is equal to itself here."""
-    words = {4: torch.int32, 8: torch.int64}
-    a, b = (x.contiguous().view(words[x.element_size()]) for x in (one, other))
+    """Whether two tensors are equal bit for bit; NaN equals itself."""
+    int_types = {4: torch.int32, 8: torch.int64}
+    a, b = (x.contiguous().view(int_types[x.element_size()]) for x in (one, other))
     return bool(torch.equal(a, b))

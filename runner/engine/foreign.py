@@ -1,13 +1,12 @@
-"""An optimizer from elsewhere over this rank's shards: ``optim._target_``.
+"""A user's optimizer (``optim._target_``) over this rank's shards.
 
-Where an element's update depends on that element alone it works on the shards. Where it needs a
-whole parameter (Adafactor's factors, blocks of 8-bit states) each rank gathers one parameter after
-the other with what is kept in its shape, updates it, and keeps its own rows; the rest that is kept
-of it is whole on every rank. So the end does not depend on how many ranks there are.
+If each element's update depends on that element alone, the optimizer works on the shards. If it
+needs a whole parameter (Adafactor's factors, blocks of 8-bit states), each rank gathers one
+parameter after the other with its state of the same shape, updates it, and keeps its own rows;
+state of another shape is whole on every rank. So the result does not depend on the number of ranks.
 
-What it keeps has the types and shapes that it gave it. Until the first update it has made nothing,
-and makes it then as it would in a loop of its own; so a state that begins with the parameter's
-values is right.
+State has the types and shapes that the optimizer chose. It is created in the first update, as in
+any other training loop, so state that starts from the parameter's values is correct.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.engine.adamw import set_gate
-from runner.engine.found_state import (
+from runner.engine.muon import Whole
+from runner.engine.optimizer_traits import (
     COUNT,
     Make,
     Path,
     begin_training,
     evaluates,
-    found_traits,
     leaf,
     leaves,
+    probe_traits,
     set_leaf,
 )
-from runner.engine.muon import Whole
 from runner.system.error import ConfigError
 
 _GROUP = "group"
@@ -41,17 +40,17 @@ _GROUP = "group"
 
 @dataclass(slots=True, kw_only=True)
 class _Unit:
-    """One optimizer, and which parameters are its.
+    """One optimizer and its parameters.
 
     Args:
         groups: torch's, of which it was made.
-        held: what it sees as the parameters, by name.
-        begins: by group, the numbers that a step changes, as they were before the first.
+        params: the tensors that it updates, by parameter name.
+        begins: by group, the initial values of the numbers that a step changes.
     """
 
     optimizer: Optimizer
     groups: list[dict[str, Any]]
-    held: dict[str, Tensor]
+    params: dict[str, Tensor]
     begins: list[dict[str, Any]]
 
 
@@ -60,12 +59,13 @@ class Foreign:
 
     Args:
         shards: by name, FP32; ``.grad`` is read.
-        shapes: of the whole parameters.
-        groups: torch's, with ``names`` and ``rate``.
-        is_cut: whether shards are less than the whole.
+        shapes: shapes of the whole parameters.
+        groups: torch parameter groups with ``names`` and ``rate`` added.
+        is_cut: whether a shard may be only part of its parameter.
 
     Raises:
-        ConfigError: it cannot work on shards, or keeps what a checkpoint cannot hold.
+        ConfigError: the optimizer cannot work on shards, or has state that a checkpoint cannot
+            hold.
     """
 
     def __init__(
@@ -83,38 +83,38 @@ class Foreign:
         self._shapes = shapes
         self._whole = whole
         self._key = f"optim._target_={name}"
-        traits = found_traits(make, frozenset(map(len, shapes.values())), name)
+        traits = probe_traits(make, frozenset(map(len, shapes.values())), name)
         if is_cut and not traits.is_separable:
             raise ConfigError(
-                f"{self._key}: updates a parameter by the others too (a norm or an estimate over "
-                "all of them), of which each rank has a part only; use parallel=ddp, or one rank"
+                f"{self._key}: updates a parameter from others as well (a norm or an estimate over "
+                "all of them), and each rank has only a part of them; use parallel=ddp, or one rank"
             )
         self._make = make
         self._numbers = traits.numbers
-        # The same on one rank as on many: what is kept must have the same names.
+        # The same on one rank as on many, so that the state has the same names.
         self.is_apart = traits.is_separable and not traits.is_elementwise
-        self._units = self._made_units(groups)
-        self._of = {name: unit for unit in self._units for name in unit.held}
+        self._units = self._make_units(groups)
+        self._of = {name: unit for unit in self._units for name in unit.params}
         self._is_begun = False
-        self._kept: dict[str, dict[str, Any]] = {}  # before the first update: what there will be
-        self._rows: dict[str, Tensor] = {}  # of what is cut, while each parameter is by itself
-        self._staged: dict[str, Tensor] = {}  # numbers, as a checkpoint has them
+        self._expected: dict[str, dict[str, Any]] = {}  # the expected state, until the first update
+        self._rows: dict[str, Tensor] = {}  # row-shaped state, if parameters are updated one by one
+        self._staged: dict[str, Tensor] = {}  # numbers to save or just loaded
         self._cut: dict[str, tuple[str, Path]] = {}
         self._uncut: dict[str, tuple[str, Path]] = {}
         for unit in self._units:
-            self._look_at(unit)
+            self._learn_state(unit)
 
-    def _made_units(self, groups: Sequence[dict[str, Any]]) -> list[_Unit]:
+    def _make_units(self, groups: Sequence[dict[str, Any]]) -> list[_Unit]:
         units = []
-        for parts in self._divided(groups):
+        for parts in self._split_groups(groups):
             optimizer = self._made(parts)
-            held = {
+            params = {
                 name: param
                 for group in parts
                 for name, param in zip(group["names"], group["params"], strict=True)
             }
             begins = [{n: group[n] for n in self._numbers} for group in optimizer.param_groups]
-            units.append(_Unit(optimizer=optimizer, groups=parts, held=held, begins=begins))
+            units.append(_Unit(optimizer=optimizer, groups=parts, params=params, begins=begins))
         return units
 
     def _made(self, groups: Sequence[dict[str, Any]]) -> Optimizer:
@@ -123,41 +123,41 @@ class Foreign:
         begin_training(optimizer)
         return optimizer
 
-    def _divided(self, groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    def _split_groups(self, groups: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         if not self.is_apart:
             yield [dict(group) for group in groups]
             return
         for group in groups:
             for name, shard in zip(group["names"], group["params"], strict=True):
-                yield [group | {"params": [_nothing(shard)], "names": [name]}]
+                yield [group | {"params": [_empty_like(shard)], "names": [name]}]
 
-    # -- what it keeps ---------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _look_at(self, unit: _Unit) -> None:
-        """Have it make its state by a step on zeros, and take that away again."""
-        gradients = {name: param.grad for name, param in unit.held.items()}
-        for name, param in unit.held.items():
+    def _learn_state(self, unit: _Unit) -> None:
+        """Learn the state's layout from a step on zeros, then remove that state."""
+        gradients = {name: param.grad for name, param in unit.params.items()}
+        for name, param in unit.params.items():
             if self.is_apart:
                 param.data = torch.zeros(self._shapes[name], device=param.device)
             param.grad = torch.zeros_like(param)
-        before = {name: param.clone() for name, param in unit.held.items()}
-        for param in unit.held.values():
-            param.zero_()  # where weights come later there is anything in it yet
+        before = {name: param.clone() for name, param in unit.params.items()}
+        for param in unit.params.values():
+            param.zero_()  # weights that are loaded later are uninitialised here
         unit.optimizer.step()
-        for name, param in unit.held.items():
-            state = self._kept[name] = dict(unit.optimizer.state[param])
+        for name, param in unit.params.items():
+            state = self._expected[name] = dict(unit.optimizer.state[param])
             for path, value in leaves(state, self._key):
-                self._note(name, path, value, param)
+                self._note_leaf(name, path, value, param)
             param.grad = gradients[name]  # DeepSpeed has buffers there
             if self.is_apart:
-                param.data = _nothing(param)
+                param.data = _empty_like(param)
             else:
                 param.copy_(before[name])
         unit.optimizer.state.clear()
         self._reset_numbers(unit)
 
-    def _note(self, name: str, path: Path, value: Any, param: Tensor) -> None:
+    def _note_leaf(self, name: str, path: Path, value: Any, param: Tensor) -> None:
         label = f"{'.'.join(path)}/{name}"
         if not isinstance(value, Tensor):
             self._staged[label] = torch.zeros((), dtype=torch.float64)
@@ -166,7 +166,7 @@ class Foreign:
             self._cut[label] = (name, path)
             if self.is_apart:
                 self._rows[label] = torch.zeros_like(self._shards[name], dtype=value.dtype)
-                set_leaf(self._kept[name], path, value.new_empty(0))
+                set_leaf(self._expected[name], path, value.new_empty(0))
         else:
             self._uncut[label] = (name, path)
 
@@ -176,22 +176,22 @@ class Foreign:
 
     def _state(self, name: str) -> dict[str, Any]:
         unit = self._of[name]
-        state: dict[str, Any] = unit.optimizer.state.get(unit.held[name]) or self._kept[name]
+        state: dict[str, Any] = unit.optimizer.state.get(unit.params[name]) or self._expected[name]
         return state
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is cut like its parameter by "kind/name", on this rank."""
+        """This rank's rows of the state that is sharded like its parameter, by "kind/name"."""
         if self.is_apart:
             return dict(self._rows)
         return {label: leaf(self._state(name), path) for label, (name, path) in self._cut.items()}
 
     def uncut(self, *, is_loaded: bool = False) -> dict[str, Tensor]:
-        """What every rank has whole, by "kind/name"; numbers in FP64.
+        """State that every rank has whole, by "kind/name"; numbers in FP64.
 
-        To be overwritten before :meth:`finish_load`.
+        A load overwrites these tensors before :meth:`finish_load`.
 
         Args:
-            is_loaded: it has been; numbers are what was loaded.
+            is_loaded: they were overwritten; numbers are the loaded ones.
         """
         tensors = {}
         for label, (name, path) in self._uncut.items():
@@ -208,25 +208,25 @@ class Foreign:
     def _group_numbers(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         for number, unit in enumerate(self._units):
             for at, group in enumerate(unit.optimizer.param_groups):
-                where = group["names"][0] if self.is_apart else str(at + number)
+                owner = group["names"][0] if self.is_apart else str(at + number)
                 for key in self._numbers:
-                    yield f"{_GROUP}.{key}/{where}", group, key
+                    yield f"{_GROUP}.{key}/{owner}", group, key
 
     def counts(self, default: Tensor) -> list[Any]:
-        """Of updates, a parameter each; ``default`` where it does not count."""
+        """Update counts, one for each parameter; ``default`` if the optimizer does not count."""
         return [self._state(name).get(COUNT, default) for name in self._shards]
 
     def finish_load(self, counts: Mapping[str, int]) -> None:
-        """What :meth:`tensors` and :meth:`uncut` gave has been overwritten."""
+        """Adopt what a load wrote into the results of :meth:`tensors` and :meth:`uncut`."""
         self._is_begun = any(counts[name] for name in self._shards)
         self._take_numbers(counts)
         for unit in self._units:
-            for name, param in unit.held.items():
+            for name, param in unit.params.items():
                 state = self._state(name)
                 if self._is_begun:
                     unit.optimizer.state[param] = state
                 else:
-                    self._kept[name] = state
+                    self._expected[name] = state
             if not self._is_begun:
                 unit.optimizer.state.clear()
                 self._reset_numbers(unit)
@@ -249,7 +249,7 @@ class Foreign:
 
     @property
     def is_gated(self) -> bool:
-        """Whether it looks at ``found_inf`` by itself, and divides by ``grad_scale``."""
+        """Whether the optimizer itself honours ``found_inf`` and ``grad_scale``."""
         return not self.is_apart and all(_is_gated(unit.optimizer) for unit in self._units)
 
     @torch.no_grad()
@@ -268,10 +268,10 @@ class Foreign:
                 self._step_apart(unit)
             else:
                 self._step_shards(unit, skip, grad_scale)
-        for name in list(self._kept):
+        for name in list(self._expected):
             unit = self._of[name]
-            if unit.optimizer.state.get(unit.held[name]):
-                del self._kept[name]  # it has its own now
+            if unit.optimizer.state.get(unit.params[name]):
+                del self._expected[name]  # the optimizer has its real state now
 
     def _divide(self, grad_scale: Tensor) -> None:
         for shard in self._shards.values():
@@ -279,9 +279,9 @@ class Foreign:
                 shard.grad.div_(grad_scale)
 
     def _step_shards(self, unit: _Unit, skip: Tensor, grad_scale: Tensor) -> None:
-        for param in unit.held.values():
+        for param in unit.params.values():
             if param.grad is None and not param.numel():
-                param.grad = torch.zeros_like(param)  # it counts with those that have rows
+                param.grad = torch.zeros_like(param)  # ranks without rows count updates, too
         if self.is_gated:
             set_gate(unit.optimizer, skip=skip, grad_scale=grad_scale)
         unit.optimizer.step()
@@ -293,35 +293,38 @@ class Foreign:
             unit.optimizer = self._made(unit.groups)
 
     def _step_apart(self, unit: _Unit) -> None:
-        """One parameter, whole meanwhile. Collective."""
-        ((name, param),) = unit.held.items()
+        """Update one parameter, gathered for the duration. Collective."""
+        ((name, param),) = unit.params.items()
         shard = self._shards[name]
         if shard.grad is None:
             return
         param.data, first = self._whole(name, shard)
-        # Where nothing is cut what is gathered is the shard itself; an optimizer may write to both.
+        # Without sharding, the gathered tensor is the shard itself, and the optimizer may write to
+        # both.
         param.grad = self._whole(name, shard.grad)[0]
-        mine = slice(first, first + len(shard)) if shard.dim() else ...
+        own_rows = slice(first, first + len(shard)) if shard.dim() else ...
         state: dict[str, Any] = unit.optimizer.state.get(param) or {}
         paths = {t: path for t, (of, path) in self._cut.items() if of == name}
         for label, path in paths.items() if state else ():
             set_leaf(state, path, self._whole(name, self._rows[label])[0])
         unit.optimizer.step()
         state = unit.optimizer.state[param]
-        shard.copy_(param.data[mine])
+        shard.copy_(param.data[own_rows])
         for label, path in paths.items():
             moved = leaf(state, path)
-            self._rows[label].copy_(moved[mine])
+            self._rows[label].copy_(moved[own_rows])
             set_leaf(state, path, moved.new_empty(0))
         param.grad = None
-        param.data = _nothing(param)
+        param.data = _empty_like(param)
 
     @contextmanager
     def evaluated(self) -> Iterator[bool]:
-        """The shards hold the weights to evaluate meanwhile, where it has such."""
+        """Hold the optimizer's evaluation weights in the shards, if it has any."""
         ones = [] if self.is_apart else [u.optimizer for u in self._units if evaluates(u.optimizer)]
         is_other = bool(ones) and self._is_begun
-        kept = {n: shard.detach().clone() for n, shard in self._shards.items()} if is_other else {}
+        training = (
+            {n: shard.detach().clone() for n, shard in self._shards.items()} if is_other else {}
+        )
         for optimizer in ones if is_other else ():
             optimizer.eval()  # type: ignore[attr-defined]
         try:
@@ -329,12 +332,12 @@ class Foreign:
         finally:
             for optimizer in ones if is_other else ():
                 begin_training(optimizer)
-            for name, values in kept.items():  # not what it computes back, which rounds
+            for name, values in training.items():  # computing them back would round
                 self._shards[name].detach().copy_(values)
 
 
-def _nothing(like: Tensor) -> Tensor:
-    """Without elements, of as many dimensions."""
+def _empty_like(like: Tensor) -> Tensor:
+    """An empty tensor with as many dimensions."""
     return like.new_empty((0,) * like.dim())
 
 
@@ -350,7 +353,7 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def _like(value: Any, stored: Tensor) -> bool | int | float:
-    """A number of a checkpoint as what it was."""
+    """Convert a number from a checkpoint back to the type of ``value``."""
     number = float(stored.item())
     if isinstance(value, bool):
         return bool(number)

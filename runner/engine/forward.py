@@ -1,6 +1,6 @@
-"""Forward passes and what they tell of each sequence; shared by all engines.
+"""Forward passes and their per-sequence numbers; shared by all engines.
 
-Owns the probe at the embedding: the end of the backward pass, before any reduction has mixed
+Owns the probe at the embedding: it sees the end of the backward pass, before any reduction mixes
 the ranks.
 """
 
@@ -15,8 +15,7 @@ from torch import nn
 
 from runner.engine.protocol import Batch, Evaluated, MicroStep, Sequences
 
-# Of one micro-batch: cross-entropy, the loss to train on and what is counted, summed over each
-# sample, [B] each.
+# Of one micro-batch: cross-entropy, training loss and count, each summed by sample, [B].
 Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Disturb = Callable[[Losses], Losses]
 
@@ -25,11 +24,11 @@ class Forward:
     """One rank's forward passes.
 
     Args:
-        model: called with a batch's tensors by name, gives :data:`Losses`.
+        model: called with a batch's tensors by name; returns :data:`Losses`.
         embedding: the module whose output is the first activation of each sequence.
-        probe: note the norm of each sequence's gradient at the embedding.
-        disturb: what is done to the losses on purpose, if anything.
-        around: what the model's forward passes are in.
+        probe: record the norm of each sequence's gradient at the embedding.
+        disturb: an injected fault on the losses, if any.
+        context: makes the context manager that each forward pass runs in.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class Forward:
         device: torch.device,
         probe: bool,
         disturb: Disturb | None = None,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        self._around = around
+        self._context = context
         self._model = model
         self._device = device
         self._probe = probe
@@ -50,13 +49,13 @@ class Forward:
         self._rows = 0
         self._losses: list[torch.Tensor] = []
         self._counts: list[torch.Tensor] = []
-        # Of each micro-batch, once for every time that the embedding was called.
+        # For each micro-batch, one tensor per call of the embedding.
         self._norms: list[list[torch.Tensor]] = []
         self._norms_of_nobody: list[torch.Tensor] = []
         embedding.register_forward_hook(self._at_embedding)
 
     def begin(self) -> None:
-        """Forget the last step's numbers."""
+        """Discard the previous step's numbers."""
         self._losses, self._counts = [], []
         self._norms, self._norms_of_nobody = [], []
 
@@ -70,19 +69,19 @@ class Forward:
         return training.sum()
 
     def totals(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the step on this rank: summed cross-entropy, and 1.0 when anything was not finite.
+        """This rank's summed cross-entropy of the step, and 1.0 if anything was not finite.
 
-        Anything: its own losses or what its backward passes brought; else 0.0. FP64 scalars.
+        "Anything" is its own losses and the results of its backward passes. FP64 scalars.
         """
-        loss = seen = _total(self._losses)
+        loss = total = _total(self._losses)
         norms = [norm for of_one in self._norms for norm in of_one] + self._norms_of_nobody
         if norms:
-            # Norms are not negative: what is not finite in one of them stays so in the sum.
-            seen = loss + _total(norms)
-        return loss, (~torch.isfinite(seen)).double()
+            # Norms are not negative, so a non-finite one makes the sum non-finite.
+            total = loss + _total(norms)
+        return loss, (~torch.isfinite(total)).double()
 
     def count(self) -> torch.Tensor:
-        """What the step's loss on this rank is a sum of, FP64 scalar."""
+        """Number of terms in this rank's summed loss, FP64 scalar."""
         return _total(self._counts)
 
     def sequences(self) -> Sequences:
@@ -90,14 +89,14 @@ class Forward:
         norms: tuple[torch.Tensor, ...] = ()
         if any(self._norms):
             pairs = zip(self._norms, self._losses, strict=True)
-            norms = tuple(_together(of_one, losses) for of_one, losses in pairs)
+            norms = tuple(_combine(of_one, losses) for of_one, losses in pairs)
         return Sequences(
             losses=tuple(self._losses), gradient_norms=norms, counts=tuple(self._counts)
         )
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
-        """Forward passes without a backward. Waits once."""
+        """Run forward passes only. Waits for the device once."""
         self._model.eval()
         parts = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -115,7 +114,7 @@ class Forward:
         self._rows = len(next(iter(inputs.values())))
         if batch.real is not None:
             inputs["real"] = batch.real
-        with self._around():
+        with self._context():
             losses: Losses = self._model(inputs)
         return losses if self._disturb is None else self._disturb(losses)
 
@@ -125,7 +124,7 @@ class Forward:
             return output
         if self._probe and torch.is_grad_enabled():
             if not first.requires_grad:
-                first.requires_grad_()  # a frozen embedding; who was at fault shows here only
+                first.requires_grad_()  # a frozen embedding; only this probe identifies the culprit
             rows, norms = self._rows, self._norms[-1]
             first.register_hook(  # type: ignore[no-untyped-call]
                 lambda grad: self._at_embedding_gradient(grad, rows, norms)
@@ -135,32 +134,32 @@ class Forward:
     def _at_embedding_gradient(
         self, grad: torch.Tensor, rows: int, norms: list[torch.Tensor]
     ) -> None:
-        """Of each sample; where it is not their number of rows, of a few runs of all of them."""
+        """Record each sample's norm, or norms of runs of rows if there is no row per sample."""
         if not rows or not grad.dim() or len(grad) % rows:
             total = torch.linalg.vector_norm(grad, dtype=_at_least_fp32(grad))
             self._norms_of_nobody.append(total)
             return
         flat = grad.reshape(len(grad), -1)
-        found = torch.linalg.vector_norm(flat, dim=1, dtype=_at_least_fp32(grad))
-        norms.append(found if len(grad) == rows else found.view(-1, rows).norm(dim=0))
+        norm = torch.linalg.vector_norm(flat, dim=1, dtype=_at_least_fp32(grad))
+        norms.append(norm if len(grad) == rows else norm.view(-1, rows).norm(dim=0))
 
 
 def _at_least_fp32(grad: torch.Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
 
 
-def _together(norms: list[torch.Tensor], losses: torch.Tensor) -> torch.Tensor:
-    """Of several calls of the embedding in one forward pass; of none, zeros."""
+def _combine(norms: list[torch.Tensor], losses: torch.Tensor) -> torch.Tensor:
+    """Combine the norms of all embedding calls in one forward pass; zeros if there were none."""
     if not norms:
         return torch.zeros_like(losses, dtype=torch.float32)
     return norms[0] if len(norms) == 1 else torch.stack(norms).norm(dim=0)
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
-    """Seed what a forward pass on this device draws from.
+    """Seed the generators that a forward pass on this device draws from.
 
-    As ``torch.manual_seed``, which also notes the call's stack for every absent kind of device:
-    a tenth of a small step.
+    ``torch.manual_seed`` would also record the call stack for every absent kind of device, which
+    takes a tenth of a small step.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

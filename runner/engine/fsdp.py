@@ -1,8 +1,8 @@
 """FSDP2 as single, ddp, fsdp and hsdp: one engine, four device meshes.
 
-Replication as a mesh dimension instead of DistributedDataParallel: DDP rebuilds its buckets
-after the first step, so a resumed 3-rank run adds gradients in another order and is not the
-same run any more (tried).
+Replication is a mesh dimension instead of DistributedDataParallel: DDP rebuilds its buckets after
+the first step, so a resumed 3-rank run adds gradients in another order and is no longer the same
+run (tried).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from runner.engine.wider import NoNarrowing, WiderTwin
 class Layout:
     """``replicas`` copies, each sharded over ``shard_size`` ranks.
 
-    ``dtype`` is what is computed in: BF16, FP32, or FP64 for what arbitrates; with ``is_wide`` the
-    model's own casts to narrower types come to nothing.
+    ``dtype`` is the compute type: BF16, FP32, or FP64 for arbitration; ``is_wide`` disables the
+    model's own casts to narrower types.
     """
 
     replicas: int
@@ -57,7 +57,7 @@ class Layout:
     reduce_each_micro_batch: bool
     compile: bool
     is_wide: bool = False
-    offload: bool = False  # weights, gradients and moments lie in the host's memory
+    offload: bool = False  # weights, gradients and moments are in host memory
 
 
 def device_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
@@ -82,10 +82,10 @@ def shard_model(
     )
     policies: dict[str, Any] = {"mp_policy": precision}
     if layout.offload:
-        # Page-locked memory is for a device; a CPU has none.
+        # Page-locked memory serves device transfers; a CPU has none.
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    # gloo lets nothing run beside a collective, so where no parameter is gathered one for the
-    # whole model is best; NCCL reduces each block while the backward pass goes on.
+    # gloo overlaps nothing with a collective, so without gathered parameters one for the whole
+    # model is fastest; NCCL reduces each block while the backward pass continues.
     by_block = layout.shard_size > 1 or mesh.device_type == "cuda"
     for block in blocks:
         if layout.compile:
@@ -108,14 +108,14 @@ class FsdpEngine:
     """See :class:`runner.engine.protocol.Engine`.
 
     Args:
-        model: from a batch to losses, see :class:`runner.engine.forward.Forward`; its
-            ``network`` has the parameters. Built on the meta device and sharded by
-            :func:`shard_model`, already materialised on ``device`` with its buffers made.
+        model: computes losses from a batch, see :class:`runner.engine.forward.Forward`; its
+            ``network`` has the parameters. Built on the meta device, sharded by
+            :func:`shard_model`, and materialised on ``device`` with its buffers filled.
         embedding: the module whose output is the first activation of each sequence.
 
     Attributes:
-        mesh: of the ranks.
-        twin: computes in a wider precision, once it was told how.
+        mesh: the device mesh of the ranks.
+        twin: computes in a wider precision, once configured.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class FsdpEngine:
         """
         self.device = device
         self.twin = WiderTwin()
-        # Where the weights lie and the optimizer works.
+        # Where weights and optimizer live.
         self._home = torch.device("cpu") if layout.offload else device
         self._model = model
         self._layout = layout
@@ -147,17 +147,17 @@ class FsdpEngine:
             device=device,
             probe=probe,
             disturb=disturb,
-            around=partial(NoNarrowing, layout.dtype) if layout.is_wide else nullcontext,
+            context=partial(NoNarrowing, layout.dtype) if layout.is_wide else nullcontext,
         )
         self._network = network = model.get_submodule("network")
         self._parameters = dict(sorted(network.named_parameters()))
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         # The optimizer gets the shards as plain tensors: the update is element by element, and
-        # DTensor's dispatch would cost the host several times what the rest of a step does.
-        self._held = {name: _local(p).detach() for name, p in self._trained.items()}
+        # DTensor's dispatch would cost the host several times the rest of a step.
+        self._params = {name: _local(p).detach() for name, p in self._trained.items()}
         shapes = {name: tuple(parameter.shape) for name, parameter in self._trained.items()}
         self._optimizer = ShardOptimizer(
-            self._held, shapes, settings, self._home, self._whole, is_cut=layout.shard_size > 1
+            self._params, shapes, settings, self._home, self._whole, is_cut=layout.shard_size > 1
         )
         self._is_checked = False
 
@@ -194,7 +194,7 @@ class FsdpEngine:
             if not self._layout.reduce_each_micro_batch:
                 self._reduce_once(root, is_last=number == len(works))
             self._forward.training_loss(work).backward()  # type: ignore[no-untyped-call]
-        self._check_held()
+        self._check_params()
         square = squared_norm(self._own_gradients(), self.device) / self._layout.replicas
         loss, nonfinite = self._forward.totals()
         return LocalSums(
@@ -206,26 +206,26 @@ class FsdpEngine:
         )
 
     def _reduce_once(self, root: FSDPModule, *, is_last: bool) -> None:
-        """Between copies once a step. Within a copy each time: else whole gradients are kept."""
+        """Reduce between replicas once a step; within one each time, to free whole gradients."""
         if self._layout.replicas > 1 and self._layout.shard_size > 1:
             root.set_requires_all_reduce(is_last)
         else:
             root.set_requires_gradient_sync(is_last)
 
-    def _check_held(self) -> None:
-        """Once, after FSDP2's lazy start: were it to move a shard, the update would go astray."""
+    def _check_params(self) -> None:
+        """Check once, after FSDP2's lazy init, that no shard has moved: updates would miss it."""
         if not self._is_checked:
             for name, parameter in self._trained.items():
-                assert _local(parameter).data_ptr() == self._held[name].data_ptr(), name
+                assert _local(parameter).data_ptr() == self._params[name].data_ptr(), name
             self._is_checked = True
 
     def _own_gradients(self) -> list[torch.Tensor]:
-        """This rank's shares of the gradients, which the optimizer gets on the way."""
+        """Hand this rank's gradient shards to the optimizer's tensors, and return them."""
         grads = []
         for name, parameter in self._trained.items():
             if parameter.grad is not None:
                 grad = _own_part(parameter.grad)
-                self._held[name].grad = grad
+                self._params[name].grad = grad
                 grads.append(grad)
         return grads
 
@@ -236,7 +236,7 @@ class FsdpEngine:
     def accumulate_wider(
         self, works: Sequence[MicroStep], *, watch: Watch = unwatched
     ) -> LocalSums:
-        # Cut like this engine's own shards, rank by rank.
+        # Sharded like this engine, rank by rank.
         own = {shard.name: shard.local for shard in self.shards()}
         sums, gradients = self.twin.accumulate(
             list(works),
@@ -245,34 +245,34 @@ class FsdpEngine:
             watch=watch,
         )
         for name, grad in gradients.items():
-            self._held[name].grad = grad
+            self._params[name].grad = grad
         return sums
 
-    def _forget_gradients(self) -> None:
+    def _drop_gradients(self) -> None:
         self.twin.close()
-        for parameter, held in zip(self._trained.values(), self._held.values(), strict=True):
-            parameter.grad = held.grad = None
+        for parameter, param in zip(self._trained.values(), self._params.values(), strict=True):
+            parameter.grad = param.grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {n: held.grad for n, held in self._held.items() if held.grad is not None}
+        return {n: param.grad for n, param in self._params.items() if param.grad is not None}
 
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
     ) -> str | None:
-        # Waits where weights are offloaded: the gate has to be where the optimizer is.
+        # Waits if weights are offloaded: the gate must be on the optimizer's device.
         self._optimizer.step(
             skip=skip.to(self._home),
             grad_scale=grad_scale.to(self._home),
             learning_rate=learning_rate,
         )
-        self._forget_gradients()
+        self._drop_gradients()
         return None
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         with self._optimizer.averaged() as other:
             if not other:
                 return self._forward.evaluate(batches)
-            # What FSDP2 has gathered of the weights is theirs, and the averages' afterwards.
+            # Gathered parameters are stale whenever the shards' values are swapped.
             self._reshard()
             try:
                 return self._forward.evaluate(batches)
@@ -285,9 +285,9 @@ class FsdpEngine:
                 module.reshard()
 
     def shards(self) -> list[Shard]:
-        found = [self._shard(name, local) for name, local in self._tensors().items()]
-        found += [self._slice(name, whole) for name, whole in self._optimizer.uncut().items()]
-        return sorted(found, key=lambda shard: shard.name)
+        shards = [self._shard(name, local) for name, local in self._tensors().items()]
+        shards += [self._slice(name, whole) for name, whole in self._optimizer.uncut().items()]
+        return sorted(shards, key=lambda shard: shard.name)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self._network.named_buffers())
@@ -300,11 +300,11 @@ class FsdpEngine:
         return self._whole(parameter, self._tensors()[name])[0].detach().cpu()
 
     def _whole(self, name: str, local: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The whole of what is cut like a parameter, and its first row that is ours. Collective."""
+        """Gather a tensor sharded like a parameter; also returns this rank's first row."""
         parameter = self._parameters[name]
         if not isinstance(parameter, DTensor):
             return local, 0
-        if local.device.type != self.device.type:  # collectives are of the device
+        if local.device.type != self.device.type:  # collectives run on the device
             whole, first = self._whole(name, local.to(self.device))
             return whole.to(local.device), first
         if local.dtype is not torch.float32:
@@ -320,20 +320,20 @@ class FsdpEngine:
         return whole, self._first_own_row(parameter)
 
     def _gathered(self, parameter: DTensor, local: torch.Tensor) -> torch.Tensor:
-        """As :meth:`_whole`, of any type: byte by byte, as not every backend knows every type."""
+        """Like :meth:`_whole` for any dtype: as bytes, since backends lack some dtypes."""
         row_bytes = math.prod(parameter.shape[1:]) * local.itemsize
         most = -(-parameter.shape[0] // self._layout.shard_size) * row_bytes
-        mine = torch.zeros(most, dtype=torch.uint8, device=local.device)
+        padded = torch.zeros(most, dtype=torch.uint8, device=local.device)
         own = local.contiguous().view(-1).view(torch.uint8)
-        mine[: len(own)] = own
-        whole = mine.new_empty(most * self._layout.shard_size)
-        dist.all_gather_into_tensor(whole, mine, group=self.mesh.get_group("shard"))
-        whole = whole[: parameter.shape[0] * row_bytes]
-        return whole.view(local.dtype).view(parameter.shape)
+        padded[: len(own)] = own
+        gathered = padded.new_empty(most * self._layout.shard_size)
+        dist.all_gather_into_tensor(gathered, padded, group=self.mesh.get_group("shard"))
+        gathered = gathered[: parameter.shape[0] * row_bytes]
+        return gathered.view(local.dtype).view(parameter.shape)
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
         shards = [] if self._layout.replicas == 1 else self.shards()
-        # Numbers that an optimizer keeps on the host stay there.
+        # Numbers that an optimizer keeps on the host are left out.
         copies = [shard.local for shard in shards if shard.local.device.type == self._home.type]
         return self._shard_rank(), copies
 
@@ -343,14 +343,14 @@ class FsdpEngine:
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
         self._complete()
         self._optimizer.set_update_counts(update_counts)
-        self._forget_gradients()
+        self._drop_gradients()
 
     def _complete(self) -> None:
-        """Each rank has loaded its slices of what all have whole; they get each other's."""
+        """Complete the state that all ranks have whole from the slices that each has loaded."""
         uncut = self._optimizer.uncut(is_loaded=True)
         if not uncut or self._layout.shard_size == 1:
             return
-        # As bytes, each of one rank's and zero on the others: the sum changes no bit.
+        # As bytes, each non-zero on one rank only: the sum changes no bit.
         parts = []
         for name, whole in uncut.items():
             shard = self._slice(name, whole)
@@ -364,14 +364,14 @@ class FsdpEngine:
             whole.view(-1).copy_(summed.clone().view(whole.dtype))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each tensor of the state."""
-        found: dict[str, torch.Tensor] = {}
+        """This rank's part of each state tensor."""
+        tensors: dict[str, torch.Tensor] = {}
         for name, parameter in self._parameters.items():
-            found[f"param/{name}"] = _local(parameter).detach()
-        return dict(sorted((found | self._optimizer.tensors()).items()))
+            tensors[f"param/{name}"] = _local(parameter).detach()
+        return dict(sorted((tensors | self._optimizer.tensors()).items()))
 
     def _slice(self, name: str, whole: torch.Tensor) -> Shard:
-        """This rank's share of what all ranks have whole, for a checkpoint."""
+        """This rank's slice of a tensor that all ranks have whole, for a checkpoint."""
         flat = whole.view(-1)
         size = -(-len(flat) // self._layout.shard_size)
         start = min(len(flat), size * self._shard_rank())
@@ -406,7 +406,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _own_part(grad: torch.Tensor) -> torch.Tensor:
-    """As :func:`_local`, for gradients, which need no way back through autograd."""
+    """Like :func:`_local`, for gradients, which autograd need not track."""
     return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 

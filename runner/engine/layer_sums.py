@@ -1,7 +1,7 @@
-"""What one update did to each tensor: norms of gradients and weights, size of the update, g^2 / v.
+"""Measures one update of each tensor: gradient and weight norms, size of the update, g^2 / v.
 
-Sums over this rank's shards, on its device, such that their sum over all ranks is that of the
-whole tensors. Nothing waits, and nothing of the state is changed.
+The sums cover this rank's shards, on its device; added over all ranks they cover the whole tensors.
+Nothing waits for the device, and the state is not changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CHUNK = 1 << 22  # elements that one norm on a CPU takes in
 
 
 class Engine(Protocol):
-    """The part of :class:`runner.engine.protocol.Engine` that is needed."""
+    """The part of :class:`runner.engine.protocol.Engine` used here."""
 
     @property
     def device(self) -> torch.device: ...
@@ -53,18 +53,18 @@ class LayerSums:
     of calls however many tensors there are: on small tensors a call costs more than what it does.
 
     Args:
-        names: of the trained parameters, alike on all ranks; the order of the sums.
+        names: trained parameters, the same on all ranks; sets the order of the sums.
     """
 
     def __init__(self, engine: Engine, names: Sequence[str]) -> None:
         self._engine = engine
         self._names = tuple(names)
-        # Views of memory that stays where it is; to make them anew costs more than all the sums.
+        # Views of memory that does not move; making them anew would cost more than all the sums.
         self._views: _Views | None = None
 
     @property
     def size(self) -> int:
-        """Numbers that :meth:`after` gives."""
+        """Length of the result of :meth:`after`."""
         return len(KINDS) * len(self._names)
 
     @torch.no_grad()
@@ -120,12 +120,12 @@ class LayerSums:
         return self._views
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Of each tensor the sum of squares, FP64."""
+        """Sum of squares of each tensor, FP64."""
         if not tensors:
             return torch.zeros(0, dtype=torch.float64, device=self._engine.device)
         if not any(one.numel() > _CHUNK and not one.is_cuda for one in tensors):
             return self._stacked(torch._foreach_norm(list(tensors), 2)).square()
-        # One long FP32 sum on a CPU stops growing.
+        # One long FP32 sum on a CPU loses small terms.
         squares = [
             torch.stack(torch._foreach_norm(list(torch.split(one, _CHUNK)), 2)).double().square()
             if one.numel()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def opened(new: Tensor, old: Tensor, skip: Tensor) -> Tensor:
-    """``new``, or ``old`` bit for bit where ``skip`` is 1; whatever ``new`` is then."""
+    """Return ``new``, or ``old`` bit for bit if ``skip`` is 1, even where ``new`` is not finite."""
     return torch.where(skip > 0, old, new)
 
 
@@ -30,7 +30,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Equation 1 of the paper; state ``exp_avg`` must be there."""
+        """Equation 1 of the paper; state ``exp_avg`` must exist."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             rate, decay = group["lr"], group["weight_decay"]

@@ -1,8 +1,8 @@
 """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for sharded matrices, with a gate.
 
-A matrix is made orthogonal as a whole: each rank gathers it and keeps its own rows, so that the
-result does not depend on how many ranks there are. The update is scaled to AdamW's (Liu et al.,
-arXiv 2502.16982, section 2.2), so that AdamW's learning rate and decay fit.
+The whole matrix is orthogonalised: each rank gathers it and keeps its own rows, so that the result
+does not depend on the number of ranks. The update is scaled to AdamW's (Liu et al., arXiv
+2502.16982, section 2.2), so that AdamW's learning rate and decay fit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runner.engine.lion import opened
 # (name, this rank's rows) -> the whole matrix, and where this rank's rows begin. Collective.
 Whole = Callable[[str, Tensor], tuple[Tensor, int]]
 
-# Of x -> a x + b x^3 + c x^5, iterated: singular values come to lie near 1 (Jordan et al.).
+# Coefficients of x -> a x + b x^3 + c x^5, which moves singular values toward 1 (Jordan et al.).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ITERATIONS = 5
 _LIKE_ADAMW = 0.2
@@ -27,12 +27,12 @@ _IN_A_NUMBERED_LAYER = re.compile(r"(?:^|\.)\d+\.")
 
 
 def is_hidden_matrix(name: str, num_dims: int) -> bool:
-    """Whether Muon is for it: a matrix of a numbered layer, not an embedding or a head."""
+    """Whether Muon applies: a matrix in a numbered layer, not an embedding or a head."""
     return num_dims == 2 and _IN_A_NUMBERED_LAYER.search(name) is not None
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """The nearest half-orthogonal matrix, about: singular values between 0.7 and 1.2."""
+    """Approximate the nearest semi-orthogonal matrix: singular values between 0.7 and 1.2."""
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x: Tensor = wide / (torch.linalg.matrix_norm(wide) + 1e-7)
     for _ in range(_ITERATIONS):
@@ -42,7 +42,7 @@ def orthogonalised(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, made orthogonal; decoupled weight decay.
+    """Orthogonalised Nesterov momentum with decoupled weight decay.
 
     Reads ``found_inf`` and ``grad_scale``, FP32 scalars, as torch's fused optimizers do. Groups
     have ``names`` beside ``params``. :meth:`step` is collective.
@@ -58,10 +58,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """State ``momentum_buffer`` must be there."""
+        """Update all groups; state ``momentum_buffer`` must exist."""
         for group in self.param_groups:
             for name, shard in zip(group["names"], group["params"], strict=True):
-                # A rank without rows takes part, too: the whole matrix is gathered.
+                # A rank without rows takes part as well, because the gather is collective.
                 grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
                 self._update(name, shard, grad / self.grad_scale, group)
 

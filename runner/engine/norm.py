@@ -1,4 +1,4 @@
-"""The squared norm of gradients, as every engine measures it."""
+"""The squared gradient norm, computed the same way by every engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PIECE = 1 << 15
 
 
 def squared_norm(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The sum of all squares, FP64 scalar on ``device``; waits for nothing.
+    """Sum of all squares, FP64 scalar on ``device``; does not wait for the device.
 
-    A tree: FP32 within a piece, FP64 above. One long FP32 sum on a CPU stops growing (0.5 % of
-    the norm are missing at 2^26 elements); FP64 from the ground up takes four times as long there.
+    A tree: FP32 within a piece, FP64 above. One long FP32 sum on a CPU loses small terms (0.5 % of
+    the norm at 2^26 elements); FP64 throughout takes four times as long there.
 
     Args:
         gradients: FP32, any shapes, on one device, which need not be ``device``.

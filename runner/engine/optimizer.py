@@ -1,8 +1,8 @@
-"""Which optimizer works on which shard, what it keeps beside it, and the gate that all obey.
+"""Which optimizer updates which shard, its state, and the gate that all obey.
 
-A gated step leaves parameters and state as they were, bit for bit. Optimizers that look at
-``found_inf`` (torch's fused ones, ours) are gated on the device, where nothing waits; before the
-step of any other (:mod:`runner.engine.foreign`) this rank reads the gate.
+A gated step leaves parameters and state unchanged, bit for bit. Optimizers that honour
+``found_inf`` (torch's fused ones, ours) are gated on the device without waiting; before the step of
+any other (:mod:`runner.engine.foreign`) this rank reads the gate.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from runner.engine.adamw import AdamWSettings, adamw_over, make_state, set_gate
 from runner.engine.foreign import Foreign
-from runner.engine.found_state import Make
 from runner.engine.lion import Lion, opened
 from runner.engine.muon import Muon, Whole, is_hidden_matrix
+from runner.engine.optimizer_traits import Make
 
 Groups = list[dict[str, Any]]
 _COUNT = "step"  # torch's name of the number of updates
@@ -31,11 +31,11 @@ AVERAGE = "ema"  # the kind of the weights' average
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRule:
-    """For parameters in whose name ``match``, a regular expression, is found.
+    """Applies to parameters whose name contains the regular expression ``match``.
 
     Args:
         rate: factor of the learning rate.
-        weight_decay: None leaves it as it is.
+        weight_decay: None keeps the optimizer's.
     """
 
     match: str
@@ -48,12 +48,12 @@ class OptimizerSettings:
     """``kind`` is adamw, sgd, lion, muon or other.
 
     Args:
-        adamw: AdamW's numbers; Lion takes betas and decay of it, SGD and Muon the decay.
-        momentum: of SGD and Muon.
-        rules: a parameter takes the first that fits its name.
-        ema: decay of an average of the weights; None: none is kept.
-        make: for ``other``: makes it from torch's parameter groups.
-        name: for ``other``: as the user named it.
+        adamw: AdamW's settings; Lion uses its betas and decay, SGD and Muon its decay.
+        momentum: for SGD and Muon.
+        rules: a parameter follows the first rule that matches its name.
+        ema: decay of the average of the weights; None keeps no average.
+        make: for ``other``: builds the optimizer from torch parameter groups.
+        name: for ``other``: the user's name for it.
     """
 
     kind: str
@@ -65,9 +65,9 @@ class OptimizerSettings:
     name: str = ""
 
     def kinds(self, name: str, num_dims: int) -> tuple[str, ...]:
-        """What is kept for a parameter: FP32 tensors in its shape, in order.
+        """Kinds of state kept for a parameter: FP32 tensors in its shape, in order.
 
-        Of ``other`` the average alone: what it keeps is known when it is made.
+        For ``other``, only the average: its own state is known once it is built.
         """
         average = (AVERAGE,) if self.ema is not None else ()
         return (*self._of_optimizer(name, num_dims), *average)
@@ -84,7 +84,7 @@ class OptimizerSettings:
         return ("exp_avg", "exp_avg_sq")
 
     def rule(self, name: str) -> ParameterRule:
-        """Of a parameter."""
+        """Return the rule of a parameter."""
         fitting = (rule for rule in self.rules if re.search(rule.match, name))
         return next(fitting, ParameterRule(match=""))
 
@@ -127,13 +127,14 @@ class ShardOptimizer:
 
     Args:
         shards: by name, FP32, with as many dimensions as the parameter; ``.grad`` is read.
-        shapes: of each whole parameter.
-        whole: gives the whole of what is cut like a parameter, and this rank's first row;
+        shapes: shape of each whole parameter.
+        whole: gathers a tensor sharded like a parameter; returns it and this rank's first row;
             collective.
-        is_cut: whether shards are less than the whole.
+        is_cut: whether a shard may be only part of its parameter.
 
     Raises:
-        ConfigError: it cannot work on shards, or keeps what a checkpoint cannot hold.
+        ConfigError: the optimizer cannot work on shards, or has state that a checkpoint cannot
+            hold.
     """
 
     def __init__(
@@ -150,10 +151,10 @@ class ShardOptimizer:
         self._num_dims = {name: len(shape) for name, shape in shapes.items()}
         self._settings = settings
         self._kinds = {name: settings.kinds(name, self._num_dims[name]) for name in shards}
-        # By factor of the learning rate: filled before each step, so that nothing waits.
+        # By learning-rate factor; filled before each step, so that nothing waits.
         self._rates: dict[float, Tensor] = {}
         self._device = device
-        # Of those that do not count by themselves.
+        # Update count of the optimizers that keep none.
         self._updates = torch.zeros((), device=device)
         self._averages = {n: torch.zeros_like(s) for n, s in shards.items() if settings.ema}
         self._of: dict[str, Optimizer] = {}
@@ -172,9 +173,9 @@ class ShardOptimizer:
         matrices = [n for n in shards if is_muon and is_hidden_matrix(n, self._num_dims[n])]
         if matrices:
             self._add(matrices, partial(Muon, momentum=settings.momentum, whole=whole))
-        rest = [name for name in shards if name not in self._of and self._foreign is None]
-        if rest:
-            self._add(rest, self._make_rest)
+        remaining = [name for name in shards if name not in self._of and self._foreign is None]
+        if remaining:
+            self._add(remaining, self._make_rest)
         self._optimizers = list(dict.fromkeys(self._of.values()))
         self._make_state()
 
@@ -184,7 +185,7 @@ class ShardOptimizer:
         return self._foreign is not None and not self._foreign.is_gated
 
     def step(self, *, skip: Tensor, grad_scale: Tensor, learning_rate: float) -> None:
-        """On gradients divided by ``grad_scale``, unless ``skip`` is 1; FP32 scalars."""
+        """Update from gradients divided by ``grad_scale``, unless ``skip`` is 1; FP32 scalars."""
         for factor, rate in self._rates.items():
             rate.fill_(learning_rate * factor)
         if self._foreign is not None:
@@ -196,7 +197,7 @@ class ShardOptimizer:
         self._updates += 1.0 - skip
 
     def _follow(self, skip: Tensor) -> None:
-        """Move the averages; the first update's weights are where they begin."""
+        """Update the averages, which start at the weights after the first update."""
         if self._settings.ema is None:
             return
         is_first = self._updates == 0
@@ -207,26 +208,28 @@ class ShardOptimizer:
 
     @contextmanager
     def averaged(self) -> Iterator[bool]:
-        """The shards hold their averages meanwhile, where there are any. Waits once.
+        """Hold the averaged weights in the shards, if there are any. Waits once.
 
-        Else what an optimizer from elsewhere has for evaluation.
+        Without an average, holds the evaluation weights of a user's optimizer.
         """
         if not self._averages and self._foreign is not None:
             with self._foreign.evaluated() as is_other:
                 yield is_other
             return
-        there = bool(self._averages) and bool(self._updates.item())
-        kept = {n: shard.detach().clone() for n, shard in self._shards.items()} if there else {}
+        has_average = bool(self._averages) and bool(self._updates.item())
+        training = (
+            {n: shard.detach().clone() for n, shard in self._shards.items()} if has_average else {}
+        )
         try:
-            for name in kept:
+            for name in training:
                 self._shards[name].detach().copy_(self._averages[name])
-            yield there
+            yield has_average
         finally:
-            for name, values in kept.items():
+            for name, values in training.items():
                 self._shards[name].detach().copy_(values)
 
     def tensors(self) -> dict[str, Tensor]:
-        """State that is cut like its parameter, by "kind/name"."""
+        """State that is sharded like its parameter, by "kind/name"."""
         tensors = {
             f"{kind}/{name}": self._state(name)[kind]
             for name, kinds in self._kinds.items()
@@ -248,12 +251,12 @@ class ShardOptimizer:
         else:
             own = [self._state(name).get(_COUNT, self._updates) for name in self._shards]
         counts = [torch.as_tensor(count).to(self._device, torch.float32) for count in own]
-        # In one copy: one by one each would wait for the device.
+        # One copy for all: separate copies would each wait for the device.
         values = torch.stack(counts).tolist() if counts else []
         return {name: int(count) for name, count in zip(self._shards, values, strict=True)}
 
     def set_update_counts(self, counts: Mapping[str, int]) -> None:
-        """After a load."""
+        """Set the update counts after a load."""
         if self._foreign is not None:
             self._foreign.finish_load(counts)
         for name in self._of:
@@ -295,7 +298,7 @@ class ShardOptimizer:
         return adamw_over(groups, adamw)
 
     def _make_state(self) -> None:
-        """Now, not in the first step: a checkpoint of step 0 and a load need it."""
+        """Create state before the first step: a checkpoint at step 0 and a load need it."""
         for name, optimizer in self._of.items():
             shard = self._shards[name]
             if isinstance(optimizer, torch.optim.AdamW):

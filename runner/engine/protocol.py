@@ -1,7 +1,7 @@
-"""What every engine offers, and the values it takes and gives.
+"""The interface of every engine, and its argument and result types.
 
-An engine owns parameters, gradients and optimizer state. It decides nothing: the gate comes
-in as a tensor.
+An engine owns parameters, gradients and optimizer state. It decides nothing: it receives the gate
+as a tensor.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class Batch(Protocol):
 
     @property
     def real(self) -> torch.Tensor | None:
-        """Bool [B], False for rows that are padding; None where the labels say it."""
+        """Bool [B], False for padding rows; None if the labels mark them."""
         ...
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """By name, each with first dimension B."""
+        """Input tensors by name, each with first dimension B."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroStep:
-    """One micro-batch to compute. ``seed`` drives dropout, so that a replay repeats it."""
+    """One micro-batch to compute. ``seed`` sets dropout, so that a replay repeats it."""
 
     batch: Batch
     seed: int
@@ -53,17 +53,17 @@ class Suspects:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """:class:`Suspects` while they are on the device: one FP32 tensor [B] a micro-batch.
+    """:class:`Suspects` still on the device: one FP32 tensor [B] per micro-batch.
 
-    They are the step's own: the next step leaves them alone.
+    The next step does not overwrite them.
     """
 
     losses: tuple[torch.Tensor, ...]
     gradient_norms: tuple[torch.Tensor, ...]
-    counts: tuple[torch.Tensor, ...] = ()  # what each loss is a sum of
+    counts: tuple[torch.Tensor, ...] = ()  # number of terms in each loss
 
     def to_host(self) -> Suspects:
-        """Waits for the device."""
+        """Copy to the host. Waits for the device."""
         return Suspects(
             losses=[value for losses in self.losses for value in losses.tolist()],
             gradient_norms=[value for norms in self.gradient_norms for value in norms.tolist()],
@@ -74,8 +74,8 @@ class Sequences:
 class Evaluated:
     """This rank's part of an evaluation.
 
-    ``losses`` are summed cross-entropy in nats per sequence, FP32 [B] a micro-batch, on the
-    device; ``total`` their sum, an FP64 scalar; ``num_tokens`` what was counted.
+    ``losses`` are summed cross-entropy in nats per sequence, FP32 [B] per micro-batch, on the
+    device; ``total`` is their sum, an FP64 scalar; ``num_tokens`` is the number of tokens.
     """
 
     losses: tuple[torch.Tensor, ...]
@@ -90,8 +90,8 @@ class LocalSums:
     ``loss`` is summed cross-entropy in nats, ``grad_square`` the squared norm of this rank's
     share of the reduced gradient such that the sum over ranks is the global one (of the
     gradient summed, not averaged, over tokens), ``nonfinite`` 1.0 when this rank's own loss
-    or backward pass met NaN or Inf, ``count`` what the loss is a sum of (tokens; a model's own
-    losses may count something else). ``sequences`` says the same of each sequence by itself.
+    or backward pass met NaN or Inf, ``count`` the number of terms in the loss (tokens; a model's
+    own losses may count something else). ``sequences`` has the same numbers per sequence.
     """
 
     loss: torch.Tensor
@@ -105,7 +105,7 @@ class LocalSums:
 class Shard:
     """A live view of this rank's part of one tensor of the state.
 
-    ``name`` is "param/...", "exp_avg/..." or whatever else an optimizer keeps; ``local`` 1-D,
+    ``name`` is "param/...", "exp_avg/..." or another kind of optimizer state; ``local`` is 1-D,
     elements ``[start, start + len(local))`` of the flattened tensor of ``shape``. Parameters are
     FP32.
     """
@@ -116,7 +116,7 @@ class Shard:
     local: torch.Tensor
 
 
-# What is to look at a network while it computes.
+# Makes a context that observes a network while it computes.
 Watch = Callable[[nn.Module], AbstractContextManager[None]]
 
 
@@ -130,19 +130,19 @@ class WiderPrecision(Protocol):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What it computes in; None where there is none."""
+        """The wider dtype; None if none is configured."""
         ...
 
     def give(self, wider: Any) -> None:
-        """Say how it is made; without, there is none."""
+        """Configure how the twin is built; without this there is none."""
         ...
 
     def open(self) -> None:
-        """Make it, unless it is there. No collective, and needs memory."""
+        """Build the twin unless it exists. Not collective; allocates memory."""
         ...
 
     def close(self) -> None:
-        """Give its memory back."""
+        """Free the twin's memory."""
         ...
 
 
@@ -154,17 +154,17 @@ class Engine(Protocol):
 
     @property
     def replica(self) -> tuple[int, int]:
-        """(index, count) of the copies of this rank's shards; (0, 1) when there is one."""
+        """(index, count) among the replicas of this rank's shards; (0, 1) without replicas."""
         ...
 
     @property
     def network(self) -> nn.Module:
-        """The model, its parameters in whatever form the engine keeps them."""
+        """The model, with parameters in the engine's own form."""
         ...
 
     @property
     def objective(self) -> torch.nn.Module:
-        """The module that is called with a batch; it has the network."""
+        """The module that is called with a batch; it contains the network."""
         ...
 
     @property
@@ -177,23 +177,23 @@ class Engine(Protocol):
         ...
 
     def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
-        """Forward and backward of all micro-batches; gradients are left reduced (summed)."""
+        """Run forward and backward of all micro-batches; leaves reduced (summed) gradients."""
         ...
 
     @property
     def twin(self) -> WiderPrecision:
-        """What computes in a wider precision. :meth:`apply` gives its memory back."""
+        """The copy that computes in a wider precision. :meth:`apply` frees its memory."""
         ...
 
     @property
     def applies_wider(self) -> bool:
-        """Whether :meth:`apply` takes what :meth:`accumulate_wider` has left."""
+        """Whether :meth:`apply` can use the gradients of :meth:`accumulate_wider`."""
         ...
 
     def accumulate_wider(
         self, works: Sequence[MicroStep], *, watch: Watch = unwatched
     ) -> LocalSums:
-        """As :meth:`accumulate`, in the twin's precision, under ``watch`` of its network."""
+        """Like :meth:`accumulate`, in the twin's precision, with ``watch`` around its network."""
         ...
 
     def apply(
@@ -202,25 +202,25 @@ class Engine(Protocol):
         """One optimizer step on gradients divided by ``grad_scale``, unless ``skip`` is 1.
 
         Both FP32 scalars on the device. A skipped step leaves parameters, moments and
-        update counts bit-identical. Gradients are gone afterwards either way.
+        update counts bit-identical. Gradients are dropped either way.
 
-        Waits for nothing on the device.
+        Does not wait for the device.
 
         Returns:
-            None, or why the engine itself skipped a step that was not to be skipped; the same
-            on all ranks.
+            None, or why the engine itself skipped a step that the gate let through; the same on all
+            ranks.
         """
         ...
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """This rank's parts of the reduced gradients by parameter, FP32, until :meth:`apply`.
 
-        Cut as the shards are; without those that the engine cannot tell apart.
+        Partitioned like the shards; omits gradients that the engine cannot separate.
         """
         ...
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
-        """Forward passes alone, of this rank's batches. Waits once."""
+        """Run forward passes over this rank's batches. Waits for the device once."""
         ...
 
     def shards(self) -> list[Shard]:
@@ -231,7 +231,7 @@ class Engine(Protocol):
         ...
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Tensors of the network that are no parameters, by name; the same on all ranks."""
+        """Buffers of the network by name; the same on all ranks."""
         ...
 
     def full(self, name: str) -> torch.Tensor:
@@ -239,16 +239,16 @@ class Engine(Protocol):
         ...
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
-        """The number that this rank's copies share with other ranks', and the copies.
+        """The id of this rank's replica group, and the replicated tensors.
 
-        They are equal bit by bit. Empty where every rank holds its own part.
+        They are equal bit for bit within a group. Empty if every rank holds its own part.
         """
         ...
 
     def update_counts(self) -> dict[str, int]:
-        """Applied updates by name, of the parameters that are trained."""
+        """Number of applied updates of each trained parameter, by name."""
         ...
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
-        """Called after the shards were overwritten: set counts, refresh what derives."""
+        """Set the counts and refresh derived tensors after the shards were overwritten."""
         ...

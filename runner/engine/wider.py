@@ -1,9 +1,9 @@
-"""A step computed in a wider precision, by a second module tree that lives as long as it is wanted.
+"""A step computed in a wider precision, by a second module tree that exists only while needed.
 
 FSDP2 fixes the precision when a module is wrapped, and DeepSpeed's engines compute in BF16 only. So
-the network is built once more, sharded anew, and given the weights of the engine that trains.
-Narrowing casts in the model's own forward pass come to nothing in it: an operation that a model
-does in FP16 by itself is seen in the wider type as well.
+the network is built a second time, sharded, and given the weights of the training engine. Narrowing
+casts in the model's own forward pass are disabled in it: an operation that the model runs in FP16
+runs in the wider type.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runner.engine.protocol import InitialValues, LocalSums, MicroStep, Watch
 
 
 class Twin(Protocol):
-    """The part of :class:`runner.engine.fsdp.FsdpEngine` that is needed."""
+    """The part of :class:`runner.engine.fsdp.FsdpEngine` used here."""
 
     @property
     def network(self) -> nn.Module: ...
@@ -32,11 +32,11 @@ class Twin(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wider:
-    """How a twin is made.
+    """How to build a twin.
 
     Args:
-        dtype: that it computes in.
-        make: without weights; no collective.
+        dtype: the dtype that it computes in.
+        make: builds it without weights; not collective.
     """
 
     dtype: torch.dtype
@@ -44,30 +44,30 @@ class Wider:
 
 
 class WiderTwin:
-    """The twin of one engine; nothing of it is there until it is wanted."""
+    """The twin of one engine; it is built on first use."""
 
     def __init__(self) -> None:
         self._wider: Wider | None = None
-        self._made: Twin | None = None
+        self._twin: Twin | None = None
 
     def give(self, wider: Wider) -> None:
-        """Say how it is made; without, there is none."""
+        """Configure how the twin is built; without this there is none."""
         self._wider = wider
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What it computes in; None where there is none."""
+        """The wider dtype; None if none is configured."""
         return None if self._wider is None else self._wider.dtype
 
     def open(self) -> None:
-        """Make it, unless it is there. No collective, and needs memory."""
-        if self._made is None:
+        """Build the twin unless it exists. Not collective; allocates memory."""
+        if self._twin is None:
             assert self._wider is not None, "there is no wider precision"
-            self._made = self._wider.make()
+            self._twin = self._wider.make()
 
     def close(self) -> None:
-        """Give its memory back."""
-        self._made = None
+        """Free the twin's memory."""
+        self._twin = None
 
     def accumulate(
         self,
@@ -77,25 +77,26 @@ class WiderTwin:
         buffers: Mapping[str, torch.Tensor],
         watch: Watch,
     ) -> tuple[LocalSums, Mapping[str, torch.Tensor]]:
-        """The sums of the step, and this rank's shards of its gradient. Collective.
+        """Compute the step's sums and this rank's shards of its gradient. Collective.
 
         Args:
-            values: of the engine that trains, as they are.
-            buffers: its own.
+            values: current weights of the training engine.
+            buffers: buffers of the training engine.
         """
         self.open()
-        assert self._made is not None
-        self._made.initialise(values)
-        for name, buffer in self._made.buffers().items():
+        assert self._twin is not None
+        self._twin.initialise(values)
+        for name, buffer in self._twin.buffers().items():
             if name in buffers:
                 buffer.copy_(buffers[name])
-        with watch(self._made.network):
-            sums = self._made.accumulate(works)
-        return sums, self._made.gradients()
+        with watch(self._twin.network):
+            sums = self._twin.accumulate(works)
+        return sums, self._twin.gradients()
 
 
 class NoNarrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Casts of floating-point numbers to a narrower type than ``dtype`` are casts to ``dtype``."""
+    """Turns every floating-point cast to a type narrower than ``dtype`` into a cast to
+    ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,8 +104,8 @@ class NoNarrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        wanted = kwargs.get("dtype")
-        if func is torch.ops.aten._to_copy.default and _is_narrower(wanted, self._dtype):
+        target = kwargs.get("dtype")
+        if func is torch.ops.aten._to_copy.default and _is_narrower(target, self._dtype):
             is_float = isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
             if is_float:
                 kwargs["dtype"] = self._dtype

@@ -1,12 +1,13 @@
-"""DeepSpeed ZeRO 1, 2 and 3. The only file that imports deepspeed, and only when asked for.
+"""DeepSpeed ZeRO 1, 2 and 3. The only file that imports deepspeed, and only when it is used.
 
 DeepSpeed partitions, reduces and gathers; the update itself is made by optimizers of ours on its
 flat FP32 partitions (:mod:`runner.engine.partitions`), and so the gate is the same as everywhere.
-DeepSpeed's own clipping, schedule and loss scaling are off. Every name of DeepSpeed that is used
-stands in ``tests/mechanism/test_zero_contract.py``, which fails by name when an upgrade moves one.
+DeepSpeed's own clipping, schedule and loss scaling are off.
+``tests/mechanism/test_zero_contract.py`` lists every DeepSpeed name that is used, and names the one
+that an upgrade moved.
 
-On CUDA DeepSpeed waits for the device by itself (its reduction streams, stage 3 at every step):
-``guard.sync=false`` is the same run there too, and takes away no more than our own wait.
+On CUDA DeepSpeed itself waits for the device (its reduction streams, stage 3 at every step):
+``guard.sync=false`` gives the same run there too, and removes only our own wait.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from runner.engine.wider import WiderTwin
 from runner.system.environment import changeable
 from runner.system.error import CheckpointError, ConfigError
 
-# Settings of DeepSpeed that are passed on. It ignores what it does not know, so that any other is
-# refused: a typing mistake, and what a later version may bring.
+# DeepSpeed settings that are passed on. DeepSpeed ignores unknown ones, so all others are refused:
+# typing mistakes, and settings of later versions.
 PASSED = (
     "zero_optimization",
     "comms_logger",
@@ -52,7 +53,7 @@ PASSED = (
     "steps_per_print",
     "wall_clock_breakdown",
 )
-# Settings that would break a promise, each with the reason.
+# Settings that would break a guarantee, each with the reason.
 REFUSED = {
     "optimizer": "the gate lives in an optimizer of ours; use optim.*",
     "scheduler": "the rate is a function of applied updates; use schedule.*",
@@ -85,10 +86,10 @@ REFUSED_ZERO = {
     "cpu_offload": "use offload_optimizer: {device: cpu}",
     "cpu_offload_param": "the state could not be read back exactly",
     "cpu_offload_use_pin_memory": "use offload_optimizer: {device: cpu, pin_memory: true}",
-    "zenflow": "its update is not the fused one, and comes steps late",
+    "zenflow": "its update is not the fused one, and is applied steps late",
     "compute_grad_norm": "DeepSpeed's own norm is switched off anyway",
-    # Seen in 0.19.8 with stage 2: _hp_mapping is of the order before the parameters are dealt out.
-    "round_robin_gradients": "DeepSpeed then tells a wrong place for each parameter",
+    # Seen in 0.19.8 with stage 2: _hp_mapping keeps the order before parameters are distributed.
+    "round_robin_gradients": "DeepSpeed then reports a wrong location for each parameter",
     "zero_quantized_weights": "weights would not be exact",
     "zero_quantized_nontrainable_weights": "weights would not be exact",
     "zero_quantized_gradients": "gradients would not be exact",
@@ -97,13 +98,14 @@ REFUSED_ZERO = {
 REFUSED_OFFLOAD = {
     "nvme_path": "only offload to the CPU is supported",
     "ratio": "two optimizers would share one gate; all or nothing is offloaded",
-    "super_offload": "it updates first and takes a bad step back afterwards",
+    "super_offload": "it updates first and undoes a bad step afterwards",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPlan:
-    """``stage`` 1, 2 or 3; ``num_micro_batches`` a step; ``extra`` goes to DeepSpeed as it is."""
+    """``stage`` 1, 2 or 3; ``num_micro_batches`` per step; ``extra`` goes to DeepSpeed
+    unchanged."""
 
     stage: int
     num_micro_batches: int
@@ -111,15 +113,15 @@ class ZeroPlan:
 
     @property
     def offload(self) -> bool:
-        """Whether FP32 weights and moments lie in the CPU's memory."""
+        """Whether FP32 weights and moments are in host memory."""
         return bool((self.extra.get("zero_optimization") or {}).get("offload_optimizer"))
 
 
 def check_plan(plan: ZeroPlan) -> None:
-    """Refuse DeepSpeed settings that would break a promise.
+    """Refuse DeepSpeed settings that would break a guarantee.
 
     Raises:
-        ConfigError: naming the key and why.
+        ConfigError: names the key and the reason.
     """
     zero = plan.extra.get("zero_optimization") or {}
     if not isinstance(zero, Mapping):
@@ -129,17 +131,17 @@ def check_plan(plan: ZeroPlan) -> None:
         )
     wrong = _named("", plan.extra, REFUSED) + _named("zero_optimization.", zero, REFUSED_ZERO)
     wrong += [
-        f"{key}: is not passed on; these are: {', '.join(PASSED)}"
+        f"{key}: is not passed on; allowed are {', '.join(PASSED)}"
         for key in plan.extra
         if key not in REFUSED and key not in PASSED
     ]
     if plan.offload:
         offload = zero["offload_optimizer"]
-        where = "zero_optimization.offload_optimizer"
+        key_path = "zero_optimization.offload_optimizer"
         if not isinstance(offload, Mapping) or offload.get("device") != "cpu":
-            wrong.append(f"{where}={offload}: must be a mapping with device: cpu")
+            wrong.append(f"{key_path}={offload}: must be a mapping with device: cpu")
         else:
-            wrong += _named(f"{where}.", offload, REFUSED_OFFLOAD)
+            wrong += _named(f"{key_path}.", offload, REFUSED_OFFLOAD)
     if wrong:
         raise ConfigError("\n".join(f"parallel.deepspeed.{problem}" for problem in wrong))
 
@@ -149,11 +151,11 @@ def _named(prefix: str, given: Mapping[str, Any], refused: Mapping[str, str]) ->
 
 
 def deepspeed_settings(plan: ZeroPlan) -> dict[str, Any]:
-    """The configuration that DeepSpeed gets."""
+    """Return the configuration for DeepSpeed."""
     extra = dict(plan.extra)
     zero = {"stage": plan.stage, **(extra.pop("zero_optimization", None) or {})}
     return {
-        "train_micro_batch_size_per_gpu": 1,  # counted by us; DeepSpeed only multiplies it
+        "train_micro_batch_size_per_gpu": 1,  # we count samples; DeepSpeed only multiplies by this
         "gradient_accumulation_steps": plan.num_micro_batches,
         "bf16": {"enabled": True, "check_grad_overflow": False},
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -168,10 +170,10 @@ def deepspeed_settings(plan: ZeroPlan) -> dict[str, Any]:
 
 
 def build_module(make: Callable[[], nn.Module], plan: ZeroPlan, device: torch.device) -> nn.Module:
-    """Make the module on ``device``; for stage 3 partitioned while it is being made.
+    """Build the module on ``device``; stage 3 partitions it during construction.
 
     Raises:
-        ConfigError: DeepSpeed does not take a setting, in its own words.
+        ConfigError: DeepSpeed refuses a setting; has DeepSpeed's message.
     """
     deepspeed = _deepspeed(device)
     _check_settings(deepspeed, plan)
@@ -187,10 +189,10 @@ def build_module(make: Callable[[], nn.Module], plan: ZeroPlan, device: torch.de
 def _check_types(module: nn.Module) -> None:
     """
     Raises:
-        ConfigError: DeepSpeed would lay parameters of two types into one buffer, and fails.
+        ConfigError: parameters have two dtypes, which DeepSpeed cannot put into one buffer.
     """
     trained = {
-        # What stage 3 has cut off says it; a change of the whole's type leaves it as it was.
+        # Stage 3 keeps the dtype on its partition; a cast of the parameter does not change it.
         name: getattr(parameter, "ds_tensor", parameter).dtype
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
@@ -199,20 +201,20 @@ def _check_types(module: nn.Module) -> None:
     for name, dtype in trained.items():
         if dtype is not trained[first]:
             raise ConfigError(
-                f"parallel=zero3: {first} is {trained[first]} and {name} {dtype}; what is trained "
-                "must be of one type there (PEFT: autocast_adapter_dtype=False), or use "
+                f"parallel=zero3: {first} is {trained[first]} and {name} {dtype}; trained "
+                "parameters must have one dtype (PEFT: autocast_adapter_dtype=False), or use "
                 "parallel=fsdp, which shards as much"
             )
 
 
 def _check_settings(deepspeed: Any, plan: ZeroPlan) -> None:
-    """Have DeepSpeed read the settings as it will: what it refuses no restart would mend."""
-    import pydantic  # DeepSpeed's settings are its models
+    """Have DeepSpeed parse the settings now: a restart would not fix one that it refuses."""
+    import pydantic  # DeepSpeed's settings are pydantic models
 
     try:
         deepspeed.DeepSpeedConfig(deepspeed_settings(plan))
     except pydantic.ValidationError as error:
-        messages = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+        messages = [(".".join(map(str, item["loc"])), item["msg"]) for item in error.errors()]
         refusal = "; ".join(f"{key}: {message}" if key else message for key, message in messages)
         raise ConfigError(f"parallel.deepspeed: DeepSpeed refuses {refusal}") from None
     except (ValueError, TypeError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
@@ -220,19 +222,19 @@ def _check_settings(deepspeed: Any, plan: ZeroPlan) -> None:
 
 
 def _deepspeed(device: torch.device) -> Any:
-    """The package, quiet, on the accelerator of ``device``."""
+    """Import DeepSpeed, quiet, for the accelerator of ``device``."""
     variables = changeable()
     variables.setdefault("DS_ACCELERATOR", device.type)
-    variables.setdefault("LOCAL_RANK", "0")  # it refuses to start without, even alone
-    if device.type == "cuda":  # srun has no such variable; where a task sees one GPU, that is 0
+    variables.setdefault("LOCAL_RANK", "0")  # required even for a single process
+    if device.type == "cuda":  # srun does not set it; 0 if a task sees one GPU
         variables["LOCAL_RANK"] = str(device.index)
     # It calls deprecated names of torch.distributed at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Its shared-memory all-reduce for CPUs is compiled at the first start, for minutes, and
-    # gloo serves as well.
+    # Its shared-memory all-reduce for CPUs takes minutes to compile at the first start, and gloo
+    # works as well.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -241,8 +243,8 @@ class ZeroEngine:
     """See :class:`runner.engine.protocol.Engine`.
 
     Args:
-        module: from a batch to losses, see :class:`runner.engine.forward.Forward`; its
-            ``network`` is from :func:`build_module`, its buffers made.
+        module: computes losses from a batch, see :class:`runner.engine.forward.Forward`; its
+            ``network`` is from :func:`build_module`, with its buffers filled.
         embedding: the module whose output is the first activation of each sequence.
     """
 
@@ -259,7 +261,7 @@ class ZeroEngine:
     ) -> None:
         self.device = device
         self.twin = WiderTwin()
-        # Where the optimizer works.
+        # Where the optimizer runs.
         self._home = torch.device("cpu") if plan.offload else device
         self._world_size = dist.get_world_size()
         self._objective = module
@@ -275,7 +277,7 @@ class ZeroEngine:
         dims = {name: len(shape) for name, shape in self._shapes.items()}
         self._optimizer = PartitionOptimizer(trained, dims, settings, self._home)
         deepspeed = _deepspeed(device)
-        # It prints its memory use whatever its log level is.
+        # It prints its memory use at any log level.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine, wrapped, _, _ = deepspeed.initialize(
                 model=module,
@@ -327,10 +329,10 @@ class ZeroEngine:
         self._forward.begin()
         for number, work in enumerate(works, start=1):
             loss = self._forward.training_loss(work)
-            # DeepSpeed averages over ranks; what is wanted is the sum.
+            # DeepSpeed averages over ranks; we need the sum.
             self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
             if number < len(works):
-                self._engine.step()  # counts the micro-batch; nothing is updated
+                self._engine.step()  # counts the micro-batch; updates nothing
         square = squared_norm(self._stage.gradients(), self.device)
         loss, nonfinite = self._forward.totals()
         return LocalSums(
@@ -347,7 +349,7 @@ class ZeroEngine:
 
     @property
     def applies_wider(self) -> bool:
-        """DeepSpeed's partitions take no gradients but those it has reduced itself."""
+        """False: DeepSpeed's partitions accept only gradients that it has reduced itself."""
         return False
 
     def accumulate_wider(
@@ -356,7 +358,7 @@ class ZeroEngine:
         whole: dict[str, torch.Tensor] = {}
 
         def values(name: str, shape: tuple[int, ...], start: int, count: int) -> torch.Tensor:
-            """One whole parameter at a time; the twin asks for them in one order on all ranks."""
+            """Gather one parameter at a time; the twin asks in the same order on all ranks."""
             if name not in whole:
                 whole.clear()
                 whole[name] = self.full(f"param/{name}").view(-1)
@@ -370,8 +372,8 @@ class ZeroEngine:
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
     ) -> str | None:
-        # Waits where the optimizer is offloaded: torch would copy the gate to the CPU without
-        # waiting, and read what is there.
+        # Waits if the optimizer is offloaded: torch would copy the gate to the CPU without waiting,
+        # and read stale memory.
         self._optimizer.prepare(
             skip=skip.to(self._home),
             grad_scale=grad_scale.to(self._home),
@@ -380,7 +382,7 @@ class ZeroEngine:
         self._engine.step()
         if self._engine.was_step_applied() or skip.item():
             return None
-        return "DeepSpeed skipped by itself an update that the gate had let through"
+        return "DeepSpeed itself skipped an update that the gate had let through"
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         with self._optimizer.averaged() as is_other:
@@ -400,8 +402,13 @@ class ZeroEngine:
     def _shards_of(self, name: str) -> Iterator[Shard]:
         shape = self._shapes[name]
         if name in self._frozen:
-            held = self._frozen[name]
-            yield Shard(name=f"param/{name}", shape=shape, start=held.start, local=held.local)
+            frozen_slice = self._frozen[name]
+            yield Shard(
+                name=f"param/{name}",
+                shape=shape,
+                start=frozen_slice.start,
+                local=frozen_slice.local,
+            )
             return
         place = self._stage.locate(self._parameters[name])
         flat = None if place is None else place.flat
@@ -445,7 +452,7 @@ class ZeroEngine:
         return 0, [parameter.detach() for parameter in self._parameters.values()]
 
     def update_counts(self) -> dict[str, int]:
-        """Of the flat tensor that holds a part of the parameter; all of them step together."""
+        """Counts of the flat tensors that hold the parameters; all flat tensors step together."""
         counts = self._optimizer.update_counts()
         assert len(counts) == 1, "flat partitions have stepped apart"
         return dict.fromkeys(self._trained(), counts.pop())
@@ -477,10 +484,10 @@ def _whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slice:
-    """This rank's FP32 part of a parameter that is not trained, from element ``start`` on.
+    """This rank's FP32 part of a frozen parameter, from element ``start`` on.
 
-    DeepSpeed keeps such a parameter in BF16 only. Parts are of ``size`` elements, the last ones
-    shorter or empty: as stage 3 cuts a parameter.
+    DeepSpeed keeps such a parameter in BF16 only. A part has ``size`` elements, the last ones fewer
+    or none, as in stage 3.
     """
 
     start: int
@@ -497,7 +504,7 @@ class _Slice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where this rank's part of a parameter lies.
+    """Location of this rank's part of a parameter.
 
     Its elements ``[start, start + count)`` are elements ``[offset, offset + count)`` of ``flat``.
     """
@@ -512,9 +519,8 @@ class _Stage(Protocol):
     """What differs between DeepSpeed's optimizers."""
 
     def switch_norm_off(self) -> None:
-        """DeepSpeed's own: it would be computed a second time after ours, and in stages 1 and 3 a
-        norm that is not finite makes DeepSpeed skip the update in silence. Whether an update is
-        applied is decided in one place, the gate.
+        """Disable DeepSpeed's own norm. It would repeat ours, and in stages 1 and 3 a non-finite
+        norm makes DeepSpeed silently skip the update; only the gate decides that.
         """
         ...
 
@@ -535,7 +541,7 @@ class _Stage(Protocol):
         ...
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of its gradient, 1-D, as :meth:`locate` has it; None likewise."""
+        """This rank's part of its gradient, 1-D, matching :meth:`locate`; None if that is None."""
         ...
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
@@ -546,10 +552,10 @@ class _Stage(Protocol):
 def stage_of(wrapped: Any) -> _Stage:
     """
     Args:
-        wrapped: the optimizer that DeepSpeed made of one of torch's.
+        wrapped: the DeepSpeed optimizer around torch's.
 
     Raises:
-        ConfigError: of a kind that is not known here.
+        ConfigError: its class is not supported.
     """
     kinds: dict[str, Callable[[Any], _Stage]] = {
         "BF16_Optimizer": _StageOne,
@@ -559,14 +565,14 @@ def stage_of(wrapped: Any) -> _Stage:
     name = type(wrapped).__name__
     if name not in kinds:
         raise ConfigError(
-            f"parallel.deepspeed: leads to DeepSpeed's {name}, and only {', '.join(kinds)} are "
-            "known: leave the setting out that chose it"
+            f"parallel.deepspeed: selects DeepSpeed's {name}, and only {', '.join(kinds)} are "
+            "supported: remove the setting that selects it"
         )
     return kinds[name](wrapped)
 
 
-class _Linked:
-    """Stages 1 and 2: a parameter's ``_hp_mapping`` says where its FP32 part lies."""
+class _MappedStage:
+    """Stages 1 and 2: a parameter's ``_hp_mapping`` locates its FP32 part."""
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped
@@ -595,20 +601,20 @@ class _Linked:
         place = self.locate(parameter)
         if place is None:
             return None
-        # Laid out as the weights are, flat by flat.
+        # Gradients have the layout of the weights, flat by flat.
         for flat, grad in self._pairs():
             if flat is place.flat:
                 return grad.narrow(0, place.offset, place.count)
         return None
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's FP32 partitions, each with its gradient where there is one."""
+        """This rank's FP32 partitions that have a gradient, with it."""
         raise NotImplementedError
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
         self._wrapped.update_lp_params()
-        for parameter, held in frozen:
-            _gather_into(parameter, held)
+        for parameter, part in frozen:
+            _gather_into(parameter, part)
 
 
 def _holds(flat: torch.Tensor, part: torch.Tensor) -> bool:
@@ -616,17 +622,17 @@ def _holds(flat: torch.Tensor, part: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _gather_into(parameter: nn.Parameter, held: _Slice) -> None:
-    """Every rank's slice into the whole parameter that every rank has. Collective."""
-    mine = torch.zeros(held.size, dtype=parameter.dtype, device=parameter.device)
-    mine[: len(held.local)] = held.local
-    whole = mine.new_empty(held.size * dist.get_world_size())
-    dist.all_gather_into_tensor(whole, mine)
+def _gather_into(parameter: nn.Parameter, part: _Slice) -> None:
+    """Gather every rank's slice into the whole parameter on every rank. Collective."""
+    padded = torch.zeros(part.size, dtype=parameter.dtype, device=parameter.device)
+    padded[: len(part.local)] = part.local
+    whole = padded.new_empty(part.size * dist.get_world_size())
+    dist.all_gather_into_tensor(whole, padded)
     parameter.copy_(whole[: parameter.numel()].view_as(parameter))
 
 
-class _StageOne(_Linked):
-    """BF16 with FP32 accumulation makes DeepSpeed take its BF16_Optimizer for stage 1."""
+class _StageOne(_MappedStage):
+    """Stage 1: for BF16 with FP32 accumulation DeepSpeed uses its BF16_Optimizer."""
 
     def switch_norm_off(self) -> None:
         nothing = torch.zeros(1, device=self.flats()[0].device)
@@ -642,8 +648,8 @@ class _StageOne(_Linked):
         return list(zip(self.flats(), self.gradients(), strict=True))
 
 
-class _StageTwo(_Linked):
-    """Stage 1 with offload, too."""
+class _StageTwo(_MappedStage):
+    """Stage 2, and stage 1 with offload."""
 
     def switch_norm_off(self) -> None:
         nothing = torch.zeros((), device=self.flats()[0].device)
@@ -653,11 +659,11 @@ class _StageTwo(_Linked):
         return list(self._wrapped.single_partition_of_fp32_groups)
 
     def gradients(self) -> list[torch.Tensor]:
-        # With offload a group of which this rank holds nothing has none. Sorted: they come in the
-        # order in which they were filled.
+        # With offload, a group without elements on this rank has no entry. Sorted, because entries
+        # are in the order in which they were filled.
         gradients: list[torch.Tensor] = []
         for _, group in sorted(self._wrapped.averaged_gradients.items()):
-            if isinstance(group, list):  # where nothing is accumulated in another type
+            if isinstance(group, list):  # no accumulation in another dtype
                 gradients += [gradient.view(-1) for gradient in group]
             elif group is not None:
                 gradients.append(group.flat_partition)
@@ -695,7 +701,7 @@ class _StageThree:
 
     def locate(self, parameter: nn.Parameter) -> _Place | None:
         partitioned: Any = parameter
-        # Not the public safe_get_local_fp32_param: of an offloaded partition that is a copy.
+        # Not the public safe_get_local_fp32_param: it copies an offloaded partition.
         position = self._wrapped.grad_position[self._wrapped.get_param_id(parameter)]
         group, offset, size = position
         start = min(partitioned.ds_numel, size * dist.get_rank())
@@ -713,13 +719,13 @@ class _StageThree:
         return padded.narrow(0, 0, place.count)
 
     def refresh(self, frozen: Sequence[tuple[nn.Parameter, _Slice]]) -> None:
-        # The two events drop small, persistent parameters and gather them anew. Without, those that
-        # a forward pass has gathered stay as they were, seen after a rollback: the digest is right
-        # and the next loss is wrong.
+        # The two events drop small, persistent parameters and gather them anew. Without them,
+        # parameters gathered by a forward pass stay stale. Seen after a rollback: the digest is
+        # right and the next loss is wrong.
         self._wrapped.checkpoint_event_prologue()
         for number in range(len(self.flats())):
             self._wrapped._reassign_or_swap_out_partitioned_parameters(number)
-        for parameter, held in frozen:
+        for parameter, part in frozen:
             partitioned: Any = parameter
-            partitioned.ds_tensor.data[: len(held.local)].copy_(held.local)
+            partitioned.ds_tensor.data[: len(part.local)].copy_(part.local)
         self._wrapped.checkpoint_event_epilogue()

@@ -92,8 +92,8 @@ class FaultInjector:
     def at(self, point: str, step: int) -> None:
         """End or freeze this rank, when a fault says so at this point of this step."""
         for fault in self._faults:
-            here = fault.kind in ENDINGS and fault.at == point
-            if here and fault.is_due(step, self._rank) and self._fires_first_time(fault):
+            is_due = fault.kind in ENDINGS and fault.at == point
+            if is_due and fault.is_due(step, self._rank) and self._fires_first_time(fault):
                 _end(fault)
 
     def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:

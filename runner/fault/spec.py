@@ -128,7 +128,7 @@ def _parse(text: str) -> Fault:
     pairs = [_pair(text, part) for part in rest.split(",") if part]
     given = dict(pairs)
     if len(given) < len(pairs):
-        raise _refusal(text, "a key stands there twice")
+        raise _refusal(text, "a key is repeated")
     allowed = _REQUIRED[kind] | _OPTIONAL.get(kind, {"rank"})
     if missing := _REQUIRED[kind] - given.keys():
         raise _refusal(text, f"{kind} needs {', '.join(sorted(missing))}")

@@ -187,8 +187,8 @@ class FaultyEngine(_Wrapped):
         if self._faults.flips_bit():
             _flip_bit(self._part.replicated()[1])
         if self._faults.spoils_state():
-            held = (s.local for s in self._part.shards() if s.name.startswith("param/"))
-            _flip_highest(max(held, key=torch.numel))
+            parameters = (s.local for s in self._part.shards() if s.name.startswith("param/"))
+            _flip_highest(max(parameters, key=torch.numel))
         self._inside.begin(self._faults.disturbance(work.batch.positions) for work in works)
         return self._part.accumulate(works)
 

@@ -149,7 +149,7 @@ class ReplicaInspector:
             Incident(
                 kind="replica_mismatch",
                 step=step,
-                decision=f"restart from a checkpoint not after step {self._good_step}",
+                decision=f"restart from a checkpoint no later than step {self._good_step}",
                 reason=reason,
                 ranks=tuple(odd),
                 # If the run ends before the marks are on disk, the next start reads these.

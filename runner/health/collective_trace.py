@@ -44,9 +44,9 @@ def collectives(*, seconds: float = _SECONDS) -> tuple[list[dict[str, Any]], str
     if dump is None:
         return entries, ""
     answers: list[list[dict[str, Any]]] = []
-    asked = threading.Thread(target=lambda: answers.append(_entries(dump)), daemon=True)
-    asked.start()
-    asked.join(seconds)
+    thread = threading.Thread(target=lambda: answers.append(_entries(dump)), daemon=True)
+    thread.start()
+    thread.join(seconds)
     if not answers:
         return entries, f"NCCL's flight recorder did not answer within {seconds:g} s"
     known = {(entry["group"], entry["seq"], entry["op"]) for entry in entries}

@@ -113,14 +113,14 @@ def judge(reports: Sequence[DeviceReport]) -> DeviceFault | None:
     if broken := [rank for rank, one in by_rank if one.broken]:
         return _fault(broken, reports, reports[broken[0]].broken)
     if unsteady := [rank for rank, one in by_rank if len(set(one.bits)) > 1]:
-        words = "its device gives other bits for the same product of two matrices each time"
-        return _fault(unsteady, reports, words)
+        message = "its device gives other bits for the same product of two matrices each time"
+        return _fault(unsteady, reports, message)
     kinds = [one.kind for one in reports]
     groups = [(kinds.index(one.kind), one.bits[0]) for one in reports]
     if odd := odd_ones(groups):
         if len(odd) < sum(kind == kinds[odd[0]] for kind in kinds):
-            words = "its device gives other bits for one product of two matrices than its like"
-            return _fault(odd, reports, words)
+            message = "its device gives other bits for one product of two matrices than its like"
+            return _fault(odd, reports, message)
         return DeviceFault(
             reason=f"rank {named(odd)}: equal devices give different bits for one product of two "
             "matrices; without a majority it is unknown which is wrong"
@@ -133,10 +133,10 @@ def judge(reports: Sequence[DeviceReport]) -> DeviceFault | None:
     return None
 
 
-def _fault(ranks: Sequence[int], reports: Sequence[DeviceReport], words: str) -> DeviceFault:
+def _fault(ranks: Sequence[int], reports: Sequence[DeviceReport], message: str) -> DeviceFault:
     host = reports[ranks[0]].host
     return DeviceFault(
-        ranks=tuple(ranks), host=host, reason=f"rank {named(ranks)} on {host}: {words}"
+        ranks=tuple(ranks), host=host, reason=f"rank {named(ranks)} on {host}: {message}"
     )
 
 

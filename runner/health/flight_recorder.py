@@ -102,16 +102,19 @@ def first_divergence(recorded: Mapping[int, Sequence[Entry]]) -> Divergence | No
     )
 
 
-def _is_in(found: Divergence, entry: Entry | None) -> bool:
-    return entry is not None and (entry["group"], entry["seq"]) == (found.group, found.seq)
+def _is_in(point: Divergence, entry: Entry | None) -> bool:
+    return entry is not None and (entry["group"], entry["seq"]) == (
+        point.group,
+        point.seq,
+    )
 
 
-def _waits_elsewhere(found: Divergence, waiting: Mapping[int, Entry | None]) -> bool:
+def _waits_elsewhere(point: Divergence, waiting: Mapping[int, Entry | None]) -> bool:
     """Whether the late ranks themselves wait in another group."""
-    if found.kind not in ("absent", "device"):
+    if point.kind not in ("absent", "device"):
         return False
-    places = [waiting.get(rank) for rank in found.ranks]
-    return bool(places) and all(e is not None and e["group"] != found.group for e in places)
+    places = [waiting.get(rank) for rank in point.ranks]
+    return bool(places) and all(e is not None and e["group"] != point.group for e in places)
 
 
 def _in_group(group: str, members: Mapping[int, Mapping[int, Entry]]) -> Divergence | None:
@@ -122,37 +125,37 @@ def _in_group(group: str, members: Mapping[int, Mapping[int, Entry]]) -> Diverge
     last = max((max(seqs) for seqs in members.values() if seqs), default=-1)
     # Not a range: the numbers come from a file and may be anything.
     for seq in sorted({seq for seqs in members.values() for seq in seqs if first <= seq <= last}):
-        here = {rank: seqs[seq] for rank, seqs in members.items() if seq in seqs}
-        absent = tuple(rank for rank in members if rank not in here)
-        divergence = _at(group, seq, here, absent)
+        entered = {rank: seqs[seq] for rank, seqs in members.items() if seq in seqs}
+        absent = tuple(rank for rank in members if rank not in entered)
+        divergence = _at(group, seq, entered, absent)
         if divergence is not None:
             return divergence
-        if backend_of(group) == NCCL and _waiting(here):
-            return _on_devices(group, seq, here)
+        if backend_of(group) == NCCL and _waiting(entered):
+            return _on_devices(group, seq, entered)
     return None
 
 
 def _at(
-    group: str, seq: int, here: Mapping[int, Entry], absent: tuple[int, ...]
+    group: str, seq: int, entered: Mapping[int, Entry], absent: tuple[int, ...]
 ) -> Divergence | None:
-    ops = {rank: str(entry["op"]) for rank, entry in here.items()}
+    ops = {rank: str(entry["op"]) for rank, entry in entered.items()}
     if len(set(ops.values())) > 1:
         return Divergence(
-            kind="operation", ranks=_odd(ops), group=group, seq=seq, words=_each(seq, here)
+            kind="operation", ranks=_odd(ops), group=group, seq=seq, words=_each(seq, entered)
         )
-    shapes = {rank: f"{entry['sizes']} {entry['dtypes']}" for rank, entry in here.items()}
+    shapes = {rank: f"{entry['sizes']} {entry['dtypes']}" for rank, entry in entered.items()}
     if len(set(shapes.values())) > 1 and next(iter(ops.values())).lstrip("_") in _SAME_SIZES:
         return Divergence(
-            kind="shape", ranks=_odd(shapes), group=group, seq=seq, words=_each(seq, here)
+            kind="shape", ranks=_odd(shapes), group=group, seq=seq, words=_each(seq, entered)
         )
-    waiting = _waiting(here)
+    waiting = _waiting(entered)
     if absent and waiting:
         return _absent(group, seq, waiting, absent)
     return None
 
 
-def _waiting(here: Mapping[int, Entry]) -> dict[int, Entry]:
-    return {rank: entry for rank, entry in here.items() if not entry["finished"]}
+def _waiting(entered: Mapping[int, Entry]) -> dict[int, Entry]:
+    return {rank: entry for rank, entry in entered.items() if not entry["finished"]}
 
 
 def _absent(
@@ -166,7 +169,7 @@ def _absent(
             group=group,
             seq=seq,
             words=f"rank {named(waiting)} waits in what the others never entered, and which of "
-            f"them went astray cannot be told: {where}",
+            f"them diverged is unknown: {where}",
         )
     return Divergence(
         kind="absent",
@@ -177,20 +180,20 @@ def _absent(
     )
 
 
-def _on_devices(group: str, seq: int, here: Mapping[int, Entry]) -> Divergence:
+def _on_devices(group: str, seq: int, inside: Mapping[int, Entry]) -> Divergence:
     """Find the device that is behind, where all hosts launched the same.
 
     Whether a device has begun is recorded only with TORCH_NCCL_ENABLE_TIMING=1, which
     ``debug=nccl`` and ``debug=collectives`` set.
     """
-    over = [rank for rank, entry in here.items() if entry["finished"]]
-    begun = [rank for rank, entry in here.items() if entry["state"] == "started"]
-    not_begun = tuple(r for r, e in here.items() if not e["finished"] and e["state"] != "started")
-    waiting = _each(seq, _waiting(here))
+    over = [rank for rank, entry in inside.items() if entry["finished"]]
+    begun = [rank for rank, entry in inside.items() if entry["state"] == "started"]
+    not_begun = tuple(r for r, e in inside.items() if not e["finished"] and e["state"] != "started")
+    waiting = _each(seq, _waiting(inside))
     done = f"; on rank {named(over)} it is done" if over else ""
 
-    def divergence(kind: str, ranks: Iterable[int], words: str) -> Divergence:
-        return Divergence(kind=kind, ranks=tuple(ranks), group=group, seq=seq, words=words)
+    def divergence(kind: str, ranks: Iterable[int], message: str) -> Divergence:
+        return Divergence(kind=kind, ranks=tuple(ranks), group=group, seq=seq, words=message)
 
     if not not_begun:
         return divergence(
@@ -210,14 +213,14 @@ def _on_devices(group: str, seq: int, here: Mapping[int, Entry]) -> Divergence:
         return divergence(
             "network",
             (),
-            f"the device of rank {named(begun)} waits in what most have not reached; whose "
-            f"device holds them up cannot be told: {waiting}{done}",
+            f"the device of rank {named(begun)} waits in what most have not reached; whose device "
+            f"blocks them is unknown: {waiting}{done}",
         )
     return divergence(
         "network",
         (),
-        "every host has launched it, the devices do not get through: a device that hangs before "
-        "it and a network that is down cannot be told apart without TORCH_NCCL_ENABLE_TIMING=1 "
+        "every host has launched it, the devices do not get through: a device that hangs before it "
+        "and a network that is down cannot be distinguished without TORCH_NCCL_ENABLE_TIMING=1 "
         f"(debug=nccl sets it): {waiting}{done}",
     )
 
@@ -230,17 +233,17 @@ def _odd(values: Mapping[int, str]) -> tuple[int, ...]:
     return tuple(sorted(rank for rank, value in values.items() if value != counts[0][0]))
 
 
-def _each(seq: int, here: Mapping[int, Entry]) -> str:
+def _each(seq: int, entered: Mapping[int, Entry]) -> str:
     """List what each rank entered; ranks that did the same are grouped."""
-    words: dict[str, list[int]] = {}
-    for rank, entry in sorted(here.items()):
+    groups: dict[str, list[int]] = {}
+    for rank, entry in sorted(entered.items()):
         shape = ", ".join(
             f"{str(dtype).lower()}{list(size)}"
             for dtype, size in zip(entry["dtypes"], entry["sizes"], strict=False)
         )
         text = f"{entry['op']} #{seq} ({shape}) at {entry['line'] or 'an unknown line'}"
-        words.setdefault(text, []).append(rank)
-    return "; ".join(f"rank {named(ranks)} entered {text}" for text, ranks in words.items())
+        groups.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {named(ranks)} entered {text}" for text, ranks in groups.items())
 
 
 def named(ranks: Collection[int]) -> str:

@@ -99,12 +99,12 @@ def _shortened(report: Report) -> list[dict[str, Any]]:
     groups: dict[str, list[int]] = {}
     for at, entry in enumerate(report.collectives):
         groups.setdefault(str(entry["group"]), []).append(at)
-    kept: list[int] = []
+    lengths: list[int] = []
     for places in groups.values():
         unfinished = (n for n, at in enumerate(places) if not report.collectives[at]["finished"])
         first = max(0, next(unfinished, len(places)) - _BEFORE)
-        kept += places[first : first + _MOST_ENTRIES]
-    return [dict(report.collectives[at]) for at in sorted(kept)]
+        lengths += places[first : first + _MOST_ENTRIES]
+    return [dict(report.collectives[at]) for at in sorted(lengths)]
 
 
 def _read_node(path: Path) -> Sequence[Report]:

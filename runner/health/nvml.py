@@ -111,10 +111,10 @@ def at_work(visible: str | None) -> bool:
 def _handles(nvml: Any, visible: str | None) -> list[Any]:
     if visible is None:
         return [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
-    found = []
+    handles = []
     for name in filter(None, (word.strip() for word in visible.split(","))):
         if name.isdecimal():
-            found.append(nvml.nvmlDeviceGetHandleByIndex(int(name)))
+            handles.append(nvml.nvmlDeviceGetHandleByIndex(int(name)))
         elif name.startswith("GPU-"):
-            found.append(nvml.nvmlDeviceGetHandleByUUID(name))
-    return found
+            handles.append(nvml.nvmlDeviceGetHandleByUUID(name))
+    return handles

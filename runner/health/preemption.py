@@ -78,8 +78,8 @@ class StopRequest:
     @property
     def is_late(self) -> bool:
         """Whether the grace is over."""
-        asked = self._asked
-        return asked is not None and time.monotonic() > asked[0] + self._grace_seconds
+        request = self._asked
+        return request is not None and time.monotonic() > request[0] + self._grace_seconds
 
     @property
     def reason(self) -> str:
@@ -97,11 +97,11 @@ class StopRequest:
         One second after the training thread should have given up by itself.
         """
         self._read_pipe()
-        asked = self._asked
-        if asked is not None and time.monotonic() > asked[0] + self._grace_seconds + 1.0:
+        request = self._asked
+        if request is not None and time.monotonic() > request[0] + self._grace_seconds + 1.0:
             _end(
-                f"asked to stop ({asked[1]}), but the step did not end within "
-                f"preempt.grace_seconds={self._grace_seconds:g}; the newest checkpoint stands",
+                f"asked to stop ({request[1]}), but the step did not end within "
+                f"preempt.grace_seconds={self._grace_seconds:g}; the newest checkpoint remains",
                 EXIT_PREEMPTED,
             )
 
@@ -128,8 +128,8 @@ class StopRequest:
         """Do nothing: the wakeup pipe has the signal. Without a handler there is no wakeup."""
 
 
-def _end(words: str, code: int) -> NoReturn:
+def _end(message: str, code: int) -> NoReturn:
     try:
-        _log.warning("%s", words)
+        _log.warning("%s", message)
     finally:
         leave(code)

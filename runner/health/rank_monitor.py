@@ -115,7 +115,7 @@ class RankMonitor:
         self._parent = first_parent()
         self._oom_kills = num_oom_kills()
         self._peers: Sequence[Facts] = ()
-        self._fence: RunLease | None = None
+        self._run_lease: RunLease | None = None
         # Failures of the others are checked before the request to stop: torchrun makes one
         # when a rank has died, which is not a preemption.
         looks = [self._look_at_launcher, self._look_at_start]
@@ -164,19 +164,19 @@ class RankMonitor:
         self._neighbours = PeerProcesses(others)
         self._neighbours.start()
 
-    def begin(self, fence: RunLease, peers: Sequence[Facts]) -> None:
+    def begin(self, run_lease: RunLease, peers: Sequence[Facts]) -> None:
         """Watch the rest as well. ``peers``: facts of this node's ranks, from the rendezvous."""
         if self._neighbours is None:
             self._watch_peers(peers)
-        self._fence = fence
+        self._run_lease = run_lease
         if self._start_watch is not None:
             self._start_watch.stop()
         if self._place.world_size > 1:  # a single rank reports to its terminal
-            path = self._dir.fatal(fence.number, self._place.rank)
+            path = self._dir.fatal(run_lease.number, self._place.rank)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fatal = (path, path.open("w"))
             faulthandler.enable(self._fatal[1])
-        looks: list[Callable[[], None]] = [self._look_at_fence]
+        looks: list[Callable[[], None]] = [self._check_lease]
         last_resort = None
         if self._rules.enabled:
             looks.append(self._look_at_heart)
@@ -190,7 +190,7 @@ class RankMonitor:
             "world_size": self._place.world_size,
             "local_world_size": self._place.local_world_size,
             "incident": str(self._folder().absolute()),
-            "fatal": str(self._dir.fatal(fence.number, self._place.rank).absolute()),
+            "fatal": str(self._dir.fatal(run_lease.number, self._place.rank).absolute()),
         }
         tell_begun(variables(), self._place.rank, facts)
 
@@ -217,8 +217,8 @@ class RankMonitor:
             faulthandler.disable()
             self._fatal[1].close()
             self._fatal[0].unlink(missing_ok=True)
-        if self._fence is not None and self._place.is_first and not self._was_uncaught:
-            self._fence.release()
+        if self._run_lease is not None and self._place.is_first and not self._was_uncaught:
+            self._run_lease.release()
 
     def uncaught(self, error: Exception) -> None:
         """Report an error with which a script of somebody's own is about to end.
@@ -226,7 +226,7 @@ class RankMonitor:
         Returns, whoever's fault it is: what the script does when it ends is its own. The lease is
         not released after it, so that a start which finds no journal line of it writes one.
         """
-        if self._fence is None:
+        if self._run_lease is None:
             return
         self._was_uncaught = True
         if not self._telling.acquire(timeout=self._settle_seconds + _TELL_SECONDS):
@@ -247,7 +247,7 @@ class RankMonitor:
         Returns when the error is this rank's own. When it says that others are gone, or does not
         say whose fault it is, the cause comes from all ranks' reports and the process ends.
         """
-        if self._fence is None:
+        if self._run_lease is None:
             return
         code = error.exit_code if isinstance(error, Superseded) else EXIT_CRASH
         cancel = self._end_soon(code)
@@ -295,7 +295,7 @@ class RankMonitor:
 
     def _look_at_peers(self) -> None:
         """End when a rank of this node has died: over NCCL no collective fails because of it."""
-        dead = self.dead_peers() if self._fence is not None else []
+        dead = self.dead_peers() if self._run_lease is not None else []
         if dead and self._telling.acquire(blocking=False):
             named = ", ".join(map(str, dead))
             self._conclude("called", f"rank {named} of this node is dead")
@@ -303,7 +303,7 @@ class RankMonitor:
     def _look_at_deaths_in_start(self) -> None:
         """End when a rank of any node has died before the run directory was taken."""
         watch = self._start_watch
-        if watch is None or self._fence is not None:
+        if watch is None or self._run_lease is not None:
             return
         dead = self.dead_peers()
         if not (watch.problem or dead) or not self._telling.acquire(blocking=False):
@@ -324,7 +324,7 @@ class RankMonitor:
 
     def _look_at_others(self) -> None:
         """When another rank has reported, add this rank's report and end."""
-        if self._have_met or self._fence is None or not self._is_due("others", _SHARED_SECONDS):
+        if self._have_met or self._run_lease is None or not self._is_due("others", _SHARED_SECONDS):
             return
         # With many ranks the folder is not listed: the first rank that reports creates it.
         folder = self._folder()
@@ -342,7 +342,7 @@ class RankMonitor:
                 message = (
                     f"the launcher (process {self._parent}) is gone; nothing would stop this rank"
                 )
-                if self._fence is not None:
+                if self._run_lease is not None:
                     self._write(self._report("exception", message))
                 _log.error("%s", message)
             finally:
@@ -364,16 +364,16 @@ class RankMonitor:
             finally:
                 leave(EXIT_CRASH)
 
-    def _look_at_fence(self) -> None:
+    def _check_lease(self) -> None:
         """Check the lease, on one rank of each node; rank 0 also shows that the run is alive."""
-        if self._fence is None or self._place.local_rank != 0:
+        if self._run_lease is None or self._place.local_rank != 0:
             return
-        if not self._is_due("fence", BEAT_SECONDS):
+        if not self._is_due("run_lease", BEAT_SECONDS):
             return
         try:
-            self._fence.check()
+            self._run_lease.check()
             if self._place.is_first and self._moves():
-                self._fence.beat()
+                self._run_lease.beat()
         except Superseded as error:
             self._give_way(error)
 
@@ -406,8 +406,8 @@ class RankMonitor:
     # -- telling --------------------------------------------------------------------------
 
     def _folder(self) -> Path:
-        assert self._fence is not None
-        return self._dir.incident(self._fence.number)
+        assert self._run_lease is not None
+        return self._dir.incident(self._run_lease.number)
 
     @property
     def _is_by_node(self) -> bool:
@@ -430,7 +430,7 @@ class RankMonitor:
         The thread that asks may never release the interpreter's lock.
         """
         early = self._without_collectives(kind, message, error)
-        if self._fence is not None and has_nccl():
+        if self._run_lease is not None and has_nccl():
             with contextlib.suppress(OSError):
                 write_report(self._own_folder(), early, early=True)
         entries, untold = collectives()
@@ -489,8 +489,8 @@ class RankMonitor:
     def _tell_cause_of_many(self) -> None:
         """Merge each node's reports into one file; the lowest leader reports the cause."""
         limit = time.monotonic() + self._settle_seconds
-        here = self._wait_for_reports(self._place.local_world_size, self._settle_seconds / 2)
-        leader = min((rank for rank, is_own in here.items() if is_own), default=self._place.rank)
+        arrived = self._wait_for_reports(self._place.local_world_size, self._settle_seconds / 2)
+        leader = min((rank for rank, is_own in arrived.items() if is_own), default=self._place.rank)
         folder, first = self._folder(), self._place.rank - self._place.local_rank
         if leader == self._place.rank:
             with contextlib.suppress(OSError):
@@ -533,7 +533,7 @@ class RankMonitor:
 
     def _write_for_the_dead(self) -> None:
         """Write a report about each dead rank of this node."""
-        assert self._neighbours is not None and self._fence is not None
+        assert self._neighbours is not None and self._run_lease is not None
         by_rank = reported(self._own_folder())
         for rank, status in list(self._neighbours.deaths.items()):
             if rank in by_rank:
@@ -549,7 +549,7 @@ class RankMonitor:
                 time=now(),
             )
             # Some signals leave a rank time for a fatal log.
-            fatal = self._dir.fatal(self._fence.number, rank)
+            fatal = self._dir.fatal(self._run_lease.number, rank)
             self._write(last_words(fatal, report) or report, for_other=True)
 
     def _death(self, status: int | None) -> str:
@@ -564,13 +564,13 @@ class RankMonitor:
         )
 
     def _write_down(self, cause: RootCause) -> None:
-        journal, fence = self._journal, self._fence
-        if journal is None or fence is None:
+        journal, run_lease = self._journal, self._run_lease
+        if journal is None or run_lease is None:
             return
 
         def write() -> None:
             with contextlib.suppress(OSError, Superseded):
-                journal(cause, fence.number)
+                journal(cause, run_lease.number)
 
         # The training thread may be stuck in this very file: the next start can write it too.
         writer = threading.Thread(target=write, daemon=True)

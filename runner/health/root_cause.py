@@ -113,7 +113,7 @@ def _own_fault(kind: str, guilty: list[Report], reports: Sequence[Report]) -> Ro
 
 def _silent(silent: tuple[int, ...], reports: Sequence[Report], step: int) -> RootCause:
     hung = any(report.kind in ("hang", "called") for report in reports)
-    what = (
+    description = (
         "does not answer: stopped (SIGSTOP), frozen, or cut off"
         if hung
         else "is gone without a report: SIGKILL, out of memory, or its node is down"
@@ -122,8 +122,8 @@ def _silent(silent: tuple[int, ...], reports: Sequence[Report], step: int) -> Ro
         kind="silence",
         ranks=silent,
         step=step,
-        reason=f"rank {named(silent)} {what}{_waiting_in(reports)}",
-        signature=f"silence {what}",
+        reason=f"rank {named(silent)} {description}{_waiting_in(reports)}",
+        signature=f"silence {description}",
     )
 
 

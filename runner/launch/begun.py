@@ -88,16 +88,16 @@ class BegunRanks:
         folder = Path(facts["incident"])
         if has_reports(folder):
             return
-        words = "gone without a report: SIGKILL, out of memory, or ended by its launcher"
+        message = "gone without a report: SIGKILL, out of memory, or ended by its launcher"
         if status is not None:
-            words = f"killed by signal {-status}" if status < 0 else f"ended with {status}"
+            message = f"killed by signal {-status}" if status < 0 else f"ended with {status}"
         report = Report(
             rank=rank,
             world_size=int(facts["world_size"]),
             kind="exit" if status is None or status >= 0 else "signal",
             step=0,
             phase="some phase",
-            message=f"{words} (seen by the supervisor of {host_name()})",
+            message=f"{message} (seen by the supervisor of {host_name()})",
             host=host_name(),
             time=now(),
         )

@@ -174,15 +174,26 @@ def _pod(pods: Pods, overrides: Sequence[str]) -> Manifest:
 
 
 def _resources(pods: Pods) -> Manifest:
-    asked = dict(pods.resources) | ({"nvidia.com/gpu": str(pods.num_ranks)} if pods.gpus else {})
-    return {"limits": asked} if asked else {}
+    resources = dict(pods.resources) | (
+        {"nvidia.com/gpu": str(pods.num_ranks)} if pods.gpus else {}
+    )
+    return {"limits": resources} if resources else {}
 
 
 def _command(pods: Pods, overrides: Sequence[str]) -> list[str]:
     """Starts one agent a pod; it ends with the runner's own exit code."""
-    words = ["python", "-m", "runner", "launch", "--restarts", "0", "--nproc", str(pods.num_ranks)]
+    command = [
+        "python",
+        "-m",
+        "runner",
+        "launch",
+        "--restarts",
+        "0",
+        "--nproc",
+        str(pods.num_ranks),
+    ]
     if pods.nodes > 1:
         # The first pod's name, which a JobSet keeps from one start to the next.
         head = f"{pods.name}-{_NODE}-0-0.{pods.name}:{DEFAULT_PORT}"
-        words += ["--nodes", str(pods.nodes), "--head", head, "--name", pods.name]
-    return [*words, *overrides]
+        command += ["--nodes", str(pods.nodes), "--head", head, "--name", pods.name]
+    return [*command, *overrides]

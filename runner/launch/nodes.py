@@ -18,7 +18,7 @@ class BadNodes:
         if not self._path.exists():
             return {}
         lines = (line.split(maxsplit=1) for line in self._path.read_text().splitlines())
-        return {words[0]: " ".join(words[1:]) for words in lines if words and words[0][0] != "#"}
+        return {row[0]: " ".join(row[1:]) for row in lines if row and row[0][0] != "#"}
 
     def add(self, nodes: Iterable[str], reason: str) -> None:
         """Append those that are not listed yet."""

@@ -69,16 +69,16 @@ def split(command: Sequence[str]) -> tuple[Preparation | None, list[str]]:
     return Preparation(**json.loads(command[3])), list(command[4:])
 
 
-def main(words: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Become the command; never returns. Ends with 127, as a shell does, where that fails."""
-    Preparation(**json.loads(words[0])).apply()
+    Preparation(**json.loads(arguments[0])).apply()
     for name in _PYTHON_IGNORES:
         if number := getattr(signal, name, None):
             signal.signal(number, signal.SIG_DFL)
     try:
-        os.execvp(words[1], list(words[1:]))
+        os.execvp(arguments[1], list(arguments[1:]))
     except OSError as error:
-        sys.stderr.write(f"error: {words[1]}: {error.strerror}\n")
+        sys.stderr.write(f"error: {arguments[1]}: {error.strerror}\n")
         sys.exit(127)
 
 

@@ -169,8 +169,8 @@ class _Watchdog:
 
     def late(self, mark: str) -> str:
         """Why the script must be ended; empty while it need not."""
-        words = self._why()
-        if not words:
+        reason = self._why()
+        if not reason:
             return ""
         marked = process_tree.marked(mark)
         pids = process_tree.ranks(mark) or [pid for pid in marked if parent(pid) not in marked]
@@ -181,7 +181,7 @@ class _Watchdog:
         for pid in pids:
             rank = process_tree.rank_of(pid)  # a process that has ended cannot be asked
             self.stacks[rank] = self._ask(pid)
-        return words
+        return reason
 
     def _why(self) -> str:
         """Why the script counts as hung; empty while it makes progress."""
@@ -263,8 +263,8 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
                 )
             )
     if not reports:
-        words = f"ended with {ended.code}"
-        return RootCause(kind="exit", ranks=(), step=step, reason=words, signature=words)
+        message = f"ended with {ended.code}"
+        return RootCause(kind="exit", ranks=(), step=step, reason=message, signature=message)
     return find_root_cause(reports, world_size)
 
 
@@ -274,8 +274,8 @@ def _recorded(folder: Path) -> list[Printed]:
     The file is the only account where the output of ranks goes to files (torchrun --redirects).
     """
     try:
-        found = json.loads((folder / _ERROR_FILE).read_text(errors="replace"))
-        stack = str(found["message"]["extraInfo"]["py_callstack"])
+        record = json.loads((folder / _ERROR_FILE).read_text(errors="replace"))
+        stack = str(record["message"]["extraInfo"]["py_callstack"])
     except (OSError, ValueError, LookupError, TypeError):
         return []
     return tracebacks(stack.splitlines())
@@ -336,7 +336,7 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-def _hang(stacks: Mapping[int, list[dict[str, object]]], words: str, step: int) -> RootCause:
+def _hang(stacks: Mapping[int, list[dict[str, object]]], message: str, step: int) -> RootCause:
     """Name the ranks that hang: those that do not wait for others, if there are any."""
     waiting = {r: f for r, f in stacks.items() if any(_is_waiting(frame) for frame in f)}
     busy = {r: f for r, f in stacks.items() if r not in waiting and f}
@@ -350,7 +350,7 @@ def _hang(stacks: Mapping[int, list[dict[str, object]]], words: str, step: int) 
         kind="hang",
         ranks=tuple(sorted(chosen)),
         step=step,
-        reason=f"hung at step {step}: {words}; {at or 'no rank answers where it is'}{rest}",
+        reason=f"hung at step {step}: {message}; {at or 'no rank answers where it is'}{rest}",
         signature=f"hang {re.sub(r'[0-9]+', 'N', first)}",
     )
 

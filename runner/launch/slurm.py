@@ -43,7 +43,7 @@ class Batch:
 
 def script(batch: Batch, overrides: Sequence[str]) -> str:
     """The text of the batch script."""
-    asked = {
+    options = {
         "job-name": batch.name,
         "nodes": str(batch.nodes + batch.spares),
         "ntasks-per-node": "1",
@@ -58,20 +58,20 @@ def script(batch: Batch, overrides: Sequence[str]) -> str:
         **({"dependency": "singleton"} if batch.chained else {}),
         **batch.options,
     }
-    lines = [f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in asked.items()]
-    words = [batch.python, "-m", "runner", "slurm-job"]
+    lines = [f"#SBATCH --{key}" + (f"={value}" if value else "") for key, value in options.items()]
+    command = [batch.python, "-m", "runner", "slurm-job"]
     if batch.spares:
-        words += ["--spares", str(batch.spares)]
+        command += ["--spares", str(batch.spares)]
     if batch.chained:
-        words.append("--chained")
-    words += [*batch.job_options, *overrides]
+        command.append("--chained")
+    command += [*batch.job_options, *overrides]
     return "\n".join(
         [
             "#!/bin/bash",
             *lines,
             "# Overrides follow the script's name: sbatch SCRIPT out=runs/a model=llama_1b ...",
             "# exec: Slurm's warning (B:USR1) goes to this process, so it must be the one to act.",
-            f'exec {shlex.join(words)} "$@"',
+            f'exec {shlex.join(command)} "$@"',
             "",
         ]
     )
@@ -107,8 +107,8 @@ def unusable(nodes: Sequence[str]) -> set[str]:
     """Those of ``nodes`` that Slurm considers dead."""
     states: dict[str, str] = {}
     for some in _some_at_a_time(nodes):
-        asked = f"--nodes={','.join(some)}"
-        text = _run(["sinfo", "--noheader", "--Node", "--format=%N %T", asked])
+        chosen = f"--nodes={','.join(some)}"
+        text = _run(["sinfo", "--noheader", "--Node", "--format=%N %T", chosen])
         states |= dict(line.split()[:2] for line in text.splitlines() if line.strip())
     return {
         node
@@ -146,10 +146,10 @@ def cancel_pending(name: str, user: str) -> None:
     _run(["scancel", f"--name={name}", f"--user={user}", "--state=PENDING"])
 
 
-def _run(words: Sequence[str], *, text: str | None = None) -> str:
+def _run(command: Sequence[str], *, text: str | None = None) -> str:
     try:
-        done = subprocess.run(
-            words,
+        result = subprocess.run(
+            command,
             input=text,
             capture_output=True,
             text=True,
@@ -157,9 +157,9 @@ def _run(words: Sequence[str], *, text: str | None = None) -> str:
             check=False,
         )
     except FileNotFoundError:
-        raise ConfigError(f"{words[0]} is not here: this is no Slurm cluster's machine") from None
+        raise ConfigError(f"{command[0]} is not here: this is no Slurm cluster's machine") from None
     except subprocess.TimeoutExpired:
-        raise RunnerError(f"{shlex.join(words)}: no answer in {_COMMAND_SECONDS} s") from None
-    if done.returncode:
-        raise ConfigError(f"{shlex.join(words)}: {done.stderr.strip() or done.returncode}")
-    return done.stdout
+        raise RunnerError(f"{shlex.join(command)}: no answer in {_COMMAND_SECONDS} s") from None
+    if result.returncode:
+        raise ConfigError(f"{shlex.join(command)}: {result.stderr.strip() or result.returncode}")
+    return result.stdout

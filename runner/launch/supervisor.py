@@ -88,19 +88,19 @@ class Supervisor:
         if ended.words:
             self._say(f"attempt {number} was ended: {ended.words}")
         self._ended(number, ended)
-        seen = evidence(self._out, since=lines)
-        if seen.words:
-            self._say(f"attempt {number} crashed at step {seen.step}: {seen.words}")
-        if seen.cause == HARDWARE and seen.host:
-            self._list(seen.host, f"hardware: {seen.words}")
+        crash = evidence(self._out, since=lines)
+        if crash.words:
+            self._say(f"attempt {number} crashed at step {crash.step}: {crash.words}")
+        if crash.cause == HARDWARE and crash.host:
+            self._list(crash.host, f"hardware: {crash.words}")
         attempt = Attempt(
             code=ended.code,
             clean_before=clean_before,
             clean_after=newest_clean(self._out),
-            took_up=seen.took_up,
-            step=seen.step,
-            cause=seen.cause,
-            signature=seen.signature,
+            took_up=crash.took_up,
+            step=crash.step,
+            cause=crash.cause,
+            signature=crash.signature,
             diagnosed=diagnose,
         )
         self._log.add(attempt, began=began)

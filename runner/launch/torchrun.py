@@ -223,20 +223,20 @@ def num_ranks_here(environment: Mapping[str, str]) -> int:
     """
     import torch
 
-    seen, given = torch.cuda.device_count(), gpus_on_node(environment)
-    if given is not None and seen != given:
+    visible, given = torch.cuda.device_count(), gpus_on_node(environment)
+    if given is not None and visible != given:
         raise ConfigError(
             f"{socket.gethostname()}: the job has {given} GPUs on this node (SLURM_GPUS_ON_NODE) "
-            f"and torch sees {seen}: one may have failed (nvidia-smi tells); --nproc N starts N "
+            f"and torch sees {visible}: one may have failed (nvidia-smi tells); --nproc N starts N "
             "ranks all the same"
         )
-    asked = gpus_asked_for(environment)
-    if not seen and asked:
+    requested = gpus_asked_for(environment)
+    if not visible and requested:
         raise ConfigError(
-            f"{socket.gethostname()}: the job asked for GPUs ({asked}) and torch sees none; "
+            f"{socket.gethostname()}: the job asked for GPUs ({requested}) and torch sees none; "
             "--nproc N with parallel.device=cpu trains without"
         )
-    return seen or _RANKS_WITHOUT_GPU
+    return visible or _RANKS_WITHOUT_GPU
 
 
 def default_name(out: Path) -> str:

@@ -381,9 +381,9 @@ def _shares(network: nn.Module, units: Sequence[nn.Module]) -> bool:
     owners: dict[int, set[int]] = {}
     inside = [set(unit.modules()) for unit in units]
     for module in network.modules():
-        mine = [at for at, modules in enumerate(inside) if module in modules] or [-1]
+        own = [at for at, modules in enumerate(inside) if module in modules] or [-1]
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).update(mine)
+            owners.setdefault(id(parameter), set()).update(own)
     return any(len(units_of) > 1 for units_of in owners.values())
 
 

@@ -48,7 +48,7 @@ def initial_rule(name: str, shape: DecoderShape) -> Rule:
         return Rule(std=0.0, ones=True)
     if kind == "weight" and part in _MATRICES:
         return Rule(std=shape.init_std)
-    raise ValueError(f"no initial weights are laid down for a parameter called {name!r}")
+    raise ValueError(f"no initial weights are defined for a parameter called {name!r}")
 
 
 def initial_range(

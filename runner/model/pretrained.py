@@ -317,12 +317,12 @@ class PretrainedBlueprint(GuestBlueprint):
 
 def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
     """Buffers that belong to the weights; most models have none."""
-    kept = network.state_dict(keep_vars=True)
+    state = network.state_dict(keep_vars=True)
     parameters = {id(parameter) for parameter in network.parameters()}
     return {
         name: tensor
         for name, tensor in named_tensors(network)
-        if name in kept and id(tensor) not in parameters
+        if name in state and id(tensor) not in parameters
     }
 
 

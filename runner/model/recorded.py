@@ -88,14 +88,14 @@ class Recording:
     _operations: list[_Operation] = field(default_factory=list)
     _origins: dict[int, Tensor] = field(default_factory=dict)
 
-    def made(self, wanted: Tensor, seed: str) -> Tensor:
+    def made(self, tensor: Tensor, seed: str) -> Tensor:
         """Make a tensor of the network as its constructor would have, on the CPU.
 
         Args:
-            wanted: a parameter, a buffer or any other tensor that the constructor made.
+            tensor: a parameter, a buffer or any other tensor that the constructor made.
             seed: of random numbers, for this tensor alone.
         """
-        origin = self._origins[id(wanted)]
+        origin = self._origins[id(tensor)]
         if not _is_fake(origin):
             return origin
         storages: dict[int, torch.UntypedStorage] = {}
@@ -119,9 +119,9 @@ class Recording:
             digest.update(f"{name} {_outline(self._origins[id(tensor)])}\n".encode())
         return digest.hexdigest()
 
-    def _needed(self, wanted: _Window) -> list[_Operation]:
+    def _needed(self, window: _Window) -> list[_Operation]:
         """The operations that made or wrote the tensor's memory, in order, and their inputs'."""
-        return _without_dead(self._behind({wanted.owner}), wanted)
+        return _without_dead(self._behind({window.owner}), window)
 
     def _behind(self, owners: set[int]) -> list[_Operation]:
         """The operations that made or wrote these memories, in order, and their inputs'."""
@@ -148,10 +148,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = _windows(result)
         written = _windows(_written(func, args, kwargs or {}))
         if outputs or written:
-            made = _Operation(
+            operation = _Operation(
                 function=func, args=noted[0], kwargs=noted[1], outputs=outputs, written=written
             )
-            self._operations.append(made)
+            self._operations.append(operation)
         return result
 
 
@@ -309,22 +309,22 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 _DRAWS = ("normal_", "uniform_", "zero_", "fill_")
 
 
-def _without_dead(operations: list[_Operation], wanted: _Window) -> list[_Operation]:
+def _without_dead(operations: list[_Operation], window: _Window) -> list[_Operation]:
     """Drop writes that are overwritten unread: ``nn.Linear`` draws, then its owner again."""
-    if any(one.taken() - {wanted.owner} for one in operations):
+    if any(one.taken() - {window.owner} for one in operations):
         return operations
-    draws = [at for at, one in enumerate(operations) if _overwrites(one, wanted)]
+    draws = [at for at, one in enumerate(operations) if _overwrites(one, window)]
     last = draws[-1] if draws else 0
     making = [one for one in operations[:last] if not one.taken()]
     return [*making, *operations[last:]]
 
 
-def _overwrites(operation: _Operation, wanted: _Window) -> bool:
+def _overwrites(operation: _Operation, window: _Window) -> bool:
     schema = getattr(operation.function, "_schema", None)
     name = schema.name if schema else ""
     if name.removeprefix("aten::") not in _DRAWS or not operation.written:
         return False
-    return operation.written[0].owner == wanted.owner and operation.written[0].is_whole()
+    return operation.written[0].owner == window.owner and operation.written[0].is_whole()
 
 
 def _repeat(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:

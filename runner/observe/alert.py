@@ -93,12 +93,12 @@ class CommandAlerts:
         finally:
             self._num_begun += 1
         try:
-            _, said = process.communicate(data, timeout=_COMMAND_SECONDS)
+            _, stderr = process.communicate(data, timeout=_COMMAND_SECONDS)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             raise OSError(f"it took longer than {_COMMAND_SECONDS:g} s") from None
         if process.returncode:
-            words = said.decode(errors="replace").strip()[-_TAIL:]
-            raise OSError(f"it ended with {process.returncode}: {words}")
+            message = stderr.decode(errors="replace").strip()[-_TAIL:]
+            raise OSError(f"it ended with {process.returncode}: {message}")

@@ -47,12 +47,12 @@ class Backlog:
         """Whether this rank keeps lines in memory. Called once a step."""
         for file in self._files:
             file.retry()
-        kept = self._kept()
-        if not kept:
+        waiting = self._kept()
+        if not waiting:
             return False
-        self._words = "; ".join(one.words for _, one in kept)
-        seconds = max(one.seconds for _, one in kept)
-        is_full = sum(one.num_bytes for _, one in kept) > _MOST_BYTES
+        self._words = "; ".join(one.words for _, one in waiting)
+        seconds = max(one.seconds for _, one in waiting)
+        is_full = sum(one.num_bytes for _, one in waiting) > _MOST_BYTES
         if (seconds > self._patience_seconds or is_full) and not self._has_asked:
             self._has_asked = True
             self._ask_to_stop(

@@ -176,8 +176,8 @@ class Console:
             *([f"samples {span[0]}-{span[1] - 1}"] if span else []),
             *([f"({'; '.join(incident.sample_ids[:2])})"] if incident.sample_ids else []),
         ]
-        words = f"{' '.join(parts)}: {incident.reason} -> {incident.decision}"
-        _log.log(level_of(incident.kind), "%s", words, extra=_about(incident))
+        message = f"{' '.join(parts)}: {incident.reason} -> {incident.decision}"
+        _log.log(level_of(incident.kind), "%s", message, extra=_about(incident))
 
     def progress(self, progress: Progress) -> None:
         """Update the live line; without a terminal print a plain line when it is due."""

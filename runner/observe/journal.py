@@ -54,9 +54,10 @@ def read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
         try:
             _check(line, folded)
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-            words = f"{type(error).__name__}: {error}"[:300]
+            cause = f"{type(error).__name__}: {error}"[:300]
             raise ConfigError(
-                f"{path} line {number}: no journal line ({words}); mend it or choose another out"
+                f"{path} line {number}: not a journal line ({cause}); repair it or choose another "
+                "out"
             ) from None
     if lost := lines_after(path, length):
         raise ConfigError(

@@ -140,16 +140,16 @@ class RingLines:
 
     def note(self, step: int) -> None:
         """Write what changed by ``step``, if anything."""
-        found = {(r.tier.value, r.serial): r for r in self._records()}
-        found |= {(REMOTE, r.serial): r for r in self._stored()}
-        states = {key: record.state.value for key, record in found.items()}
+        current = {(r.tier.value, r.serial): r for r in self._records()}
+        current |= {(REMOTE, r.serial): r for r in self._stored()}
+        states = {key: record.state.value for key, record in current.items()}
         if states == self._known:
             return
         known = {key: state for key, state in self._known.items() if key not in self._passed_over}
-        for key in known.keys() - found.keys():
+        for key in known.keys() - current.keys():
             self._write(step, key, _GONE)
-        self._passed_over &= found.keys()
-        for key, record in found.items():
+        self._passed_over &= current.keys()
+        for key, record in current.items():
             if key in self._passed_over or self._passes_over(key, record):
                 self._passed_over.add(key)
                 continue
@@ -182,15 +182,15 @@ class RingLines:
 
 def fold(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], str]:
     """The state of each copy by tier and serial, after all lines; ignores invalid ones."""
-    found: dict[tuple[str, int], str] = {}
+    states: dict[tuple[str, int], str] = {}
     for line in lines:
         tier, serial, state = line.get("tier"), line.get("serial"), line.get("state")
         if isinstance(tier, str) and type(serial) is int and isinstance(state, str):
             if state == _GONE:
-                found.pop((tier, serial), None)
+                states.pop((tier, serial), None)
             else:
-                found[tier, serial] = state
-    return found
+                states[tier, serial] = state
+    return states
 
 
 def _highest(values: Sequence[float], size: int) -> list[float]:

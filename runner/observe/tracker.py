@@ -119,8 +119,8 @@ class TensorBoardTracker:
         ]
         self._add(step=line.step, summary=self._summary(value=values))
 
-    def _add(self, **what: Any) -> None:
-        event = self._event(wall_time=time.time(), **what)
+    def _add(self, **scalars: Any) -> None:
+        event = self._event(wall_time=time.time(), **scalars)
         with naming(self._path):
             self._records.write(event.SerializeToString())
             self._file.flush()

@@ -1,4 +1,4 @@
-"""What to do, decided from plain numbers.
+"""Decisions from plain numbers.
 
-Imports nothing of ours and no torch, so that every decision is a row in a table test.
+Imports no other package of ours and no torch, so that every decision is a row in a table test.
 """

@@ -6,11 +6,11 @@ from __future__ import annotations
 def shard_batch(
     global_size: int, micro_size: int, world_size: int, rank: int
 ) -> tuple[tuple[int | None, ...], ...]:
-    """The slots of the global batch that ``rank`` computes, micro-batch by micro-batch.
+    """Return the slots of the global batch that ``rank`` computes, by micro-batch.
 
     Every rank gets the same number of micro-batches of the same sizes, because collectives
-    run in lockstep; where the world size does not divide the batch, ``None`` marks a padding
-    sequence of zero weight. Slots go round the ranks, so no rank gets only padding.
+    run in lockstep; if the world size does not divide the batch, ``None`` marks a padding sequence
+    of zero weight. Slots are assigned round robin, so no rank gets only padding.
 
     Raises:
         ValueError: fewer slots than ranks, or a size below one.
@@ -25,7 +25,8 @@ def shard_batch(
 def share_out(
     count: int, micro_size: int, world_size: int, rank: int
 ) -> tuple[tuple[int | None, ...], ...]:
-    """:func:`shard_batch` for any number of slots; with fewer slots than ranks some are padding."""
+    """Like :func:`shard_batch`, for any number of slots; with fewer slots than ranks some ranks get
+    padding only."""
     per_rank = -(-count // world_size)
     slots = [
         slot if slot < count else None for slot in range(rank, per_rank * world_size, world_size)

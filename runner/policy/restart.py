@@ -1,7 +1,7 @@
-"""Decides whether a job that ended is started again, from what each attempt left. Pure.
+"""Decides whether to restart a job that ended, from the record of each attempt. Pure.
 
-The budget counts progress, not attempts: a run that crashes every night and advances
-each day may be restarted for ever; one that repeats the same crash may not.
+The budget counts attempts without progress: a run that crashes every night and advances each day
+may be restarted forever; one that repeats the same crash may not.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Kinds that say what happened and not why: a rank that is gone or died in C++, a dead network.
-# gloo aborts a rank that receives another size than it expects.
+# Kinds that say what happened but not why: a rank that vanished or died in C++, a dead network.
+# gloo aborts a rank that receives a message of an unexpected size.
 _UNEXPLAINED = (None, "silence", "exit", "fatal", "network")
 HARDWARE = "hardware"
 MEMORY = "memory"
@@ -18,10 +18,10 @@ MEMORY = "memory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCodes:
-    """The exit codes that the policy distinguishes. The caller gives them.
+    """The exit codes that the policy distinguishes, from the caller.
 
     Args:
-        final: those after which a restart would not help, and why.
+        final: codes after which a restart would not help, and why.
     """
 
     done: int
@@ -33,16 +33,16 @@ class ExitCodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What one attempt left behind.
+    """The record of one attempt.
 
     Args:
         code: exit code of the runner, or of the started command.
         clean_before, clean_after: step of the newest clean checkpoint, -1 without one.
-        took_up: whether it began to train; before that it cannot have failed in a step.
+        took_up: whether it began to train; an earlier failure is not a step's.
         step: the step in which it ended.
-        cause: the kind of failure from the ranks' reports; None where unknown.
-        signature: what failed where, in words that stay the same; None where unknown.
-        diagnosed: whether it ran with collectives checked.
+        cause: the kind of failure from the ranks' reports; None if unknown.
+        signature: stable text that says what failed where; None if unknown.
+        diagnosed: whether it ran with collective checks.
     """
 
     code: int
@@ -59,12 +59,13 @@ class Attempt:
 class RestartRules:
     """
     Args:
-        restarts: how many in a row without progress.
-        pause_seconds: before the first restart without progress; doubled with each further.
-        same_failures: how often the same failure at the same step makes it deterministic.
+        restarts: allowed restarts in a row without progress.
+        pause_seconds: pause before the first restart without progress; doubles with each further
+            one.
+        same_failures: repetitions of one failure at one step that make it deterministic.
         restart_preempted: False leaves the restart of a preempted job to the scheduler.
         diagnose: check collectives once after an unexplained crash.
-        measure: what ``clean_before`` and ``clean_after`` are steps of.
+        measure: what ``clean_before`` and ``clean_after`` count, for messages.
     """
 
     codes: ExitCodes
@@ -79,7 +80,7 @@ class RestartRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """Start it again after a pause."""
+    """Restart after a pause."""
 
     reason: str
     pause_seconds: float
@@ -88,7 +89,7 @@ class Again:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """Do not start it again; leave with this code."""
+    """Do not restart; exit with this code."""
 
     reason: str
     code: int

@@ -1,4 +1,4 @@
-"""The learning rate, as a function of applied updates and nothing else."""
+"""The learning rate as a function of applied updates only."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateCut:
-    """The ladder's cool-down: updates in ``[start, stop)`` take ``factor`` times the rate."""
+    """A cool-down of the ladder: updates in ``[start, stop)`` use ``factor`` times the rate."""
 
     start: int
     stop: int

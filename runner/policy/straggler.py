@@ -1,4 +1,4 @@
-"""Decides which ranks slow the others down, from a few numbers of each. No torch."""
+"""Decides which ranks slow the others down, from a few numbers of each rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 # A slow rank must cost at least this share of a step to be reported.
 _WORTH = 0.05
-# A run is slow below this share of its own median speed, which so many looks tell at least.
+# A run is slow below this share of its own median speed over at least this many comparisons.
 _SLOW_SHARE, _LEAST_LOOKS, _LOOKS = 0.8, 3, 100
 
 
@@ -17,8 +17,8 @@ _SLOW_SHARE, _LEAST_LOOKS, _LOOKS = 0.8, 3, 100
 class RankPace:
     """One rank's seconds.
 
-    ``host`` from the step's begin to its first collective (data, Python), ``device`` for one fixed
-    small computation, ``step`` for a whole step.
+    ``host``: from the start of the step to its first collective (data, Python); ``device``: one
+    fixed small computation; ``step``: a whole step.
     """
 
     host: float
@@ -49,12 +49,12 @@ class Straggler:
 
 
 class Stragglers:
-    """Counts slow comparisons; a rank is reported once, until it has kept up again.
+    """Counts slow comparisons; reports a rank again only after it has kept up.
 
     Args:
-        factor: how much slower than the median rank counts as slow.
-        device_factor: the same for the fixed computation on its device; None: ``factor``.
-        checks: in how many comparisons in a row.
+        factor: slowness relative to the median rank that counts as slow.
+        device_factor: the same for the fixed computation on the device; None uses ``factor``.
+        checks: number of slow comparisons in a row.
     """
 
     def __init__(self, *, factor: float, checks: int, device_factor: float | None = None) -> None:
@@ -63,7 +63,7 @@ class Stragglers:
         self._slow: dict[tuple[int, str], int] = {}
 
     def note(self, paces: Sequence[RankPace]) -> list[Straggler]:
-        """Compare all ranks, by rank; returns those that have just become stragglers."""
+        """Compare all ranks, given by rank; returns new stragglers."""
         stragglers = []
         step = statistics.median(pace.step for pace in paces)
         for what in ("host", "device"):
@@ -85,7 +85,7 @@ class Stragglers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowRun:
-    """All ranks together are slower than they were; seconds are medians of many steps."""
+    """A slowdown of all ranks together; seconds are medians of many steps."""
 
     seconds: float
     usual: float
@@ -98,22 +98,23 @@ class SlowRun:
         """One sentence."""
         share = self.usual / self.seconds if self.seconds else 0.0
         return (
-            f"steps take {self.seconds:.4f} s, and {self.usual:.4f} s is usual in this run: "
-            f"{share:.2f} of its tokens a second. Of it {self.host_seconds:.4f} s (usually "
-            f"{self.usual_host_seconds:.4f} s) go by before the first collective, with data and "
-            f"Python; longest on rank {self.slowest_host}"
+            f"steps take {self.seconds:.4f} s, and usually {self.usual:.4f} s in this run: "
+            f"{share:.2f} of its tokens per second. {self.host_seconds:.4f} s (usually "
+            f"{self.usual_host_seconds:.4f} s) pass before the first collective, in data loading "
+            f"and Python; rank {self.slowest_host} takes longest"
         )
 
 
 class SlowRuns:
-    """Compares the run's speed with its own median; told once until it is as fast again."""
+    """Compares the run's speed with its own median; reports a slowdown once until it has
+    recovered."""
 
     def __init__(self) -> None:
         self._usual: deque[tuple[float, float]] = deque(maxlen=_LOOKS)
         self._is_slow = False
 
     def note(self, paces: Sequence[RankPace]) -> SlowRun | None:
-        """Take the medians of the steps since the last look, by rank."""
+        """Record the medians of the steps since the last call, by rank."""
         seconds = statistics.median(pace.step for pace in paces)
         hosts = [pace.host for pace in paces]
         host = max(hosts)
@@ -121,7 +122,7 @@ class SlowRuns:
             usual = statistics.median(one for one, _ in self._usual)
             is_slow = seconds > usual / _SLOW_SHARE
             was_slow, self._is_slow = self._is_slow, is_slow
-            if is_slow:  # what is slow is not what is usual
+            if is_slow:  # slow steps must not enter the usual ones
                 if was_slow:
                     return None
                 return SlowRun(

@@ -215,12 +215,12 @@ def _is_claim(claim: Any) -> bool:
     if not isinstance(claim, dict) or "job" not in claim:
         return False
     order, when = claim.get("order"), claim.get("time")
-    words = [claim.get(name) for name in ("host", "boot", "started", "step")]
+    fields = [claim.get(name) for name in ("host", "boot", "started", "step")]
     job, pid = claim.get("job"), claim.get("pid")
     agents = claim.get("agents", [])  # version 0.1 did not write them
     return (
         isinstance(agents, list)
-        and all(isinstance(word, str) for word in [*words, *agents, job or ""])
+        and all(isinstance(word, str) for word in [*fields, *agents, job or ""])
         and type(pid) is int
         and isinstance(order, list)
         and [type(number) for number in order] == [int, int]
@@ -262,8 +262,8 @@ def _wait_for_its_end(
         raise ConfigError(
             f"out={folder.parent}: is in use by a living run ({_describe(claim)})"
             + (", of which this launch has the name but is no restart" if same else "")
-            + ". End that one first, or choose another out; resume.take_over=true makes it stop "
-            "and goes on here"
+            + ". End that one first, or choose another out; resume.take_over=true stops it and "
+            "continues here"
         )
     if alive:
         # The process exists, but has not moved for longer than the watchdog allows.

@@ -229,7 +229,7 @@ def _remedies(refused: dict[str, tuple[Any, Any]], config: RunConfig) -> str:
         lines.append(f"{', '.join(fixed)}: cannot change, the checkpoints hold other tensors.")
     else:
         lines.append(
-            f"To go on with the new values add 'resume.allow=[{','.join(keys)}]' (or "
+            f"To continue with the new values add 'resume.allow=[{','.join(keys)}]' (or "
             "resume.allow_change=true for whatever has changed); each change is journalled."
         )
     was, _ = refused.get("schedule.total", (None, None))
@@ -263,11 +263,11 @@ def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, t
     stored.setdefault("explain", config.explain.value)
     for name, value in _LATER.items():
         stored.setdefault(name, value)
-    wanted = trajectory(config)
-    taken_away = {name: None for name in stored if _ARGUMENT.match(name) and name not in wanted}
+    current = trajectory(config)
+    taken_away = {name: None for name in stored if _ARGUMENT.match(name) and name not in current}
     return {
         name: (stored.get(name), value)
-        for name, value in {**wanted, **taken_away}.items()
+        for name, value in {**current, **taken_away}.items()
         if stored.get(name) != value
     }
 

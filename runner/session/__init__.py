@@ -1,4 +1,4 @@
 """One training command on one rank, from the settings to the summary.
 
-Only this room knows all the others.
+Only this package may import all the others.
 """

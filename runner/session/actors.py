@@ -1,4 +1,4 @@
-"""Makes what acts from the first step on: loader, stepper, guard, loop."""
+"""Makes loader, stepper, guard and loop, which act from the first step on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the first journal line of a start, then makes the actors and starts them."""
+"""Writes the journal line of a start, then makes and starts the actors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
     layers = make_layers(opened, machinery, resumed)
     Columns(columns, layers, opened.written.report)
-    again = _recorded(opened, resumed)
+    recomputed = _recorded(opened, resumed)
     reporter = group.ranks.all_or_none(
         "opening the metrics",
         lambda: _reporter(
@@ -74,14 +74,14 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     before = group.ranks.from_first({"lost": past.lost, "idle_seconds": past.idle_seconds})
     start = _start_incident(opened, resumed, hosts, before)
     start = replace(start, detail={**start.detail, "repeats_bits": repeats})
-    reporter.also_applied(_resume_check(opened, resumed, again, start).applied)
+    reporter.also_applied(_resume_check(opened, resumed, recomputed, start).applied)
     opened.written.journal.add(start)
     if lease.config.debug.check_devices:
         _check_devices(opened, machinery.faults, resumed.step)
     quick_preflight(opened, machinery, resumed)
     _settle_mixture(opened, machinery)
     uploads = _uploads(opened, machinery, resumed)
-    # Until now the snapshots of an earlier incarnation were still needed.
+    # Snapshots of the previous incarnation were needed until here.
     machinery.ring.begin(uploads)
     corpus_check = _corpus_check(opened, machinery, resumed)
     corpus_check.begin()
@@ -95,7 +95,7 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
 
 
 def _past(opened: Opened, resumed: Resumed) -> Past:
-    """Where the time went before this start, as rank 0 reads it."""
+    """Read on rank 0 how the run's time was spent before this start."""
     if not opened.group.is_first:
         return past([], [], [])
     path, length = opened.group.run_dir.metrics, resumed.metrics_bytes
@@ -109,9 +109,9 @@ def _past(opened: Opened, resumed: Resumed) -> Past:
 
 
 def _recorded(opened: Opened, resumed: Resumed) -> list[list[float]]:
-    """The steps that will be computed again, before their lines are cut off. Collective."""
+    """Read the recorded steps that will be recomputed, before their lines are cut. Collective."""
     group = opened.group
-    told = group.ranks.all_or_none(
+    rows = group.ranks.all_or_none(
         "reading the metrics",
         lambda: (
             recorded(iter_lines(group.run_dir.metrics, start=resumed.metrics_bytes), resumed.step)
@@ -119,7 +119,7 @@ def _recorded(opened: Opened, resumed: Resumed) -> list[list[float]]:
             else []
         ),
     )
-    return [list(row) for row in group.ranks.from_first(told)]
+    return [list(row) for row in group.ranks.from_first(rows)]
 
 
 def _resume_check(
@@ -131,7 +131,7 @@ def _resume_check(
         resumed.step,
         rows,
         exactly=repeats_as_before(before, start.detail),
-        tell=opened.written.report,
+        report=opened.written.report,
     )
 
 
@@ -147,7 +147,7 @@ def _page_writer(opened: Opened) -> PageWriter | None:
     group, minutes = opened.group, opened.lease.config.track.report_minutes
     if not group.is_first or minutes is None:
         return None
-    return PageWriter(group.run_dir, every_seconds=60 * minutes, check=opened.lease.fence.check)
+    return PageWriter(group.run_dir, every_seconds=60 * minutes, check=opened.lease.run_lease.check)
 
 
 def _reporter(
@@ -160,7 +160,7 @@ def _reporter(
 ) -> Reporter:
     """Make metrics, trackers and the live line; files on rank 0 only."""
     group, lease, journal = opened.group, opened.lease, opened.written.journal
-    config, check = lease.config, lease.fence.check
+    config, check = lease.config, lease.run_lease.check
     outputs = Outputs(
         metrics=Metrics(
             group.run_dir.metrics if group.is_first else None,
@@ -169,7 +169,7 @@ def _reporter(
         ),
         trackers=[
             *(
-                parts.trackers(config, group.run_dir, resumed, lease.fence)
+                parts.trackers(config, group.run_dir, resumed, lease.run_lease)
                 if group.is_first
                 else ()
             ),
@@ -207,7 +207,7 @@ def _trackers(opened: Opened, resumed: Resumed) -> list[Tracker]:
     group, lease = opened.group, opened.lease
     if not group.is_first:
         return []
-    files = parts.trackers(lease.config, group.run_dir, resumed, lease.fence)
+    files = parts.trackers(lease.config, group.run_dir, resumed, lease.run_lease)
     return [*files, *opened.written.trackers]
 
 
@@ -224,13 +224,13 @@ def _curve_reader(opened: Opened, resumed: Resumed) -> CurveReader | None:
         total=config.steps,
         warmup=config.schedule.warmup,
         dataset=opened.corpus.dataset,
-        tell=written.report,
+        report=written.report,
     )
 
 
-def _losses(*others: PageWriter | CommandAlerts | None) -> list[output.Loss]:
-    """Incidents for output and journal lines that this process lost."""
-    lost = [one.loss for one in others if one is not None]
+def _losses(*outputs: PageWriter | CommandAlerts | None) -> list[output.Loss]:
+    """List the outputs whose lost lines become incidents."""
+    lost = [one.loss for one in outputs if one is not None]
     return [*output.losses(), *(loss for loss in lost if loss is not None)]
 
 
@@ -244,7 +244,7 @@ def _start_incident(
         decision=f"go on from step {resumed.step}" if resumed.step else "begin",
         reason="command",
         detail={
-            "incarnation": lease.fence.number,
+            "incarnation": lease.run_lease.number,
             "world_size": group.place.world_size,
             "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
             "parallel": lease.config.parallel.kind.value,
@@ -263,17 +263,17 @@ def _start_incident(
 
 
 def _check_devices(opened: Opened, faults: FaultInjector, step: int) -> None:
-    """Try the device of each rank. Collective.
+    """Test the device of each rank. Collective.
 
     Raises:
-        RankError: one is faulty; the journal calls it a hardware crash.
+        RankError: one is faulty; the journal records a hardware crash.
     """
     group = opened.group
     fault = check_devices(
         group.device, group.ranks, group.console.say, is_spoilt=faults.spoils_product(step)
     )
     if fault is not None:
-        incarnation = opened.lease.fence.number
+        incarnation = opened.lease.run_lease.number
         opened.written.report(fault.incident(step=step, incarnation=incarnation))
         raise RankError(fault.reason)
 
@@ -281,16 +281,16 @@ def _check_devices(opened: Opened, faults: FaultInjector, step: int) -> None:
 def _repeats_bits(
     opened: Opened, machinery: Machinery, feed: Feed, saved: SavedActivations
 ) -> bool:
-    """Whether one micro-batch gives the same bits twice, on all ranks. Collective.
+    """Whether one micro-batch gives the same bits twice on all ranks. Collective.
 
-    The loaded weights are left as they are.
+    The loaded weights do not change.
     """
     group, batch = opened.group, opened.lease.config.batch
     count = min(batch.global_size, batch.micro_size * group.place.world_size)
     (first, *_) = feed.fixed(np.arange(count) % len(opened.corpus.dataset))
     saved.samples = len(first.positions)
     work = MicroStep(batch=first.to(group.device), seed=opened.lease.config.seed)
-    # DeepSpeed reduces after as many micro-batches as a step has.
+    # DeepSpeed reduces only after all micro-batches of a step.
     times = feed.num_micro_batches if is_zero(opened.lease.config.parallel.kind) else 1
     own = repeats_bits(machinery.engine, [work] * times, saved)
     return group.ranks.sum([float(not own)])[0] == 0
@@ -314,13 +314,13 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
         )
     if config.parallel.offload is Offload.cpu and group.device.type == "cuda":
         say(
-            "parallel.offload=cpu: weights and moments lie in the host's memory; each step waits "
-            "until gradients are there and the host has updated them"
+            "parallel.offload=cpu: weights and moments are in host memory; each step waits until "
+            "gradients are there and the host has applied the update"
         )
     elif machinery.engine.waits_for_host:
         say(
-            f"optim._target_={config.optim._target_} does not look at found_inf: each step waits "
-            "until the host has read its gate"
+            f"optim._target_={config.optim._target_} ignores found_inf: each step waits until the "
+            "host has read its gate"
         )
     for sentence in odd_settings(config) if not resumed.step else []:
         say(f"warning: {sentence}")
@@ -332,8 +332,8 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
     elif resumed.step:
         source = " from memory" if resumed.tier is Tier.memory else ""
         say(f"resuming at step {resumed.step} of {config.steps}{source}")
-    for words in resumed.unused:
-        say(f"snapshots in memory that cannot be used: {words}")
+    for reason in resumed.unused:
+        say(f"snapshots in memory that cannot be used: {reason}")
 
 
 def _corpus_check(opened: Opened, machinery: Machinery, resumed: Resumed) -> CorpusCheck:
@@ -356,7 +356,7 @@ def _corpus_check(opened: Opened, machinery: Machinery, resumed: Resumed) -> Cor
 
 
 def _uploads(opened: Opened, machinery: Machinery, resumed: Resumed) -> Uploads | None:
-    """Make the uploads. The journal must have its first line by now."""
+    """Make the uploads. The journal must already have the line of this start."""
     lease, written, ring = opened.lease, opened.written, machinery.ring
     if lease.remote is None:
         return None
@@ -367,7 +367,7 @@ def _uploads(opened: Opened, machinery: Machinery, resumed: Resumed) -> Uploads 
         lease.directory(opened.group),
         queue=ring.upload_queue,
         ranks=opened.group.ranks,
-        fence=lease.fence,
+        run_lease=lease.run_lease,
         tainted=written.journal.history.abandoned_serials(),
         report=written.report,
     )

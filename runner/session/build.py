@@ -1,4 +1,4 @@
-"""Makes what holds the state of a run (``build``), and fills it (``resume``)."""
+"""Makes the parts that hold a run's state (``build``), and fills them (``resume``)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.train.state import TrainState
 
 
 def build(opened: Opened) -> Machinery:
-    """Make weights, checkpoints and counters; :func:`resume` fills them. Collective."""
+    """Make engine, checkpoints and counters; :func:`resume` fills them. Collective."""
     group, lease, corpus = opened.group, opened.lease, opened.corpus
     config = lease.config
     faults = FaultInjector(
@@ -69,17 +69,17 @@ def build(opened: Opened) -> Machinery:
 
 
 def resume(opened: Opened, machinery: Machinery) -> Resumed:
-    """Load the newest usable checkpoint, or make the initial weights. Collective.
+    """Load the newest usable checkpoint, or initialise the weights. Collective.
 
     Raises:
         ConfigError: a user's model cannot be trained exactly, or its weights cannot be read.
         CheckpointError: there are checkpoints, and none of them can be loaded.
-        RankError: no checkpoint can be loaded, and the object store does not answer.
+        RankError: no local checkpoint can be loaded, and the object store does not answer.
     """
     resumed = _resume(opened, machinery)
-    opened.group.console.close()  # of how far that was
+    opened.group.console.close()  # ends the progress line
     if resumed.is_fresh:
-        # Not earlier: a load overwrites all of it, and drawing random numbers takes time.
+        # Only now: a load overwrites all weights, and drawing random numbers takes time.
         config, ranks = opened.lease.config, opened.group.ranks
         parts.initialise(machinery.engine, config, opened.corpus.network, ranks)
     _check_model(opened, machinery.engine, is_fresh=resumed.is_fresh)
@@ -87,7 +87,7 @@ def resume(opened: Opened, machinery: Machinery) -> Resumed:
 
 
 def _resume(opened: Opened, machinery: Machinery) -> Resumed:
-    """Resume from the ring, or from the object store where the ring is damaged throughout."""
+    """Resume from the ring, or from the object store if every checkpoint is damaged."""
     group, inventory, written = opened.group, opened.inventory, opened.written
     ring, state = machinery.ring, machinery.state
     restorer = None if inventory.restored else inventory.restorer
@@ -112,7 +112,7 @@ def _resume(opened: Opened, machinery: Machinery) -> Resumed:
 
 
 def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:
-    """Try a user's model on two samples; its state stays as it is. Collective.
+    """Test a user's model on two samples; its state does not change. Collective.
 
     Raises:
         ConfigError: it cannot be trained exactly.
@@ -132,7 +132,7 @@ def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:
     signatures = group.ranks.gather(network.signature() if is_fresh else "")
     if len(set(signatures)) > 1:
         raise ConfigError(
-            f"{network.setting}: ranks build another model or other weights each "
-            f"({signatures} by rank); it must not depend on the rank, the machine or the clock"
+            f"{network.setting}: ranks build different models or weights ({signatures} by rank); "
+            "the model must not depend on the rank, the machine or the clock"
         )
     refuse_or_say(checks, network.setting, group.console.say)

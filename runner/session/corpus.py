@@ -1,4 +1,4 @@
-"""The data's part of the composition root: turns settings into a data set and its order."""
+"""Turns the data settings into a data set and its order."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from runner.data.rows import Rows, RowSource
 from runner.data.synthetic import SyntheticLanguage
 from runner.data.text import Prepared, TextSource, open_prepared, prepare_text
 from runner.data.tokens import open_tokens
-from runner.data.whole import Tell, notes_in
+from runner.data.whole import Progress, notes_in
 from runner.system.environment import variables
 from runner.system.error import DataError
 from runner.system.guest import call_target, parameters_of
 from runner.system.process import is_alive, own_process
 
-# Places of prepared tokens, one for each source; "" where nothing had to be prepared.
+# Paths of prepared tokens, one for each source; "" if nothing had to be prepared.
 Places = Sequence[str]
 
 
-def prepare_data(config: RunConfig, tell: Tell) -> list[Prepared | None]:
-    """Put the tokens into the cache: one process of each node does it for all of them.
+def prepare_data(config: RunConfig, progress: Progress) -> list[Prepared | None]:
+    """Tokenise into the cache; one process of each node does it for all of them.
 
     Args:
-        tell: called with the progress; if it raises, no file is left.
+        progress: called with the progress; if it raises, no file is left.
 
     Returns:
-        For each source what :func:`open_dataset` needs; None where nothing has to be prepared.
+        For each source, what :func:`open_dataset` needs; None if nothing has to be prepared.
 
     Raises:
-        DataError: the corpus cannot be trained on.
+        DataError: the corpus cannot be used.
     """
-    prepared = [_prepare(data, seed, tell) for data, seed in _parts(config)]
-    sets = held_out_sets(config.data).values()  # behind the sources
-    return prepared + [_prepare(data, config.seed, tell) for data in sets]
+    prepared = [_prepare(data, seed, progress) for data, seed in _parts(config)]
+    sets = held_out_sets(config.data).values()  # after the sources
+    return prepared + [_prepare(data, config.seed, progress) for data in sets]
 
 
 def open_dataset(
     config: RunConfig,
     prepared: Places | None = None,
     *,
-    tell: Tell = lambda what, done, total: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Dataset:
     """Open the corpus.
 
     Args:
-        prepared: the places that :func:`prepare_data` gave to some process of this node; None:
-            this process is alone, and does it itself.
-        tell: told how far that is.
+        prepared: the paths from :func:`prepare_data` in any process of this node; None prepares the
+            data in this process.
+        progress: called with the progress.
 
     Raises:
-        DataError: it cannot be trained on.
+        DataError: the corpus cannot be used.
     """
     if prepared is None:
-        prepared = [str(p.place) if p else "" for p in prepare_data(config, tell)]
+        prepared = [str(p.place) if p else "" for p in prepare_data(config, progress)]
     opened = [
         _open(data, seed, place)
         for (data, seed), place in zip(_parts(config), prepared, strict=False)
@@ -70,18 +70,18 @@ def open_dataset(
     sources = sources_of(config.data)
     if not sources:
         return opened[0]
-    # By name, so that order and fingerprint do not depend on the order of ``data.sources``.
+    # Sorted by name: order and fingerprint must not depend on the order of ``data.sources``.
     named = {s.name: one for s, one in zip(sources, opened, strict=True)}
     return mix({name: named[name] for name in sorted(named)})
 
 
 def open_validation(config: RunConfig, prepared: Places) -> Dataset | None:
-    """Open what ``data.val_path`` names, if anything: several sets as one, in the order of names.
+    """Open ``data.val_path``, if set; several sets become one, in the order of names.
 
-    Raises as :func:`open_dataset`.
+    Raises the errors of :func:`open_dataset`.
 
     Args:
-        prepared: as it takes it.
+        prepared: see :func:`open_dataset`.
     """
     sets = held_out_sets(config.data)
     if not sets:
@@ -112,16 +112,16 @@ def sample_stream(config: RunConfig, dataset: Dataset) -> SampleStream:
 
 
 def _parts(config: RunConfig) -> list[tuple[DataConfig, int]]:
-    """The settings and seed of each source; of a corpus without sources, its own."""
+    """Settings and seed of each source, or of the corpus itself if it has no sources."""
     sources = sources_of(config.data)
     if not sources:
         return [(config.data, config.seed)]
     return [(s.data, config.seed if s.seed is None else s.seed) for s in sources]
 
 
-def _prepare(data: DataConfig, seed: int, tell: Tell) -> Prepared | None:
+def _prepare(data: DataConfig, seed: int, progress: Progress) -> Prepared | None:
     if data._target_ is not None or data.kind is not DataKind.text:
-        return _prepare_rows(data, seed, tell)
+        return _prepare_rows(data, seed, progress)
     source = TextSource(
         paths=data.path,
         suffixes=data.suffixes,
@@ -131,28 +131,30 @@ def _prepare(data: DataConfig, seed: int, tell: Tell) -> Prepared | None:
         end_token=data.end_token,
         cache=token_cache(data.cache),
     )
-    return prepare_text(source, tell=tell, owners=Owners(own=own_process(), is_alive=is_alive))
+    return prepare_text(
+        source, progress=progress, owners=Owners(own=own_process(), is_alive=is_alive)
+    )
 
 
-def _prepare_rows(data: DataConfig, seed: int, tell: Tell) -> Prepared | None:
-    """What goes on in memory on every rank, but for the longest of it."""
+def _prepare_rows(data: DataConfig, seed: int, progress: Progress) -> Prepared | None:
+    """Render the rows once, if that is expensive; every rank does the rest in memory."""
     if data._target_ is None and data.kind is not DataKind.hf:
         return None
     rows = _rows(data) if data._target_ is None else None
-    words = rows.words() if rows is not None else ""
+    notice = rows.words() if rows is not None else ""
     if not data.pack:
-        return Prepared(place=Path(), words=words) if rows is not None else None
+        return Prepared(place=Path(), words=notice) if rows is not None else None
     dataset = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
     place = prepare_packs(
-        _unpadded(dataset), seq_len=data.seq_len, cache=token_cache(data.cache), tell=tell
+        _unpadded(dataset), seq_len=data.seq_len, cache=token_cache(data.cache), progress=progress
     )
-    return Prepared(place=place, words=words)
+    return Prepared(place=place, words=notice)
 
 
 def _unpadded(dataset: Dataset) -> Unpadded:
     if isinstance(dataset, Adapted):
         return dataset
-    raise DataError("data.pack=true: the samples hold no token ids; leave it out")
+    raise DataError("data.pack=true: the samples have no token ids; remove the setting")
 
 
 def _rows(data: DataConfig) -> Rows:
@@ -175,7 +177,7 @@ def _adapted(data: DataConfig) -> Dataset:
 def _open(data: DataConfig, seed: int, place: str) -> Dataset:
     """
     Args:
-        place: that of what was prepared, or empty.
+        place: path of the prepared data, or empty.
     """
     if data._target_ is not None or data.kind is DataKind.hf:
         dataset = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
@@ -206,8 +208,8 @@ def _open(data: DataConfig, seed: int, place: str) -> Dataset:
 def _own_dataset(data: DataConfig, seed: int, target: str) -> Dataset:
     """Open the data set that the user's code returns.
 
-    A parameter that has the name of a key of the group gets its value, where one was given or the
-    parameter has no default of its own; so do ``seed`` and ``seq_len``.
+    A parameter named like a key of the group gets that key's value, if the user set the key or the
+    parameter has no default; ``seed`` and ``seq_len`` are passed in the same way.
     """
     usual = DataConfig()
     path = data.path[0] if len(data.path) == 1 else data.path
@@ -232,7 +234,7 @@ def _own_dataset(data: DataConfig, seed: int, target: str) -> Dataset:
 
 
 def digest_notes(config: RunConfig) -> Path:
-    """The folder that remembers the digests of files that were read whole."""
+    """The folder with the remembered digests of whole files."""
     return notes_in(token_cache(config.data.cache))
 
 

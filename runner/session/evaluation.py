@@ -1,4 +1,5 @@
-"""Makes the held-out loss, what keeps the best by it, and the proof of the last checkpoint."""
+"""Makes the held-out evaluation, the best-checkpoint record and the proof of the last
+checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def evaluation(
     columns: SourceColumns,
     best: BestCheckpoint | None,
 ) -> Callable[[], float | None]:
-    """Make the evaluation: a held-out loss, which the columns and the best checkpoint follow."""
+    """Make the evaluation: a held-out loss, from which columns and best checkpoint are updated."""
     evaluator = _evaluator(opened, machinery, feed)
 
     def evaluate() -> float | None:
@@ -81,7 +82,7 @@ def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: in
 
 
 def spread_over(dataset: Dataset, count: int) -> FixedSet:
-    """Up to ``count`` samples of each held-out set of ``data.val_path``, at equal distances."""
+    """Up to ``count`` evenly spaced samples of each held-out set of ``data.val_path``."""
     sets = dataset.lengths if isinstance(dataset, Mixed) else {"": len(dataset)}
     indices, groups, first = [], [], 0
     for number, length in enumerate(sets.values()):
@@ -101,11 +102,11 @@ def spread_over(dataset: Dataset, count: int) -> FixedSet:
 def best_checkpoint(
     opened: Opened, machinery: Machinery, resumed: Resumed
 ) -> BestCheckpoint | None:
-    """Make what keeps the checkpoint with the best held-out loss; None where that is not wanted."""
+    """Make the record of the checkpoint with the best held-out loss; None if it is switched off."""
     group = opened.group
     if not opened.lease.config.checkpoint.keep_best:
         return None
-    told = group.ranks.all_or_none(
+    lowest = group.ranks.all_or_none(
         "reading the metrics",
         lambda: (
             held_out_losses(iter_lines(group.run_dir.metrics, stop=resumed.metrics_bytes))
@@ -113,13 +114,13 @@ def best_checkpoint(
             else []
         ),
     )
-    best = BestCheckpoint((int(step), float(loss)) for step, loss in group.ranks.from_first(told))
+    best = BestCheckpoint((int(step), float(loss)) for step, loss in group.ranks.from_first(lowest))
     machinery.ring.also_keep(lambda: best.serials(machinery.ring.records))
     return best
 
 
 def last_proof(opened: Opened, machinery: Machinery, feed: Feed) -> LastProof:
-    """Make the proof of the last checkpoint, at the end of the run."""
+    """Make the proof of the last checkpoint at the end of the run."""
     group, corpus, written = opened.group, opened.corpus, opened.written
     ranks, state = group.ranks, machinery.state
 
@@ -146,8 +147,8 @@ def last_proof(opened: Opened, machinery: Machinery, feed: Feed) -> LastProof:
                 held_out_before(group.run_dir.metrics, state.updates) if group.is_first else None
             ),
         )
-        found: float | None = ranks.from_first(measured)
-        return found
+        loss: float | None = ranks.from_first(measured)
+        return loss
 
     return LastProof(
         ring=machinery.ring,

@@ -1,4 +1,4 @@
-"""Makes what looks for the cause of a bad step, and what follows a rollback for its sake."""
+"""Makes the parts that find the cause of a bad step, before and after a rollback."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def explaining_guard(
             batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
             names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
             bundles=bundles,
-            incarnation=opened.lease.fence.number,
+            incarnation=opened.lease.run_lease.number,
         ),
         retracing=_retracing(opened, machinery, actors, replay, bundles),
     )
@@ -71,13 +71,13 @@ def _retracing(
     replay: Replay,
     bundles: Bundles | None,
 ) -> Retracing:
-    """Make what compares the steps after a rollback with the recorded ones."""
+    """Make the comparison of the steps after a rollback with the recorded ones."""
     group, config, written = opened.group, opened.lease.config, opened.written
     history, ring, reporter = written.journal.history, machinery.ring, actors.reporter
     rules = parts.remedy_rules(config)
 
     def recorded(first: int, stop: int) -> dict[int, Recorded]:
-        reporter.metrics_bytes(durably=False)  # so that they can be read
+        reporter.metrics_bytes(durably=False)  # flush, so that they can be read
         rows = group.ranks.all_or_none(
             "reading the metrics",
             lambda: (
@@ -89,7 +89,7 @@ def _retracing(
         return from_rows(group.ranks.from_first(rows))
 
     def target(bad: StepSignals, state: TrainState) -> Record | None:
-        """As the ladder has it (:func:`runner.policy.decision.ladder.decide`)."""
+        """Rollback target, as in :func:`runner.policy.decision.ladder.decide`."""
         onset = state.trouble.bad[0] if state.trouble.bad else None
         step, start = (onset.step, onset.start) if onset else (bad.step, bad.start)
         cursor = history.ledger.before(start, rules.margin * rules.batch)
@@ -110,7 +110,7 @@ def _retracing(
             history=history,
             fresh=lambda: TrainState(parts.judge_rules(config), rules),
         ),
-        tell=written.report,
+        report=written.report,
         bundles=bundles,
     )
 
@@ -121,17 +121,17 @@ def _bundles(opened: Opened) -> Bundles:
         group.run_dir.explanations,
         opened.corpus.dataset,
         facts={"host": host_name(), **versions(), **group.device_versions},
-        check=opened.lease.fence.check,
+        check=opened.lease.run_lease.check,
         say=group.console.say,
     )
 
 
 def _known_samples(stream: SampleStream, size: int, state: TrainState, ledger: Ledger) -> Indices:
-    """Data set indices of samples that are known to be good, as many as a step has.
+    """Data set indices of samples that are known to be good, one step's worth.
 
-    Held-out ones, repeated where there are fewer. Where nothing of the corpus is held out
-    (``data.val_path``, ``data.held_out=0``), those that the newest applied step has read; none
-    before the first.
+    Held-out samples, repeated if there are too few. If the corpus holds out none
+    (``data.val_path``, ``data.held_out=0``), the samples of the newest applied step; none before
+    the first.
     """
     held_out = stream.held_out_indices(size)
     if len(held_out):

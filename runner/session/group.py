@@ -32,19 +32,19 @@ from runner.system.environment import changeable, variables
 from runner.system.error import ConfigError, RunnerError, Superseded
 from runner.system.process import own_process, pid_namespace
 
-# The rendezvous has a limit of its own, and says who is missing.
+# The rendezvous has its own limit and names missing ranks.
 _MEET_SECONDS = 60.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """A rank whose process group exists.
+    """One rank in its process group.
 
     Args:
-        debug: the settings for debugging collectives that were applied.
+        debug: the collective-debugging settings in effect.
         peers: facts of this node's ranks, exchanged at the rendezvous.
-        device_versions: of the device, its driver and libraries; equal on all ranks.
+        device_versions: versions of device, driver and libraries; equal on all ranks.
     """
 
     place: RankEnv
@@ -66,7 +66,7 @@ class RankGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which writes what is written once."""
+        """Whether this is rank 0, the only writer of shared files."""
         return self.place.is_first
 
     def asked_to_stop(self) -> list[str]:
@@ -76,20 +76,20 @@ class RankGroup:
 
 @contextmanager
 def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
-    """Start the monitor and the process group; inside, a rank reports its failure to the others.
+    """Start the monitor and the process group; in the context, a failing rank tells the others.
 
     Raises:
         RunnerError: the ranks do not come together.
     """
     refuse_untried(config, place)
-    # Before CUDA starts, which reads some variables only once.
+    # Before CUDA starts, because it reads some variables only once.
     switched = be_deterministic(changeable()) if config.compute.deterministic else {}
     found_device = find_device(config.parallel.device, place, variables())
     device = take_device(found_device)
     run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
     stop = parts.stop_request(config, launch)
     stop.listen()
-    monitor = parts.witness(config, place, launch, run_dir, stop)
+    monitor = parts.rank_monitor(config, place, launch, run_dir, stop)
     heart = monitor.heart
     as_json = config.track.log is LogKind.json
     log.begin(as_json=as_json, rank=place.rank, step=lambda: heart.step)
@@ -99,8 +99,8 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
     )
     if device.type == "cuda" and place.is_first and is_torchruns_own(variables()):
         _log.info(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 in the place of torchrun's 1, which would take the "
-            "evidence of a hang away"
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 instead of torchrun's 1, which would remove the "
+            "evidence of a hang"
         )
     debug = set_debug(changeable(), settings)
     facts: dict[str, Any] = {
@@ -118,9 +118,8 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
 
     def have_met(room: Store, near: Sequence[Facts]) -> None:
         monitor.expect(
-            "connecting to the other ranks, all of which are there "
-            "(parallel.timeout_seconds; which interface is used NCCL_SOCKET_IFNAME says, "
-            "debug=nccl tells more)",
+            "connecting to the other ranks, all of which have started (parallel.timeout_seconds; "
+            "NCCL_SOCKET_IFNAME selects the interface, debug=nccl logs more)",
             parallel.timeout_seconds,
         )
         monitor.watch_start(room, near)
@@ -150,22 +149,22 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
 def refuse_untried(config: RunConfig, place: RankEnv) -> None:
     """
     Raises:
-        ConfigError: there are more ranks than was ever measured.
+        ConfigError: there are more ranks than were ever measured.
     """
     most = config.parallel.max_ranks
     if place.world_size > most:
         raise ConfigError(
-            f"parallel.max_ranks={most}: there are {place.world_size} ranks. Nobody has tried "
-            "whether a start, a save or a crash report of so many ends in time (docs/scale.md). "
-            f"To try it: parallel.max_ranks={place.world_size}"
+            f"parallel.max_ranks={most}: there are {place.world_size} ranks. It is untested "
+            "whether so many start, save and report a crash in time (docs/scale.md). To try it: "
+            f"parallel.max_ranks={place.world_size}"
         )
 
 
 def group_at_hand(config: RunConfig, place: RankEnv, device: torch.device) -> RankGroup:
-    """Wrap a process group that the caller starts and ends, as benchmarks and tests do."""
+    """Wrap a process group that the caller starts and ends; for benchmarks and tests."""
     launch = launch_from(variables())
     stop = parts.stop_request(config, launch)
-    monitor = parts.witness(config, place, launch, RunDir(Path(config.out)), stop)
+    monitor = parts.rank_monitor(config, place, launch, RunDir(Path(config.out)), stop)
     return _group(config, place, launch, device, stop, monitor, {}, [])
 
 
@@ -199,7 +198,7 @@ def _group(
 
 @contextmanager
 def _telling(monitor: RankMonitor) -> Iterator[None]:
-    """Report an error that the other ranks do not raise, before it propagates."""
+    """Report an error of this rank alone before it propagates."""
     try:
         yield
     except Superseded as error:

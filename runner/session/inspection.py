@@ -1,4 +1,4 @@
-"""Makes what looks at ranks and copies now and then: their pace, their bits, their devices."""
+"""Makes the periodic checks of the ranks: speed, replicas and devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.train.audit import Auditor, AuditRules
 from runner.train.report import Reporter
 from runner.train.step import Stepper
 
-# Of watchdog.straggler_factor. What slows a GPU in a fixed computation is its own throttling.
+# Factor on watchdog.straggler_factor. A fixed computation is slow on a GPU only if it throttles.
 _STRAGGLER_FACTOR, _DEVICE_FACTORS = 2.0, {"cuda": 1.2}
 
 
@@ -28,7 +28,7 @@ def inspections(
     stepper: Stepper,
     reporter: Reporter,
 ) -> Callable[[int], None]:
-    """Make the checks that follow an update."""
+    """Make the checks that run after an update."""
     group, config, ring = opened.group, opened.lease.config, machinery.ring
     watchdog, every = config.watchdog, config.debug.replica_check_every
     pace = PaceInspector(
@@ -54,7 +54,7 @@ def inspections(
 
     auditor = _auditor(opened, machinery, resumed, feed, stepper)
 
-    def look(updates: int) -> None:
+    def inspect_ranks(updates: int) -> None:
         if auditor is not None:
             auditor.look(updates)
         if watchdog.straggler_every and updates % watchdog.straggler_every == 0:
@@ -62,13 +62,13 @@ def inspections(
         if every and updates % every == 0:
             replicas.look(updates)
 
-    return look
+    return inspect_ranks
 
 
 def _auditor(
     opened: Opened, machinery: Machinery, resumed: Resumed, feed: Feed, stepper: Stepper
 ) -> Auditor | None:
-    """Make what looks for a rank that computes wrongly in silence; None where it is off."""
+    """Make the audit for silent data corruption; None if it is off."""
     group, lease = opened.group, opened.lease
     config = lease.config
     if not config.debug.audit_every or group.place.world_size < 2:
@@ -87,7 +87,7 @@ def _auditor(
             seed=config.seed,
             host=host_name(),
             kind=device_kind(group.device),
-            incarnation=lease.fence.number,
+            incarnation=lease.run_lease.number,
         ),
         report=opened.written.report,
         distrust=machinery.ring.distrust_after,

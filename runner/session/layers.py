@@ -1,4 +1,4 @@
-"""Makes what measures the layers of the model and reports on them, from the settings."""
+"""Makes the measurement of the model's layers and its report, from the settings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from runner.train.layers import LayerLog, LayerPlaces, LayerTable, LayerWatch, U
 from runner.train.source_columns import SourceColumns
 from runner.train.step import StepInfo
 
-_TAIL_BYTES = 4 << 20  # of a file, in which the last looks are found
-_LINE_BYTES = 4 << 10  # of the metrics, more than a line has
+_TAIL_BYTES = 4 << 20  # of a file's end, enough for the latest measurements
+_LINE_BYTES = 4 << 10  # upper bound on a line of the metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """``watch`` measures in the steps, ``log`` takes what was measured."""
+    """``watch`` measures during steps, ``log`` records the results."""
 
     watch: LayerWatch
     log: LayerLog
@@ -32,7 +32,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Further columns of a step's line: for sources and for layers."""
+    """Extra columns of a step's line: sources and layers."""
 
     sources: SourceColumns
     layers: Layers | None
@@ -59,8 +59,8 @@ class Columns:
                 Incident(
                     kind="advice",
                     step=signals.step,
-                    decision="only told",
-                    reason=f"{share:.2%} of the last 1,000 losses lie 7 standard deviations above "
+                    decision="only reported",
+                    reason=f"{share:.2%} of the last 1,000 losses are 7 standard deviations above "
                     "their mean, and as many before: try a rate that is lower by a fifth "
                     "(optim.lr), or a longer warm-up",
                     detail={"spike_score": round(share, 6)},
@@ -69,7 +69,7 @@ class Columns:
 
 
 def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layers | None:
-    """Make both parts; None where nothing is measured. Collective."""
+    """Make both parts; None if nothing is measured. Collective."""
     config, group, network = opened.lease.config, opened.group, opened.corpus.network
     every, engine = config.track.layers_every, machinery.engine
     if not every:
@@ -89,9 +89,9 @@ def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layer
         file=group.ranks.all_or_none("opening the layers' file", lambda: _file(opened, length)),
         past=[Look(step=step, values=values) for step, values in group.ranks.from_first(looks)],
         norms={int(step): norm for step, norm in group.ranks.from_first(_norms(opened, resumed))},
-        attempt=opened.written.journal.attempt + 1,  # this start's line comes later
+        attempt=opened.written.journal.attempt + 1,  # the line of this start is written later
         clip=config.optim.clip,
-        tell=lambda incident: _warn(opened, machinery, incident),
+        report=lambda incident: _warn(opened, machinery, incident),
     )
     machinery.ring.also_keep(opened.written.journal.history.kept_serials)
     watch = LayerWatch(engine, activations, places, every=every, is_first=group.is_first)
@@ -99,23 +99,23 @@ def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layer
 
 
 def _warn(opened: Opened, machinery: Machinery, incident: Incident) -> None:
-    """Journal the warning, and keep the checkpoint before it."""
+    """Journal the warning, and pin the checkpoint before it."""
     keeps = {"keeps": machinery.ring.newest_clean()}
     opened.written.report(replace(incident, detail={**incident.detail, **keeps}))
 
 
 def _file(opened: Opened, length: int) -> LineFile | None:
-    """Open the file and append: for a repeated step the later line counts."""
+    """Open the file to append: for a repeated step the later line counts."""
     group = opened.group
     if not group.is_first:
         return None
-    return LineFile(group.run_dir.layers, length=length, check=opened.lease.fence.check)
+    return LineFile(group.run_dir.layers, length=length, check=opened.lease.run_lease.check)
 
 
 def _past(opened: Opened, resumed: Resumed) -> tuple[list[tuple[int, Mapping[str, Any]]], int]:
-    """What earlier starts measured shortly before the step that is resumed from; of the first rank.
+    """Read on rank 0 the latest measurements before the step that the run resumes from.
 
-    With it where the last whole line ends.
+    Also returns the offset at which the last whole line ends.
     """
     if not opened.group.is_first:
         return [], 0
@@ -130,7 +130,7 @@ def _past(opened: Opened, resumed: Resumed) -> tuple[list[tuple[int, Mapping[str
 
 
 def _norms(opened: Opened, resumed: Resumed) -> list[tuple[int, float]]:
-    """Gradient norms of the steps since the last look, from the metrics; of the first rank."""
+    """Gradient norms of the steps since the last measurement, from rank 0's metrics."""
     if not opened.group.is_first:
         return []
     every = opened.lease.config.track.layers_every

@@ -1,4 +1,4 @@
-"""What a run takes of a rank's memory, in one line at its start."""
+"""The line at the start that says how much of a rank's memory the run needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BF16_BYTES, _FP32_BYTES = 2, 4
 
 
 def engine_facts(config: RunConfig, place: RankEnv) -> EngineFacts:
-    """How the engine of these settings uses memory."""
+    """Describe the memory use of the configured engine."""
     kind = config.parallel.kind
     if is_zero(kind):
         return EngineFacts(
@@ -42,14 +42,14 @@ def engine_facts(config: RunConfig, place: RankEnv) -> EngineFacts:
 
 
 def memory_line(opened: Opened, machinery: Machinery, saved: SavedActivations) -> str:
-    """See :meth:`MemoryNeed.line`.
+    """Format the line; see :meth:`MemoryNeed.line`.
 
     Args:
-        saved: has seen a micro-batch.
+        saved: has recorded a micro-batch.
     """
     group, config = opened.group, opened.lease.config
     memory = machinery.tier.memory
-    # Selective recomputation keeps its results where no hook sees them.
+    # No hook sees the results that selective recomputation keeps.
     is_seen = recompute_kind(config) != SELECTIVE and saved.num_bytes
     need: MemoryNeed = memory_need(
         machinery.engine.shards(),

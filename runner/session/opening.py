@@ -1,6 +1,6 @@
-"""What a command opens before anything is built: the lease, the corpus, the inventory.
+"""Opens lease, corpus and inventory, before anything is built.
 
-Each phase takes the value of the one before. All are collective, and raise alike on every
+Each phase takes the value of the previous one. All are collective and raise the same error on every
 rank.
 """
 
@@ -15,7 +15,7 @@ from runner.checkpoint.memory.tier import MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.config.compose import digest, flat
 from runner.config.schema import RunConfig
-from runner.data.whole import Tell
+from runner.data.whole import Progress
 from runner.distributed.env import JobEnv
 from runner.distributed.slow_agreement import all_or_none_slowly
 from runner.health.crash_log import crash_incident, forget_last_words
@@ -49,7 +49,7 @@ def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
     ranks, console = group.ranks, group.console
     _require_equal_settings(config, group)
     remote = open_remote(config, group.run_dir, ranks)
-    fence = claim_run_dir(
+    run_lease = claim_run_dir(
         group.run_dir,
         config,
         _known_launch(group),
@@ -63,22 +63,24 @@ def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
 
     config = settle_precision(config, stored, group.device, ranks, console.say)
     config = settle_rope(config, stored, ranks, console.say)
-    group.monitor.begin(fence, group.peers)
+    group.monitor.begin(run_lease, group.peers)
     if group.is_first and group.run_dir.is_open_to_all:
         console.say(
-            f"warning: other users may write in {group.run_dir.out}, and so decide what a restart "
+            f"warning: other users can write to {group.run_dir.out} and so change what a restart "
             "loads; chmod o-w it"
         )
-    return Lease(config=config, config_digest=digest(flat(config)), fence=fence, remote=remote)
+    return Lease(
+        config=config, config_digest=digest(flat(config)), run_lease=run_lease, remote=remote
+    )
 
 
 def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
-    """Tokenise the data where needed, open it, and check that all ranks see the same.
+    """Tokenise the data if needed, open it, and check that all ranks see the same.
 
     Raises:
-        DataError: it cannot be trained on.
+        DataError: the corpus cannot be used.
         ConfigError: ranks see different data.
-        Preempted: a rank was asked to stop meanwhile.
+        Preempted: a stop was requested meanwhile.
     """
     config, ranks = lease.config, group.ranks
     prepared = _prepare_data(config, group)
@@ -90,20 +92,21 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
     validation = ranks.all_or_none(
         "opening data.val_path", lambda: parts.open_validation(config, prepared)
     )
-    kept = ranks.from_first(
+    model_files = ranks.from_first(
         ranks.all_or_none(
             "looking for the model's files",
             lambda: kept_files(group.run_dir) if group.is_first else "",
         )
     )
     network = ranks.all_or_none(
-        "sizing the model", lambda: parts.blueprint(config, dataset, Path(kept) if kept else None)
+        "sizing the model",
+        lambda: parts.blueprint(config, dataset, Path(model_files) if model_files else None),
     )
     return Corpus(dataset=dataset, stream=stream, validation=validation, network=network)
 
 
 def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
-    """Read what is in ``out``; where it is lost, restore the run from the object store."""
+    """Read what is in ``out``; if it is lost, restore the run from the object store."""
     restorer = restored = None
     fingerprint = corpus.dataset.fingerprint()
     if lease.remote is not None:
@@ -123,19 +126,19 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
         lease.config,
         fingerprint,
         group.ranks,
-        lease.fence,
+        lease.run_lease,
         tensors=lambda: state_shapes(lease.config, corpus.network),
     )
     inventory = replace(inventory, next_serial=with_highest(inventory.next_serial, lease.remote))
     for name in inventory.torn:
         group.console.say(f"removed {name}: it was never committed")
     for sentence in inventory.damaged:
-        group.console.say(f"damaged checkpoint, not to be used: {sentence}")
+        group.console.say(f"damaged checkpoint, which will not be used: {sentence}")
     return Inventory(found=inventory, restorer=restorer, restored=restored)
 
 
 def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJournal:
-    """Open the journal and record changed settings, earlier crashes and what was restored."""
+    """Open the journal; record changed settings, earlier crashes and restored checkpoints."""
     found = inventory.found
     command = lease.config.track.command
     alerts = CommandAlerts(command, group.run_dir.out) if command and group.is_first else None
@@ -149,8 +152,8 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
     written = RunJournal(journal=journal, group=group, alerts=alerts, trackers=trackers)
     _report_all(found.changes, written)
     if group.is_first:
-        # After they are journalled, so that a crash does not hide them.
-        lease.fence.check()
+        # Only once they are journalled, so that a crash now does not hide them.
+        lease.run_lease.check()
         group.run_dir.store_config(lease.config)
     if not found.records:
         group.ranks.all_or_none(
@@ -159,7 +162,7 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
         )
     _report_all(found.crashes, written)
     if group.is_first:
-        forget_last_words(group.run_dir, lease.fence.number)
+        forget_last_words(group.run_dir, lease.run_lease.number)
         group.monitor.write_causes_to(
             lambda cause, number: journal.add(crash_incident(cause, number))
         )
@@ -169,9 +172,9 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
 
 
 def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Lease:
-    """Settle the micro-batch size, which crashes for lack of memory have halved.
+    """Set the micro-batch size, halved after each out-of-memory crash.
 
-    The stored settings and their digest stay as the user set them.
+    The stored settings and their digest keep the user's value.
     """
     batch = lease.config.batch
     lines = [*inventory.found.journal, *inventory.found.crashes]
@@ -181,7 +184,7 @@ def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Le
     elif settled.size != batch.micro_size:
         written.group.console.say(
             f"micro-batches of {settled.size} sequences, not {batch.micro_size}: larger ones did "
-            "not fit into memory (journal.jsonl); another batch.micro_size tries anew"
+            "not fit into memory (journal.jsonl); to retry, set another batch.micro_size"
         )
     batch = replace(batch, micro_size=settled.size)
     return replace(lease, config=replace(lease.config, batch=batch))
@@ -200,47 +203,47 @@ def open_slots(
         state,
         group.ranks,
         group.place,
-        incarnation=lease.fence.number,
+        incarnation=lease.run_lease.number,
         identity=identity,
         say=group.console.say,
     )
 
 
 def identity_of(lease: Lease, corpus: Corpus) -> Identity:
-    """What identifies the checkpoints of this command."""
+    """Return the identity of this command's checkpoints."""
     return Identity(
         config_digest=lease.config_digest, data_fingerprint=corpus.dataset.fingerprint()
     )
 
 
 def _require_equal_settings(config: RunConfig, group: RankGroup) -> None:
-    """Compare the settings, which every rank composed by itself."""
+    """Compare the settings, which every rank composes separately."""
     ranks = group.ranks
     if len(set(ranks.gather(digest(flat(config))))) == 1:
         return
     settings = ranks.gather(flat(config))
     differing = [key for key in settings[0] if len({repr(s[key]) for s in settings}) > 1]
-    words = "; ".join(f"{key}: {[s[key] for s in settings]} by rank" for key in differing)
-    raise ConfigError(f"ranks were started with different settings: {words}")
+    message = "; ".join(f"{key}: {[s[key] for s in settings]} by rank" for key in differing)
+    raise ConfigError(f"ranks were started with different settings: {message}")
 
 
 def _known_launch(group: RankGroup) -> JobEnv:
-    """Complete the launch's facts with its launcher processes, one rank a node. Collective."""
+    """Complete the launch facts with the launcher processes, from one rank per node. Collective."""
     tells = group.launch.has_agent and group.place.local_rank == 0
     names = group.ranks.gather(parent_name() if tells else "")
     return replace(group.launch, agents=tuple(sorted({name for name in names if name})))
 
 
 def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
-    """Tokenise, or find the tokens, on one rank of each node for all of its ranks. Collective.
+    """Tokenise or find the tokens, on one rank of each node for all its ranks. Collective.
 
     Returns:
-        The place of what was prepared for each source; empty where nothing had to be.
+        The path of each source's prepared data; empty if nothing had to be prepared.
     """
     ranks, place = group.ranks, group.place
 
-    def work(tell: Tell) -> list[list[str]]:
-        prepared = parts.prepare_data(config, tell) if not place.local_rank else []
+    def work(progress: Progress) -> list[list[str]]:
+        prepared = parts.prepare_data(config, progress) if not place.local_rank else []
         return [[str(one.place), one.words] if one else ["", ""] for one in prepared]
 
     prepared = all_or_none_slowly(
@@ -255,11 +258,11 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
     if prepared is None:
         raise Preempted(
             f"asked to stop ({who_asked(group.asked_to_stop())}) while the data was prepared; "
-            "nothing was trained yet, and unfinished work starts over"
+            "nothing was trained yet, and unfinished preparation starts over"
         )
     by_rank = ranks.gather(prepared)[place.rank - place.local_rank]
-    for words in dict.fromkeys(words for _, words in by_rank if words):
-        group.console.say(f"data.tokenizer={config.data.tokenizer}: {words}")
+    for notice in dict.fromkeys(notice for _, notice in by_rank if notice):
+        group.console.say(f"data.tokenizer={config.data.tokenizer}: {notice}")
     return [folder for folder, _ in by_rank]
 
 
@@ -271,8 +274,10 @@ def _journal(
 ) -> Journal:
     file = None
     if group.is_first:
-        lease.fence.check()
-        file = LineFile(group.run_dir.journal, length=found.journal_bytes, check=lease.fence.check)
+        lease.run_lease.check()
+        file = LineFile(
+            group.run_dir.journal, length=found.journal_bytes, check=lease.run_lease.check
+        )
     ranges = [(start, stop) for start, stop in lease.config.data.skip]
 
     def tell(line: Mapping[str, Any]) -> None:

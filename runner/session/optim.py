@@ -24,7 +24,7 @@ _TARGET = "optim._target_"
 class OwnSchedule:
     """A learning rate from the user's function of ``updates`` and ``arguments``.
 
-    ``offered`` are values for its parameters of those names.
+    ``offered`` has values for parameters of those names.
     """
 
     target: str
@@ -35,7 +35,7 @@ class OwnSchedule:
         """Learning rate of the update that follows ``updates`` applied ones.
 
         Raises:
-            ConfigError: it does not return a finite number of at least 0.
+            ConfigError: the function does not return a finite number of at least 0.
         """
         key = "schedule._target_"
         given = {"updates": updates, **self.arguments}
@@ -43,40 +43,40 @@ class OwnSchedule:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value < 0:
             raise ConfigError(
-                f"{key}={self.target}: gives {value!r} after {updates} updates; must be a finite "
+                f"{key}={self.target}: returns {value!r} after {updates} updates; must be a finite "
                 "learning rate of 0 or more"
             )
         return float(value)
 
 
 def schedule(config: RunConfig) -> Rates:
-    """The learning rate over updates.
+    """Make the learning-rate schedule.
 
     Raises:
         ConfigError: ``schedule._target_`` cannot be called.
     """
-    wanted = config.schedule
-    total = wanted.total or config.steps
-    if wanted._target_ is not None:
+    settings = config.schedule
+    total = settings.total or config.steps
+    if settings._target_ is not None:
         own = OwnSchedule(
-            target=wanted._target_,
-            arguments=wanted.arguments or {},
+            target=settings._target_,
+            arguments=settings.arguments or {},
             offered={
                 "peak": config.optim.lr,
                 "total": total,
-                "warmup": wanted.warmup,
-                "floor": wanted.floor,
+                "warmup": settings.warmup,
+                "floor": settings.floor,
             },
         )
         own.rate(0)
         return own
     return Schedule(
-        kind=wanted.kind.value,
+        kind=settings.kind.value,
         peak=config.optim.lr,
         total=total,
-        warmup=wanted.warmup,
-        floor=wanted.floor,
-        decay=wanted.decay,
+        warmup=settings.warmup,
+        floor=settings.floor,
+        decay=settings.decay,
     )
 
 
@@ -112,7 +112,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         optimizer = call_target(_TARGET, target, {"params": groups, **arguments}, offered)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
-                f"{_TARGET}={target}: gives {type(optimizer).__name__}; must be a "
+                f"{_TARGET}={target}: returns {type(optimizer).__name__}; must be a "
                 "torch.optim.Optimizer"
             )
         return optimizer
@@ -130,7 +130,7 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
 def state_shapes(config: RunConfig, network: Blueprint) -> dict[str, tuple[int, ...]]:
     """Names and whole shapes of the tensors in a checkpoint of these settings.
 
-    With ``optim._target_`` parameters alone: what it keeps is known when it is made.
+    With ``optim._target_``, parameters only: its state is known once it is built.
     """
     settings = optimizer_settings(config)
     is_known = settings.make is None

@@ -1,6 +1,6 @@
-"""The composition root: the one place that turns settings into concrete parts.
+"""Turns settings into concrete parts: engine, feed, monitor, ring rules.
 
-Knows everything; nothing knows it but the command line.
+One function for each part; the phases of this package call them.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ from runner.system.guest import call_target, find_target
 from runner.train.explaining import ExplainRules
 from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes, SnapshotInterval
 
-# Replays of a step for one incident, and for all incidents as a share of the run's steps.
+# Limits on replayed steps: for one incident, and for all as a share of the run's steps.
 _EXPLAINING = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (120, 0.05)}
-_LEAST_INCIDENTS = 6  # incidents that even a short run may replay
+_LEAST_INCIDENTS = 6  # incidents that any run may replay, however short
 
 Report = Callable[[Incident], None]
 
 
 def stop_request(config: RunConfig, launch: JobEnv) -> StopRequest:
-    """Signals, and the scheduler's time limit where it is known."""
+    """Listen for stop signals and the scheduler's time limit, if known."""
     end = launch.end_time
     return StopRequest(
         grace_seconds=config.preempt.grace_seconds,
@@ -94,7 +94,7 @@ def stop_request(config: RunConfig, launch: JobEnv) -> StopRequest:
     )
 
 
-def witness(
+def rank_monitor(
     config: RunConfig, place: RankEnv, launch: JobEnv, run_dir: RunDir, stop: StopRequest
 ) -> RankMonitor:
     """Make the monitor of this rank."""
@@ -113,7 +113,7 @@ def witness(
 
 
 def explain_rules(config: RunConfig) -> ExplainRules | None:
-    """What finding a cause may cost; None where it is off or would change nothing."""
+    """The budget for finding a cause; None if it is off or would change nothing."""
     kind = config.explain
     if kind is ExplainKind.off or config.guard.remedy is RemedyKind.discard:
         return None
@@ -127,7 +127,7 @@ def explain_rules(config: RunConfig) -> ExplainRules | None:
 
 
 def reads_late(config: RunConfig, device: torch.device) -> bool:
-    """``guard.sync``, or the device's default: on a CPU late reads gain nothing."""
+    """Whether signals are read one step late: ``guard.sync``, else only on CUDA."""
     return device.type == "cuda" if config.guard.sync is None else not config.guard.sync
 
 
@@ -155,16 +155,16 @@ def feed(
 
 
 def model_shape(config: RunConfig, dataset: Dataset) -> DecoderShape:
-    """The decoder's sizes, with what the data decides filled in.
+    """The decoder's sizes, completed from the data.
 
     Raises:
-        ConfigError: the embedding is smaller than the data's vocabulary, or sizes misfit.
+        ConfigError: the embedding is smaller than the data's vocabulary, or sizes do not match.
     """
     model = config.model
     if isinstance(dataset, RecordDataset):
         raise ConfigError(
-            f"data._target_={config.data._target_}: gives samples without token ids, and the "
-            "decoder needs input_ids; name a model that knows what they are with model._target_"
+            f"data._target_={config.data._target_}: returns samples without token ids, and the "
+            "decoder needs input_ids; set model._target_ to a model for these samples"
         )
     vocab_size = model.vocab_size or dataset.vocab_size
     if vocab_size < dataset.vocab_size:
@@ -201,18 +201,18 @@ def _rope_scaling(value: object) -> RopeScaling | None:
     return RopeScaling(**given, original_max_position_embeddings=int(length))
 
 
-def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> Blueprint:
+def blueprint(config: RunConfig, dataset: Dataset, files: Path | None = None) -> Blueprint:
     """The network to build: the decoder, a Hugging Face model, or ``model._target_``.
 
     Args:
-        kept: see :func:`pretrained_blueprint`.
+        files: see :func:`pretrained_blueprint`.
 
     Raises:
-        ConfigError: sizes misfit, or the target cannot be called.
+        ConfigError: sizes do not match, or the target cannot be called.
     """
     model = config.model
     if is_hf(model):
-        return _with_segments(config, pretrained_blueprint(config, dataset, kept))
+        return _with_segments(config, pretrained_blueprint(config, dataset, files))
     if model._target_ is None:
         return decoder_blueprint(config, model_shape(config, dataset))
     target, arguments = model._target_, model.arguments or {}
@@ -220,7 +220,7 @@ def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> 
     offered = {"seq_len": config.data.seq_len}
     if vocab_size:
         offered["vocab_size"] = vocab_size
-    # Before DeepSpeed patches the modules it meets while a model is made.
+    # Before DeepSpeed patches modules during construction.
     find_target("model._target_", target)
     guest = GuestBlueprint(
         name=target,
@@ -238,20 +238,19 @@ def blueprint(config: RunConfig, dataset: Dataset, kept: Path | None = None) -> 
 def _with_segments(config: RunConfig, guest: GuestBlueprint) -> GuestBlueprint:
     """
     Raises:
-        ConfigError: documents must be kept apart, and the network cannot do that.
+        ConfigError: documents must not attend to each other, and the network cannot ensure that.
     """
     if (config.data.isolate_documents or config.data.pack) and not guest.takes_segments():
         key = "data.pack" if config.data.pack else "data.isolate_documents"
         remedy = "" if is_hf(config.model) else "give it a parameter segments (int32 [B, T]), or "
         raise ConfigError(
-            f"{key}=true: forward of {guest.setting} takes no segments; "
-            f"{remedy}leave the setting out"
+            f"{key}=true: forward of {guest.setting} takes no segments; {remedy}remove the setting"
         )
     return guest
 
 
 def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprint:
-    """The decoder under the loss of these settings."""
+    """Make the decoder with the configured loss."""
     model = config.model
     losses = HeadLosses(
         fp32=model.loss_fp32,
@@ -262,7 +261,7 @@ def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprin
 
 
 def layout(config: RunConfig, place: RankEnv) -> Layout:
-    """How many replicas and shards ``parallel.kind`` means."""
+    """Replicas and shards for ``parallel.kind``."""
     parallel, precision = config.parallel, config.model.precision
     assert precision is not Precision.auto, "settle_precision comes first"
     shard_size = place.world_size
@@ -282,7 +281,7 @@ def layout(config: RunConfig, place: RankEnv) -> Layout:
 
 
 def works_a_step(config: RunConfig, place: RankEnv) -> int:
-    """Micro-batches that every step must have, whatever its samples: DeepSpeed counts them."""
+    """Micro-batches of every step, whatever its samples: DeepSpeed counts them."""
     if not is_zero(config.parallel.kind):
         return 1
     batch = config.batch
@@ -298,7 +297,7 @@ def engine(
     *,
     has_weights: bool = True,
 ) -> Engine:
-    """The model over the ranks, with its initial weights. Collective.
+    """Build the model over the ranks, with its initial weights. Collective.
 
     Args:
         has_weights: False leaves the weights undefined, for :func:`initialise` or a load.
@@ -312,7 +311,7 @@ def engine(
     return built
 
 
-# The engine, the module that it calls, and that whose output is the first activation.
+# The engine, the module that it calls, and the module of the first activation.
 Made = tuple[Engine, nn.Module, nn.Module]
 
 
@@ -336,10 +335,10 @@ def _with_faults(
 
 
 class Initial:
-    """The initial values of a network; keeps an error until all ranks can raise it.
+    """The initial values of a network; holds an error back until all ranks can raise it.
 
-    An engine may have collectives after the last value it asks for: a rank that raised earlier
-    would leave the others in them.
+    An engine may run collectives after the last value: a rank that raised earlier would leave the
+    others waiting in them.
     """
 
     def __init__(self, config: RunConfig, network: Blueprint) -> None:
@@ -370,10 +369,10 @@ def initialise(
     """Give the engine its initial weights. Collective.
 
     Args:
-        ranks: the others, where there are any.
+        ranks: the other ranks; None if there are none.
 
     Raises:
-        ConfigError: on all ``ranks``; one of them cannot read its weights.
+        ConfigError: a rank cannot read its weights; raised on all.
     """
     values = Initial(config, network)
     engine.initialise(values)
@@ -399,7 +398,7 @@ def _fsdp(
 
 @dataclass(frozen=True, slots=True)
 class _Sharding:
-    """How an engine of FSDP2 lays a network over the ranks, and what updates it."""
+    """How an FSDP2 engine shards a network, and its optimizer."""
 
     layout: Layout
     mesh: DeviceMesh
@@ -439,7 +438,7 @@ def give_twin(
     place: RankEnv,
     faults: FaultInjector | None = None,
 ) -> None:
-    """Have the engine compute in a wider precision where it is asked to.
+    """Configure the engine's twin in a wider precision.
 
     BF16 is arbitrated by FP32; FP32 by FP64, on a CPU, where that costs little.
     """
@@ -449,7 +448,7 @@ def give_twin(
     dtype = torch.float32 if is_bf16 else torch.float64
     wide = replace(layout(config, place), dtype=dtype, is_wide=True, compile=False)
     mesh = getattr(engine, "mesh", None) or device_mesh(engine.device, wide)
-    # It is never updated: plain SGD keeps nothing.
+    # The twin is never updated: plain SGD needs no state.
     settings = OptimizerSettings(kind="sgd", adamw=adamw_settings(config))
     how = _Sharding(wide, mesh, engine.device, settings)
 
@@ -469,7 +468,7 @@ def _zero(
     inside: MicroBatchFaults | None,
 ) -> Made:
     """As :func:`_fsdp`."""
-    # Imported here only: deepspeed takes seconds, and needs a compiler on some machines.
+    # Imported lazily: deepspeed takes seconds, and needs a compiler on some machines.
     from runner.engine.zero import ZeroEngine, ZeroPlan, build_module, check_plan
 
     batch = config.batch
@@ -492,20 +491,20 @@ def _zero(
         probe=config.guard.enabled or inside is not None,
         disturb=inside,
     )
-    # Stage 3 made them in BF16, and all stages cast them to it.
+    # Stage 3 creates them in BF16, and all stages cast them to BF16.
     blueprint.finish(network, device)
     return zero, model, embedding
 
 
 def ring_rules(config: RunConfig) -> RingRules:
     """Which checkpoints the ring keeps, and how it writes them."""
-    wanted = config.checkpoint
+    settings = config.checkpoint
     return RingRules(
-        clean_after=wanted.clean_after,
-        keep=wanted.keep,
-        keep_every=wanted.keep_every,
-        background=wanted.background,
-        write_bytes_per_second=wanted.write_mib_per_second * (1 << 20),
+        clean_after=settings.clean_after,
+        keep=settings.keep,
+        keep_every=settings.keep_every,
+        background=settings.background,
+        write_bytes_per_second=settings.write_mib_per_second * (1 << 20),
     )
 
 
@@ -518,16 +517,16 @@ def cadence(
     spent: Callable[[], Mapping[str, float]],
     report: Report,
 ) -> SaveTimes:
-    """When checkpoints are due."""
-    wanted = config.checkpoint
-    if isinstance(wanted.every, int):
-        return FixedInterval(wanted.every)
+    """Make the schedule of checkpoints."""
+    settings = config.checkpoint
+    if isinstance(settings.every, int):
+        return FixedInterval(settings.every)
     nodes = -(-place.world_size // place.local_world_size)
     return AutoInterval(
         rules=IntervalRules(
-            clean_after=wanted.clean_after,
-            most=wanted.auto_most,
-            prior_seconds=prior_seconds(wanted.mtbf_hours, nodes),
+            clean_after=settings.clean_after,
+            most=settings.auto_most,
+            prior_seconds=prior_seconds(settings.mtbf_hours, nodes),
         ),
         updates=updates,
         history=history,
@@ -540,15 +539,15 @@ def cadence(
 def snapshot_times(
     config: RunConfig, history: History, ranks: Ranks, report: Report
 ) -> SaveTimes | None:
-    """When snapshots in memory are due; None: they are not wanted."""
-    wanted = config.checkpoint
-    every = memory_every(wanted)
+    """Make the schedule of snapshots in memory; None if they are off."""
+    settings = config.checkpoint
+    every = memory_every(settings)
     if every == 0:
         return None
-    if wanted.memory_every is not None:
+    if settings.memory_every is not None:
         return FixedInterval(every)
-    # More seldom than to disk would be never.
-    most = wanted.every if isinstance(wanted.every, int) else wanted.auto_most
+    # An interval above the disk's would never be due.
+    most = settings.every if isinstance(settings.every, int) else settings.auto_most
     return SnapshotInterval(
         rules=SnapshotRules(first=every, most=min(most, MOST_SNAPSHOT_STEPS)),
         history=history,
@@ -560,7 +559,7 @@ def snapshot_times(
 def throughput(
     config: RunConfig, network: Blueprint, place: RankEnv, device: torch.device
 ) -> Throughput:
-    """Tokens a second, and the share of the device's peak where that is known."""
+    """Tokens per second, and the share of the device's peak if it is known."""
     peak = config.track.peak_tflops
     if peak is None and device.type == "cuda":
         peak = peak_tflops(torch.cuda.get_device_name(device))
@@ -571,15 +570,15 @@ def throughput(
 
 
 def trackers(
-    config: RunConfig, run_dir: RunDir, resumed: Resumed, fence: RunLease
+    config: RunConfig, run_dir: RunDir, resumed: Resumed, run_lease: RunLease
 ) -> list[BackgroundTracker]:
-    """Trackers that log the metrics elsewhere; on rank 0 only, since they make files."""
+    """Make the metric trackers; on rank 0 only, since they write files."""
     if not config.track.tensorboard:
         return []
     tensorboard = TensorBoardTracker(
         run_dir.tensorboard,
         first_step=resumed.step + 1,
-        number=fence.number,
-        check=fence.check,
+        number=run_lease.number,
+        check=run_lease.check,
     )
     return [BackgroundTracker(tensorboard, "TensorBoard")]

@@ -37,24 +37,24 @@ from runner.train.step_runner import StepRunner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to write to ``out``, and the settings of this start.
+    """The right to write to ``out``, and the settings in effect.
 
     Args:
-        config: the settings, with what this start decides filled in.
+        config: the settings, completed by decisions of this start.
         config_digest: their digest.
-        fence: the run's lease; its number is this incarnation's.
-        remote: the object store as it was when the lease was acquired; None without one.
+        run_lease: the run's lease; its number is this incarnation's.
+        remote: listing of the object store when the lease was acquired; None without one.
     """
 
     config: RunConfig
     config_digest: str
-    fence: RunLease
+    run_lease: RunLease
     remote: RemoteRun | None
 
     def directory(self, group: RankGroup) -> CheckpointDirectory:
-        """The checkpoints on disk, which may be written while the lease holds."""
+        """The checkpoints on disk, writable while the lease holds."""
         return CheckpointDirectory(
-            group.run_dir.ring, owner=self.fence.number, check=self.fence.check
+            group.run_dir.ring, owner=self.run_lease.number, check=self.run_lease.check
         )
 
 
@@ -69,7 +69,7 @@ class Corpus:
 
     @property
     def mixture(self) -> MixtureOrder | None:
-        """The order of its sources, where there are several."""
+        """The order of the sources; None unless there are several."""
         order = self.stream.order
         return order if isinstance(order, MixtureOrder) else None
 
@@ -85,7 +85,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJournal:
-    """The journal, and how an incident is reported: recorded, then printed."""
+    """The journal, and reporting: an incident is recorded, then printed."""
 
     journal: Journal
     group: RankGroup
@@ -98,14 +98,14 @@ class RunJournal:
         self.group.console.incident(incident)
 
     def report_once(self, incident: Incident) -> None:
-        """Report an incident that a restart would meet again, but only once."""
+        """Report an incident once, even if a restart meets it again."""
         if self.journal.add_once(incident):
             self.group.console.incident(incident)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """All that a command opens before anything is built."""
+    """Everything that a command opens before it builds anything."""
 
     group: RankGroup
     lease: Lease
@@ -116,7 +116,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machinery:
-    """The state of a run: weights, checkpoints, counters, lines not yet written."""
+    """The state of a run: weights, checkpoints, counters, unwritten lines."""
 
     engine: Engine
     faults: FaultInjector
@@ -128,7 +128,7 @@ class Machinery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actors:
-    """What acts on the state from the first step on, except the loop."""
+    """Everything that acts on the state from the first step on, except the loop."""
 
     feed: Feed
     reporter: Reporter
@@ -140,7 +140,7 @@ class Actors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """An open run: its loop, and what must be closed after it."""
+    """An open run: its loop, and the parts to close after it."""
 
     opened: Opened
     machinery: Machinery

@@ -1,7 +1,7 @@
-"""``model=hf``: makes a network from settings and a folder, and keeps the folder's small files.
+"""``model=hf``: makes a network from settings and a folder, and copies the folder's small files.
 
-A run copies the small files, so that a resume or an export does not depend on later changes of the
-folder, and the folder's weights are read once.
+With the copies, a resume or an export does not depend on later changes of the folder. The folder's
+weights are read only once.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ GENERATION: Final = "generation_config.json"
 
 
 def pretrained_blueprint(
-    config: RunConfig, dataset: Dataset, kept: Path | None
+    config: RunConfig, dataset: Dataset, files: Path | None
 ) -> PretrainedBlueprint:
     """The network of ``model.path``.
 
     Args:
-        kept: the run's copy of the small files; None before the run has begun.
+        files: the run's copy of the small files; None before the run has begun.
 
     Raises:
-        ConfigError: it cannot be built, or is too small for the data.
+        ConfigError: the network cannot be built, or is too small for the data.
     """
     model, path = config.model, Path(config.model.path).expanduser()
     settings = lora_of(model.lora)
     lora = None if settings is None else Lora(**asdict(settings))
-    model_config = read_config(kept or path)
+    model_config = read_config(files or path)
     if isinstance(dataset, RecordDataset):
         raise ConfigError(
-            f"data._target_={config.data._target_}: gives samples without token ids, and "
+            f"data._target_={config.data._target_}: returns samples without token ids, and "
             f"model.path={path} needs input_ids"
         )
     inner = model_config.get_text_config()
     if dataset.vocab_size > inner.vocab_size:
         raise ConfigError(
             f"model.path={path}: its embedding has {inner.vocab_size} rows, and the data "
-            f"{dataset.vocab_size} token ids; take the model's own tokenizer (data.tokenizer)"
+            f"{dataset.vocab_size} token ids; use the model's own tokenizer (data.tokenizer)"
         )
     most = getattr(inner, "max_position_embeddings", None)
     if isinstance(most, int) and config.data.seq_len > most:
@@ -77,7 +77,7 @@ def pretrained_blueprint(
 
 
 def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:
-    """Copy the folder's ``config.json`` and tokenizer to where the run keeps them.
+    """Copy the folder's ``config.json`` and tokenizer into the run directory.
 
     Raises:
         ConfigError: they cannot be copied.
@@ -93,7 +93,7 @@ def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:
             copy_tokenizer(Path(config.data.tokenizer).expanduser(), folder)
         else:
             copy_tokenizer(source, folder)
-        # Copied last: it marks the copy as whole.
+        # Copied last: it marks the copy as complete.
         for name in (GENERATION, CONFIG):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / f".{name}")
@@ -103,7 +103,7 @@ def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:
 
 
 def kept_files(run_dir: RunDir) -> str:
-    """The folder of the copies; empty where no checkpoint belongs to them."""
+    """The folder of the copies; empty if no checkpoint belongs to them."""
     is_begun = run_dir.ring.is_dir() and any(
         not path.name.startswith("writing-") for path in run_dir.ring.iterdir()
     )

@@ -1,4 +1,4 @@
-"""Runs the short preflight of a start, if the settings want it."""
+"""Runs the short preflight of a start, if it is enabled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS = 2
 
 
 def quick_preflight(opened: Opened, machinery: Machinery, resumed: Resumed) -> None:
-    """Test the model; reports each failed check once in a run. Collective."""
+    """Test the model; report each failed check once per run. Collective."""
     config, group, corpus = opened.lease.config, opened.group, opened.corpus
     dataset = corpus.dataset
     if not config.debug.preflight or isinstance(dataset, RecordDataset):
@@ -44,7 +44,7 @@ def quick_preflight(opened: Opened, machinery: Machinery, resumed: Resumed) -> N
             Incident(
                 kind="preflight",
                 step=resumed.step,
-                decision="only told",
+                decision="only reported",
                 reason=f"{check.name}: {check.found}. Remedy: {check.remedy}",
                 detail={"check": check.name},
             )

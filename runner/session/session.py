@@ -1,4 +1,4 @@
-"""One training command on one rank, in phases. The only module that knows all the others."""
+"""Runs one training command on one rank, in phases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from runner.system.error import Preempted, RunnerError
 from runner.system.exit_codes import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
 from runner.train.collection import collected_at_boundaries
 
-# How long an end waits for the report page; less after a request to stop.
+# Longest wait for the report page at the end; less after a stop request.
 _PAGE_SECONDS, _PAGE_SECONDS_ASKED = 30.0, 3.0
 _STATUS = {EXIT_HALTED: "halted", EXIT_PREEMPTED: "preempted"}
 
@@ -39,11 +39,11 @@ def train(config: RunConfig, place: RankEnv) -> int:
     """Run one training command; returns the exit code.
 
     Raises:
-        RunnerError: the run could not begin. It is raised on every rank alike.
+        RunnerError: the run could not begin; raised on every rank alike.
     """
     keep_for_owner()
     check(config, world_size=place.world_size)
-    parse_faults(config.faults)  # report a typing mistake before any process waits for another
+    parse_faults(config.faults)  # raises for a typing mistake before any process waits for another
     check_extras(config)
     with join(config, place) as group:
         run = open_run(config, group)
@@ -56,7 +56,7 @@ def open_run(config: RunConfig, group: RankGroup) -> Run:
     """Acquire the run directory, build the run, and resume what ``out`` holds.
 
     Raises:
-        RunnerError: the run cannot begin; alike on every rank.
+        RunnerError: the run cannot begin; raised on every rank alike.
     """
     lease = acquire_lease(config, group)
     corpus = open_corpus(lease, group)
@@ -76,7 +76,7 @@ def fit(run: Run) -> RunEnd:
         status = _STATUS.get(error.exit_code, "failed")
         if status == "halted":
             run.ring.drain()  # let writes in progress finish
-        else:  # a halt has its own journal line already
+        else:  # a halt already has its own journal line
             run.opened.written.journal.add(
                 Incident(
                     kind=status,
@@ -92,7 +92,7 @@ def fit(run: Run) -> RunEnd:
 
 
 def close(run: Run, end: RunEnd) -> int:
-    """Finish what is under way, write the summary; returns the exit code."""
+    """Finish pending work and write the summary; returns the exit code."""
     group, lease, ring = run.opened.group, run.opened.lease, run.ring
     group.heart.enter("finish")
     if ring.uploads is not None and end.status in ("done", "halted"):
@@ -104,7 +104,7 @@ def close(run: Run, end: RunEnd) -> int:
     is_late = _is_late(run, end)
     digest = collect_digest(run.engine, group.ranks, is_late) if end.in_time else None
     if group.is_first:
-        lease.fence.check()
+        lease.run_lease.check()
         summary = sum_up(
             end,
             digest=digest,
@@ -114,7 +114,7 @@ def close(run: Run, end: RunEnd) -> int:
             size=RunSize(
                 batch=lease.config.batch.global_size,
                 world_size=group.place.world_size,
-                incarnation=lease.fence.number,
+                incarnation=lease.run_lease.number,
             ),
             run_dir=group.run_dir,
             console=group.console,
@@ -132,9 +132,9 @@ def close(run: Run, end: RunEnd) -> int:
 
 def _write_last_page(pages: PageWriter, run: Run, end: RunEnd) -> None:
     """Write the last report page; a failure prints one line."""
-    asked = end.status == "preempted"
-    may = end.in_time and not (asked and run.opened.group.stop.is_late)
-    pages.finish(0.0 if not may else _PAGE_SECONDS_ASKED if asked else _PAGE_SECONDS)
+    is_preempted = end.status == "preempted"
+    may = end.in_time and not (is_preempted and run.opened.group.stop.is_late)
+    pages.finish(0.0 if not may else _PAGE_SECONDS_ASKED if is_preempted else _PAGE_SECONDS)
     if pages.loss is not None:
         run.opened.group.console.say(
             f"warning: no {pages.loss.outlet} was written: {pages.loss.reason}"
@@ -151,6 +151,6 @@ def _is_late(run: Run, end: RunEnd) -> Callable[[], bool]:
 
 
 def _is_over(run: Run, end: RunEnd) -> bool:
-    """Whether nothing but the disk will be needed by a later start."""
+    """Whether a later start will need nothing but the disk."""
     saved = run.ring.saved_step == run.state.updates
     return end.in_time and (end.status in ("done", "halted") or saved)

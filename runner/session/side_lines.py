@@ -1,4 +1,4 @@
-"""What writes beside the metrics; on the first rank only."""
+"""Makes the writers of the files beside the metrics; on rank 0 only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ring_lines(lease: Lease, group: RankGroup, ring: Ring, journal: Journal) -> 
 
 
 def rank_times(lease: Lease, group: RankGroup, journal: Journal) -> RankTimes | None:
-    """For ``out/ranks.jsonl``; None also where speeds are not compared."""
+    """Make the writer of ``out/ranks.jsonl``; None also if speeds are not compared."""
     every = lease.config.watchdog.straggler_every
     if not group.is_first or not every:
         return None
@@ -33,4 +33,4 @@ def rank_times(lease: Lease, group: RankGroup, journal: Journal) -> RankTimes | 
 
 
 def _side_lines(path: Path, lease: Lease, attempt: Callable[[], int]) -> SideLines:
-    return SideLines(path, check=lease.fence.check, attempt=attempt)
+    return SideLines(path, check=lease.run_lease.check, attempt=attempt)

@@ -1,4 +1,4 @@
-"""The end of a command: ``summary.json`` and the table a person reads."""
+"""Writes ``summary.json`` and prints the closing table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.train.state import TrainState
 class RunEnd:
     """How the loop ended: ``status`` is done, halted, preempted or failed.
 
-    ``in_time`` False: the grace is over, so nothing slow may follow.
+    ``in_time`` False: the grace period is over, so nothing slow may follow.
     """
 
     status: str
@@ -32,9 +32,9 @@ class RunEnd:
 class Summary:
     """The state of a run. ``status`` is done, halted, preempted or failed.
 
-    ``goodput`` is the share of wall time since the first start, down time included, that went
-    into steps which count in the result; ``time`` says where all of it went, in seconds by the
-    kinds of :data:`runner.observe.goodput.KINDS`, which add up to the wall time.
+    ``goodput`` is the share of wall time since the first start, down time included, spent on steps
+    that count in the result; ``time`` divides the wall time, in seconds by the kinds of
+    :data:`runner.observe.goodput.KINDS`.
     """
 
     status: str
@@ -80,7 +80,7 @@ def sum_up(
     run_dir: RunDir,
     console: Console,
 ) -> Summary:
-    """Write the summary and show it; on rank 0 only.
+    """Write the summary and print it; on rank 0 only.
 
     Args:
         where_time_went: seconds by kind, see :mod:`runner.observe.goodput`.
@@ -113,9 +113,9 @@ def sum_up(
     )
     try:
         write_json(run_dir.summary, summary.to_json())
-    except OSError as error:  # the run is over, and its exit code says how it ended
+    except OSError as error:  # the run is over, and its exit code still says how it ended
         console.say(f"warning: no summary was written: {error}")
-    on = "; the same command goes on" if end.status == "preempted" else ""
+    on = "; the same command resumes it" if end.status == "preempted" else ""
     console.table(f"{end.status}: {end.reason}{on}", _rows(summary, wall, run_dir))
     return summary
 
@@ -143,7 +143,7 @@ def _rows(summary: Summary, wall_seconds: float, run_dir: RunDir) -> list[tuple[
 
 
 def _shares(spent: Mapping[str, float], wall_seconds: float) -> str:
-    """The shares of time, largest first; those under half a percent are left out."""
+    """Format the shares of time, largest first, without those under half a percent."""
     shares = {kind: seconds / max(wall_seconds, 1e-9) for kind, seconds in spent.items()}
     ordered = sorted(shares.items(), key=lambda pair: -pair[1])
     return ", ".join(

@@ -1,4 +1,4 @@
-"""Makes the trackers that the settings name; on rank 0 only."""
+"""Makes the configured trackers; on rank 0 only."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from runner.system.redact import redacted
 
 
 def run_trackers(lease: Lease, group: RankGroup) -> list[BackgroundRunTracker]:
-    """Make each tracker in a thread of its own, where it may wait for its server.
+    """Make each tracker in its own thread, where it may wait for its server.
 
     Raises:
         ConfigError: ``track._target_`` does not exist, or takes other arguments.
     """
-    wanted = lease.config.track
-    if not (wanted.wandb or wanted.mlflow or wanted._target_):
+    settings = lease.config.track
+    if not (settings.wandb or settings.mlflow or settings._target_):
         return []
     facts = RunFacts(
         run_id=group.run_dir.identity(),
@@ -30,34 +30,38 @@ def run_trackers(lease: Lease, group: RankGroup) -> list[BackgroundRunTracker]:
         out=group.run_dir.out,
     )
     return [
-        BackgroundRunTracker(name, make, Attempts(group.run_dir.attempts(name), lease.fence.check))
-        for name, make in _makers(wanted, facts)
+        BackgroundRunTracker(
+            name, make, Attempts(group.run_dir.attempts(name), lease.run_lease.check)
+        )
+        for name, make in _makers(settings, facts)
     ]
 
 
-def _makers(wanted: TrackConfig, facts: RunFacts) -> Iterator[tuple[str, Callable[[], RunTracker]]]:
-    if wanted.wandb:
+def _makers(
+    settings: TrackConfig, facts: RunFacts
+) -> Iterator[tuple[str, Callable[[], RunTracker]]]:
+    if settings.wandb:
 
         def make_wandb() -> RunTracker:
             from runner.observe.wandb_tracker import WandbTracker
 
-            return WandbTracker(facts, wanted.project)
+            return WandbTracker(facts, settings.project)
 
         yield "wandb", make_wandb
-    if wanted.mlflow:
+    if settings.mlflow:
 
         def make_mlflow() -> RunTracker:
             from runner.observe.mlflow_tracker import MlflowTracker
 
-            return MlflowTracker(facts, wanted.project)
+            return MlflowTracker(facts, settings.project)
 
         yield "mlflow", make_mlflow
-    if wanted._target_ is not None:
+    if settings._target_ is not None:
         offered = {
             "run_id": facts.run_id,
             "config": dict(facts.config),
             "digest": facts.digest,
             "out": facts.out,
         }
-        make = bound_target("track._target_", wanted._target_, wanted.arguments or {}, offered)
-        yield wanted._target_.rpartition(".")[2], make
+        make = bound_target("track._target_", settings._target_, settings.arguments or {}, offered)
+        yield settings._target_.rpartition(".")[2], make

@@ -122,15 +122,15 @@ def memory_need(
 ) -> MemoryNeed:
     """Of this rank, which holds ``shards`` of the state."""
     listed = list(shards)
-    held = {shard.name: shard.local.numel() * shard.local.itemsize for shard in listed}
+    num_bytes = {shard.name: shard.local.numel() * shard.local.itemsize for shard in listed}
     own = {s.name.partition("/")[2]: s.local.numel() for s in listed if _is_parameter(s.name)}
     whole = {name: math.prod(one.shape) for name, one in parameters.items()}
     trained = [name for name, one in parameters.items() if one.is_trained]
-    weights = sum(size for name, size in held.items() if _is_parameter(name))
+    weights = sum(size for name, size in num_bytes.items() if _is_parameter(name))
     return MemoryNeed(
         weights=weights,
         gradients=_gradients(own, whole, trained, facts),
-        optimizer=sum(held.values()) - weights,
+        optimizer=sum(num_bytes.values()) - weights,
         gathered=_gathered(own, whole, facts),
         activations=activations,
         samples=samples,

@@ -34,8 +34,8 @@ def settle_mixture(stream: SampleStream, journal: Journal, state: TrainState) ->
         gone = [name for name in phase.weights if name not in order.names]
         if gone:
             raise ConfigError(
-                f"data.sources: {gone[0]!r} is gone, from which this run has read, so that what "
-                "was read is no longer known; keep it, with weight 0 if it is to be read no more"
+                f"data.sources: {gone[0]!r} is missing, but this run has read from it; keep it, "
+                "with weight 0 to stop reading it"
             )
     wanted = _wanted(order.wanted)
     incident = None

@@ -150,9 +150,9 @@ def _step(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
     except ConfigError:
         raise
     except Exception as error:  # from the user's forward
-        words = " ".join(str(error).split())[:500]
+        cause = " ".join(str(error).split())[:500]
         raise ConfigError(
-            f"the model: a step on two samples fails with {type(error).__name__}: {words}"
+            f"the model: a step on two samples fails with {type(error).__name__}: {cause}"
         ) from error
     numbers = [sums.loss, sums.grad_square, *sums.sequences.losses, *sums.sequences.gradient_norms]
     copies = [part.detach().clone().double() for part in numbers]

@@ -56,9 +56,9 @@ def settle_precision(
         )
     by_device = Precision.fp32 if lacking and not zero else Precision.bf16
     precision = Precision(began) if began else by_device
-    words = _words(precision, began, lacking, ranks.world_size)
-    if words:
-        say(words)
+    message = _words(precision, began, lacking, ranks.world_size)
+    if message:
+        say(message)
     return replace(config, model=replace(config.model, precision=precision))
 
 

@@ -100,7 +100,7 @@ class RemoteRun:
             Incident(
                 kind="remote_unreachable",
                 step=step,
-                decision="go on; uploads are tried all the same",
+                decision="go on; uploads are still tried",
                 reason=f"{self.ring.url}: {self.silence}",
             )
         ]
@@ -112,7 +112,7 @@ class RemoteRun:
         *,
         ranks: Ranks,
         queue: LockstepQueue,
-        fence: RunLease,
+        run_lease: RunLease,
         tainted: set[int],
         report: Callable[[Incident], None],
     ) -> Uploads:
@@ -121,9 +121,9 @@ class RemoteRun:
             RemoteTarget(
                 ring=self.ring,
                 run=run_name(self._dir) if ranks.rank == 0 else "",
-                claim=WriterClaim(number=fence.number, token=secrets.token_hex(8)),
+                claim=WriterClaim(number=run_lease.number, token=secrets.token_hex(8)),
                 out=self._dir.out,
-                check=fence.check,
+                check=run_lease.check,
             ),
             store,
             rules=RemoteRules(
@@ -164,19 +164,19 @@ def open_remote(config: RunConfig, run_dir: RunDir, ranks: Ranks) -> RemoteRun |
 
 def _look(ring: RemoteRing, run_dir: RunDir, seconds: float) -> dict[str, Any]:
     try:
-        seen = _within(ring.list_checkpoints, seconds)
+        listing = _within(ring.list_checkpoints, seconds)
     except (RemoteFault, TimeoutError) as error:
         silence = str(error) or f"no answer within {seconds:g} s"
         return {"stored": [], "highest": 0, "claim": 0, "run": "", "silence": silence}
     own = run_name(run_dir)
-    if own and seen.stored and seen.run not in ("", own):  # a manual copy has no claim
+    if own and listing.stored and listing.run not in ("", own):  # a manual copy has no claim
         raise ConfigError(
-            f"checkpoint.remote={ring.url}: holds the checkpoints of another run than "
-            f"out={run_dir.out} (its name is {seen.run[:12]!r}, this one's {own[:12]!r}); give "
-            "each run a place of its own"
+            f"checkpoint.remote={ring.url}: has the checkpoints of a different run from "
+            f"out={run_dir.out} (its name is {listing.run[:12]!r}, this one's {own[:12]!r}); give "
+            "each run its own place"
         )
-    seen_json = asdict(seen)
-    seen_json["stored"] = [[record.serial, record.step] for record in seen.stored]
+    seen_json = asdict(listing)
+    seen_json["stored"] = [[record.serial, record.step] for record in listing.stored]
     return seen_json | {"silence": ""}
 
 
@@ -271,7 +271,7 @@ class Restorer:
             return None
         if self.silence and not self._config.resume.without_remote:
             raise RankError(
-                f"out={self._dir.out} has no checkpoint to go on from, and checkpoint.remote="
+                f"out={self._dir.out} has no checkpoint to resume from, and checkpoint.remote="
                 f"{self._remote.ring.url} does not answer ({self.silence}), so it may hold this "
                 "run's: start again when it answers, or begin at step 0 with "
                 "resume.without_remote=true"
@@ -385,12 +385,12 @@ class Restorer:
         """Fetch this rank's share of the files. ``tell`` may raise, to end it."""
         writing = self._store.writing_folder(manifest.serial)
         names = by_kind(manifest.files)[self._ranks.rank :: self._ranks.world_size]
-        due, done = sum(manifest.files[name].num_bytes for name in names), 0
+        due, fetched = sum(manifest.files[name].num_bytes for name in names), 0
 
         def moved(count: int) -> None:
-            nonlocal done
-            done += count
-            tell("taking back", min(done, due), due)
+            nonlocal fetched
+            fetched += count
+            tell("taking back", min(fetched, due), due)
 
         self._remote.ring.files.moved = moved
         for name in names:

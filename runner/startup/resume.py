@@ -106,7 +106,7 @@ def scan(
     config: RunConfig,
     fingerprint: str,
     ranks: Ranks,
-    fence: RunLease,
+    run_lease: RunLease,
     tensors: Callable[[], Tensors] | None = None,
 ) -> RunInventory:
     """Read ``out`` on rank 0 and tell all ranks. Collective.
@@ -120,7 +120,9 @@ def scan(
     """
     inventory = ranks.all_or_none(
         "opening out",
-        lambda: _read(run_dir, config, fingerprint, fence, tensors) if ranks.rank == 0 else None,
+        lambda: (
+            _read(run_dir, config, fingerprint, run_lease, tensors) if ranks.rank == 0 else None
+        ),
     )
     inventory = ranks.from_first(inventory)
     inventory["records"] = [
@@ -134,10 +136,10 @@ def _read(
     run_dir: RunDir,
     config: RunConfig,
     fingerprint: str,
-    fence: RunLease,
+    run_lease: RunLease,
     tensors: Callable[[], Tensors] | None,
 ) -> dict[str, Any]:
-    store = CheckpointDirectory(run_dir.ring, owner=fence.number, check=fence.check)
+    store = CheckpointDirectory(run_dir.ring, owner=run_lease.number, check=run_lease.check)
     torn = store.sweep()  # before the ring is scanned: see CheckpointDirectory.commit
     entries, damaged = store.entries()
     changed = _settings_changed(run_dir, config)
@@ -161,7 +163,7 @@ def _read(
         "last_metrics_step": step_of(last_line(run_dir.metrics) or {}),
         "metrics_bytes": run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0,
         "next_serial": max(serials) + 1 + len(damaged),
-        "crashes": [i.to_json() for i in unexplained(run_dir, lines, fence.number)],
+        "crashes": [i.to_json() for i in unexplained(run_dir, lines, run_lease.number)],
         "changes": [
             _change(key, was, now, entries[-1].record.step if entries else 0).to_json()
             for key, (was, now) in changed.items()
@@ -224,7 +226,7 @@ def _data_changed(config: RunConfig, was: str, now: str) -> dict[str, tuple[Any,
 
 
 def resume_from(
-    found: RunInventory, run_dir: RunDir, ring: Ring, journal: Journal, state: TrainState
+    inventory: RunInventory, run_dir: RunDir, ring: Ring, journal: Journal, state: TrainState
 ) -> Resumed:
     """Load the newest checkpoint that can be used, or begin. Collective.
 
@@ -233,23 +235,23 @@ def resume_from(
     """
     history = journal.history
     left_behind = history.abandoned_serials()
-    left_behind |= {record.serial for record in found.records if history.distrusts(record)}
-    usable = [record for record in found.records if record.serial not in left_behind]
-    ring.adopt(usable, next_serial=found.next_serial)
-    for sentence in found.damaged:
+    left_behind |= {record.serial for record in inventory.records if history.distrusts(record)}
+    usable = [record for record in inventory.records if record.serial not in left_behind]
+    ring.adopt(usable, next_serial=inventory.next_serial)
+    for sentence in inventory.damaged:
         journal.add_once(_damaged(sentence))
     # In memory and on disk: the marks of a mismatch may have come too late for either.
     unused = ring.inherit(
-        _last_incarnation(found.journal),
+        _last_incarnation(inventory.journal),
         is_refused=lambda one: one.serial in left_behind or history.distrusts(one),
-        metrics_bytes=found.metrics_bytes,
-        journal_lines=len(found.journal),
+        metrics_bytes=inventory.metrics_bytes,
+        journal_lines=len(inventory.journal),
     )
     if not ring.records:
-        return _begin(found, run_dir)
+        return _begin(inventory, run_dir)
     restored = ring.restore(resume_order(ring.records))
     state.load_json(restored.train_state)
-    for record in found.records:
+    for record in inventory.records:
         if record.serial in left_behind:
             ring.remove(record)
     return _resume_point(journal, restored, unused)
@@ -269,13 +271,13 @@ def _damaged(sentence: str) -> Incident:
     return Incident(kind="checkpoint_damaged", step=0, decision="not to be used", reason=sentence)
 
 
-def _begin(found: RunInventory, run_dir: RunDir) -> Resumed:
-    if found.last_metrics_step or found.damaged:
+def _begin(inventory: RunInventory, run_dir: RunDir) -> Resumed:
+    if inventory.last_metrics_step or inventory.damaged:
         raise CheckpointError(
-            f"out={run_dir.out}: the run had reached step {found.last_metrics_step}, but no "
+            f"out={run_dir.out}: the run had reached step {inventory.last_metrics_step}, but no "
             f"checkpoint in {run_dir.ring} can be used"
-            + "".join(f"; {sentence}" for sentence in found.damaged)
-            + ". Put the ring back from a copy, or choose another out to begin anew."
+            + "".join(f"; {sentence}" for sentence in inventory.damaged)
+            + ". Restore the ring from a copy, or choose another out to start over."
         )
     return Resumed(step=0, metrics_bytes=0, known_discards=[], is_fresh=True)
 

@@ -86,29 +86,29 @@ def open_memory(
     Raises:
         ConfigError: ``checkpoint.memory_every`` was given, and it does not fit or work.
     """
-    wanted = config.checkpoint
-    if memory_every(wanted) == 0:
+    settings = config.checkpoint
+    if memory_every(settings) == 0:
         if place.local_rank == 0:
             node.remove(node.folder)  # it would never be read again
         return MemoryParts()
     layout = SlotLayout(engine.shards())
     by_rank = ranks.gather(_look(node, place, layout))
-    for line in (line for look in by_rank for line in look["swept"]):
+    for line in (line for report in by_rank for line in report["swept"]):
         say(f"removed snapshots in memory: {line}")
-    errors = list(dict.fromkeys(look["error"] for look in by_rank if look["error"]))
+    errors = list(dict.fromkeys(report["error"] for report in by_rank if report["error"]))
     if errors:
-        _do_without(wanted, "; ".join(errors), say)
+        _do_without(settings, "; ".join(errors), say)
         return MemoryParts()
     nodes = ranks_by_node(by_rank)
-    has_replica = wanted.memory_mirror and len(nodes) > 1
-    if wanted.memory_mirror and not has_replica:
+    has_replica = settings.memory_mirror and len(nodes) > 1
+    if settings.memory_mirror and not has_replica:
         say("checkpoint.memory_mirror=true: all ranks are on one node, nothing is mirrored")
-    needs = node_needs(by_rank, wanted.memory_limit_gib, spare_slots=KEPT if has_replica else 0)
-    plan = plan_slots(needs, wanted=wanted_slots(wanted))
+    needs = node_needs(by_rank, settings.memory_limit_gib, spare_slots=KEPT if has_replica else 0)
+    plan = plan_slots(needs, wanted=wanted_slots(settings))
     if plan.slots == 0:
-        _do_without(wanted, _too_little(plan.tightest, wanted), say)
+        _do_without(settings, _too_little(plan.tightest, settings), say)
         return MemoryParts()
-    say(_announced(plan, layout, node, len(by_rank), wanted))
+    say(_announced(plan, layout, node, len(by_rank), settings))
     mark = empty_header(
         layout,
         incarnation=incarnation,
@@ -132,7 +132,7 @@ def open_memory(
         node,
         memory,
         nodes=nodes,
-        sizes=[int(look["bytes"]) for look in by_rank],
+        sizes=[int(report["bytes"]) for report in by_rank],
         mark=mark,
         group=dist.new_group(backend="gloo", timeout=seconds),
     )
@@ -142,27 +142,27 @@ def open_memory(
 def ranks_by_node(looks: Sequence[dict[str, Any]]) -> list[list[int]]:
     """The ranks of each node, nodes by their first rank."""
     nodes: dict[str, list[int]] = {}
-    for rank, look in enumerate(looks):
-        nodes.setdefault(look["memory"], []).append(rank)
+    for rank, report in enumerate(looks):
+        nodes.setdefault(report["memory"], []).append(rank)
     return list(nodes.values())
 
 
 def _look(node: NodeDir, place: RankEnv, layout: SlotLayout) -> dict[str, Any]:
     own = own_process()
-    look: dict[str, Any] = {"bytes": layout.num_bytes, "swept": [], "error": ""}
-    look["host"] = own["host"]
+    report: dict[str, Any] = {"bytes": layout.num_bytes, "swept": [], "error": ""}
+    report["host"] = own["host"]
     try:
         node.open()
         if place.local_rank == 0:
-            look["swept"] = [str(gone) for gone in node.sweep()]
+            report["swept"] = [str(gone) for gone in node.sweep()]
         status = node.folder.stat()
         # Two host names of one machine, as containers have, share one memory.
-        look["memory"] = f"{own['boot'] or own['host']} {status.st_dev}:{status.st_ino}"
+        report["memory"] = f"{own['boot'] or own['host']} {status.st_dev}:{status.st_ino}"
         # This run's older snapshots will be gone by the time their place is needed.
-        look["free"] = free_bytes(node.folder) + node.num_bytes()
+        report["free"] = free_bytes(node.folder) + node.num_bytes()
     except OSError as error:
-        look["error"] = str(error)
-    return look
+        report["error"] = str(error)
+    return report
 
 
 def node_needs(
@@ -176,12 +176,12 @@ def node_needs(
     """
     needs = []
     for of_node in ([looks[rank] for rank in ranks] for ranks in ranks_by_node(looks)):
-        free = min(int(look["free"]) for look in of_node)
+        free = min(int(report["free"]) for report in of_node)
         budget = free // 2 if limit_gib is None else min(free, int(limit_gib * _GIB))
         needs.append(
             NodeNeed(
                 name=of_node[0]["host"],
-                slot_bytes=sum(int(look["bytes"]) for look in of_node),
+                slot_bytes=sum(int(report["bytes"]) for report in of_node),
                 budget_bytes=budget,
                 spare_slots=spare_slots,
             )
@@ -218,9 +218,9 @@ def _too_little(node: NodeNeed, config: CheckpointConfig) -> str:
 def _announced(
     plan: SlotPlan, layout: SlotLayout, node: NodeDir, num_ranks: int, config: CheckpointConfig
 ) -> str:
-    wanted, tightest = wanted_slots(config), plan.tightest
+    requested, tightest = wanted_slots(config), plan.tightest
     more = "" if config.memory_every is not None else " or more, by cost"
-    fewer = "" if plan.slots == wanted else f" (for {wanted} there is no room)"
+    fewer = "" if plan.slots == requested else f" (for {requested} there is no room)"
     copies = f" and {tightest.spare_slots} of another node's" if tightest.spare_slots else ""
     total = (plan.slots + tightest.spare_slots) * tightest.slot_bytes
     return (

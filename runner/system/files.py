@@ -80,8 +80,8 @@ def write_json(
     """
     data = json_text(tree, indent=indent, sort_keys=True).encode() + b"\n"
     if most_bytes is not None and len(data) > most_bytes:
-        words = f"would have {len(data)} bytes; at most {most_bytes} are read back"
-        raise OSError(errno.EFBIG, words, str(path))
+        message = f"would have {len(data)} bytes; at most {most_bytes} are read back"
+        raise OSError(errno.EFBIG, message, str(path))
     write_durably(path, data)
 
 
@@ -96,12 +96,12 @@ def replace_for_writing(path: Path, *, length: int, check: Callable[[], None]) -
         check: raises when this process may no longer write here. Between processes that both
             may, the last one wins.
     """
-    mine = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     stale = list(path.parent.glob(f"{path.name}.*.tmp"))
     check()  # after the check: a later process made its copy later, and keeps it
     for other in stale:
         other.unlink(missing_ok=True)
-    with naming(path), mine.open("wb") as fresh:
+    with naming(path), draft.open("wb") as fresh:
         if path.exists():
             with path.open("rb") as old:
                 _copy(old, fresh, length)
@@ -110,9 +110,9 @@ def replace_for_writing(path: Path, *, length: int, check: Callable[[], None]) -
     try:
         check()
     except BaseException:
-        mine.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
-    mine.rename(path)
+    draft.rename(path)
     sync_directory(path.parent)
 
 

@@ -81,12 +81,12 @@ class TextFormat(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info:
-            words = self.formatException(record.exc_info)
+            trace = self.formatException(record.exc_info)
         else:
             is_incident = getattr(record, "incident", None) is not None
             mark = "" if is_incident else _MARKED.get(record.levelno, "")
-            words = mark + record.getMessage()
-        return self._head + _CONTROL.sub(_escaped, redacted(words))
+            trace = mark + record.getMessage()
+        return self._head + _CONTROL.sub(_escaped, redacted(trace))
 
 
 class JsonFormat(logging.Formatter):
@@ -115,5 +115,5 @@ class JsonFormat(logging.Formatter):
         return json_text(redacted(line))
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return f"\\x{ord(found[0]):02x}"
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\x{ord(match[0]):02x}"

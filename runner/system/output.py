@@ -82,7 +82,7 @@ class Outlet(Generic[T]):
         with self._lock:
             weight = self._weigh(item)
             if self._waiting + weight > self._most:
-                self._lose("nobody takes it, and too much is waiting")
+                self._lose("no reader, and too much is waiting")
                 return False
             if not self._begin():
                 return False
@@ -104,7 +104,7 @@ class Outlet(Generic[T]):
         """The first error, if any."""
         since = self._since
         if self._loss is None and since is not None and time.monotonic() > since + STALL_SECONDS:
-            self._note(f"nobody takes it for {STALL_SECONDS:g} s")
+            self._note(f"no reader for {STALL_SECONDS:g} s")
         return self._loss
 
     def _begin(self) -> bool:
@@ -319,8 +319,8 @@ def finish(seconds: float | None = END_SECONDS) -> None:
         with contextlib.suppress(OSError, ValueError):
             if stream is not None:
                 stream.flush()
-    for made in _installed():
-        made.drain(None if limit is None else max(0.0, limit - time.monotonic()))
+    for pump in _installed():
+        pump.drain(None if limit is None else max(0.0, limit - time.monotonic()))
 
 
 def _installed() -> list[Stream]:

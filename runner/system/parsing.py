@@ -29,10 +29,10 @@ def json_text(
             tree, allow_nan=False, indent=indent, sort_keys=sort_keys, separators=separators
         )
     except ValueError:  # searched only on failure: nearly every line is finite
-        words: dict[str, str] = {}
-        clean = _without_nonfinite(tree, "", words)
+        texts: dict[str, str] = {}
+        clean = _without_nonfinite(tree, "", texts)
         return json.dumps(
-            clean | {NONFINITE: words},
+            clean | {NONFINITE: texts},
             allow_nan=False,
             indent=indent,
             sort_keys=sort_keys,
@@ -40,17 +40,17 @@ def json_text(
         )
 
 
-def _without_nonfinite(value: Any, path: str, words: dict[str, str]) -> Any:
+def _without_nonfinite(value: Any, path: str, texts: dict[str, str]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        words[path] = repr(float(value))
+        texts[path] = repr(float(value))
         return None
     if isinstance(value, Mapping):
         return {
-            _key(key): _without_nonfinite(item, f"{path}.{key}" if path else str(key), words)
+            _key(key): _without_nonfinite(item, f"{path}.{key}" if path else str(key), texts)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_without_nonfinite(item, f"{path}[{at}]", words) for at, item in enumerate(value)]
+        return [_without_nonfinite(item, f"{path}[{at}]", texts) for at, item in enumerate(value)]
     return value
 
 

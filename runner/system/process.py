@@ -97,8 +97,8 @@ def parent_name() -> str:
     started = started_at(pid)
     if started is None:
         return ""
-    words = f"{host_name()} {boot_id()} {pid} {started}"
-    return hashlib.sha256(words.encode()).hexdigest()[:16]
+    identity = f"{host_name()} {boot_id()} {pid} {started}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
 
 def is_alive(process: Mapping[str, str | int]) -> bool | None:

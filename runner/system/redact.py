@@ -26,8 +26,8 @@ _LEAST = 8  # characters: a shorter value is not worth hiding, and is part of to
 
 def is_secret(name: str) -> bool:
     """Whether a setting or variable of this name holds a password or the like."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("_", " ")
-    return bool(_SECRET.search(words) or _SECRET.search(name)) and not _PLAIN.search(name)
+    parts = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("_", " ")
+    return bool(_SECRET.search(parts) or _SECRET.search(name)) and not _PLAIN.search(name)
 
 
 def secrets_of(environment: Mapping[str, str]) -> list[str]:

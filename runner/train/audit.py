@@ -1,4 +1,4 @@
-"""Finds a rank that silently computes wrongly: all ranks compute one rank's micro-batch.
+"""Finds a rank that silently computes wrongly: every rank computes the same micro-batch.
 
 Most faults of a device raise no error. At intervals each rank computes the same micro-batch with
 the gate closed, another rank's each time, and the bits of each sequence's loss, of its gradient at
@@ -33,20 +33,20 @@ from runner.system.error import RankError
 from runner.train.own_gradients import OwnGradients
 
 KIND = "audit"
-_NOISE = 1e-2  # relative; where a computation does not repeat its bits
-_REPEATS = 3  # computations in all, before a rank is named
+_NOISE = 1e-2  # relative tolerance if the machine does not repeat bits
+_REPEATS = 3  # computations before a rank is named
 _DIGEST_BYTES = 6  # what a double holds exactly
 _NAMED_GRADIENTS = 3
 
 
 class Feed(Protocol):
-    """The part of :class:`runner.data.feed.Feed` that is needed."""
+    """The part of :class:`runner.data.feed.Feed` used here."""
 
     def read_again(self, plan: BatchPlan, rank: int) -> tuple[MicroBatch, ...]: ...
 
 
 class Steps(Protocol):
-    """The part of :class:`runner.train.step.Stepper` that is needed."""
+    """The part of :class:`runner.train.step.Stepper` used here."""
 
     @property
     def newest_plan(self) -> BatchPlan | None: ...
@@ -57,10 +57,10 @@ class AuditRules:
     """
     Args:
         every: in updates.
-        takes_whole_step: whether the engine can only compute whole steps.
+        takes_whole_step: whether the engine computes only whole steps.
         repeats_bits: whether this machine gives the same bits for the same computation.
-        seed: of dropout.
-        host, kind: of this rank's device; devices of one kind give equal bits.
+        seed: dropout seed.
+        host, kind: host and kind of this rank's device; devices of one kind give equal bits.
         incarnation: number of this start.
     """
 
@@ -90,7 +90,7 @@ class Auditor:
     """Compares the ranks.
 
     Args:
-        report: takes an incident.
+        report: receives incidents.
         distrust: called with the last step at which all agreed: checkpoints of later steps must not
             be used again.
     """
@@ -120,14 +120,15 @@ class Auditor:
         self._known: set[tuple[int, ...]] = set()
 
     def begin(self, good_step: int) -> None:
-        """Note that the run resumes at ``good_step``, where nothing is known to be wrong."""
+        """Record that the run resumes at ``good_step``, where no fault is known."""
         self._good_step = good_step
 
     def look(self, updates: int) -> None:
-        """Audit where it is due. Collective.
+        """Audit if it is due. Collective.
 
         Raises:
-            RankError: a rank computes wrongly each time, and its host can be left out; on all.
+            RankError: a rank computes wrongly each time, and its host can be excluded; raised on
+                all.
         """
         plan = self._steps.newest_plan
         if updates % self._rules.every or self._ranks.world_size < 2 or plan is None:
@@ -136,13 +137,13 @@ class Auditor:
         batches = self._batches(plan, updates // self._rules.every)
         if batches is None:
             return
-        computed = [self._asked(batches)]
+        computed = [self._compare_ranks(batches)]
         if opinion_on(computed[0], exactly=self._rules.repeats_bits).agrees:
             self._good_step = updates
             return
         where: list[Mapping[str, Any]] = []
         while len(computed) < _REPEATS:
-            computed.append(self._asked(batches))
+            computed.append(self._compare_ranks(batches))
             where = self._ranks.gather(self._by_parameter())
         self._judge(updates, computed, where)
 
@@ -154,11 +155,11 @@ class Auditor:
         failed = any(batch.unreadable for batch in batches)
         return None if self._ranks.sum([float(failed)])[0] else batches
 
-    def _asked(self, batches: Sequence[MicroBatch]) -> list[list[Any]]:
+    def _compare_ranks(self, batches: Sequence[MicroBatch]) -> list[list[Any]]:
         """Compute once; of each rank the kind of its device and its numbers. Collective."""
-        return self._ranks.gather([self._rules.kind, self._computed(batches)])
+        return self._ranks.gather([self._rules.kind, self._compute(batches)])
 
-    def _computed(self, batches: Sequence[MicroBatch]) -> list[float]:
+    def _compute(self, batches: Sequence[MicroBatch]) -> list[float]:
         """Compute without changing the state.
 
         Returns:
@@ -195,22 +196,22 @@ class Auditor:
         """
         opinions = [opinion_on(one, exactly=self._rules.repeats_bits) for one in computed]
         ranks = named(computed, opinions)
-        good = f"at step {self._good_step} all agreed"
+        good = f"all ranks agreed at step {self._good_step}"
         if any(one.agrees for one in opinions):
             self._good_step = step
-            whose = f"rank {ranks[0]} gave" if len(ranks) == 1 else "somebody gave"
-            self._tell(
-                step, ranks, f"{whose} other bits for one micro-batch once; again they agree"
+            whose = f"rank {ranks[0]} gave" if len(ranks) == 1 else "some rank gave"
+            self._report_once(
+                step, ranks, f"{whose} different bits for one micro-batch once; repeated, all agree"
             )
             return
         hosts = [str(host) for host in self._ranks.gather(self._rules.host)]
         if len(ranks) != 1:
-            who = " and ".join(map(str, opinions[0].odd))
+            odd_ranks = " and ".join(map(str, opinions[0].odd))
             reason = (
-                f"ranks {who} give other bits for the same micro-batch, each time; which of them "
-                f"is wrong cannot be said: there is no majority; {good}"
+                f"ranks {odd_ranks} give different bits for the same micro-batch, each time; "
+                f"without a majority it is unknown which one is wrong; {good}"
             )
-            self._tell(step, opinions[0].odd, reason)
+            self._report_once(step, opinions[0].odd, reason)
             return
         rank = ranks[0]
         kinds = [kind for kind, _ in computed[0]]
@@ -219,17 +220,17 @@ class Auditor:
             f"rank {rank} on {hosts[rank]} gives other bits than the others for the same "
             f"micro-batch, {len(computed)} times of {len(computed)}"
             f"{differing(where[rank], where[other], exactly=self._rules.repeats_bits)}: its "
-            f"device computes wrongly, in silence; {good}"
+            f"device silently computes wrongly; {good}"
         )
         if len(set(hosts)) == 1:
-            self._tell(step, ranks, reason)
+            self._report_once(step, ranks, reason)
             return
         self._report(self._crash(step, rank, hosts[rank], reason))
         self._distrust(self._good_step)
         raise RankError(reason)
 
-    def _tell(self, step: int, ranks: tuple[int, ...], reason: str) -> None:
-        """Report ranks, once for the same ones."""
+    def _report_once(self, step: int, ranks: tuple[int, ...], reason: str) -> None:
+        """Report ranks, once for each set of ranks."""
         if ranks in self._known:
             return
         self._known.add(ranks)
@@ -237,7 +238,7 @@ class Auditor:
             Incident(
                 kind=KIND,
                 step=step,
-                decision="only told: look at the device",
+                decision="only reported: check the device",
                 reason=reason,
                 ranks=ranks,
                 detail={"good_before": self._good_step},
@@ -245,11 +246,12 @@ class Auditor:
         )
 
     def _crash(self, step: int, rank: int, host: str, reason: str) -> Incident:
-        """The incident of a device that failed: a supervisor leaves its host out."""
+        """The incident of a failed device: a supervisor excludes its host."""
         return Incident(
             kind="crash",
             step=step,
-            decision=f"restart without this host, from a checkpoint not after {self._good_step}",
+            decision="restart without this host, from a checkpoint no later than step "
+            f"{self._good_step}",
             reason=reason,
             ranks=(rank,),
             detail={
@@ -263,7 +265,7 @@ class Auditor:
 
 
 def opinion_on(by_rank: Sequence[Sequence[Any]], *, exactly: bool) -> Opinion:
-    """Compare [kind of device, numbers] by rank, only among ranks of the same kind."""
+    """Compare [kind of device, numbers] by rank, among ranks of the same kind only."""
     odd: list[int] = []
     is_clear = True
     for kind in dict.fromkeys(str(one[0]) for one in by_rank):
@@ -291,8 +293,8 @@ def named(
 ) -> tuple[int, ...]:
     """The one rank at fault; empty if it is unknown.
 
-    It is the rank outside of the majority, each time; without a majority, the one that
-    does not repeat its own numbers while all others do.
+    It is the rank outside the majority each time; without a majority, the only rank that does not
+    repeat its own numbers.
     """
     against = [one for one in opinions if not one.agrees]
     if all(one.is_clear for one in against):

@@ -1,4 +1,4 @@
-"""Which checkpoint has the best held-out loss: it is saved, and not retired."""
+"""Finds the checkpoint with the best held-out loss, which is saved and not retired."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BestCheckpoint:
     """The held-out losses of the run so far, by update.
 
     Args:
-        losses: of before this start; see :func:`held_out_losses`. The same on all ranks.
+        losses: losses before this start; see :func:`held_out_losses`. The same on all ranks.
     """
 
     def __init__(self, losses: Iterable[tuple[int, float]]) -> None:
@@ -22,8 +22,8 @@ class BestCheckpoint:
         self._best_at = -1
 
     def evaluated(self, updates: int, loss: float | None) -> None:
-        """Take the held-out loss of the present state."""
-        # The run may have gone back: what lies behind was never there.
+        """Record the held-out loss of the current state."""
+        # After a rollback, later losses no longer count.
         self._losses = {step: one for step, one in self._losses.items() if step < updates}
         if loss is None or not math.isfinite(loss):
             return
@@ -32,11 +32,11 @@ class BestCheckpoint:
         self._losses[updates] = loss
 
     def is_new(self, updates: int) -> bool:
-        """Whether the state of so many updates is the best so far: then it is saved."""
+        """Whether the state after ``updates`` updates is the best so far, and so must be saved."""
         return self._best_at == updates
 
     def serials(self, records: Iterable[Record]) -> set[int]:
-        """Of the best checkpoint on disk whose loss is known; empty without one."""
+        """Serial of the best checkpoint on disk with a known loss; empty without one."""
         known = [
             (self._losses[record.step], -record.serial)
             for record in on_disk(records)
@@ -46,10 +46,10 @@ class BestCheckpoint:
 
 
 def held_out_losses(lines: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Update and loss of each evaluation in the metrics; of an update the last one."""
-    found = {}
+    """Update and loss of each evaluation in the metrics; the last one of an update counts."""
+    by_update = {}
     for line in lines:
         loss = line.get("eval_loss")
         if line.get("action") == "apply" and isinstance(loss, float) and math.isfinite(loss):
-            found[step_of(dict(line))] = loss
-    return sorted(found.items())
+            by_update[step_of(dict(line))] = loss
+    return sorted(by_update.items())

@@ -1,4 +1,4 @@
-"""Decides when checkpoints are saved and proven, also the last one at the end of the run.
+"""Decides when checkpoints are saved and proven, including the last one of the run.
 
 The ring knows how; see :mod:`runner.checkpoint.ring`.
 """
@@ -24,12 +24,12 @@ from runner.train.save_schedule import SaveTimes
 from runner.train.state import TrainState, reach_of
 from runner.train.step import StepInfo
 
-_LAST_TRIES = 2  # attempts at an end state that is damaged when it is read back
+_LAST_TRIES = 2  # attempts if the end state is damaged when read back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSchedule:
-    """When saves are due: to ``disk``, and to ``memory`` (None: no snapshots of their own).
+    """When saves are due: to ``disk``, and to ``memory`` (None: no separate snapshots).
 
     ``best``: the state with the best held-out loss is saved as well.
     """
@@ -39,7 +39,7 @@ class SaveSchedule:
     best: BestCheckpoint | None = None
 
     def is_due(self, updates: int) -> bool:
-        """Whether the state of exactly so many updates is saved."""
+        """Whether the state after exactly ``updates`` updates is saved."""
         return self.is_due_in_memory(updates) or self.is_due_on_disk(updates)
 
     def is_due_on_disk(self, updates: int) -> bool:
@@ -47,7 +47,7 @@ class SaveSchedule:
         return self.disk.is_due(updates) or (self.best is not None and self.best.is_new(updates))
 
     def is_due_in_memory(self, updates: int) -> bool:
-        """Whether a snapshot is taken, whether or not the disk gets a checkpoint."""
+        """Whether a snapshot is due, regardless of the disk."""
         return self.memory is not None and self.memory.is_due(updates)
 
 
@@ -61,7 +61,7 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemption:
-    """A request to stop, and who was asked: ``reasons`` by rank, empty for none. Collective."""
+    """A stop request and its reasons by rank, empty for none. ``reasons`` is collective."""
 
     stop: StopRequest
     reasons: Callable[[], list[str]]
@@ -99,8 +99,8 @@ class Checkpoints:
     def begin(self, state: TrainState) -> None:
         """Commit the initial state, so that the run has a checkpoint to go back to.
 
-        Its proof begins at once: the very first steps may be bad. So does that of one whose
-        probation was over when the run ended.
+        Its proof begins at once, because the very first steps may be bad. So does the proof of a
+        checkpoint whose probation was over when the run ended.
         """
         if self._ring.saved_step < 0:
             with self._reporter.stall("checkpoint"):
@@ -151,14 +151,14 @@ class Checkpoints:
         self._save_last(state)
 
     def finish(self, state: TrainState, held_out: Callable[[], float | None]) -> str | None:
-        """Commit the end state and prove it; why it is not clean, or None. Collective.
+        """Commit and prove the end state; returns why it is not clean, or None. Collective.
 
         Args:
-            held_out: the held-out loss of ``state``; called where the proof asks for it.
+            held_out: computes the held-out loss of ``state``; called if the proof needs it.
 
         Raises:
             SaveError: the end state is not on disk.
-            Preempted: it is not, because the disk accepts no writes.
+            Preempted: likewise, because the disk accepts no writes.
             ConfigError: the corpus is not the one that the run was begun on.
         """
         self._settle_corpus(state)
@@ -169,11 +169,11 @@ class Checkpoints:
             self._heart.enter("save")
             with self._reporter.stall("checkpoint"):
                 fault = self._last.fault(held_out)
-            if self._is_saved(state):  # else it was damaged on its way to the disk, or on it
+            if self._is_saved(state):  # else it was damaged while or after it was written
                 return fault
-        if words := self._backlog.standing():
+        if disk_fault := self._backlog.standing():
             raise Preempted(
-                f"all steps are applied, but the disk accepts no writes ({words}): the newest "
+                f"all steps are applied, but the disk accepts no writes ({disk_fault}): the newest "
                 f"checkpoint is of step {self._ring.saved_step}; free space and give the same "
                 "command again"
             )
@@ -185,14 +185,14 @@ class Checkpoints:
 
     def save_and_leave(self, state: TrainState, preemption: Preemption) -> None:
         """Save the state within the grace. Collective; always raises Preempted."""
-        asked = who_asked(preemption.reasons())
+        reasons = who_asked(preemption.reasons())
         in_time = self._save_last(state, lambda: preemption.stop.is_late)
         saved = self._ring.saved_step
         if in_time and saved == state.updates:
-            raise Preempted(f"asked to stop ({asked}); saved at step {saved}")
+            raise Preempted(f"asked to stop ({reasons}); saved at step {saved}")
         why = "could not be saved" if in_time else "could not be saved in preempt.grace_seconds"
         raise Preempted(
-            f"asked to stop ({asked}); step {state.updates} {why}; the newest checkpoint is "
+            f"asked to stop ({reasons}); step {state.updates} {why}; the newest checkpoint is "
             f"of step {saved}",
             in_time=in_time,
         )

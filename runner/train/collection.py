@@ -1,4 +1,4 @@
-"""Runs Python's garbage collection at steps that all ranks agree on, not at each rank's own time.
+"""Runs Python's garbage collection at the same steps on all ranks.
 
 A collection over millions of objects takes a second, during which all other ranks wait; and
 without agreement each rank collects at another step.
@@ -15,7 +15,7 @@ EVERY = 50  # applied updates
 
 @contextmanager
 def collected_at_boundaries() -> Iterator[None]:
-    """Let only :func:`collect` collect inside, and never what existed before."""
+    """Allow collection only by :func:`collect`, and only of objects made inside."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()

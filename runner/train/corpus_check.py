@@ -1,9 +1,9 @@
 """Reads a large corpus once, during training, to check that it has not changed since the start.
 
-The fingerprint that ranks compare at the start covers samples of a corpus over 64 MiB: a change
-in place between them goes unseen. The journal also has the digest of every byte; at a
-resume it is computed again, or remembered for unchanged files, and compared before any
-checkpoint of the resumed run counts as proven.
+The fingerprint at the start covers only samples of a corpus over 64 MiB, so it misses a change in
+place between them. The journal also has the digest of every byte. A resume computes it again, or
+remembers it for unchanged files, and compares it before any checkpoint of the resumed run counts as
+proven.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runner.distributed.agreement import Ranks
 from runner.policy.decision.history import Incident
 from runner.system.error import ConfigError
 
-_MOST_FILES = 64  # at most so many named in a journal line
+_MOST_FILES = 64  # files named in a journal line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class ResumedOn:
     """What a start resumes from.
 
     Args:
-        step: of the loaded checkpoint; 0: none was loaded.
+        step: step of the loaded checkpoint; 0 if none was loaded.
         known: the journal line with the digest that the run began on, if there is one.
         is_change_allowed: whether a changed digest is journalled and the run continues.
     """
@@ -73,7 +73,7 @@ class CorpusCheck:
         self._journal = journal
         self._moved = moved
         self._is_over = not self._files
-        self._found: Whole | None = None
+        self._digest: Whole | None = None
         self._count = 0
         self._step = resumed.step
         self._changed = ""
@@ -83,8 +83,8 @@ class CorpusCheck:
         if self._is_over:
             return
         ranks = self._ranks
-        seen = ranks.gather(ranks.all_or_none("looking at the corpus", self._stamp))
-        reads = seen.index(seen[ranks.rank]) == ranks.rank
+        stamps = ranks.gather(ranks.all_or_none("looking at the corpus", self._stamp))
+        reads = stamps.index(stamps[ranks.rank]) == ranks.rank
         start(self._compare(reads=reads))
 
     @property
@@ -93,7 +93,7 @@ class CorpusCheck:
         return not self._is_over and self._known is not None and not self._is_change_allowed
 
     def look(self, step: int) -> None:
-        """Compare when the reading is done; call it after background jobs are applied. Collective.
+        """Compare once the reading is done; call after background jobs are applied. Collective.
 
         Raises:
             ConfigError: the corpus has changed; checkpoints since the resume are tainted.
@@ -104,7 +104,7 @@ class CorpusCheck:
             raise ConfigError(self._changed)
 
     def finish(self, step: int) -> None:
-        """Wait for the end of the reading. Collective. Raises as :meth:`look`."""
+        """Wait for the end of the reading. Collective. Raises like :meth:`look`."""
         last = -1.0
         while not self._is_over:
             self._ring.turn()
@@ -118,7 +118,7 @@ class CorpusCheck:
         return stamp(self._files)
 
     def _read(self) -> None:
-        self._found = whole_digest(self._files, notes=self._notes, tell=self._tell)
+        self._digest = whole_digest(self._files, notes=self._notes, progress=self._tell)
 
     def _tell(self, what: str, done: int, total: int) -> None:
         self._count += 1
@@ -128,15 +128,15 @@ class CorpusCheck:
         failures = yield Job(
             queue=self._ring.upload_queue,
             name="reading the corpus whole",
-            work=self._read if reads else _nothing,
+            work=self._read if reads else _no_job,
         )
         self._is_over = True
         if failures:
-            # The step judges a sample that cannot be read; the next start reads again.
+            # Steps handle samples that cannot be read; the next start reads again.
             self._report(self._incident("data_unchecked", "go on", "; ".join(failures), {}))
             return
-        digests = self._ranks.gather(self._found.sha256 if self._found else None)
-        whole = self._ranks.from_first(_plain(self._found) if self._found else None)
+        digests = self._ranks.gather(self._digest.sha256 if self._digest else None)
+        whole = self._ranks.from_first(_plain(self._digest) if self._digest else None)
         if any(sha256 not in (None, whole["sha256"]) for sha256 in digests):
             self._end(f"ranks see different data; whole digests by rank: {digests}", whole)
         elif self._known is None or self._known.get("sha256") == whole["sha256"]:
@@ -150,9 +150,9 @@ class CorpusCheck:
     def _note(self, reason: str, whole: dict[str, Any]) -> None:
         self._journal(self._incident("data_digest", "go on", f"the corpus was {reason}", whole))
 
-    def _end(self, words: str, whole: dict[str, Any]) -> None:
-        self._changed = words
-        self._report(self._incident("data_changed", "end", words, whole))
+    def _end(self, message: str, whole: dict[str, Any]) -> None:
+        self._changed = message
+        self._report(self._incident("data_changed", "end", message, whole))
 
     def _incident(
         self, kind: str, decision: str, reason: str, whole: Mapping[str, Any]
@@ -171,7 +171,7 @@ def known_digest(journal: Iterable[Mapping[str, Any]], fingerprint: str) -> dict
     return newest
 
 
-def _nothing() -> None:
+def _no_job() -> None:
     pass
 
 
@@ -186,8 +186,8 @@ def _words(known: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     changed = [name for name, sha256 in whole["files"] if was and (name, sha256) not in was]
     which = f": {', '.join(changed)} changed" if changed else ""
     return (
-        f"data.path: the corpus is not the one that this run was begun on{which} (every byte was "
-        f"read; SHA-256 {known['sha256'][:12]}, now {whole['sha256'][:12]}). The run ends, and "
-        "what it saved since it was taken up is not to be used; the checkpoint it was taken up "
-        "from stands. Restore the corpus, choose another out, or resume.allow_change=true"
+        f"data.path: the corpus is not the one that this run began on{which} (every byte was read; "
+        f"SHA-256 {known['sha256'][:12]}, now {whole['sha256'][:12]}). The run ends, and "
+        "checkpoints saved since the resume must not be used; the one that it resumed from stays "
+        "valid. Restore the corpus, choose another out, or resume.allow_change=true"
     )

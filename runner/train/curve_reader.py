@@ -26,10 +26,10 @@ from runner.reading.read import read
 _log = logging.getLogger(__name__)
 
 KIND = "reading"
-_LEAST_ROWS, _LEAST_SHARE = 100, 0.1  # share of the run before the first report
-_GROWN = 1.1  # since the last reading, so that all readings cost as much as eleven of the last
+_LEAST_ROWS, _LEAST_SHARE = 100, 0.1  # rows, and share of the run, before the first report
+_GROWN = 1.1  # growth since the last reading: all readings cost as much as eleven of the last
 _MOST_ROWS = 200_000
-_IN_WARMUP = frozenset({"plateau", "rate_too_low"})  # which such a stretch looks like
+_IN_WARMUP = frozenset({"plateau", "rate_too_low"})  # signatures that a warm-up resembles
 _SAMPLES = 32
 _FIELDS = ("step", "loss", "grad_norm", "lr", "eval_loss")
 
@@ -38,12 +38,12 @@ class CurveReader:
     """The rows of the run's curve, and the signatures already reported.
 
     Args:
-        ranks: all of them report what rank 0 finds.
+        ranks: all report what rank 0 finds.
         past: lines of the metrics so far, on rank 0.
-        known: incidents of the journal; what they report is not repeated.
-        total, warmup: of the run, in updates.
+        known: incidents of the journal; their reports are not repeated.
+        total, warmup: length and warm-up of the run, in updates.
         dataset: for the loss of a model that knows only token frequencies.
-        tell: takes an incident for each new signature.
+        report: receives an incident for each new signature.
     """
 
     def __init__(
@@ -55,17 +55,17 @@ class CurveReader:
         total: int,
         warmup: int,
         dataset: Dataset,
-        tell: Callable[[Incident], None],
+        report: Callable[[Incident], None],
     ) -> None:
         self._ranks = ranks
-        self._told = {str(i.detail.get("signature")) for i in known if i.kind == KIND}
+        self._reported = {str(i.detail.get("signature")) for i in known if i.kind == KIND}
         self._total = total
         self._warmup = warmup
         self._dataset = dataset
-        self._tell = tell
+        self._report = report
         self._columns = {name: array("d") for name in _FIELDS}
         self._thinning = 1
-        self._seen = 0
+        self._num_rows = 0
         self._next = _LEAST_ROWS
         self._entropy: float | None = None
         for line in past:
@@ -73,7 +73,7 @@ class CurveReader:
                 self._add([line.get(name) for name in _FIELDS])
 
     def columns(self, is_evaluated: bool) -> dict[str, float]:
-        """Columns for the metrics at each evaluation, which ``holdfast read`` uses too."""
+        """Metrics columns of each evaluation, which ``holdfast read`` also uses."""
         if not is_evaluated or self._ranks.rank:
             return {}
         if self._entropy is None:
@@ -92,7 +92,7 @@ class CurveReader:
         self._next = math.ceil(_GROWN * line.step)
         findings = None if self._ranks.rank else [asdict(one) for one in self._findings()]
         for finding in self._ranks.from_first(findings):
-            self._tell_once(Finding(**finding), line.step)
+            self._report_once(Finding(**finding), line.step)
 
     def _findings(self) -> list[Finding]:
         try:
@@ -102,8 +102,8 @@ class CurveReader:
             return []
 
     def _add(self, values: list[Any]) -> None:
-        self._seen += 1
-        if self._seen % self._thinning and values[-1] is None:
+        self._num_rows += 1
+        if self._num_rows % self._thinning and values[-1] is None:
             return
         for name, value in zip(_FIELDS, values, strict=True):
             is_number = isinstance(value, int | float)
@@ -112,7 +112,7 @@ class CurveReader:
             self._thin()
 
     def _thin(self) -> None:
-        """Drop every other row, but none with a held-out loss."""
+        """Drop every other row, except rows with a held-out loss."""
         stays = np.isfinite(np.array(self._columns["eval_loss"]))
         stays[::2] = True
         self._columns = {
@@ -121,23 +121,23 @@ class CurveReader:
         self._thinning *= 2
 
     def _curve(self) -> Curve:
-        held = {name: np.array(values) for name, values in self._columns.items()}
-        further = {LEARNING_RATE: held["lr"], HELD_OUT: held["eval_loss"]}
+        columns = {name: np.array(values) for name, values in self._columns.items()}
+        further = {LEARNING_RATE: columns["lr"], HELD_OUT: columns["eval_loss"]}
         if self._entropy:
-            further[CORPUS_ENTROPY] = np.full(len(held["loss"]), self._entropy)
-        return Curve.of(held["step"], held["loss"], held["grad_norm"], further)
+            further[CORPUS_ENTROPY] = np.full(len(columns["loss"]), self._entropy)
+        return Curve.of(columns["step"], columns["loss"], columns["grad_norm"], further)
 
-    def _tell_once(self, finding: Finding, step: int) -> None:
+    def _report_once(self, finding: Finding, step: int) -> None:
         signature = finding.signature
         is_early = signature in _IN_WARMUP and step < 2 * self._warmup
-        if signature in self._told or finding.confidence == "low" or is_early:
+        if signature in self._reported or finding.confidence == "low" or is_early:
             return
-        self._told.add(signature)
-        self._tell(
+        self._reported.add(signature)
+        self._report(
             Incident(
                 kind=KIND,
                 step=step,
-                decision="only told",
+                decision="only reported",
                 reason=f"{signature}: {finding.evidence}",
                 detail={
                     "signature": signature,

@@ -1,7 +1,7 @@
 """The held-out loss on a fixed set of samples, agreed among the ranks like a step.
 
-All ranks learn of a problem (a sample that one rank cannot read, a loss that is not finite,
-no counted token) with the loss; it becomes a journal line and does not end the run.
+All ranks learn of a problem together with the loss: a sample that one rank cannot read, a loss that
+is not finite, or no counted token. It becomes a journal line and does not end the run.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from runner.policy.decision.signals import NUM_LANES, all_equal, lanes
 from runner.policy.decision.unreadable import Unreadable
 from runner.system.error import RankError
 
-# Places in the FP64 vector that is summed over ranks.
+# Indices into the FP64 vector that is summed over ranks.
 _LOSS, _TOKENS, _NONFINITE, _UNREADABLE = range(4)
 _LANES = 4
 _SQUARES = _LANES + NUM_LANES
 _GROUPS = _SQUARES + NUM_LANES
-_MOST_TOLD = 8  # samples that one rank names, and that a sentence names
+_MOST_NAMED = 8  # samples that one rank names, and that one sentence names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wrong:
-    """What was wrong with an evaluation; ``who`` names samples."""
+class _Problem:
+    """The problem with an evaluation; ``samples`` are the affected ones."""
 
     reason: str
     who: list[Unreadable]
@@ -42,8 +42,8 @@ class _Wrong:
 class FixedSet:
     """Samples for repeated evaluation.
 
-    ``indices`` are data set indices, the same at every evaluation and on any world size; ``what``
-    names the set; ``groups`` is int64 [len(indices)], each sample's place in ``names``.
+    ``indices`` are data set indices, the same at every evaluation and world size; ``what`` names
+    the set; ``groups`` is int64 [len(indices)], each sample's index into ``names``.
     """
 
     indices: Indices
@@ -56,8 +56,8 @@ class Evaluator:
     """Computes the loss of ``samples``.
 
     Args:
-        report: takes incidents, alike on every rank; one that a restart repeats is kept once.
-        step: applied updates so far.
+        report: receives incidents, alike on every rank; records a repeated one only once.
+        step: returns the applied updates so far.
     """
 
     def __init__(
@@ -79,21 +79,23 @@ class Evaluator:
         self._report = report
         self._step = step
         self._batches = feed.fixed(self._indices) if len(self._indices) else []
-        self._told = ""
+        self._reported = ""
         self._by_group: dict[str, float] = {}
 
     def loss(self) -> float | None:
         """The loss in nats per token over the readable samples. Collective.
 
-        NaN or infinite if a sample's loss is; None when nothing is held out, or no token counts.
+        NaN or infinite if a sample's loss is; None if nothing is held out or no token counts.
 
         Raises:
             RankError: ranks are at different evaluations; raised alike on all of them.
         """
         if not self._batches:
             return None
-        found = self._engine.evaluate([batch.to(self._engine.device) for batch in self._batches])
-        sums = self._ranks.sum([*self._own_numbers(found), *self._own_groups(found)])
+        evaluated = self._engine.evaluate(
+            [batch.to(self._engine.device) for batch in self._batches]
+        )
+        sums = self._ranks.sum([*self._own_numbers(evaluated), *self._own_groups(evaluated)])
         if not all_equal(
             sums[_LANES:_SQUARES], sums[_SQUARES : _SQUARES + NUM_LANES], self._ranks.world_size
         ):
@@ -103,19 +105,19 @@ class Evaluator:
         groups = zip(self._samples.names, sums[_GROUPS::2], sums[_GROUPS + 1 :: 2], strict=True)
         self._by_group = {name: total / count for name, total, count in groups if count}
         if loss is None or not math.isfinite(loss) or sums[_NONFINITE] or sums[_UNREADABLE]:
-            self._tell(found, is_counted=loss is not None)
+            self._report_problem(evaluated, is_counted=loss is not None)
         return loss
 
     def by_group(self) -> dict[str, float]:
         """The last loss of each group by name, without groups in which no token counts."""
         return dict(self._by_group)
 
-    def _own_groups(self, found: Evaluated) -> list[float]:
+    def _own_groups(self, evaluated: Evaluated) -> list[float]:
         """The summed loss and the token count of each group, on this rank."""
         sums = [0.0] * (2 * len(self._samples.names))
         if self._samples.groups is None:
             return sums
-        for batch, losses in zip(self._batches, found.losses, strict=True):
+        for batch, losses in zip(self._batches, evaluated.losses, strict=True):
             rows = zip(batch.positions, losses.tolist(), batch.counts(), strict=True)
             for place, loss, count in rows:
                 if place is not None and count:
@@ -124,12 +126,12 @@ class Evaluator:
                     sums[2 * group + 1] += count
         return sums
 
-    def _own_numbers(self, found: Evaluated) -> list[float]:
+    def _own_numbers(self, evaluated: Evaluated) -> list[float]:
         numbers = [float(n) for n in lanes(repr(self._identity()))]
-        total = float(found.total.item())
+        total = float(evaluated.total.item())
         return [
             total,
-            float(found.num_tokens),
+            float(evaluated.num_tokens),
             float(not math.isfinite(total)),
             float(any(batch.unreadable for batch in self._batches)),
             *numbers,
@@ -139,61 +141,61 @@ class Evaluator:
     def _identity(self) -> list[int]:
         return [self._step(), len(self._indices), int(self._indices.sum()), len(self._batches)]
 
-    def _tell(self, found: Evaluated, *, is_counted: bool) -> None:
+    def _report_problem(self, evaluated: Evaluated, *, is_counted: bool) -> None:
         """Report a problem, unless the last evaluation had the same. Collective."""
-        wrong = self._wrong(found, is_counted=is_counted)
-        if wrong.reason == self._told:
+        problem = self._problem(evaluated, is_counted=is_counted)
+        if problem.reason == self._reported:
             return
-        self._told = wrong.reason
+        self._reported = problem.reason
         self._report(
             Incident(
                 kind="evaluation",
                 step=self._step(),
                 decision="go on",
-                reason=wrong.reason,
-                ranks=tuple(sorted({one.rank for one in wrong.who})),
-                sample_ids=tuple(one.name for one in wrong.who),
+                reason=problem.reason,
+                ranks=tuple(sorted({one.rank for one in problem.who})),
+                sample_ids=tuple(one.name for one in problem.who),
                 detail={
-                    "places": [one.position for one in wrong.who],
-                    "indices": [one.index for one in wrong.who],
-                    "errors": [one.words for one in wrong.who],
-                    "num_unreadable": wrong.num_unreadable,
-                    "num_nonfinite": wrong.num_nonfinite,
+                    "places": [one.position for one in problem.who],
+                    "indices": [one.index for one in problem.who],
+                    "errors": [one.words for one in problem.who],
+                    "num_unreadable": problem.num_unreadable,
+                    "num_nonfinite": problem.num_nonfinite,
                 },
             )
         )
 
-    def _wrong(self, found: Evaluated, *, is_counted: bool) -> _Wrong:
+    def _problem(self, evaluated: Evaluated, *, is_counted: bool) -> _Problem:
         """The problem from all ranks' samples, the same on all ranks."""
         unreadable = [one for batch in self._batches for one in batch.unreadable]
-        nonfinite = self._nonfinite(found)
+        nonfinite = self._nonfinite(evaluated)
         own = [
-            [len(unreadable), [asdict(one) for one in unreadable[:_MOST_TOLD]]],
-            [len(nonfinite), [asdict(one) for one in nonfinite[:_MOST_TOLD]]],
+            [len(unreadable), [asdict(one) for one in unreadable[:_MOST_NAMED]]],
+            [len(nonfinite), [asdict(one) for one in nonfinite[:_MOST_NAMED]]],
         ]
         by_rank = self._ranks.gather(own)
-        numbers, who = [0, 0], []
+        numbers, samples = [0, 0], []
         for at in (0, 1):
             numbers[at] = sum(of_rank[at][0] for of_rank in by_rank)
             rows = [Unreadable(**row) for of_rank in by_rank for row in of_rank[at][1]]
-            who.append(sorted(rows, key=lambda one: one.position)[:_MOST_TOLD])
+            samples.append(sorted(rows, key=lambda one: one.position)[:_MOST_NAMED])
         of = f"of {len(self._indices)} {self._samples.what}"
-        words = [
-            *_sentence(numbers[0], f"{of} cannot be read and are left out", who[0]),
-            *_sentence(numbers[1], f"{of} have a loss that is not finite", who[1]),
+        sentences = [
+            *_sentence(numbers[0], f"{of} cannot be read and are left out", samples[0]),
+            *_sentence(numbers[1], f"{of} have a loss that is not finite", samples[1]),
             *([] if is_counted else [f"no token {of} counts: there is no loss"]),
         ]
-        return _Wrong(
-            reason="; ".join(words),
-            who=[*who[0], *who[1]],
+        return _Problem(
+            reason="; ".join(sentences),
+            who=[*samples[0], *samples[1]],
             num_unreadable=numbers[0],
             num_nonfinite=numbers[1],
         )
 
-    def _nonfinite(self, found: Evaluated) -> list[Unreadable]:
+    def _nonfinite(self, evaluated: Evaluated) -> list[Unreadable]:
         """This rank's sequences whose loss is NaN or infinite."""
         rows = []
-        for batch, losses in zip(self._batches, found.losses, strict=True):
+        for batch, losses in zip(self._batches, evaluated.losses, strict=True):
             for place, loss in zip(batch.positions, losses.tolist(), strict=True):
                 if place is not None and not math.isfinite(loss):
                     index = int(self._indices[place])
@@ -210,9 +212,9 @@ class Evaluator:
         return rows
 
 
-def _sentence(number: int, what: str, who: list[Unreadable]) -> list[str]:
+def _sentence(number: int, what: str, samples: list[Unreadable]) -> list[str]:
     if not number:
         return []
-    named = "; ".join(f"{one.name} on rank {one.rank}: {one.words}" for one in who)
-    rest = f"; and {number - len(who)} more" if number > len(who) else ""
+    named = "; ".join(f"{one.name} on rank {one.rank}: {one.words}" for one in samples)
+    rest = f"; and {number - len(samples)} more" if number > len(samples) else ""
     return [f"{number} {what}: {named}{rest}"]

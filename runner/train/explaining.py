@@ -1,9 +1,8 @@
-"""Finds out why a step was bad before the ladder is asked, and does what follows from a proof.
+"""Finds the cause of a bad step before the ladder decides, and acts on a proven cause.
 
-A transient fault leaves no trace: the step is computed again and nothing is skipped. Of data that
-is bad by itself only the culprits go to the ledger, and the step is planned anew without them. In
-both cases the bad attempt never happened, for the guard's memory as well; whatever is not proven
-goes the way of the ladder.
+A transient fault leaves no trace: the step is computed again and nothing is skipped. If the data is
+bad, only the culprits go to the ledger, and the step is planned anew without them. In both cases
+the bad attempt never happened, also for the guard's memory; without proof the ladder decides.
 """
 
 from __future__ import annotations
@@ -31,19 +30,21 @@ from runner.train.retracing import Retracing
 from runner.train.state import TrainState
 from runner.train.step import InFlightStep, StepInfo
 
-# So often a step is computed again in earnest: a fault that is still there then does not pass, and
-# data whose culprits have no end is a range, which the ladder skips whole.
+# Limit on real repetitions of a step. A fault that persists is not transient, and data with ever
+# more culprits is a bad range, which the ladder skips whole.
 _MOST_REDONE = 4
-_LATER = 16  # steps ahead: bad samples that reach so far are no range of them
+_LATER = 16  # steps ahead: bad samples that far away are not one range
 
 
 _SAME_MIX = Finding(
-    cause=Cause.data_mix, remedy=Remedy.ladder, why="as the step before it: it was not tried again"
+    cause=Cause.data_mix,
+    remedy=Remedy.ladder,
+    why="same as the step before it; it was not analysed again",
 )
 
 
 class Stepper(Protocol):
-    """The part of :class:`runner.train.step.Stepper` that is needed."""
+    """The part of :class:`runner.train.step.Stepper` used here."""
 
     @property
     def newest(self) -> InFlightStep: ...
@@ -51,7 +52,7 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRules:
-    """Computations of a step that may be spent: on one incident, and on all of the run's."""
+    """Limits on replayed steps: for one incident, and for the whole run."""
 
     an_incident: int
     in_all: int
@@ -59,13 +60,13 @@ class ExplainRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What a person reads.
+    """Sources of the evidence that a person reads.
 
     Args:
-        batch: the plan of the batch at a position of the stream.
-        names: what the data set calls the samples at these positions of a plan.
-        bundles: takes all numbers; on the first rank only.
-        incarnation: which start of the run this is.
+        batch: returns the batch plan at a stream position.
+        names: returns the data set's names of the samples at positions of a plan.
+        bundles: writes all numbers; on rank 0 only.
+        incarnation: number of this start.
     """
 
     batch: Callable[[int], BatchPlan]
@@ -75,12 +76,12 @@ class Evidence:
 
 
 class ExplainingGuard:
-    """A guard that looks for the cause first.
+    """A guard that looks for the cause before it decides.
 
     Args:
-        guard: judges, and carries out the ladder.
-        evidence: what a person reads; and the batch at a position of the stream.
-        retracing: what follows a rollback for the weights' sake; None: nothing.
+        guard: judges steps, and carries out the ladder.
+        evidence: see :class:`Evidence`.
+        retracing: compares the steps after a rollback for bad weights; None to skip that.
     """
 
     def __init__(
@@ -109,12 +110,12 @@ class ExplainingGuard:
         self._guard.note_lines(info)
 
     def handle(self, info: StepInfo, state: TrainState) -> Verdict | None:
-        """As :meth:`runner.train.guard.Guard.handle`, which is asked where no remedy follows.
+        """Like :meth:`runner.train.guard.Guard.handle`, which decides unless a cause is proven.
 
         Raises as that.
 
         Raises:
-            RankError: a node is to be left out by the next start.
+            RankError: the next start must exclude a node.
         """
         if self._retracing is not None and info.known is None:
             self._retracing.follow(info)
@@ -132,20 +133,20 @@ class ExplainingGuard:
         return self._decided(info, finding, state)
 
     def _decided(self, info: StepInfo, finding: Finding, state: TrainState) -> Verdict | None:
-        """The ladder's part, and what is looked at on the way back."""
+        """Let the ladder decide; on a rollback, start retracing."""
         rollbacks = self._journal.history.rollbacks
         before = len(rollbacks)
         verdict = self._guard.handle(replace(info, cause=finding.to_json()), state)
         went_back = len(rollbacks) > before
         is_open = finding.remedy is Remedy.go_back and finding.cause is not Cause.rate
         if self._retracing is not None and went_back and is_open and _reads_again(self._journal):
-            # The limits of the checkpoint: where the loss falls those of the bad step lie lower.
+            # The checkpoint's limits: while the loss falls, the bad step's are lower.
             limits = state.baseline.limits
             self._retracing.begin(info, finding, to_step=rollbacks[-1].to_step, limits=limits)
         return verdict
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
-        """What is the matter; None where it was asked often enough."""
+        """Find the cause; None once the budget of replays is spent."""
         history, step, signals = self._journal.history, self._stepper.newest, info.signals
         left = self._rules.in_all - history.num_probes
         if left < self._rules.an_incident or info.batch is None:
@@ -173,45 +174,45 @@ class ExplainingGuard:
             )
         )
         if self._retracing is not None and came_again and finding.remedy is Remedy.go_back:
-            rest = self._rules.an_incident - finding.steps
-            finding = self._retracing.rate(info, state, finding, most_steps=rest)
+            remaining = self._rules.an_incident - finding.steps
+            finding = self._retracing.rate(info, state, finding, most_steps=remaining)
         self._reporter.stalled("discarded", time.monotonic() - began)
         return replace(finding, bundle=self._journal.num_lines)
 
     def _is_of_a_mix(self, signals: StepSignals) -> bool:
-        """Whether the step just before this one was discarded for another mix."""
+        """Whether the previous step was discarded because of a new data mix."""
         before = self._journal.history.newest_discard()
         if before is None or before.samples is None:
             return False
         return before.samples[1] == signals.start and cause_of(before) == MIX
 
     def _overflowed(self, signals: StepSignals) -> bool:
-        """Whether the step just before this one was computed in a wider precision."""
+        """Whether the previous step was computed in a wider precision."""
         before = self._journal.history.newest_redo()
         if before is None or before.samples is None:
             return False
         return before.samples[1] == signals.start and cause_of(before) == NUMERICS
 
     def _keep(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
-        """Write the evidence down, before the journal refers to it."""
+        """Write the evidence before the journal refers to it."""
         number = finding.bundle
         if self._evidence.bundles is not None and info.batch is not None and number is not None:
-            told = ExplainedStep(
+            report = ExplainedStep(
                 step=info.signals.step,
                 plan=info.batch,
                 limits=state.baseline.limits,
                 finding=finding,
             )
-            self._evidence.bundles.write(number, told)
+            self._evidence.bundles.write(number, report)
 
     def _leave(self, info: StepInfo, finding: Finding) -> RankError:
-        """Say it as of a device that fails by itself: the supervisor lists the node."""
-        words = f"step {info.signals.step}: {finding.words()}"
+        """Report a failing device, so that the supervisor excludes the node."""
+        message = f"step {info.signals.step}: {finding.words()}"
         incident = Incident(
             kind="crash",
             step=info.signals.step,
             decision="restart from the ring, without this node",
-            reason=words,
+            reason=message,
             ranks=finding.ranks,
             samples=(info.signals.start, info.signals.stop),
             detail={
@@ -225,10 +226,10 @@ class ExplainingGuard:
         )
         self._journal.add(incident)
         self._reporter.incident(incident)
-        return RankError(words)
+        return RankError(message)
 
     def _redo(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
-        """The attempt never happened: the loop plans the step anew, from the same cursor."""
+        """Undo the attempt: the loop plans the step anew from the same cursor."""
         signals, verdict = info.signals, state.baseline.judge(info.signals)
         assert info.batch is not None
         skipped = finding.positions if finding.remedy is Remedy.skip else ()
@@ -254,11 +255,11 @@ class ExplainingGuard:
         self._reporter.incident(incident)
 
     def _how_often(self, finding: Finding) -> str:
-        """Faults that pass, pooled by rank: a device that has several is going bad."""
+        """Count transient faults by rank: a device with several is going bad."""
         if finding.cause is not Cause.transient or len(finding.ranks) != 1:
             return ""
         before = self._journal.history.num_transient_on(finding.ranks[0])
-        return f" (fault {before + 1} of this rank: look at its device)" if before else ""
+        return f" (fault {before + 1} of this rank: check its device)" if before else ""
 
 
 def _is_to_explain(info: StepInfo) -> bool:
@@ -268,7 +269,7 @@ def _is_to_explain(info: StepInfo) -> bool:
 
 
 def _reads_again(journal: Journal) -> bool:
-    """Whether the last rollback skips nothing."""
+    """Whether the last rollback skips no samples."""
     incidents = reversed(journal.history.incidents)
     return next((i.detail["read_again"] for i in incidents if i.kind == "rollback"), False)
 

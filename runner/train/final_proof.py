@@ -21,7 +21,7 @@ Loss = Callable[[], float | None]  # nats per token, or None. Collective
 
 
 class LastOfRing(Protocol):
-    """The part of :class:`runner.checkpoint.ring.Ring` that is needed."""
+    """The part of :class:`runner.checkpoint.ring.Ring` used here."""
 
     @property
     def last_state(self) -> State: ...
@@ -33,9 +33,9 @@ class LastOfRing(Protocol):
 class LastProof:
     """
     Args:
-        last_batch: the loss over the batch that ends at the cursor.
-        earlier: the newest held-out loss from before the last step.
-        report: takes incidents, alike on every rank.
+        last_batch: computes the loss over the batch that ends at the cursor.
+        earlier: returns the newest held-out loss from before the last step.
+        report: receives incidents, alike on every rank.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class LastProof:
         self._report = report
 
     def fault(self, held_out: Loss) -> str | None:
-        """Prove the newest checkpoint on disk; why it is not clean, or None. Collective.
+        """Prove the newest checkpoint on disk; returns why it is not clean, or None. Collective.
 
-        A damaged checkpoint is tainted. One that fails the proof for another reason is
-        whole, and serves a restart.
+        A damaged checkpoint is tainted. One that fails for another reason is intact and can serve a
+        restart.
         """
         ring = self._ring
-        if ring.last_state is State.clean:  # the command of a finished run was repeated
+        if ring.last_state is State.clean:  # a finished run was started again
             return None
         fault = self._fault_of_values() or self._fault_of_loss(held_out)
         fault = fault or "; ".join(ring.prove_last())
@@ -74,7 +74,7 @@ class LastProof:
                     kind="unproven",
                     step=self._state.updates,
                     decision=f"end; the newest clean checkpoint is of step {ring.clean_step}",
-                    reason=f"the last checkpoint does not prove: {fault}",
+                    reason=f"the last checkpoint failed its proof: {fault}",
                 )
             )
         return fault or None
@@ -85,11 +85,10 @@ class LastProof:
         return f"{num_unsound:.0f} rank(s) hold NaN or Inf in the state" if num_unsound else None
 
     def _fault_of_loss(self, held_out: Loss) -> str | None:
-        """Judge the end state by its loss; a held-out one is better: the last batch was trained on.
+        """Judge the end state by its loss, preferably held-out: the last batch was trained on.
 
-        It may lie far above the training loss where a run has memorised its data, or come from
-        a held-out sample that gives NaN. So it decides against the state only beside an earlier
-        one.
+        A held-out loss may be far above the training loss of a run that has memorised its data, or
+        NaN because of one sample. So it counts against the state only relative to an earlier one.
         """
         baseline = self._state.baseline
         loss = held_out()

@@ -1,7 +1,7 @@
 """The gate: whether the device withholds this step's update.
 
-Decided on the device, from the sums that all ranks agreed on: the host is not asked, and nothing
-waits. How an optimizer obeys it stands in :mod:`runner.engine.optimizer`.
+The device decides, from the sums that all ranks agreed on, so that nothing waits for the host.
+:mod:`runner.engine.optimizer` has how an optimizer obeys it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def is_closed(
 ) -> torch.Tensor:
     """True where the update must not be applied; a bool scalar on the device.
 
-    The limits are arguments of the comparisons' kernels: nothing is copied for them.
+    The limits are kernel arguments, so that nothing is copied.
 
     Args:
         packed: FP64, the sums of :mod:`runner.train.packed`.
         loss, norm: FP64 scalars on the device: loss per token, gradient norm before clipping.
-        is_guarded: False lets every step pass whose samples could be read.
-        before: the numbers of the step before where the host has not read them. The gate stays
-            closed when that step was not applied, or says that a rank is asked to stop.
+        is_guarded: False applies every step whose samples could be read.
+        before: the previous step's numbers, if the host has not read them. The gate stays closed if
+            that step was not applied, or carries a stop request.
     """
     closed = packed[UNREADABLE] > 0
     if before is not None:
@@ -44,11 +44,11 @@ def is_closed(
     bounded = is_within(bounds.usual, loss, norm)
     if before is not None:
         was_low = before[LOSS_PER_TOKEN] <= bounds.high
-        bounded = torch.where(was_low, bounded, is_within(bounds.again, loss, norm))
+        bounded = torch.where(was_low, bounded, is_within(bounds.after_high, loss, norm))
     return ~(bounded & (packed[NONFINITE] == 0)) | closed
 
 
 def is_within(limits: Limits, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """Finite, and at or below both: NaN and Inf are not below the largest number."""
+    """Whether both are finite and within the limits: NaN and Inf exceed the largest number."""
     low_enough = (loss <= min(limits.loss, _LARGEST)) & (norm <= min(limits.grad_norm, _LARGEST))
     return low_enough & (loss >= -_LARGEST)  # a norm is not negative

@@ -1,4 +1,4 @@
-"""Judges a step and carries out the decision; ``recovery`` has what each decision does."""
+"""Judges a step and decides; ``recovery`` carries out each decision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runner.train.step import StepInfo
 
 
 class Steps(Protocol):
-    """The part of :class:`runner.train.step_runner.StepRunner` that is needed."""
+    """The part of :class:`runner.train.step_runner.StepRunner` used here."""
 
     @property
     def is_ahead(self) -> bool: ...
@@ -66,11 +66,11 @@ class Guard:
         """Judge the step; discard it or roll back if that is the decision. Collective.
 
         Returns:
-            The verdict of an update that was applied and counts; None where the step is over.
+            The verdict of an applied update that counts; None if the step is finished.
 
         Raises:
             Halted: the guard's budget is spent.
-            CheckpointError: nothing to go back to can be loaded.
+            CheckpointError: no rollback target can be loaded.
             DataError: more samples than data.max_unreadable could not be read.
             RankError: a rank's storage is gone.
         """
@@ -83,7 +83,7 @@ class Guard:
         if ruling.finding is not None:
             self._recovery.conclude(info, ruling.finding)
         if info.known is not None and isinstance(action, Apply):
-            # Settings may have changed on purpose since; what was discarded stays discarded.
+            # Settings may have changed since, but a discarded step stays discarded.
             action = Discard(reason=info.known.reason)
         assert isinstance(action, Apply) is not signals.gated or verdict.kind is Kind.drift
         assert isinstance(action, Apply) or not self._steps.is_ahead
@@ -125,8 +125,8 @@ class Guard:
 
 
 def _replayed(info: StepInfo) -> Replayed:
-    """What was found of the step. Of one that is known, what was decided on it then stands in the
-    journal: only that its data is another counts once more."""
+    """The result of replays. For a step known from the journal, only a new data mix counts again;
+    the journal has the rest."""
     cause = info.cause or {}
     return Replayed(
         is_mix=info.found == MIX,

@@ -1,6 +1,6 @@
 """The story of a run: attempt a step, judge it, act on it, check the state, save it, stop.
 
-Knows the actors by name; the modules beside this one have the mechanisms.
+The loop calls the actors by name; the other modules of this package implement them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runner.train.step_runner import StepRunner
 
 
 class Guard(Protocol):
-    """:class:`runner.train.guard.Guard`, or a guard that looks for the cause first."""
+    """:class:`runner.train.guard.Guard`, or a guard that finds the cause first."""
 
     def note_lines(self, info: StepInfo) -> None: ...
     def handle(self, info: StepInfo, state: TrainState) -> Verdict | None: ...
@@ -80,7 +80,7 @@ class Loop:
     def step(self) -> None:
         """Run one step, then carry out the guard's decision. Raises as :meth:`run`."""
         info = self._steps.next(self._state)
-        if info.known is None:  # else the step repeats the journal, and nothing was computed
+        if info.known is None:  # otherwise the journal has the step, uncomputed
             self._guard.note_lines(info)
             self._checkpoints.apply_progress(info, self._state)
         verdict = self._guard.handle(info, self._state)

@@ -13,10 +13,10 @@ class Periodic:
     """Runs the checks that are due after an update.
 
     Args:
-        evaluate: returns the held-out loss in nats per token; None where nothing is held out.
+        evaluate: returns the held-out loss in nats per token; None if nothing is held out.
         evaluate_every: in applied updates; 0 means never.
-        inspect: called after each update with their number; decides by itself if it is due.
-        inspect_every: its intervals, in applied updates; 0 means never.
+        inspect: called after each update with the update count; it knows when it is due.
+        inspect_every: intervals of ``inspect``, in applied updates; 0 means never.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Periodic:
         )
 
     def evaluate(self, updates: int) -> float | None:
-        """The held-out loss where it is due. Collective."""
+        """The held-out loss, if it is due. Collective."""
         if not _is_due(self._evaluate_every, updates):
             return None
         self._heart.enter("evaluate")
@@ -54,12 +54,12 @@ class Periodic:
         return loss
 
     def held_out_loss(self, updates: int) -> float | None:
-        """The held-out loss of the present state, computed at most once. Collective."""
+        """The held-out loss of the current state, computed at most once. Collective."""
         known, loss = self._evaluated_at
         return loss if known == updates else self._evaluate()
 
     def inspect(self, updates: int) -> None:
-        """Look for slow ranks and differing replicas. Collective."""
+        """Check for slow ranks and differing replicas. Collective."""
         self._inspect(updates)
         collect(updates)
 

@@ -1,4 +1,4 @@
-"""Carries out what the ladder decided, and writes down what it cost.
+"""Carries out the ladder's decisions, and records their cost.
 
 A discard is journalled before the run moves on. A rollback is journalled after its checkpoint
 has been verified and loaded: from that moment on a restart repeats it.
@@ -26,10 +26,10 @@ from runner.train.report import Reporter
 from runner.train.state import TrainState, reach_of
 from runner.train.step import StepInfo, Suspect
 
-# The level comes from samples that the other run never reads.
+# The new level comes from samples that such a run never reads.
 _ONLY_UNGUARDED = (
     "A run told to skip the same samples (data.skip) ends bit-identical only with guard=off: its "
-    "guard would take this level for trouble"
+    "guard would treat this level as a fault"
 )
 _NAMES_NOTHING = frozenset({Cause.unclear.value, Cause.not_reproducible.value})
 
@@ -38,7 +38,7 @@ class Stepper(Protocol):
     """The part of :class:`runner.train.step.Stepper` that is needed."""
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
-        """The samples at fault in the last step that was read. Collective."""
+        """The suspected samples of the last step that was read. Collective."""
         ...
 
 
@@ -46,9 +46,9 @@ class Recovery:
     """Carries out the guard's decisions.
 
     Args:
-        before_restore: called with the step at which the run goes back.
-        data_goes_on: whether samples read since a checkpoint cannot be read again: all of them are
-            skipped then.
+        before_restore: called with the step at which the rollback happens.
+        data_goes_on: whether the data cannot be rewound; then a rollback skips all samples since
+            its checkpoint.
     """
 
     def __init__(
@@ -75,29 +75,29 @@ class Recovery:
     def pass_over(self, info: StepInfo) -> None:
         """Skip samples that could not be read, and plan the step anew.
 
-        The run continues as if it had never been given them: the step counts as not
-        attempted, for the guard as well.
+        The run continues as if they did not exist: the step was not attempted, for the guard as
+        well.
 
         Raises:
             DataError: there are too many of them.
             RankError: a rank's storage is gone. Both are raised alike on all ranks.
         """
-        found, step = info.unreadable, info.signals.step
+        unreadable, step = info.unreadable, info.signals.step
         decision = decide(
-            found,
+            unreadable,
             shares=info.shares,
             known=self._journal.history.unreadable,
             most=self._max_unreadable,
         )
         if isinstance(decision, GiveUp):
             raise (RankError if decision.may_pass else DataError)(f"step {step}: {decision.reason}")
-        ordered = sorted(found, key=lambda one: one.position)
+        ordered = sorted(unreadable, key=lambda one: one.position)
         incident = Incident(
             kind="unreadable",
             step=step,
-            decision=f"skip {len(found)} sample{'s' if len(found) > 1 else ''}",
+            decision=f"skip {len(unreadable)} sample{'s' if len(unreadable) > 1 else ''}",
             reason=decision.reason,
-            ranks=tuple(sorted({one.rank for one in found})),
+            ranks=tuple(sorted({one.rank for one in unreadable})),
             samples=(decision.positions[0], decision.positions[-1] + 1),
             sample_ids=tuple(one.name for one in ordered),
             cost_seconds=info.seconds,
@@ -111,12 +111,15 @@ class Recovery:
         self._reporter.incident(incident)
         self._reporter.stalled("discarded", info.seconds)
 
-    def note_lines(self, step: int, words: str, patience_seconds: float | None) -> None:
+    def note_lines(self, step: int, reason_text: str, patience_seconds: float | None) -> None:
         """Report that lines are kept in memory, or, with None, that they are written again."""
         if patience_seconds is None:
-            decision, reason = "go on", f"what was kept in memory is in its file ({words})"
+            decision, reason = (
+                "go on",
+                f"lines kept in memory are in their file now ({reason_text})",
+            )
         else:
-            decision, reason = f"keep lines in memory for up to {patience_seconds:g} s", words
+            decision, reason = f"keep lines in memory for up to {patience_seconds:g} s", reason_text
         incident = Incident(kind="unwritten", step=step, decision=decision, reason=reason)
         self._journal.add(incident)
         self._reporter.incident(incident)
@@ -130,7 +133,7 @@ class Recovery:
     def _note_discard(self, info: StepInfo, verdict: Verdict, reason: str) -> None:
         if info.known is not None:
             return
-        ranks, names, where = self._who(info)
+        ranks, names, positions = self._suspected(info)
         incident = discard_incident(info.signals, verdict=verdict.kind.value, reason=reason)
         incident = replace(
             incident,
@@ -138,7 +141,7 @@ class Recovery:
             sample_ids=names,
             cost_steps=1,
             cost_seconds=info.seconds,
-            detail={**incident.detail, "suspects": where, **_cause(info), **self._warned(info)},
+            detail={**incident.detail, "suspects": positions, **_cause(info), **self._warned(info)},
         )
         self._journal.add(incident)
         self._reporter.incident(incident)
@@ -170,7 +173,7 @@ class Recovery:
     ) -> None:
         """Load the newest usable checkpoint of ``action.targets``; skip the bad range."""
         began = time.monotonic()
-        ranks, names, where = self._who(info)
+        ranks, names, positions = self._suspected(info)
         self._reporter.step(info, verdict, "rollback", learning_rate=0.0, state=state)
         metrics_bytes = self._reporter.metrics_bytes()
         lost = state.updates
@@ -194,7 +197,7 @@ class Recovery:
             cost_seconds=info.seconds + time.monotonic() - began,
             detail={
                 "verdict": verdict.kind.value,
-                "suspects": where,
+                "suspects": positions,
                 "onset_step": action.onset_step,
                 "to_step": restored.step,
                 "cursor": restored.cursor,
@@ -222,19 +225,19 @@ class Recovery:
     def conclude(self, info: StepInfo, finding: Diagnosis) -> None:
         """Report the episode that ended with this step; this changes nothing.
 
-        A verdict of replays takes the place of the suspected cause.
+        A cause found by replays replaces the suspected one.
         """
         episode = finding.episode
-        found = self._verdict(info, episode)
+        cause = self._verdict(info, episode)
         incident = Incident(
             kind="episode",
             step=info.signals.step,
             decision=finding.shape,
-            reason=finding.words(found=found),
+            reason=finding.words(found=cause),
             samples=(episode.start, episode.stop),
             detail={
                 "shape": finding.shape,
-                "cause": finding.cause if found is None else str(found["cause"]),
+                "cause": finding.cause if cause is None else str(cause["cause"]),
                 "suspected": finding.cause,
                 "episode": episode.to_json(),
             },
@@ -243,7 +246,7 @@ class Recovery:
             self._reporter.incident(incident)
 
     def _verdict(self, info: StepInfo, episode: Episode) -> Mapping[str, Any] | None:
-        """What replays found of the episode's steps, the present one included."""
+        """The cause found by replays of the episode's steps, including the current one."""
         if info.cause is not None and info.cause["cause"] not in _NAMES_NOTHING:
             return info.cause
         known = self._journal.history.incidents
@@ -252,7 +255,7 @@ class Recovery:
 
     def halt(self, info: StepInfo, verdict: Verdict, action: Halt) -> None:
         """Journal why the run halts and a person must look."""
-        ranks, names, where = self._who(info)
+        ranks, names, positions = self._suspected(info)
         self._reporter.step(info, verdict, "halt", learning_rate=0.0, state=None)
         incident = Incident(
             kind="halt",
@@ -264,7 +267,7 @@ class Recovery:
             sample_ids=names,
             detail={
                 "verdict": verdict.kind.value,
-                "suspects": where,
+                "suspects": positions,
                 **_cause(info),
                 **self._warned(info),
             },
@@ -273,11 +276,11 @@ class Recovery:
         self._reporter.incident(incident)
 
     def _warned(self, info: StepInfo) -> dict[str, Any]:
-        """The early warnings of shortly before, for the journal."""
-        found = self._journal.history.warnings_before(info.signals.step)
-        return {"warnings": found} if found else {}
+        """The preceding early warnings, for the journal."""
+        warnings = self._journal.history.warnings_before(info.signals.step)
+        return {"warnings": warnings} if warnings else {}
 
-    def _who(self, info: StepInfo) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:
+    def _suspected(self, info: StepInfo) -> tuple[tuple[int, ...], tuple[str, ...], list[int]]:
         """Suspected ranks, sample names and positions. Collective for a live step."""
         if info.batch is None:
             known = info.known
@@ -291,5 +294,5 @@ class Recovery:
 
 
 def _cause(info: StepInfo) -> dict[str, Any]:
-    """The cause that replays found, for the journal."""
+    """The cause found by replays, for the journal."""
     return {} if info.cause is None else {"cause": dict(info.cause)}

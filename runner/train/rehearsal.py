@@ -1,7 +1,7 @@
-"""Probe G: the way from a clean checkpoint to a bad step once more, at lower rates; in earnest but
-for the run's files, and with the state put back afterwards, bit for bit.
+"""Probe G: trains again from a clean checkpoint to a bad step at lower rates, without touching the
+run's files, and restores the state bit for bit afterwards.
 
-What a lower rate cures and another choice of samples does not, the rate has done.
+If a lower rate cures the step and different samples do not, the rate is the cause.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from runner.train.state import TrainState
 from runner.train.step import Stepper
 from runner.train.step_runner import StepPlanner
 
-# The rate is tried divided by this, and its powers: the largest that cures lies within three times.
+# Trials divide the rate by powers of this, so that the largest curing rate is known to a factor of
+# three.
 _DIVISOR, _MOST_POWERS = 3.0, 6
-_MOST_RUNS = 4  # three that halve the powers, and the control
-_BEYOND = 2  # steps behind the bad one that must be clean as well
+_MOST_RUNS = 4  # three bisections of the powers, and the control
+_BEYOND = 2  # steps after the bad one that must be clean as well
 
 
 class Ring(Protocol):
-    """The part of :class:`runner.checkpoint.ring.Ring` that is needed."""
+    """The part of :class:`runner.checkpoint.ring.Ring` used here."""
 
     def restore(self, candidates: Sequence[Record]) -> Restored: ...
     def before_update(self) -> None: ...
@@ -38,26 +39,26 @@ class Ring(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """What came of it.
+    """The result of a rehearsal.
 
     Args:
-        factor: of the rate, the first that cured; None: none did.
-        control_cures: other samples at the full rate cure as well.
-        steps: that were computed.
-        told: why it was not done, or not to its end; empty where it was.
+        factor: the largest tried factor on the rate that cured the step; None if none did.
+        control_cures: whether other samples at the full rate cure it as well.
+        steps: number of computed steps.
+        shortfall: why it was not done or not finished; empty if it was.
     """
 
     factor: float | None = None
     control_cures: bool = False
     steps: int = 0
-    told: str = ""
+    shortfall: str = ""
 
 
 class Rehearsal:
     """Computes steps again from a checkpoint.
 
     Args:
-        fresh: a state to load.
+        fresh: makes an empty state to load into.
     """
 
     def __init__(
@@ -79,29 +80,29 @@ class Rehearsal:
         self._num_steps = 0
 
     def try_rates(self, record: Record, bad: StepSignals, *, most_steps: int) -> Rehearsed:
-        """Whether a lower rate leads past the bad step. Collective; the state is as before.
+        """Test whether a lower rate passes the bad step. Collective; restores the state.
 
         Args:
-            record: the checkpoint to begin at.
-            most_steps: that may be computed.
+            record: the checkpoint to start from.
+            most_steps: limit on computed steps.
         """
         length = bad.step - record.step + _BEYOND
         if length * _MOST_RUNS > most_steps:
             return Rehearsed(
-                told=f"G: {length} steps at each of {_MOST_RUNS} rates, {most_steps} computations "
-                "are left (explain=full)"
+                shortfall=f"G: {length} steps at each of {_MOST_RUNS} rates, {most_steps} "
+                "computations are left (explain=full)"
             )
         self._num_steps = 0
         with self._stepper.aside():
-            kept = _Kept(self._engine)
+            copy = _HostCopy(self._engine)
             try:
                 return self._tried(record, bad.step)
             finally:
                 self._ring.before_update()
-                kept.put_back(self._engine)
+                copy.put_back(self._engine)
 
     def _tried(self, record: Record, bad: int) -> Rehearsed:
-        # Halving the powers: 0 does not cure, and whether the last one does is not known.
+        # Bisect the powers: 0 does not cure, and the last one is untested.
         bad_power, good_power = 0, _MOST_POWERS + 1
         while good_power - bad_power > 1:
             power = (bad_power + good_power) // 2
@@ -110,7 +111,7 @@ class Rehearsal:
             else:
                 bad_power = power
         if good_power > _MOST_POWERS:
-            return Rehearsed(steps=self._num_steps, told="G: no lower rate that was tried cures it")
+            return Rehearsed(steps=self._num_steps, shortfall="G: no tested lower rate cures it")
         control = self._is_cured(record, bad, factor=1.0, leaves_out=True)
         factor = _DIVISOR**-good_power
         return Rehearsed(factor=factor, control_cures=control, steps=self._num_steps)
@@ -118,10 +119,10 @@ class Rehearsal:
     def _is_cured(
         self, record: Record, bad: int, *, factor: float, leaves_out: bool = False
     ) -> bool:
-        """Whether all steps up to the bad one and a few more are clean.
+        """Whether all steps through the bad one and a few more are clean.
 
         Args:
-            leaves_out: the control: one sample of each batch is another.
+            leaves_out: the control: replace one sample of each batch.
         """
         restored, state = self._ring.restore([record]), self._fresh()
         state.load_json(restored.train_state)
@@ -145,8 +146,8 @@ class Rehearsal:
         return True
 
 
-class _Kept:
-    """The state of an engine, in the host's memory."""
+class _HostCopy:
+    """A copy of an engine's state in host memory."""
 
     def __init__(self, engine: Engine) -> None:
         self._shards = [shard.local.detach().to("cpu", copy=True) for shard in engine.shards()]

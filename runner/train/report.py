@@ -41,15 +41,15 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Where numbers and messages go.
+    """The destinations of numbers and messages.
 
     Args:
-        lost: errors of this process's own output so far.
+        lost: output errors of this process so far.
         journal: takes a line about each lost output, once.
-        columns: returns further numbers of a step by name; takes whether it was evaluated.
+        columns: returns extra numbers of a step by name, given whether it was evaluated.
         applied: called with the line of each applied step.
-        ring_lines: records changes of the checkpoints after each step; on the first rank.
-        rank_times: records how long the ranks took; on the first rank.
+        ring_lines: records changes of the checkpoints after each step; on rank 0.
+        rank_times: records the seconds of each rank; on rank 0.
     """
 
     metrics: Metrics
@@ -145,15 +145,15 @@ class Reporter:
         self._account.add(line.to_json())
         for tracker in self._trackers:
             tracker.write(line)
-        self._tell_losses(signals.step)
+        self._report_losses(signals.step)
         if self._ring_lines is not None:
             self._ring_lines.note(signals.step)
         if state is not None and action == "apply":
             self._applied(line)
-            self._tell_progress(line, signals, state)
+            self._show_progress(line, signals, state)
 
     def also_applied(self, take: Callable[[MetricsLine], None]) -> None:
-        """Give ``take`` the line of each applied step, too, behind those that have it."""
+        """Also pass the line of each applied step to ``take``, after the existing receivers."""
         before = self._applied
 
         def both(line: MetricsLine) -> None:
@@ -164,7 +164,7 @@ class Reporter:
 
     @contextmanager
     def stall(self, kind: str) -> Iterator[None]:
-        """Count what is done inside as ``kind``, one of :data:`runner.observe.goodput.STALLS`."""
+        """Count the time inside as ``kind``, one of :data:`runner.observe.goodput.STALLS`."""
         began = time.monotonic()
         try:
             yield
@@ -180,15 +180,15 @@ class Reporter:
         self._account.undo(to_step)
 
     def take_stalls(self) -> dict[str, float]:
-        """Take the seconds by kind that are in no metrics line yet."""
+        """Take the seconds by kind that no metrics line has yet."""
         self._end_restart(self._clock())
-        taken = {kind: round(amount, 6) for kind, amount in self._stalls.items()}
+        stalls = {kind: round(amount, 6) for kind, amount in self._stalls.items()}
         self._stalls = {}
-        self._account.stalled(taken)
-        return taken
+        self._account.stalled(stalls)
+        return stalls
 
     def spent(self) -> dict[str, float]:
-        """Seconds by kind over all starts, but for what is still being counted."""
+        """Seconds by kind over all starts, except time still being counted."""
         return self._account.spent()
 
     def where_time_went(self) -> dict[str, float]:
@@ -202,7 +202,7 @@ class Reporter:
             self._stalls["restart"] = max(0.0, first_step_began - inside - self._last_life)
             self._last_life = None
 
-    def _tell_progress(self, line: MetricsLine, signals: StepSignals, state: TrainState) -> None:
+    def _show_progress(self, line: MetricsLine, signals: StepSignals, state: TrainState) -> None:
         pace = self._throughput.note(line.seconds, line.tokens)
         if line.eval_loss is not None:
             self._eval_loss = line.eval_loss
@@ -230,7 +230,7 @@ class Reporter:
             is_evaluated=line.eval_loss is not None,
         )
 
-    def _tell_losses(self, step: int) -> None:
+    def _report_losses(self, step: int) -> None:
         """Report each lost output once, in the outputs that still work."""
         self._step = step
         trackers = [tracker.loss for tracker in self._trackers]
@@ -248,12 +248,12 @@ class Reporter:
                 )
 
     def paces(self, step: int, paces: Sequence[RankPace]) -> None:
-        """Record the seconds of each rank, as they were compared after ``step``."""
+        """Record the seconds of each rank, compared after ``step``."""
         if self._rank_times is not None:
             self._rank_times.note(step, paces)
 
     def incident(self, incident: Incident) -> None:
-        """Print one line that stays."""
+        """Print one permanent line."""
         self._console.incident(incident)
 
     def metrics_bytes(self, *, durably: bool = True) -> int:
@@ -269,7 +269,7 @@ class Reporter:
         self._metrics.close()
         for tracker in self._trackers:
             tracker.close()
-        self._tell_losses(self._step)
+        self._report_losses(self._step)
         if self._ring_lines is not None:
             self._ring_lines.note(self._step)
             self._ring_lines.close()

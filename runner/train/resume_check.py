@@ -1,8 +1,8 @@
-"""Checks that the first steps after a resume equal those that the run has already recorded.
+"""Checks that the first steps after a resume equal the recorded ones.
 
-Steps after the newest checkpoint are computed again. Where the machine repeats its bits
-the lines must be equal; else they must be close. A resume with wrong moments agrees on its first
-step, since the weights are right, and differs from the second on.
+Steps after the newest checkpoint are computed again. If the machine repeats bits the lines must be
+equal; otherwise they must be close. A resume with wrong moments agrees on its first step, since the
+weights are right, and differs from the second on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runner.policy.decision.history import Incident
 from runner.system.json_lines import step_of
 
 KIND = "resume"
-# Tolerances where bits do not repeat: other ranks, another device. Nats, and a share of the norm.
+# Tolerances without repeated bits (other ranks or device): nats, and a share of the norm.
 _NEAR_LOSS, _NEAR_NORM = 0.02, 0.1
 _MOST_STEPS = 1000
 _NUMBERS, _LENGTH = ("loss", "grad_norm", "lr"), 6
@@ -39,7 +39,7 @@ class Recorded:
 
 def recorded(lines: Iterable[Mapping[str, Any]], after: int) -> list[list[float]]:
     """The applied steps after ``after`` as JSON, from the last line of each."""
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for line in lines:
         step = step_of(dict(line))
         if line.get("action") != "apply" or not after < step <= after + _MOST_STEPS:
@@ -47,25 +47,25 @@ def recorded(lines: Iterable[Mapping[str, Any]], after: int) -> list[list[float]
         samples = line.get("samples")
         row = [*samples, *map(line.get, _NUMBERS)] if isinstance(samples, list) else []
         if len(row) == _LENGTH - 1 and all(isinstance(value, int | float) for value in row):
-            found[step] = [step, *(float(value) for value in row)]
-    return [found[step] for step in sorted(found)]
+            by_step[step] = [step, *(float(value) for value in row)]
+    return [by_step[step] for step in sorted(by_step)]
 
 
-def repeats_as_before(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
+def repeats_as_before(previous: Mapping[str, Any] | None, current: Mapping[str, Any]) -> bool:
     """Whether two starts compute the same bits, according to their journal lines."""
-    if before is None or not now.get("repeats_bits"):
+    if previous is None or not current.get("repeats_bits"):
         return False
-    return all(before.get(name) == now.get(name) for name in _SAME)
+    return all(previous.get(name) == current.get(name) for name in _SAME)
 
 
 class ResumeCheck:
     """Compares each applied step with the recorded one; reports the first that differs.
 
     Args:
-        step: from which the run resumed.
+        step: the step at which the run resumed.
         rows: see :func:`recorded`, the same on all ranks.
-        exactly: bit for bit.
-        tell: takes the incident, which is only information.
+        exactly: compare bit for bit.
+        report: receives the incident, which is only information.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class ResumeCheck:
         rows: Sequence[Sequence[float]],
         *,
         exactly: bool,
-        tell: Callable[[Incident], None],
+        report: Callable[[Incident], None],
     ) -> None:
         self._from = step
         self._rows = {int(r[0]): Recorded(int(r[0]), int(r[1]), int(r[2]), *r[3:6]) for r in rows}
         self._exactly = exactly
-        self._tell = tell
+        self._report = report
         self.num_compared = 0
 
     def applied(self, line: MetricsLine) -> None:
@@ -88,7 +88,7 @@ class ResumeCheck:
         if row is None:
             return
         if (row.start, row.stop) != tuple(line.samples) or row.lr != line.lr:
-            self._rows = {}  # other samples or another rate: not the same step
+            self._rows = {}  # not the same step: other samples or another rate
             return
         self.num_compared += 1
         if self._is_alike(row, line):
@@ -96,19 +96,19 @@ class ResumeCheck:
         self._rows = {}
         how = "bit for bit" if self._exactly else "nearly"
         first = line.step == self._from + 1
-        self._tell(
+        self._report(
             Incident(
                 kind=KIND,
                 step=line.step,
-                decision="only told: go back to an older checkpoint if the loss stays apart",
+                decision="only reported: use an older checkpoint if the loss stays different",
                 reason=f"step {line.step}, computed again after the resume at step {self._from}, "
-                f"has loss {line.loss:.9g} and grad norm {line.grad_norm:.9g}; recorded are "
-                f"{row.loss:.9g} and {row.grad_norm:.9g}, which must be the same {how}: "
+                f"has loss {line.loss:.9g} and grad norm {line.grad_norm:.9g}; the recorded ones "
+                f"are {row.loss:.9g} and {row.grad_norm:.9g}, and must be the same {how}: "
                 + (
                     "the weights are not those that were saved"
                     if first
                     else f"{self.num_compared - 1} step(s) before it agreed, so the weights were "
-                    "right: look at moments, update counts or the schedule"
+                    "right: check moments, update counts and the schedule"
                 ),
                 samples=(row.start, row.stop),
                 detail={

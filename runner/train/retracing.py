@@ -1,8 +1,8 @@
-"""What follows a rollback for the weights' sake: which step spoilt them, or whether the rate did.
+"""After a rollback for bad weights, finds the step that corrupted them, or blames the rate.
 
-The run is on its way back anyway, and computes the undone steps again from the clean checkpoint:
-they are compared with what they told then (:mod:`runner.policy.decision.way_back`). Where all of
-them come again, the next verdict asks for lower rates (:mod:`runner.train.rehearsal`).
+The run computes the undone steps again from the clean checkpoint anyway; they are compared with the
+recorded ones (:mod:`runner.policy.decision.way_back`). If all repeat, the next verdict tries lower
+rates (:mod:`runner.train.rehearsal`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from runner.train.rehearsal import Rehearsal
 from runner.train.state import TrainState
 from runner.train.step import StepInfo
 
-_NOT_RATE = "a lower rate does not lead past the bad step, or other samples at the same rate do too"
+_NOT_RATE = "a lower rate does not pass the bad step, or other samples at the same rate pass it too"
 
 
 class Retracing:
-    """The way back of one rollback after the other.
+    """Follows the recomputed steps after each rollback.
 
     Args:
-        recorded: what the steps in a half-open range told; collective.
-        is_exact: the machine repeats its bits.
-        target: the checkpoint that a rollback for this step would go to; None without any.
-        tell: takes a journal line.
-        bundles: on the first rank only.
+        recorded: returns the recorded numbers of the steps in a half-open range; collective.
+        is_exact: whether the machine repeats bits.
+        target: returns the rollback target for a step; None if there is none.
+        report: receives a journal line.
+        bundles: writer of evidence; on rank 0 only.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Retracing:
         is_exact: bool,
         target: Callable[[StepSignals, TrainState], Record | None],
         rehearsal: Rehearsal,
-        tell: Callable[[Incident], None],
+        report: Callable[[Incident], None],
         bundles: Bundles | None,
     ) -> None:
         self._replay = replay
@@ -52,9 +52,9 @@ class Retracing:
         self._is_exact = is_exact
         self._target = target
         self._rehearsal = rehearsal
-        self._tell = tell
+        self._report = report
         self._bundles = bundles
-        self._way: WayBack | None = None
+        self._way_back: WayBack | None = None
         self._finding: Finding | None = None
         self._from = 0
         self._known: Reading | None = None
@@ -62,53 +62,53 @@ class Retracing:
         self._came_again: int | None = None
 
     def has_come_again(self, step: int) -> bool:
-        """Whether this bad step is what its weights and samples make of it: it was bad before, and
-        every step from the checkpoint up to it told the same numbers."""
+        """Whether this bad step follows from its weights and samples: it was bad before, and every
+        step since the checkpoint repeated its numbers."""
         return self._came_again == step
 
     def begin(self, info: StepInfo, finding: Finding, *, to_step: int, limits: Limits) -> None:
-        """The run went back to ``to_step`` because of ``finding``. Collective.
+        """Start following after a rollback to ``to_step`` because of ``finding``. Collective.
 
         Args:
-            limits: of the checkpoint.
+            limits: the checkpoint's limits.
         """
         bad = info.signals
         recorded = dict(self._recorded(to_step + 1, bad.step))
-        # Its rate is that of the plan, which is not recorded for a step that was not applied.
+        # The rate is from the plan: it is not recorded for a step that was not applied.
         recorded[bad.step] = Recorded.of(bad, info.learning_rate)
-        self._way = WayBack(recorded, bad=bad.step, is_exact=self._is_exact)
+        self._way_back = WayBack(recorded, bad=bad.step, is_exact=self._is_exact)
         self._finding, self._from, self._limits = finding, to_step, limits
         self._came_again = None
         self._known = self._replay.known_now()
 
     def follow(self, info: StepInfo) -> None:
-        """Compare one more step, live and attempted."""
-        if self._way is None or info.unreadable or info.batch is None:
+        """Compare the next attempted step."""
+        if self._way_back is None or info.unreadable or info.batch is None:
             return
         now = Recorded.of(info.signals, info.learning_rate)
-        outcome = self._way.compare(now, gated=info.signals.gated)
+        outcome = self._way_back.compare(now, gated=info.signals.gated)
         if outcome is None:
             return
-        way, self._way = self._way, None
-        if outcome is Outcome.again:
-            self._came_again = way.bad
+        way_back, self._way_back = self._way_back, None
+        if outcome is Outcome.repeated:
+            self._came_again = way_back.bad
         elif outcome is Outcome.differs:
-            self._conclude(way.recorded[now.step], now)
+            self._conclude(way_back.recorded[now.step], now)
 
     def _conclude(self, before: Recorded, now: Recorded) -> None:
-        """The step before which the state was another than its steps had made."""
+        """Report the first step that starts from a different state than recorded."""
         first, known = self._finding, self._known
         assert first is not None
         if known is None or not known.is_good(self._limits):
-            return  # the checkpoint is no better: nothing is proven
+            return  # the checkpoint is no better, so nothing is proven
         finding = replace(
             first,
             cause=Cause.state,
             why="samples that are known to be good are bad with these weights and good with those "
             f"of the clean checkpoint of step {self._from}; computed again from there on the same "
-            f"samples, step {now.step} is the first that tells other numbers (loss "
+            f"samples, step {now.step} is the first with different numbers (loss "
             f"{before.loss:.6g} then, {now.loss:.6g} now)",
-            refutation="every step comes out as it did the first time",
+            refutation="every step repeats its recorded numbers",
             is_tried=True,
             step=now.step,
             steps=1,
@@ -120,7 +120,7 @@ class Retracing:
     def _write(self, finding: Finding, step: int) -> None:
         if self._bundles is not None and finding.bundle is not None:
             self._bundles.conclude(finding.bundle, finding)
-        self._tell(
+        self._report(
             Incident(
                 kind="explained",
                 step=step,
@@ -133,7 +133,7 @@ class Retracing:
     def rate(
         self, info: StepInfo, state: TrainState, finding: Finding, *, most_steps: int
     ) -> Finding:
-        """The same finding, or the rate as the cause of a step that has come again. Collective."""
+        """Return the finding, or the rate as the cause of a repeated bad step. Collective."""
         record = self._target(info.signals, state)
         self._came_again = None  # once is enough
         if record is None:
@@ -141,8 +141,8 @@ class Retracing:
         tried = self._rehearsal.try_rates(record, info.signals, most_steps=most_steps)
         steps = finding.steps + tried.steps
         if tried.factor is None or tried.control_cures:
-            words = tried.told or "G: other samples at the same rate are good as well"
-            return replace(finding, steps=steps, not_tried=(*finding.not_tried, words))
+            why_not = tried.shortfall or "G: other samples at the same rate are good as well"
+            return replace(finding, steps=steps, not_tried=(*finding.not_tried, why_not))
         return replace(
             finding,
             cause=Cause.rate,

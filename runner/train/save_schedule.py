@@ -19,7 +19,7 @@ from runner.policy.retention.interval import (
     why_snapshots,
 )
 
-_FIRST_LOOK = 4  # at so many snapshots, then at twice as many, and so on: a look is a collective
+_FIRST_LOOK = 4  # first look after so many snapshots, then at each doubling: it is collective
 
 
 class SaveTimes(Protocol):
@@ -51,8 +51,8 @@ class FixedInterval:
 class AutoInterval:
     """An interval by cost, estimated anew at every save from rank 0's numbers.
 
-    When checkpoints are made then depends on the clock. What the run computes does not: it
-    ends the same whatever checkpoint it goes back to.
+    So checkpoint times depend on the clock. The result does not: the run ends the same whatever
+    checkpoint it goes back to.
 
     Args:
         updates: the update at which this start resumes.
@@ -86,7 +86,7 @@ class AutoInterval:
         return updates - self._last >= self.steps
 
     def step(self, seconds: float, *, busy: bool) -> None:
-        """Note that an update took ``seconds``; ``busy`` while a checkpoint was under way."""
+        """Record that an update took ``seconds``; ``busy`` if a checkpoint was in progress."""
         if seconds:
             self._costs.step(seconds, busy=busy)
 
@@ -127,10 +127,10 @@ class AutoInterval:
 
 
 class SnapshotInterval:
-    """Of snapshots in memory, by cost: see :func:`snapshot_steps`. On multiples of the interval.
+    """The interval of snapshots, by cost; see :func:`snapshot_steps`. Due at its multiples.
 
     Args:
-        history: of the run; a restart begins with the interval that it tells last.
+        history: the run's history; a restart begins with the last recorded interval.
         from_first: collective; rank 0's JSON value.
         report: takes incidents, alike on every rank.
     """
@@ -148,20 +148,20 @@ class SnapshotInterval:
         self._report = report
         self._costs = SaveCosts()
         self._count = 0
-        known = _told(history, "snapshot_steps")
+        known = _journalled_steps(history, "snapshot_steps")
         self.steps = rules.bounded(known[-1] if known else rules.first)
 
     def is_due(self, updates: int) -> bool:
         return updates % self.steps == 0
 
     def step(self, seconds: float, *, busy: bool) -> None:
-        """An update took ``seconds``; ``busy`` while a checkpoint was under way."""
+        """Record that an update took ``seconds``; ``busy`` if a checkpoint was in progress."""
         if seconds:
             self._costs.step(seconds, busy=busy)
 
     @contextmanager
     def save(self, updates: int) -> Iterator[None]:
-        """Around a snapshot that does not go to disk. Collective."""
+        """Time a snapshot that does not go to disk. Collective."""
         began = time.monotonic()
         yield
         self._costs.saved(time.monotonic() - began)
@@ -184,14 +184,14 @@ class SnapshotInterval:
             )
 
 
-def _told(history: History, key: str) -> list[int]:
+def _journalled_steps(history: History, key: str) -> list[int]:
     lines = [i.detail for i in history.incidents if i.kind == "interval"]
     return [detail[key] for detail in lines if key in detail]
 
 
 def journalled(history: History, rules: IntervalRules) -> int:
     """The newest interval in the journal, with which a restart begins."""
-    known = _told(history, "interval_steps")
+    known = _journalled_steps(history, "interval_steps")
     return rules.bounded(known[-1]) if known else rules.first
 
 

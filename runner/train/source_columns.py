@@ -16,7 +16,7 @@ class SourceColumns:
     token, and ``eval_loss/NAME`` the held-out loss of a source or of a set of ``data.val_path``.
 
     Args:
-        order: of the samples of several sources; None where there are none.
+        order: order of the samples of several sources; None without sources.
     """
 
     def __init__(self, order: MixtureOrder | None) -> None:

@@ -1,4 +1,4 @@
-"""TrainState: everything of the loop that a rollback restores, besides the engine's tensors."""
+"""TrainState: what a rollback restores besides the engine's tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LIMIT = 1 << 60
 
 
 class Carried(Protocol):
-    """Further state that a rollback restores, as JSON values. Collective."""
+    """Extra state that a rollback restores, as JSON values. Collective."""
 
     def to_json(self) -> dict[str, Any]: ...
     def load_json(self, state: Mapping[str, Any]) -> None:
@@ -78,9 +78,9 @@ class TrainState:
             self.baseline.load_json(state["baseline"])
             self.trouble.load_json(state["trouble"])
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            words = f"{type(error).__name__}: {error}"[:300]
+            cause = f"{type(error).__name__}: {error}"[:300]
             raise CheckpointError(
-                f"the checkpoint's train_state cannot be used ({words})"
+                f"the checkpoint's train_state cannot be used ({cause})"
             ) from None
         if self._carried is not None:
             self._carried.load_json(state.get("loop", {}))

@@ -2,10 +2,10 @@
 
 fetch -> forward/backward -> one packed all-reduce -> gate on the device -> gated update
 
-A step is first launched, then read: on CUDA its numbers travel to the host meanwhile, and the next
-step may be launched before they are read. That step's gate stays closed when the step before was
-not applied, or is to be the last: whatever the host then decides about the earlier one, the
-state is as if the later one had never begun, and it is launched again if it is wanted.
+A step is first launched, then read. On CUDA its numbers are copied to the host meanwhile, and the
+next step may be launched before they are read. That step's gate stays closed if the previous step
+was not applied or is the last one. So whatever the host decides about the earlier step, the state
+is as if the later one had never begun; it is launched again if needed.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ from runner.train.source_losses import SourceLosses
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # of one rank
 _NUM_LOUDEST = 3
-_REMEMBERED = 256  # steps whose seconds are kept
+_REMEMBERED = 256  # steps whose durations are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
-    """The result of one attempted step, equal on all ranks but for the seconds.
+    """The result of one attempted step, equal on all ranks except for the seconds.
 
     Args:
-        batch: the batch that it computed; None where it was not computed.
-        known: the discard that a restart repeats from the journal, with nothing computed.
-        stop_requested: whether some rank was asked to stop.
+        batch: the computed batch; None if nothing was computed.
+        known: the discard that a restart repeats from the journal without computing.
+        stop_requested: whether any rank received a stop request.
         keeps_lines: whether rank 0 keeps lines in memory because it cannot write a file.
-        learning_rate: that of its plan.
-        jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) are of.
-        source_sums: of each source of a mixture, its summed loss and what that is a sum of.
-        cause: what replays found out about a bad step, see
+        learning_rate: the rate of its plan.
+        jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) describe.
+        source_sums: for each source of a mixture, its summed loss and number of terms.
+        cause: the cause of a bad step found by replays, see
             :meth:`runner.explain.finding.Finding.to_json`; None without replays.
-        unreadable: samples that could not be read. The step was not applied then, and its other
-            numbers mean nothing.
-        shares: how many samples each rank was to read; given with ``unreadable``.
-        measured: inside of the model, at this step or, on CUDA, at one before.
+        unreadable: samples that could not be read. If any, the step was not applied, and its other
+            numbers are meaningless.
+        shares: number of samples assigned to each rank; given with ``unreadable``.
+        measured: measurements inside the model, at this step or, on CUDA, an earlier one.
     """
 
     signals: StepSignals
@@ -95,7 +95,7 @@ class StepInfo:
 
     @property
     def found(self) -> str | None:
-        """The name of the cause, also for a step that is known from the journal."""
+        """The name of the cause, also for a step known from the journal."""
         if self.cause is not None:
             return str(self.cause["cause"])
         return None if self.known is None else cause_of(self.known)
@@ -103,11 +103,11 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The plan of a step, equal on all ranks but for ``stop``, ``keeps_lines`` and ``progress``.
+    """The plan of a step, equal on all ranks except ``stop``, ``keeps_lines`` and ``progress``.
 
-    ``step`` is the number of the update it makes; ``progress`` is that of the ring's jobs;
-    ``decisions`` is a text of the decisions so far, as far as the host knows; with
-    ``is_wide`` the step is computed in a wider precision than the run's.
+    ``step`` is the number of its update; ``progress`` the progress of the ring's jobs;
+    ``decisions`` a text of the decisions that the host knows so far; ``is_wide`` computes the step
+    in a wider precision than the run's.
     """
 
     batch: BatchPlan
@@ -125,7 +125,7 @@ class InFlightStep:
     """A launched step whose numbers the host has not read.
 
     ``numbers`` FP64 on the device: the agreed vector, then loss, grad norm and the gate.
-    ``withheld``: why the engine itself did not apply what the gate let through, if it did not.
+    ``withheld``: why the engine itself skipped an update that the gate let through, else None.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class InFlightStep:
         self.seeds = seeds
         self.numbers = numbers
         self.withheld = withheld
-        self.seconds = seconds  # of the host, for the launch
-        self.layers: torch.Tensor | None = None  # this rank's part of what was measured inside
+        self.seconds = seconds  # host seconds for the launch
+        self.layers: torch.Tensor | None = None  # this rank's part of the layer measurements
         self._arrived: torch.cuda.Event | None = None
         self._on_host = numbers
         if numbers.is_cuda:
             self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._on_host.copy_(numbers, non_blocking=True)
-            # Blocking: waiting for it costs no core, which hashing threads can use.
+            # Blocking: waiting leaves the core to hashing threads.
             self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
 
@@ -166,7 +166,7 @@ class InFlightStep:
 
 
 class _LateNumbers:
-    """What all ranks measured at a step, on its way to the host."""
+    """All ranks' measurements of a step, on their way to the host."""
 
     def __init__(self, numbers: torch.Tensor, signals: StepSignals, length: int) -> None:
         self._signals = signals
@@ -179,8 +179,8 @@ class _LateNumbers:
             self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
 
-    def told(self) -> Measured:
-        """Waits for the device where it has not come to it; a step later it has."""
+    def measured(self) -> Measured:
+        """Return the measurements. Waits for the device unless a later step was read."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return Measured(
@@ -194,7 +194,7 @@ class _LateNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """A sequence that stands out, and why."""
+    """A suspicious sequence, and why."""
 
     rank: int
     position: int
@@ -204,14 +204,14 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
-    """What every step of a run has in common.
+    """Settings common to every step of a run.
 
     Args:
-        seed: of the run.
-        clip: bound of the global gradient norm; 0 switches clipping off.
-        guarded: False lets every step be applied, whatever its numbers.
+        seed: the run's seed.
+        clip: bound on the global gradient norm; 0 switches clipping off.
+        guarded: False applies every step, whatever its numbers.
         config_digest, code: digests of the settings and of this package; equal on all ranks.
-        mixture: where the data has sources, whose losses are told apart.
+        mixture: the order of the data's sources, whose losses are reported separately.
     """
 
     seed: int
@@ -227,7 +227,7 @@ class Stepper:
 
     Args:
         before_update: called before the weights may change.
-        distrust: called with a step, collectively: checkpoints of later steps must not be used
+        distrust: called collectively with a step: checkpoints of later steps must not be used
             again.
     """
 
@@ -261,31 +261,32 @@ class Stepper:
 
     @property
     def newest_plan(self) -> BatchPlan | None:
-        """The samples of the step that was read last; None before any."""
+        """The samples of the last step read; None before any."""
         return None if self._newest is None else self._newest.plan.batch
 
     def watch(self, layers: LayerWatch) -> None:
-        """Measure the layers where it is due, from the next step on."""
+        """Measure the layers when due, from the next step on."""
         self._layers = layers
 
     @property
     def newest(self) -> InFlightStep:
-        """The last step that was read."""
+        """The last step read."""
         assert self._newest is not None, "no step was read"
         return self._newest
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is launched and read inside is no step of the run."""
-        kept, late = (self._newest, self._gate_before, self._layers), self._late_layers
+        """Launch and read steps inside that do not belong to the run."""
+        saved, late = (self._newest, self._gate_before, self._layers), self._late_layers
         self._layers = self._late_layers = None
         try:
             yield
         finally:
-            (self._newest, self._gate_before, self._layers), self._late_layers = kept, late
+            (self._newest, self._gate_before, self._layers), self._late_layers = saved, late
 
     def may_be_speculative(self, step: int) -> bool:
-        """Whether a step may be launched that may have to be discarded and launched again."""
+        """Whether a step may be launched speculatively, to be discarded if the previous one
+        fails."""
         return self._ranks.may_repeat(step)
 
     def launch(
@@ -294,8 +295,8 @@ class Stepper:
         """Compute one global batch and update the weights unless the gate closes.
 
         Args:
-            after: the step before, where its numbers were not read: the gate stays closed when
-                that one was not applied, or says that a rank is asked to stop.
+            after: the previous step, if its numbers were not read. The gate stays closed if that
+                step was not applied, or carries a stop request.
         """
         began = time.monotonic()
         self._heart.begin_step(plan.step)
@@ -365,34 +366,34 @@ class Stepper:
         )
 
     def _measured(self, step: InFlightStep, signals: StepSignals) -> Measured | None:
-        """What was measured of the layers, where it is there. Collective at a step that measured.
+        """The layer measurements that are available. Collective at a step that measured.
 
-        The sums are taken not before the ranks are known to stand at the same step; on CUDA they
-        are on the host when the next step is read.
+        The sums are reduced once the ranks are known to be at the same step; on CUDA they are on
+        the host when the next step is read.
         """
         late, self._late_layers = self._late_layers, None
         if step.layers is not None and not signals.gated and self._layers is not None:
             self._ranks.all_reduce(step.layers)
-            found = _LateNumbers(step.layers, signals, self._layers.length)
+            numbers = _LateNumbers(step.layers, signals, self._layers.length)
             if not step.layers.is_cuda:
-                return found.told()
-            self._late_layers = found
-        return late.told() if late is not None else None
+                return numbers.measured()
+            self._late_layers = numbers
+        return late.measured() if late is not None else None
 
     def _require_one_gate(self, gates: float, step: int) -> None:
         """
         Args:
-            gates: on how many ranks the gate of the step before was closed.
+            gates: number of ranks on which the previous step's gate was closed.
 
         Raises:
-            RankError: it was closed on some ranks only. All decide from the same sums, so their
-                bits must have differed.
+            RankError: it was closed on some ranks only. All decide from the same sums, so the sums
+                must have differed in bits.
         """
         if gates not in (0.0, float(self._ranks.world_size)):
             self._distrust(max(0, step - 2))
             raise RankError(
                 f"{gates:g} of {self._ranks.world_size} ranks withheld the update before step "
-                f"{step} and the others applied it, from sums that must be equal bit by bit: a "
+                f"{step} and the others applied it, from sums that must be equal bit for bit: a "
                 "device or the network computes wrongly; the weights differ from here on"
             )
 
@@ -403,11 +404,11 @@ class Stepper:
         return step.seconds + time.monotonic() - began
 
     def take_seconds(self) -> tuple[list[float], list[float]]:
-        """Seconds of the steps since the last call: before the first collective, and in all."""
-        taken = list(self._host_seconds), list(self._step_seconds)
+        """Seconds of the steps since the last call: before the first collective, and in total."""
+        seconds = list(self._host_seconds), list(self._step_seconds)
         self._host_seconds.clear()
         self._step_seconds.clear()
-        return taken
+        return seconds
 
     def _works(self, plan: BatchPlan, fetched: RankBatch) -> list[MicroStep]:
         works = []
@@ -416,7 +417,7 @@ class Stepper:
             works.append(
                 MicroStep(
                     batch=batch.to(self._engine.device),
-                    # From (seed, cursor) alone, so that a replay drops the same units.
+                    # From (seed, cursor) only, so that a replay drops the same units.
                     seed=(self._rules.seed * 1_000_003 + first) & ((1 << 63) - 1),
                 )
             )
@@ -442,9 +443,9 @@ class Stepper:
     def _agree_and_apply(
         self, sums: LocalSums, own: list[float], plan: StepPlan, after: InFlightStep | None
     ) -> tuple[torch.Tensor, str | None]:
-        """See :class:`InFlightStep`. Nothing here waits for the device."""
+        """Agree, gate and apply; see :class:`InFlightStep`. Does not wait for the device."""
         self._heart.enter("agree")
-        # The gate of the step before, as this rank's device computed it: equal on all ranks.
+        # The previous step's gate, as computed by this rank's device; must be equal on all ranks.
         gate = torch.zeros_like(sums.loss) if self._gate_before is None else self._gate_before
         computed = [sums.loss, sums.grad_square, sums.nonfinite, sums.count, gate]
         packed = torch.cat(
@@ -470,7 +471,7 @@ class Stepper:
             skip=closed.float(), grad_scale=scale.float(), learning_rate=plan.learning_rate
         )
         self._gate_before = closed.double()
-        # Loss and norm too, so that the judge sees the same bits as the gate.
+        # With loss and norm, so that the judge sees the same bits as the gate.
         return torch.cat([packed, torch.stack([loss, norm, self._gate_before])]), withheld
 
     def _on_device(self, numbers: list[float]) -> torch.Tensor:
@@ -484,13 +485,13 @@ class Stepper:
     def _gather_unreadable(
         self, numbers: Sequence[float], step: InFlightStep
     ) -> tuple[tuple[Unreadable, ...], tuple[int, ...]]:
-        """Gather the samples that ranks could not read, and how many each rank had to read."""
+        """Gather the unreadable samples, and the number of samples of each rank."""
         if not numbers[UNREADABLE]:
             return (), ()
         fetched = step.fetched
         own = [asdict(one) for one in fetched.unreadable]
         by_rank = self._ranks.gather([fetched.failure, fetched.num_samples, own])
-        failures = [f"rank {rank}: {words}" for rank, (words, _, _) in enumerate(by_rank) if words]
+        failures = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(by_rank) if error]
         if failures:
             raise RankError(f"loading samples failed: {'; '.join(failures)}")
         return (
@@ -499,29 +500,29 @@ class Stepper:
         )
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
-        """Who was at fault in the step read last. Collective.
+        """Find the suspects of the last step read. Collective.
 
-        Sequences that were not finite, or else the loudest.
+        Non-finite sequences, or else those with the largest numbers.
         """
         own = self._own_suspects(plan)
         by_loss = [
             [rank, *row] for rank, rows in enumerate(self._ranks.gather(own)) for row in rows
         ]
-        bad = [row for row in by_loss if not row[2]]
-        chosen = bad or sorted(by_loss, key=lambda row: -row[3])[:_NUM_LOUDEST]
-        where = {int(p): int(i) for p, i in zip(plan.positions, plan.indices, strict=True)}
+        nonfinite = [row for row in by_loss if not row[2]]
+        chosen = nonfinite or sorted(by_loss, key=lambda row: -row[3])[:_NUM_LOUDEST]
+        index_of = {int(p): int(i) for p, i in zip(plan.positions, plan.indices, strict=True)}
         return [
             Suspect(
                 rank=rank,
                 position=position,
-                name=describe(self._dataset, where[position]),
+                name=describe(self._dataset, index_of[position]),
                 is_finite=finite,
             )
             for rank, position, finite, _ in chosen
         ]
 
     def _own_suspects(self, plan: BatchPlan) -> list[list[Any]]:
-        """[position, is finite, loudness] of this rank's sequences that matter."""
+        """[position, is finite, magnitude] of this rank's most suspicious sequences."""
         measured = self.newest.sums.sequences.to_host()
         norms = measured.gradient_norms or [0.0] * len(measured.losses)
         rows = []

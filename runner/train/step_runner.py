@@ -1,8 +1,8 @@
-"""Plans and launches the next step, and runs one ahead where that is safe.
+"""Plans and launches the next step, and runs one step ahead if that is safe.
 
-In the late mode the next step is launched before the numbers of this one are read. It then
-has what it would have had anyway (weights, samples, limits, rate); or it was not applied, because
-this one was not, and is launched again.
+In the late mode the next step is launched before this one's numbers are read. Either it then has
+the weights, samples, limits and rate that it would have had anyway; or this one was not applied, so
+the next was not either, and is launched again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from runner.train.step import InFlightStep, StepInfo, Stepper, StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlanner:
-    """Plans a step, with what this rank reports to the others in it.
+    """Plans a step, including this rank's reports to the others.
 
     Args:
-        progress: of the ring's background work.
-        keeps_lines: whether a file of the run cannot be written at the moment.
-        stop: whether this rank was asked to stop.
+        progress: returns the progress of the ring's background jobs.
+        keeps_lines: whether a file of the run currently cannot be written.
+        stop: this rank's stop request.
     """
 
     stream: SampleStream
@@ -39,7 +39,7 @@ class StepPlanner:
     stop: Callable[[], bool]
 
     def batch(self, cursor: int) -> BatchPlan:
-        """The next global batch from a position of the stream on."""
+        """Plan the global batch that starts at a stream position."""
         return self.stream.plan(cursor, self.journal.history.ledger)
 
     def plan(self, batch: BatchPlan, updates: int, bounds: Bounds) -> StepPlan:
@@ -57,7 +57,7 @@ class StepPlanner:
         )
 
     def learning_rate(self, updates: int) -> float:
-        """Of the step after ``updates`` applied ones, with the cuts in force."""
+        """Learning rate of the step after ``updates`` applied ones, with rollback cuts."""
         return self.schedule.rate(updates) * cut_factor(updates, self.journal.history.cuts)
 
     def _decisions(self) -> str:
@@ -70,8 +70,8 @@ class StepRunner:
     """Runs one step after the other.
 
     Args:
-        known_discards: steps that were discarded before a restart, in their order.
-        late: whether a step may be launched before the one before it is read.
+        known_discards: steps discarded before a restart, in order.
+        late: whether a step may be launched before the previous one is read.
         is_boundary: whether something uses the state after exactly this many updates.
     """
 
@@ -99,11 +99,11 @@ class StepRunner:
     def next(self, state: TrainState) -> StepInfo:
         """Run the next global batch. Collective.
 
-        A step that was discarded before a restart is not computed: it is known from the journal,
-        so that the guard's memory becomes what it would have been without the restart.
+        A step that was discarded before a restart is taken from the journal and not computed, so
+        that the guard's memory becomes what it would have been without the restart.
 
         Raises:
-            RankError: a rank's loader failed, or a rank stands elsewhere than the others.
+            RankError: a rank's loader failed, or a rank is at another step than the others.
         """
         step, self._ahead = self._ahead, None
         if step is None:
@@ -120,11 +120,11 @@ class StepRunner:
         return info
 
     def forget_known_discards(self) -> None:
-        """Forget them at a rollback: discarded steps from here on are planned anew."""
+        """Forget the known discards at a rollback: later steps are planned anew."""
         self._known_discards.clear()
 
     def learning_rate(self, updates: int) -> float:
-        """Of the step after ``updates`` applied ones."""
+        """Learning rate of the step after ``updates`` applied ones."""
         return self.planner.learning_rate(updates)
 
     def _launch(
@@ -142,8 +142,8 @@ class StepRunner:
     def _may_run_ahead(self, step: InFlightStep, state: TrainState) -> bool:
         """Whether the step after ``step`` may be launched before ``step`` is read.
 
-        It may where ``step`` can only be applied, and nothing then uses the state, or be left
-        out, with the gate of the next step closed. Equal on all ranks.
+        It may if ``step`` can only end in two ways: applied, with nothing else using the state, or
+        discarded, with the next step's gate closed. Equal on all ranks.
         """
         updates = state.updates + 1
         return (
@@ -151,7 +151,7 @@ class StepRunner:
             and not self._is_boundary(updates)
             and not self._known_discards
             and step.withheld is None
-            # A drift is applied and found afterwards.
+            # A drift is applied and detected afterwards.
             and not state.baseline.may_alarm
             # After one bad step the next may be bad too: this only avoids wasted work.
             and not state.trouble.num_recent()
@@ -159,7 +159,8 @@ class StepRunner:
         )
 
     def _without_ahead(self, info: StepInfo) -> StepInfo:
-        """Discard the step after one that was not applied; its time counts for that one."""
+        """Discard the step launched after one that was not applied; its time counts for that
+        one."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return info

@@ -179,7 +179,7 @@ def _rank(own: Path, cache: Path, encoding: str) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     owners = Owners(own=own_process(), is_alive=is_alive)
-    prepare_text(source, tell=lambda *_: None, owners=owners)
+    prepare_text(source, progress=lambda *_: None, owners=owners)
     print("done", flush=True)
 
 

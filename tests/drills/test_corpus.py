@@ -175,7 +175,7 @@ def test_a_corpus_changed_in_place_is_found_before_anything_is_proven(
     refused = train(out, *of_tokens(path, cache, 40))
     assert refused.code != 0
     assert refused.summary["exit_code"] == 2, refused.tail
-    assert "corpus is not the one that this run was begun on: corpus.bin changed" in refused.text
+    assert "corpus is not the one that this run began on: corpus.bin changed" in refused.text
     [changed] = refused.journal("data_changed")
     assert changed["detail"]["sha256"] != line["detail"]["sha256"]
     states = ring_states(out)

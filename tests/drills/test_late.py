@@ -93,7 +93,7 @@ def test_stopped_and_killed(tmp_path: Path, clean: Result) -> None:
     assert asked.summary["status"] == "preempted" and asked.summary["exit_code"] == 75, asked.tail
     assert f"saved at step {asked.summary['steps']}" in asked.summary["reason"]
     assert "rank 1: SIGUSR1" in asked.summary["reason"]
-    assert "the same command goes on" in asked.text
+    assert "the same command resumes it" in asked.text
     kill = "faults=[kill@step=50,rank=1]"
     assert train(out, LATE, kill).code != 0
     again = finish(out, LATE, kill)

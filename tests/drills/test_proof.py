@@ -204,7 +204,7 @@ def test_a_last_update_that_ruined_the_weights_is_not_exported(
     program.write_text(RUINED)
     hit = finish(tmp_path / "hit", *SMALL, *settings, ranks=ranks, program=program)
     [line] = hit.journal("unproven")
-    assert f"does not prove: {what} " in line["reason"] and "> limit" in line["reason"], hit.tail
+    assert f"failed its proof: {what} " in line["reason"] and "> limit" in line["reason"], hit.tail
     assert line["step"] == 26 and "newest clean checkpoint is of step 20" in line["decision"]
     assert f"but the last checkpoint is not clean: {what}" in hit.summary["reason"]
     assert marks(hit.out)[26] == {"COMMITTED"}

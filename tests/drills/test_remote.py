@@ -154,7 +154,7 @@ def test_another_run_is_refused_the_same_place(store: Store, runs: Path) -> None
     assert one.code == 0, one.tail
     finish(runs / "second-there", "steps=20", ranks=0)
     for out, overrides, words in (
-        ("second-there", ["steps=20"], "holds the checkpoints of another run"),
+        ("second-there", ["steps=20"], "has the checkpoints of a different run"),
         ("third-there", ["steps=20", "seed=3"], "seed: was 0, now 3"),
     ):
         refused = train(runs / out, url, *overrides, ranks=0, env=store.env)

@@ -158,7 +158,7 @@ def test_a_first_save_that_fails_ends_the_run(tmp_path: Path) -> None:
     refused = train(out, ranks=0)
     assert refused.code == 4, refused.tail
     assert refused.summary["exit_code"] == 4
-    assert "no clean checkpoint stands" in refused.summary["reason"]
+    assert "there is no clean checkpoint" in refused.summary["reason"]
     assert "Traceback" not in refused.text
 
 

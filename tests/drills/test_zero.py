@@ -148,7 +148,7 @@ def test_an_update_that_deepspeed_skips_by_itself_is_a_discard(tmp_path: Path, s
     program.write_text(FORCED)
     hit = finish(tmp_path / "hit", f"parallel={stage}", "steps=20", program=program)
     (line,) = hit.journal("discard")
-    assert "DeepSpeed skipped by itself" in line["reason"] and line["step"] == 8, hit.tail
+    assert "DeepSpeed itself skipped" in line["reason"] and line["step"] == 8, hit.tail
     assert line["detail"]["verdict"] == "NonFinite"
     told = finish(
         tmp_path / "told", f"parallel={stage}", "steps=20", skip_override(hit.summary["skipped"])
@@ -162,7 +162,7 @@ def test_without_a_guard_deepspeed_skipping_for_ever_ends_in_a_halt(tmp_path: Pa
     program.write_text(FORCED.replace("== 10", ">= 10"))
     overrides = ["parallel=zero3", "guard=off", "guard.max_discards=4"]
     run = train(tmp_path / "run", *overrides, ranks=0, program=program)
-    assert run.code == 3 and "DeepSpeed skipped by itself" in run.summary["reason"], run.tail
+    assert run.code == 3 and "DeepSpeed itself skipped" in run.summary["reason"], run.tail
     assert len(run.journal("discard")) == 4 and not run.journal("rollback"), run.tail
 
 

@@ -45,7 +45,7 @@ def _reader(told: list[Incident], known: list[Incident] | None = None, **setting
         total=settings.get("total", 1000),
         warmup=settings.get("warmup", 10),
         dataset=_Uniform(),  # type: ignore[arg-type]
-        tell=told.append,
+        report=told.append,
     )
 
 
@@ -75,7 +75,7 @@ def test_a_signature_is_told_once() -> None:
         reader.applied(line)
     (incident,) = told
     assert incident.kind == "reading"
-    assert incident.decision == "only told"
+    assert incident.decision == "only reported"
     assert incident.detail["signature"] == "overfitting"
     assert incident.reason.startswith("overfitting: the held-out loss was lowest")
     # After a restart the journal has it, and the metrics of before are read.

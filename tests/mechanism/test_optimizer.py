@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from runner.engine.adamw import AdamWSettings
-from runner.engine.found_state import found_traits
 from runner.engine.muon import is_hidden_matrix, orthogonalised
 from runner.engine.optimizer import OptimizerSettings, ParameterRule, ShardOptimizer
+from runner.engine.optimizer_traits import probe_traits
 from runner.system.error import ConfigError
 from tests.optimizers import EightBit, ScheduleFree
 
@@ -293,7 +293,7 @@ def test_rules_set_rate_and_decay_by_name() -> None:
 )
 def test_state_that_a_checkpoint_cannot_hold_is_refused(make: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=f"optim._target_=x.*{words}"):
-        found_traits(make, frozenset({2}), "x")
+        probe_traits(make, frozenset({2}), "x")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused(make: Any, words: str) -
 def test_how_it_works_is_found_out(
     make: Any, elementwise: bool, separable: bool, numbers: tuple[str, ...]
 ) -> None:
-    found = found_traits(make, frozenset({1, 2}), "x")
+    found = probe_traits(make, frozenset({1, 2}), "x")
     assert (found.is_elementwise, found.is_separable) == (elementwise, separable)
     assert found.numbers == numbers
 
@@ -323,7 +323,7 @@ def test_what_needs_all_parameters_is_refused_on_shards() -> None:
     )
     shards = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     ShardOptimizer(shards, SHAPES, told, CPU, lambda name, local: (local, 0))
-    with pytest.raises(ConfigError, match="updates a parameter by the others too"):
+    with pytest.raises(ConfigError, match="updates a parameter from others as well"):
         ShardOptimizer(shards, SHAPES, told, CPU, lambda name, local: (local, 0), is_cut=True)
 
 

@@ -266,7 +266,7 @@ def test_code_in_a_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
         (("model.lora={r: 0, targets: all-linear}",), "r must be a whole number from 1"),
         (("model.lora={rank: 2}",), "rank is not known; these are: r, targets"),
         (("model.lora={r: 2, targets: [wq]}",), "layers that can be adapted end with down_proj, "),
-        (("model.dim=64",), "model.dim=64: is the decoder's"),
+        (("model.dim=64",), "model.dim=64: is a decoder setting"),
         (("model.init=zeros",), "must be weights or random"),
         (("model.path=null",), "needs model.path"),
         (("model.path=/nowhere",), "has no config.json"),
@@ -284,7 +284,7 @@ def test_two_types_of_what_is_trained_are_refused_for_zero3() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     _check_types(module)
     module[1].bfloat16()
-    with pytest.raises(ConfigError, match=r"1.weight torch.bfloat16; what is trained must be of"):
+    with pytest.raises(ConfigError, match=r"1.weight torch.bfloat16; trained parameters must have"):
         _check_types(module)
 
 

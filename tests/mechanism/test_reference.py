@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 STEPS = 10
 NEAR = 1e-5
-OPEN = Bounds(usual=Limits(), again=Limits())
+OPEN = Bounds(usual=Limits(), after_high=Limits())
 # Seven sequences in micro-batches of two: no number of ranks divides them but one.
 GLOBAL, MICRO = 7, 2
 ENGINES = {

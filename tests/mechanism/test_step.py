@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 PLAN = StepPlan(
     batch=BatchPlan(positions=np.arange(BATCH), indices=np.arange(BATCH)),
     step=1,
-    bounds=Bounds(usual=Limits(), again=Limits()),
+    bounds=Bounds(usual=Limits(), after_high=Limits()),
     learning_rate=0.1,
     stop=False,
     keeps_lines=False,

@@ -92,7 +92,7 @@ def test_of_three_processes_one_makes_it(tmp_path: Path, monkeypatch: pytest.Mon
     def work() -> None:
         go.wait()
         owners = Owners(own=own_process(), is_alive=is_alive)
-        told.put(str(prepare_text(where, tell=silent, owners=owners).place))
+        told.put(str(prepare_text(where, progress=silent, owners=owners).place))
 
     processes = [FORK.Process(target=work) for _ in range(3)]
     for process in processes:
@@ -114,7 +114,7 @@ def test_a_killed_owner_leaves_nothing_that_counts_and_stops_nobody(
     build_slowly(monkeypatch, 10.0)
     owner = FORK.Process(
         target=lambda: prepare_text(
-            where, tell=silent, owners=Owners(own=own_process(), is_alive=is_alive)
+            where, progress=silent, owners=Owners(own=own_process(), is_alive=is_alive)
         )
     )
     owner.start()
@@ -127,7 +127,7 @@ def test_a_killed_owner_leaves_nothing_that_counts_and_stops_nobody(
     assert visible(tmp_path / "cache") == []
     assert len(list((tmp_path / "cache").iterdir())) == 2, "his claim and his draft"
     monkeypatch.undo()
-    place = prepare_text(where, tell=silent, owners=ME).place
+    place = prepare_text(where, progress=silent, owners=ME).place
     assert list((tmp_path / "cache").iterdir()) == [place], "swept"
 
 
@@ -145,7 +145,7 @@ def test_an_owner_who_does_not_move_is_overtaken(tmp_path: Path, elsewhere: bool
     cached(
         place,
         job(tmp_path),
-        tell=lambda what, done, total: told.append(what),
+        progress=lambda what, done, total: told.append(what),
         owners=ME,
         stale_seconds=0.6,
     )
@@ -177,7 +177,7 @@ def test_an_owner_who_moves_is_waited_for(tmp_path: Path) -> None:
     cached(
         place,
         job(tmp_path),
-        tell=lambda what, done, total: seen.append(done) if "waiting" in what else None,
+        progress=lambda what, done, total: seen.append(done) if "waiting" in what else None,
         owners=ME,
         stale_seconds=2.5,
     )
@@ -191,7 +191,7 @@ def test_a_damaged_claim_stops_nobody(tmp_path: Path, damage: bytes) -> None:
     place = tmp_path / "cache" / "key"
     place.parent.mkdir()
     place.with_name(".key.owner").write_bytes(damage)
-    cached(place, job(tmp_path), tell=silent, owners=ME, stale_seconds=0.3)
+    cached(place, job(tmp_path), progress=silent, owners=ME, stale_seconds=0.3)
     assert [path.name for path in place.parent.iterdir()] == ["key"]
 
 
@@ -205,7 +205,7 @@ def test_work_that_is_called_off_leaves_nothing(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare_text(source(tmp_path), tell=call_off, owners=ME)
+        prepare_text(source(tmp_path), progress=call_off, owners=ME)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -217,7 +217,7 @@ def test_a_failed_owner_s_error_is_not_waited_for(
         out.write("no json\n")
     for _ in range(2):
         with pytest.raises(DataError, match="line 301: is not JSON"):
-            prepare_text(where, tell=silent, owners=ME)
+            prepare_text(where, progress=silent, owners=ME)
         assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -252,11 +252,11 @@ def test_every_byte_counts_and_names_do_and_order_does(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_bytes(b"a" * 100_000)
     two.write_bytes(b"b")
-    seen = [whole_digest(files(one, two), notes=None, tell=silent)]
-    seen.append(whole_digest(files(two, one), notes=None, tell=silent))
+    seen = [whole_digest(files(one, two), notes=None, progress=silent)]
+    seen.append(whole_digest(files(two, one), notes=None, progress=silent))
     one.write_bytes(b"a" * 50_000 + b"c" + b"a" * 49_999)
-    seen.append(whole_digest(files(one, two), notes=None, tell=silent))
-    seen.append(whole_digest([("other", one), ("two", two)], notes=None, tell=silent))
+    seen.append(whole_digest(files(one, two), notes=None, progress=silent))
+    seen.append(whole_digest([("other", one), ("two", two)], notes=None, progress=silent))
     assert len({whole.sha256 for whole in seen}) == 4
     assert [whole.num_bytes for whole in seen] == [100_001] * 4
 
@@ -266,12 +266,12 @@ def test_it_is_read_once_while_the_files_look_the_same(
 ) -> None:
     path, notes = tmp_path / "a", tmp_path / "notes"
     path.write_bytes(b"123")
-    first = whole_digest(files(path), notes=notes, tell=silent)
-    assert whole_digest(files(path), notes=notes, tell=silent) == first
+    first = whole_digest(files(path), notes=notes, progress=silent)
+    assert whole_digest(files(path), notes=notes, progress=silent) == first
     assert read == ["a"]
     for note in notes.iterdir():  # a damaged note is no answer
         note.write_text(note.read_text().replace(first.sha256[:8], "0" * 8))
-    assert whole_digest(files(path), notes=notes, tell=silent) == first
+    assert whole_digest(files(path), notes=notes, progress=silent) == first
     assert read == ["a", "a"]
 
 
@@ -282,7 +282,7 @@ def test_a_file_that_looks_changed_is_read_again(
     path, notes = tmp_path / "a", tmp_path / "notes"
     path.write_bytes(b"123")
     seen = path.stat()
-    first = whole_digest(files(path), notes=notes, tell=silent)
+    first = whole_digest(files(path), notes=notes, progress=silent)
     time.sleep(0.02)
     if change == "replaced":
         (tmp_path / "b").write_bytes(b"321")
@@ -292,7 +292,7 @@ def test_a_file_that_looks_changed_is_read_again(
             file.write(b"321")
     if change != "in place":
         os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-    assert whole_digest(files(path), notes=notes, tell=silent) != first
+    assert whole_digest(files(path), notes=notes, progress=silent) != first
     assert read == ["a", "a"]
 
 
@@ -301,7 +301,7 @@ def test_what_has_just_been_written_is_not_remembered(tmp_path: Path, read: list
     path, notes = tmp_path / "a", tmp_path / "notes"
     path.write_bytes(b"123")
     for _ in range(2):
-        whole_digest(files(path), notes=notes, tell=silent)
+        whole_digest(files(path), notes=notes, progress=silent)
     assert read == ["a", "a"]
 
 
@@ -318,10 +318,10 @@ def test_a_reading_that_was_cut_short_goes_on_behind_the_large_files(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        whole_digest(files(*paths), notes=tmp_path / "notes", tell=cut)
-    again = whole_digest(files(*paths), notes=tmp_path / "notes", tell=silent)
+        whole_digest(files(*paths), notes=tmp_path / "notes", progress=cut)
+    again = whole_digest(files(*paths), notes=tmp_path / "notes", progress=silent)
     assert read == ["a", "b", "c", "c"]
-    assert again == whole_digest(files(*paths), notes=None, tell=silent)
+    assert again == whole_digest(files(*paths), notes=None, progress=silent)
 
 
 def test_a_large_text_corpus_changed_between_the_samples_is_made_into_tokens_again(

@@ -31,7 +31,7 @@ def test_the_step_that_differs_is_named() -> None:
 
 
 def test_what_comes_again_is_no_corruption() -> None:
-    assert way().compare(recorded(27, math.nan, math.nan), gated=True) is Outcome.again
+    assert way().compare(recorded(27, math.nan, math.nan), gated=True) is Outcome.repeated
 
 
 @pytest.mark.parametrize("factor", [1 + 1e-6, 0.99])

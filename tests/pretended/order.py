@@ -58,7 +58,7 @@ def plan(number: int) -> StepPlan:
     return StepPlan(
         batch=BatchPlan(positions=np.arange(32), indices=np.arange(32)),
         step=number,
-        bounds=Bounds(usual=limits, again=limits, high=5.0),
+        bounds=Bounds(usual=limits, after_high=limits, high=5.0),
         learning_rate=1e-3,
         stop=False,
         keeps_lines=False,

@@ -186,18 +186,18 @@ class CheckpointDirectory:
 
     def entries(self) -> tuple[list[Entry], list[str]]:
         """Committed checkpoints by serial, and a sentence for each that cannot be read."""
-        found: dict[int, Entry] = {}
+        by_serial: dict[int, Entry] = {}
         damaged: list[str] = []
         for folder in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
             if _NAME.fullmatch(folder.name) and (folder / COMMITTED).exists():
                 try:
                     entry = self.read(folder)
-                    if entry.record.serial in found:
+                    if entry.record.serial in by_serial:
                         raise CorruptCheckpoint(f"{folder}: its number exists twice")
-                    found[entry.record.serial] = entry
+                    by_serial[entry.record.serial] = entry
                 except CorruptCheckpoint as error:
                     damaged.append(str(error))
-        return [found[serial] for serial in sorted(found)], damaged
+        return [by_serial[serial] for serial in sorted(by_serial)], damaged
 
     def read(self, folder: Path) -> Entry:
         """One committed checkpoint.

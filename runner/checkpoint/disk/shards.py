@@ -65,14 +65,14 @@ def own_share(
         replica: which one this rank is, and how many there are.
     """
     index, count = replica
-    found = []
+    parts = []
     for name, start, values in pieces:
         size = -(-len(values) // count)
         first = min(len(values), index * size)
         part = values[first : first + size]
         if part.numel():
-            found.append(Snapshot(name=name, start=start + first, values=part))
-    return found
+            parts.append(Snapshot(name=name, start=start + first, values=part))
+    return parts
 
 
 class Pace:
@@ -164,7 +164,7 @@ def collect_pieces(
             pieces.setdefault(tensor, []).append(piece)
     for rank in range(world_size):
         (folder / f"rank-{rank:05d}.json").unlink()
-    return {name: tuple(found) for name, found in pieces.items()}, files
+    return {name: tuple(of_tensor) for name, of_tensor in pieces.items()}, files
 
 
 def _note(note: Mapping[str, Any], file: str) -> tuple[FileFacts, list[tuple[str, Piece]]]:
@@ -198,29 +198,29 @@ def stamps(entry: Entry, names: Iterable[str]) -> dict[str, Stamp]:
     Raises:
         CorruptCheckpoint: a file is missing, or is a link.
     """
-    found = {}
+    by_file = {}
     for name in names:
         with _open(entry, name) as file:
-            found[name] = _stamp(file)
-    return found
+            by_file[name] = _stamp(file)
+    return by_file
 
 
-def files_needed(entry: Entry, wanted: Iterable[tuple[str, int, int]]) -> set[str]:
+def files_needed(entry: Entry, ranges: Iterable[tuple[str, int, int]]) -> set[str]:
     """Names of the files that hold any of these (tensor, start, count), and of their indexes."""
     manifest = entry.manifest
-    found: set[str] = set()
-    for name, start, count in wanted:
+    needed: set[str] = set()
+    for name, start, count in ranges:
         stop = start + count
         for run in (manifest.runs or {}).get(name, ()):
             starts, files = run.pieces()
-            here = files[(starts < stop) & (starts + run.count > start)].tolist()
-            found |= {kind(file) for file in here for kind in (data_name, index_name)}
-        found |= {
+            hits = files[(starts < stop) & (starts + run.count > start)].tolist()
+            needed |= {kind(file) for file in hits for kind in (data_name, index_name)}
+        needed |= {
             piece.file
             for piece in manifest.pieces.get(name, ())
             if max(start, piece.start) < min(stop, piece.start + piece.count)
         }
-    return found
+    return needed
 
 
 class Indexes:
@@ -239,19 +239,19 @@ class Indexes:
         Raises:
             CorruptCheckpoint: an index is damaged, or is not what the manifest says.
         """
-        found = []
+        pieces = []
         for run in (self._entry.manifest.runs or {}).get(name, ()):
             starts, files = run.pieces()
-            here = (starts < stop) & (starts + run.count > start)
-            for at, file in zip(starts[here].tolist(), files[here].tolist(), strict=True):
+            hits = (starts < stop) & (starts + run.count > start)
+            for at, file in zip(starts[hits].tolist(), files[hits].tolist(), strict=True):
                 count, offset = self._of(file).get((self._numbers[name], at), (0, 0))
                 if count != run.count:
                     raise CorruptCheckpoint(
                         f"{self._entry.folder / index_name(file)}: has not the elements of "
                         f"{name!r} from {at} on"
                     )
-                found.append(Piece(start=at, count=count, file=data_name(file), offset=offset))
-        return found
+                pieces.append(Piece(start=at, count=count, file=data_name(file), offset=offset))
+        return pieces
 
     def _of(self, file: int) -> dict[tuple[int, int], tuple[int, int]]:
         if file not in self._read:
@@ -425,12 +425,12 @@ class ShardReader:
         stored: Sequence[Piece] = manifest.pieces.get(name, ())
         if manifest.runs is not None:
             stored = self._indexes.pieces(name, start, start + count)
-        found = torch.empty(count, dtype=dtype_of(manifest.dtype(name)))
+        result = torch.empty(count, dtype=dtype_of(manifest.dtype(name)))
         for piece in stored:
             first, stop = max(start, piece.start), min(start + count, piece.start + piece.count)
             if first < stop:
-                self._piece(piece, first, found[first - start : stop - start])
-        return found
+                self._piece(piece, first, result[first - start : stop - start])
+        return result
 
     def _piece(self, piece: Piece, first: int, into: torch.Tensor) -> None:
         path = self._entry.folder / piece.file

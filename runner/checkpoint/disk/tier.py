@@ -276,18 +276,18 @@ class DiskTier:
 
     def _look_at(self, record: Record) -> tuple[Entry, dict[str, Stamp]]:
         entry = self._directory.read(self._directory.folder_of(record))
-        wanted = [(shard.name, shard.start, len(shard.local)) for shard in self._sharded.shards()]
-        return entry, stamps(entry, {*files_needed(entry, wanted), *self._share_of(entry)})
+        ranges = [(shard.name, shard.start, len(shard.local)) for shard in self._sharded.shards()]
+        return entry, stamps(entry, {*files_needed(entry, ranges), *self._share_of(entry)})
 
     def _refuse_other_model(self, entry: Entry) -> None:
         manifest = entry.manifest
-        wanted = {
+        expected = {
             shard.name: (tuple(shard.shape), name_of(element_type(shard)))
             for shard in self._sharded.shards()
         }
         stored = {n: (tuple(shape), manifest.dtype(n)) for n, shape in manifest.shapes.items()}
-        if wanted != stored:
-            differing = sorted(set(wanted.items()) ^ set(stored.items()))
+        if expected != stored:
+            differing = sorted(set(expected.items()) ^ set(stored.items()))
             raise CheckpointError(
                 f"{entry.folder}: is of another model; first difference: {differing[0]}"
             )

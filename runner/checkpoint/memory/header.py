@@ -86,8 +86,8 @@ def read_header(path: Path) -> tuple[SnapshotHeader, bytes]:
     except FileNotFoundError:
         raise
     except Exception as error:  # damage may take any form
-        words = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpoint(f"{path}: {words[:_WORDS]}") from None
+        cause = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(f"{path}: {cause[:_WORDS]}") from None
 
 
 def parse_header(data: bytes) -> SnapshotHeader:

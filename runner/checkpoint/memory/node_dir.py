@@ -196,10 +196,10 @@ def _check_private(folder: Path) -> None:
 
 def _folders(parent: Path, name: re.Pattern[str]) -> list[Path]:
     try:
-        found = sorted(parent.iterdir())
+        folders = sorted(parent.iterdir())
     except OSError:
         return []
-    return [p for p in found if name.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
+    return [p for p in folders if name.fullmatch(p.name) and p.is_dir() and not p.is_symlink()]
 
 
 def _owner(folder: Path) -> dict[str, Any] | None:

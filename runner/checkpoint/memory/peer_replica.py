@@ -62,10 +62,10 @@ def on_every_rank(by_rank: Sequence[Mapping[str, Any]]) -> list[ReplicaInventory
         by_rank: ``layout`` of its slots, ``own`` [serial, step, cursor] rows, and the ``copies``
             [owner, layout, serial, step, cursor] on its node.
     """
-    own = [{tuple(row) for row in said["own"]} for said in by_rank]
+    own = [{tuple(row) for row in listing["own"]} for listing in by_rank]
     holders: list[dict[tuple[int, ...], int]] = [{} for _ in by_rank]
-    for holder, said in enumerate(by_rank):
-        for owner, layout, *row in said["copies"]:
+    for holder, listing in enumerate(by_rank):
+        for owner, layout, *row in listing["copies"]:
             if 0 <= owner < len(by_rank) and layout == by_rank[owner]["layout"]:
                 holders[owner].setdefault(tuple(row), holder)
     anywhere = set().union(*own, *holders)
@@ -131,7 +131,7 @@ class PeerReplica:
             RuntimeError: a rank is gone.
         """
         at, self._turn = self._turn, (self._turn + 1) % KEPT
-        buffers = {rank: kept[at] for rank, kept in self._kept.items()}
+        buffers = {rank: buffers_of[at] for rank, buffers_of in self._kept.items()}
         self._serials[at] = serial
         for buffer in buffers.values():
             _header_of(buffer.path).unlink(missing_ok=True)
@@ -146,8 +146,8 @@ class PeerReplica:
     def forget(self, serial: int) -> None:
         """Drop the copies here of a snapshot that must not be used again."""
         for at in [at for at, sent in self._serials.items() if sent == serial]:
-            for kept in self._kept.values():
-                _header_of(kept[at].path).unlink(missing_ok=True)
+            for buffers in self._kept.values():
+                _header_of(buffers[at].path).unlink(missing_ok=True)
 
     def left_by(self, incarnation: int, metrics_bytes: int, journal_lines: int) -> list[list[Any]]:
         """Copies on this node that an earlier incarnation received, without those of longer files.
@@ -174,16 +174,16 @@ class PeerReplica:
                 if (*writer, header.config_digest, header.data_fingerprint) == same:
                     yield header, data, path.with_suffix(".bin")
 
-    def open_copies(self, found: ReplicaInventory, incarnation: int) -> Return:
+    def open_copies(self, inventory: ReplicaInventory, incarnation: int) -> Return:
         """Prepare what this rank sends and receives to bring a snapshot back. Not collective.
 
         Raises:
             OSError: there is no room for what arrives.
         """
-        rank, holders = self._mark.rank, found.holders
+        rank, holders = self._mark.rank, inventory.holders
         return Return(
             out={
-                owner: self._copy(incarnation, owner, found.serial)
+                owner: self._copy(incarnation, owner, inventory.serial)
                 for owner, holder in holders.items()
                 if holder == rank
             },

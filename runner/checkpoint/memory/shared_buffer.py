@@ -126,8 +126,8 @@ class SharedBuffer:
         def one(block: np.ndarray) -> bytes:
             if finite and not np.isfinite(block).all():
                 raise CorruptCheckpoint(f"{self.path}: holds NaN or Inf")
-            found: bytes = make(block.data.cast("B")).digest()
-            return found
+            digest: bytes = make(block.data.cast("B")).digest()
+            return digest
 
         whole = make()
         if threads == 1:

@@ -42,8 +42,8 @@ class SlotAllocator:
             self._ready.append(slot)
 
     def free(self) -> int | None:
-        taken = {entry.slot for entry in self.entries.values()}
-        return next((slot for slot in self._ready if slot not in taken), None)
+        used = {entry.slot for entry in self.entries.values()}
+        return next((slot for slot in self._ready if slot not in used), None)
 
     def busy(self) -> set[int]:
         """Serials whose slot a job uses."""

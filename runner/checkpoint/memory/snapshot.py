@@ -377,9 +377,8 @@ class _CudaCopier(_Copier):
             buffer.forget_refusal(self._device)
             # Every copy goes through a small pinned buffer then, and waits.
             _log.warning(
-                "%s: %s cannot be page-locked (%s): training stands still while a snapshot is "
-                "copied. Raise the limit of locked memory (ulimit -l), or set "
-                "checkpoint.memory_every=0",
+                "%s: %s cannot be page-locked (%s): training waits while a snapshot is copied. "
+                "Raise the limit of locked memory (ulimit -l), or set checkpoint.memory_every=0",
                 buffer.path,
                 format_bytes(buffer.num_bytes),
                 str(error).partition("\n")[0],

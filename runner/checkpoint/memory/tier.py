@@ -256,12 +256,12 @@ class MemoryTier:
             if is_wanted(record):
                 self._earlier[inventory.serial] = inventory
                 records.append(record)
-        serials = [row[0] for said in by_rank for row in said["own"]]
-        serials += [row[2] for said in by_rank for row in said["copies"]]
+        serials = [row[0] for listing in by_rank for row in listing["own"]]
+        serials += [row[2] for listing in by_rank for row in listing["copies"]]
         return Inherited(
             records=records,
             highest=max(serials, default=0),
-            refused=list(dict.fromkeys(words for said in by_rank for words in said["refused"])),
+            refused=list(dict.fromkeys(line for listing in by_rank for line in listing["refused"])),
         )
 
     def load(self, serial: int) -> Restored:
@@ -295,19 +295,19 @@ class MemoryTier:
             tier=Tier.memory,
         )
 
-    def _take_over(self, found: ReplicaInventory) -> None:
+    def _take_over(self, inventory: ReplicaInventory) -> None:
         """Adopt an earlier incarnation's snapshot, in the first slot."""
         memory, replica = self._memory, self._replica
         rank, earlier = self._ranks.rank, self._earlier_incarnation
 
         def take() -> None:
             memory.room(0)
-            if rank not in found.holders:
-                memory.adopt(earlier, found.serial, 0)
+            if rank not in inventory.holders:
+                memory.adopt(earlier, inventory.serial, 0)
 
         self._ranks.all_or_none("adopting a snapshot", take)
-        if replica is not None and found.holders:
-            self._bring_back(replica, found)
+        if replica is not None and inventory.holders:
+            self._bring_back(replica, inventory)
         header = memory.header_of(0)
         # The lengths are those of the first rank's files.
         fields = self._ranks.from_first(
@@ -320,14 +320,14 @@ class MemoryTier:
             }
         )
         self._slots.add(0)
-        self._slots.entries[found.serial] = SlotEntry(
+        self._slots.entries[inventory.serial] = SlotEntry(
             slot=0,
             metadata=CheckpointMetadata(**fields),
             counts=header.update_counts,
             pins={PinReason.kept},
         )
 
-    def _bring_back(self, replica: PeerReplica, found: ReplicaInventory) -> None:
+    def _bring_back(self, replica: PeerReplica, inventory: ReplicaInventory) -> None:
         """Bring a snapshot from other nodes to the ranks that have lost it. Collective.
 
         The ranks agree before and after the transfer, never in it: one that failed alone there
@@ -335,7 +335,7 @@ class MemoryTier:
         """
         earlier = self._earlier_incarnation
         parts = self._ranks.all_or_none(
-            "opening the copies of a snapshot", lambda: replica.open_copies(found, earlier)
+            "opening the copies of a snapshot", lambda: replica.open_copies(inventory, earlier)
         )
         headers = replica.bring_back(parts)
 

@@ -125,7 +125,7 @@ class RemoteRing:
             RemoteFault: it cannot be read.
         """
         folders = {name: parse_name(name) for name in self.files.names("ring")}
-        known = {name: found for name, found in folders.items() if found is not None}
+        known = {name: manifest for name, manifest in folders.items() if manifest is not None}
         stored = [
             Record(serial=serial, step=step, cursor=0, state=State.clean)
             for name, (serial, step) in sorted(known.items())
@@ -263,7 +263,7 @@ class RemoteRing:
         newest = self._newest_claim()
         if newest is not None and newest.run != run and self.list_checkpoints().stored:
             raise RemoteTaken(
-                f"{self.url} holds the checkpoints of another run ({newest.run[:12]})"
+                f"{self.url} has the checkpoints of a different run ({newest.run[:12]})"
             )
         if newest is None or not newest.is_of(claim):
             self._refuse_older(newest, claim, run)
@@ -382,8 +382,8 @@ def _end_of_last_line(file: Any) -> int:
     while end > 0:
         begin = max(0, end - _SMALL_BYTES)
         file.seek(begin)
-        found = file.read(end - begin).rfind(b"\n")
-        if found >= 0:
-            return int(begin + found + 1)
+        newline = file.read(end - begin).rfind(b"\n")
+        if newline >= 0:
+            return int(begin + newline + 1)
         end = begin
     return 0

@@ -1,1 +1,1 @@
-"""Judging a step and choosing what follows: signals, verdict, ladder, history, skip ledger."""
+"""Judges a step and decides what follows: signals, verdict, ladder, history, skip ledger."""

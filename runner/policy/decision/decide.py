@@ -1,7 +1,6 @@
-"""Turns the numbers of one step into a verdict and an action, for loop and backtest alike.
+"""Turns the numbers of one step into a verdict and an action, for both loop and backtest.
 
-Their surroundings differ (a loop has weights, a backtest has rows of a file); what is
-judged and decided must not.
+A loop has weights and a backtest has rows of a file, but both must judge and decide alike.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _UNTRAINED_MARGIN = 1.1
 class StepDecision:
     """The verdict on a step and the action to take.
 
-    ``onset`` is the sample position at which the trouble began (for a clean step its own),
+    ``onset`` is the sample position at which the trouble began (for a clean step, its own),
     ``finding`` the episode that ended with this step, ``case`` the decision's input (None: a clean
     step).
     """
@@ -63,12 +62,12 @@ def rule(
     rules: RemedyRules,
     replayed: Replayed = NOT_REPLAYED,
 ) -> StepDecision:
-    """Judge one attempted step and decide on it; only ``trouble`` takes note of it.
+    """Judge one attempted step and decide on it; updates only ``trouble``.
 
-    ``ring`` are the checkpoints there are, ``history`` the journal so far.
+    ``ring`` has the existing checkpoints, ``history`` the journal so far.
     """
     verdict = baseline.judge(signals)
-    if signals.withheld is not None:  # nothing was applied, whatever the judge says
+    if signals.withheld is not None:  # the update was not applied, whatever the judge says
         verdict = replace(verdict, kind=Kind.non_finite, reason=signals.withheld)
     is_bad = verdict.kind in (Kind.non_finite, Kind.spike)
     finding = trouble.note(signals, baseline.before() if is_bad else None)
@@ -91,7 +90,7 @@ def rule(
 
 
 def rule_again(ruling: StepDecision, *, baseline: Baseline, ring: Sequence[Record]) -> StepDecision:
-    """Decide the same step again, with the present checkpoints."""
+    """Decide the same step again, with the current checkpoints."""
     assert ruling.case is not None
     return _decided(replace(ruling.case, ring=ring), baseline, ruling.finding)
 

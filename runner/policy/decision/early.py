@@ -1,4 +1,4 @@
-"""Warns that a run may be about to diverge, from slow numbers inside of the model. Acts on nothing.
+"""Warns that a run may be about to diverge, from slow numbers inside the model. Takes no action.
 
 A number is compared with its own past, for absolute levels do not travel between models; a least
 level only keeps small numbers from being called large because they were smaller. One sign alone is
@@ -23,7 +23,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A sign: above ``factor`` times the lowest of the window, and above ``least``.
+    """A sign: above ``factor`` times the window's lowest value, and above ``least``.
 
     Args:
         accelerating: the second half of the window must also add more than the first, for each
@@ -87,7 +87,7 @@ class EarlyRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """A number that stands out against its own past: ``before`` is the lowest of that."""
+    """A number that stands out from its own past, whose lowest value is ``before``."""
 
     signal: str
     value: float
@@ -96,7 +96,7 @@ class Sign:
 
     @property
     def words(self) -> str:
-        """Without its step."""
+        """The sign in words, without its step."""
         times = self.value / self.before if self.before else math.inf
         return (
             f"{RULES[self.signal].meaning} ({self.signal}) is {self.value:.4g}, {times:.3g} times "
@@ -123,7 +123,8 @@ class Warned:
 
 
 class EarlyWarnings:
-    """Folds looks, in the order of their steps. A sign is told once, until it was gone."""
+    """Folds measurements in order of their steps. Reports a sign again only after it
+    disappeared."""
 
     def __init__(self, rules: EarlyRules) -> None:
         self.rules = rules
@@ -133,9 +134,9 @@ class EarlyWarnings:
         self._last: dict[str, int] = {}
 
     def note(self, look: Look) -> Warned | None:
-        """Take a look; what is new in it."""
+        """Record a measurement; returns its new signs."""
         while self._past and self._past[-1][0].step >= look.step:
-            self._past.pop()  # the run went back
+            self._past.pop()  # after a rollback
         self._last = {name: step for name, step in self._last.items() if step < look.step}
         while self._past and self._past[0][0].step < look.step - self.rules.window:
             self._past.popleft()
@@ -154,7 +155,7 @@ class EarlyWarnings:
 
     @property
     def _apart(self) -> int:
-        """Updates within which the same sign is the same one still."""
+        """Updates within which a recurring sign is the same occurrence."""
         return max(2 * self.rules.every, self.rules.window)
 
     def _holds(self, name: str, looks: int) -> bool:

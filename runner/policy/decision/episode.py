@@ -1,10 +1,10 @@
 """Diagnoses a stretch of trouble when it ends: its shape and its likely cause.
 
-The shape is how it ended: by itself, by a rollback, or as a rise that no single step showed.
+The shape is how it ended: by itself, by a rollback, or as a rise visible in no single step.
 The cause is read from the steps *before* the first bad one, as afterwards all norms are large:
-a norm that was flat and then jumps suggests the data, one that crept up before suggests the
-learning rate or the numerics; NaN after a calm norm suggests a sample or layer. A norm that
-rose a little, as norms also do by themselves, is unclear.
+a flat norm that jumps suggests the data, one that crept up suggests the learning rate or the
+numerics; NaN after a calm norm suggests a sample or layer. A small rise is unclear, as norms also
+rise without cause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from runner.policy.decision.signals import StepSignals
 
-# This share of the drift alarm's height at the onset means a divergence, not a jump.
+# From this share of the drift alarm's height at the onset on, it is a divergence, not a jump.
 _RISING_SHARE = 0.25
 
 
@@ -24,9 +24,9 @@ _RISING_SHARE = 0.25
 class PreOnset:
     """The clean steps before the onset.
 
-    ``loss`` and ``grad_norm`` are medians; ``creep`` is by what factor the newest norms stood
-    above theirs where that is more than noise, else 1, and ``is_creep_clear`` whether it is more
-    than norms do by themselves; ``drift_share`` how much of the drift alarm's height was reached.
+    ``loss`` and ``grad_norm`` are medians; ``creep`` is the factor of the newest norms above their
+    median if beyond noise, else 1, and ``is_creep_clear`` whether it exceeds normal variation;
+    ``drift_share`` is the share of the drift alarm's height that was reached.
     """
 
     loss: float
@@ -52,7 +52,7 @@ class Episode:
 
     @classmethod
     def begin(cls, step: int, start: int, before: PreOnset) -> Episode:
-        """An episode without steps."""
+        """Begin an episode without steps."""
         return cls(
             onset_step=step,
             start=start,
@@ -66,7 +66,7 @@ class Episode:
         )
 
     def with_step(self, signals: StepSignals, *, is_bad: bool) -> Episode:
-        """The episode after one more attempted step."""
+        """Return the episode extended by one attempted step."""
         if not is_bad:
             return replace(self, num_tried=self.num_tried + 1)
         return replace(
@@ -104,15 +104,15 @@ class Diagnosis:
     def words(
         self, onset_step: int | None = None, *, found: Mapping[str, Any] | None = None
     ) -> str:
-        """One sentence; a replay passes the recorded step number.
+        """Describe the episode in one sentence; a replay passes the recorded step number.
 
-        ``found`` is the verdict of replays; without one the cause is only suspected.
+        ``found`` is the cause found by replays; without it the cause is only suspected.
         """
         step = self.episode.onset_step if onset_step is None else onset_step
-        told = f"{self.shape} from step {step}: {self.course}"
+        message = f"{self.shape} from step {step}: {self.course}"
         if found is not None:
-            return f"{told}; cause: {found['cause']} ({found['why']})"
-        return f"{told}; suspected cause: {self.cause} ({self.why})"
+            return f"{message}; cause: {found['cause']} ({found['why']})"
+        return f"{message}; suspected cause: {self.cause} ({self.why})"
 
 
 def transient(episode: Episode) -> Diagnosis:
@@ -122,7 +122,7 @@ def transient(episode: Episode) -> Diagnosis:
 
 
 def scattered(episode: Episode) -> Diagnosis:
-    """An episode that never stopped, and never justified a rollback."""
+    """Diagnose an episode that never stopped and never justified a rollback."""
     count = _count(episode.num_bad, "bad step")
     return _finding(
         episode, "persistent", f"{count} among {episode.num_tried}, never enough at once to go back"
@@ -130,7 +130,7 @@ def scattered(episode: Episode) -> Diagnosis:
 
 
 def stopped(episode: Episode, *, drifted: bool, how: str) -> Diagnosis:
-    """An episode that a decision ended; ``how`` says which."""
+    """Diagnose an episode that a decision ended; ``how`` says which."""
     if drifted or episode.before.drift_share >= _RISING_SHARE:
         return _finding(episode, "divergence", f"the loss kept rising; {how}")
     count = _count(episode.num_bad, "bad step")
@@ -143,7 +143,7 @@ def _finding(episode: Episode, shape: str, course: str) -> Diagnosis:
 
 
 def blames_data(episode: Episode) -> bool:
-    """Whether bad steps came without warning: then neither rate nor state is the cause."""
+    """Whether bad steps came without warning, so that neither rate nor state is the cause."""
     return episode.num_bad > 0 and episode.before.creep <= 1.0
 
 
@@ -153,7 +153,7 @@ def _suspect(episode: Episode) -> tuple[str, str]:
     if before.creep > 1.0 and not before.is_creep_clear:
         return "unclear", (
             f"the grad norm had risen to {before.creep:.2g} times its usual {usual} before: too "
-            "little to tell a rate from the data"
+            "little to distinguish the rate from the data"
         )
     if before.creep > 1.0:
         return "learning rate or numerics", (

@@ -1,7 +1,7 @@
-"""What is never rolled back: the run's incidents and their consequences.
+"""The state that is never rolled back: the run's incidents and their consequences.
 
 :class:`History` is a fold over the journal's entries: the skip ledger, the rollbacks, the rate
-cuts, the number of attempts. Every rank holds the same one; rank 0's copy is on disk.
+cuts, the number of attempts. Every rank has the same one; rank 0's copy is on disk.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from runner.policy.schedule import RateCut
 class Incident:
     """One journal line.
 
-    ``samples`` is the half-open span of stream positions concerned, ``sample_ids`` names the
-    suspects in the data set's own words, ``detail`` holds what the kind needs to be replayed.
+    ``samples`` is the half-open span of affected stream positions, ``sample_ids`` has the data
+    set's names of the suspects, ``detail`` has what a replay of this kind needs.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Incident:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Incident:
-        """Inverse of :meth:`to_json`; other keys (time, seq, attempt) are left out.
+        """Inverse of :meth:`to_json`; ignores other keys (time, seq, attempt).
 
         Raises:
             KeyError, TypeError: the line is not an incident.
@@ -64,9 +64,9 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRecord:
-    """A rollback that happened: where trouble began, and the checkpoint the run went back to.
+    """A completed rollback: where trouble began, and the checkpoint the run went back to.
 
-    ``cursor`` is the checkpoint's: all that was read after it was undone.
+    ``cursor`` is the checkpoint's: everything read after it was undone.
     """
 
     onset_step: int
@@ -81,22 +81,22 @@ class RollbackRecord:
 
 
 class History:
-    """The state that follows from the journal. ``add`` takes incidents in order."""
+    """The state that follows from the journal; ``add`` incidents in order."""
 
     def __init__(self, told_to_skip: Iterable[tuple[int, int]] = ()) -> None:
         self.ledger = Ledger(told_to_skip)
         self.rollbacks: list[RollbackRecord] = []
         self.cuts: list[RateCut] = []
         self.incidents: list[Incident] = []
-        self.mismatches: list[tuple[int, int]] = []  # next serial, last step known to be good
+        self.mismatches: list[tuple[int, int]] = []  # (next serial, last good step)
         self.num_starts = 0
         self.num_discarded = 0
         self.num_redone = 0
-        self.widened: set[int] = set()  # where steps begin that are computed in a wider precision
+        self.widened: set[int] = set()  # cursors of steps computed in a wider precision
         self.num_probes = 0  # replays of steps so far
         self.unreadable: set[int] = set()  # indices in the data set
         self.mixtures: list[tuple[int, dict[str, float]]] = []  # (position, weights from there on)
-        self.known_stop = 0  # one past the last position that a line has put into the ledger
+        self.known_stop = 0  # one past the last position that the journal skips
 
     def add(self, incident: Incident) -> None:
         """Fold one incident in."""
@@ -150,14 +150,14 @@ class History:
             )
         )
         if detail["cut_steps"]:
-            # From the onset, not from the checkpoint: which one was proven in time depends on
-            # the disk, and the run must not. But where the rate is to blame it was so before.
+            # From the onset, not from the checkpoint: which one was proven in time depends on the
+            # disk, and the run must not. If the rate is the cause, from the checkpoint.
             start = detail.get("cut_start", detail["onset_step"] - 1)
             stop = start + detail["cut_steps"]
             self.cuts.append(RateCut(start=start, stop=stop, factor=detail["cut_factor"]))
 
     def abandoned_serials(self) -> set[int]:
-        """Checkpoints that a rollback left behind: never to be used again."""
+        """Serials of checkpoints abandoned by a rollback; they must not be used again."""
         return {
             serial
             for rollback in self.rollbacks
@@ -165,9 +165,9 @@ class History:
         }
 
     def distrusts(self, record: Record) -> bool:
-        """Whether a checkpoint was saved between the last equal replicas and their mismatch.
+        """Whether a checkpoint was saved between the last good replica check and a mismatch.
 
-        The ring marks it too, but a crash may come between this line and the mark.
+        The ring taints it too, but a crash may come between the journal line and the mark.
         """
         return any(
             record.serial < next_serial and record.step > good_step
@@ -188,7 +188,7 @@ class History:
         return num
 
     def newest_discard(self) -> Incident | None:
-        """The newest discard since the last rollback; lines of one rank alone do not count."""
+        """The newest discard since the last rollback; lines of a single rank do not count."""
         for incident in reversed(self.incidents):
             if incident.kind == "rollback":
                 return None
@@ -197,7 +197,7 @@ class History:
         return None
 
     def warnings_before(self, step: int) -> list[str]:
-        """What was warned of in the last 500 steps before this one, the oldest first."""
+        """Warnings in the 500 steps before this one, oldest first."""
         return [
             f"step {one.step}: {one.reason}"
             for one in self.incidents
@@ -205,13 +205,13 @@ class History:
         ][-_MOST_QUOTED:]
 
     def kept_serials(self) -> set[int]:
-        """Checkpoints to keep, from before the newest two warnings that name one."""
+        """Serials of checkpoints to keep, from before the newest two warnings that name one."""
         named = [one.detail.get("keeps") for one in self.incidents if one.kind == WARNING]
         serials = [serial for serial in named if type(serial) is int]
         return set(list(dict.fromkeys(reversed(serials)))[:_KEPT_FOR_WARNINGS])
 
     def newest_redo(self) -> Incident | None:
-        """Since the last rollback."""
+        """The newest redone step since the last rollback."""
         for incident in reversed(self.incidents):
             if incident.kind == "rollback":
                 return None
@@ -220,14 +220,14 @@ class History:
         return None
 
     def num_transient_on(self, rank: int) -> int:
-        """How many steps were redone for a fault on this rank."""
+        """Number of steps redone because of a fault on this rank."""
         return sum(i.kind == "redo" and i.ranks == (rank,) for i in self.incidents)
 
     def discards_from(self, cursor: int) -> list[Incident]:
         """Discards at sample position ``cursor`` or later that no rollback undid, in order.
 
-        Their place in the journal does not matter: a restarted run may reach a
-        discard long after it was journalled.
+        Their order in the journal does not matter: a restarted run may reach a discard long after
+        it was journalled.
         """
         return [
             incident
@@ -242,16 +242,16 @@ class History:
         return any(back.seq > seq and back.cursor <= position for back in self.rollbacks)
 
 
-WARNING = "warning"  # a line of it says that the run may be about to diverge
+WARNING = "warning"  # kind of lines that warn of a possible divergence
 _QUOTED_STEPS, _MOST_QUOTED = 500, 4
 _KEPT_FOR_WARNINGS = 2
-NUMERICS = "numerics"  # the cause after which the next bad step is computed in FP32 at once
-GO_BACK = "go back"  # the remedy where the weights are the cause, and no sample
-MIX = "data mix"  # the cause after which a level may settle without a rollback
+NUMERICS = "numerics"  # after this cause the next bad step is computed in FP32 at once
+GO_BACK = "go back"  # remedy if the weights are the cause, not a sample
+MIX = "data mix"  # after this cause a level may settle without a rollback
 
 
 def cause_of(incident: Incident) -> str | None:
-    """The name of the cause that replays found; None without replays."""
+    """The name of the cause found by replays; None without replays."""
     cause = incident.detail.get("cause")
     return str(cause["cause"]) if isinstance(cause, Mapping) else None
 
@@ -259,16 +259,17 @@ def cause_of(incident: Incident) -> str | None:
 def verdict_within(
     incidents: Sequence[Incident], span: tuple[int, int], names_nothing: Collection[str]
 ) -> Mapping[str, Any] | None:
-    """The newest verdict of replays on samples in ``span``, rather one that names something."""
-    found = [
+    """The newest cause found by replays of samples in ``span``, preferring one that names a
+    culprit."""
+    verdicts = [
         incident.detail["cause"]
         for incident in reversed(incidents)
         if cause_of(incident) is not None
         and incident.samples is not None
         and span[0] <= incident.samples[0] < span[1]
     ]
-    named = (cause for cause in found if cause["cause"] not in names_nothing)
-    return next(named, found[0] if found else None)
+    named = (cause for cause in verdicts if cause["cause"] not in names_nothing)
+    return next(named, verdicts[0] if verdicts else None)
 
 
 def probes_of(incident: Incident) -> int:
@@ -278,7 +279,8 @@ def probes_of(incident: Incident) -> int:
 
 
 def discard_incident(signals: StepSignals, *, verdict: str, reason: str) -> Incident:
-    """A discard's journal line, with all that a restart needs to repeat the judgement."""
+    """The journal line of a discard, with everything that a restart needs to repeat the
+    judgement."""
     return Incident(
         kind="discard",
         step=signals.step,

@@ -28,7 +28,7 @@ class Verdict:
 
     ``onset_step`` and ``onset`` (sample position) say where the trouble began; for a single
     bad step that is the step itself, for a drift the step where the excess began. ``limits``
-    are those that the step was compared with.
+    are the limits that the step was compared with.
     """
 
     kind: Kind
@@ -62,8 +62,8 @@ _LEVEL_STEPS = 5
 # Slope, noise and tail of the whole window are compared with the newest steps: where a
 # steep beginning has just ended, most of the window still shows another curve.
 _LATE_STEPS = 16
-# A slope correction is at most this share of loss_floor: a steep fall that ends at once
-# is no trouble, and a limit below the level would never admit the level.
+# A slope correction is at most this share of loss_floor: a steep fall that stops is not a fault,
+# and a limit below the level would never admit the level.
 _MOST_BIAS = 0.5
 # Sixteen values estimate the noise to about a third, and the tail worse; this allows for it.
 _LATE_SIGMAS = 2.0
@@ -75,14 +75,13 @@ _TAIL_RANK = 3
 _PAIR_TAILS = 2.0
 # No single step may bring more than this share of the alarm: a drift is many steps' agreement.
 _DRIFT_STEPS = 10
-# The alarm's least height in robust sigmas of the loss. With the slack of one sigma, chance
-# alone comes so high about once in exp(2 * 0.6 * 16) = 2e8 steps of normal noise.
+# The alarm's minimum height in robust sigmas of the loss. With the slack of one sigma, normal noise
+# reaches it by chance about once in exp(2 * 0.6 * 16) = 2e8 steps.
 _DRIFT_SIGMAS = 16.0
-# The best level rises by one slack in this many steps: what rises slower than that
-# is the data or the schedule.
+# The best level rises by one slack in this many steps: a slower rise is the data or the schedule.
 _DRIFT_MEMORY = 1000
 # A run whose best level is above its beginning has learned nothing that a rollback would
-# save. Above: by so many nats and so many robust sigmas (the median of five errs by half a sigma).
+# save. Above: by this many nats and robust sigmas (the median of five errs by half a sigma).
 _BEGINNING_STEPS = 5
 _ABOVE_BEGINNING = 0.1
 _ABOVE_BEGINNING_SIGMAS = 2.0
@@ -92,7 +91,7 @@ _BEFORE_STEPS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Noise:
-    """Middle, robust sigma, and how far the tail reaches above the middle."""
+    """Median, robust sigma, and the tail's height above the median."""
 
     center: float
     sigma: float
@@ -105,14 +104,14 @@ def _noise(window: Window) -> _Noise:
 
 
 def _late_noise(late: Window) -> _Noise:
-    """The noise of the newest steps alone, with an allowance for their small number."""
+    """The noise of the newest steps only, with an allowance for their small number."""
     center, sigma = late.center_and_sigma()
     tail = _LATE_TAIL * _PAIR_TAILS * (late.largest(1) - center)
     return _Noise(center, _LATE_SIGMAS * sigma, tail)
 
 
 class Baseline:
-    """What normal looks like: statistics of applied steps only. Rolled back with the weights.
+    """The normal range: statistics of applied steps only. Rolled back with the weights.
 
     A loss is compared with two levels: the median of the window, and the median of the last
     five steps. The first does not follow a rise, the second follows a fall: in the first
@@ -125,11 +124,11 @@ class Baseline:
     which a single step of its height is nothing. Tails decide how unlikely: the pair limit lies
     beyond the window's own.
 
-    The limits in force lag one applied step behind the statistics. Where the host reads the
-    numbers one step late (``guard.sync=false``) it knows by then what holds after one more
-    applied step (:attr:`bounds_ahead`), so that reading late and reading at once give the same
-    limits and the same run, bit for bit. Which of the two limits holds does not lag: the gate
-    picks by the loss before, which the device has.
+    The limits in force lag one applied step behind the statistics. A host that reads the numbers
+    one step late (``guard.sync=false``) then already knows the limits after one more applied step
+    (:attr:`bounds_ahead`), so late and immediate reading give the same limits and the same run, bit
+    for bit. The choice between the two limits does not lag: the gate chooses by the previous loss,
+    which the device has.
     """
 
     def __init__(self, rules: JudgeRules) -> None:
@@ -163,7 +162,7 @@ class Baseline:
         self._measure_loss()
 
     def _measure_loss(self) -> None:
-        """Level and noise of the window's losses, and what the drift test takes from them."""
+        """Measure level and noise of the window's losses, and the drift test's inputs."""
         measured = self._loss.center_and_sigma() if len(self._loss) else (0.0, 0.0)
         self._median, self._sigma = measured
         self._slack = max(self._rules.drift_slack, self._sigma)
@@ -176,21 +175,21 @@ class Baseline:
 
     @property
     def bounds(self) -> Bounds:
-        """The gate's bounds for the next step, where everything before it is known."""
-        return Bounds(usual=self.limits, again=self.limits)
+        """The gate's bounds for the next step if all earlier steps are known."""
+        return Bounds(usual=self.limits, after_high=self.limits)
 
     @property
     def bounds_ahead(self) -> Bounds:
         """The bounds of the step after the next, if the next is applied and clean."""
-        usual, again = self._next_limits
-        return Bounds(usual=usual, again=again, high=self._limits[True].loss)
+        usual, after_high = self._next_limits
+        return Bounds(usual=usual, after_high=after_high, high=self._limits[True].loss)
 
     def end_limit(self, earlier: float | None = None) -> float:
         """The highest loss, in nats per token, at which an end state counts as sound.
 
         Args:
-            earlier: a held-out loss of before. No further above it than the limit lies above the
-                training's level is within the limits as well.
+            earlier: an earlier held-out loss. The limit may then exceed it by as much as the
+                training limit exceeds the training level.
         """
         limit = self._limits[False].loss
         if earlier is None or self._next_level is None:
@@ -199,8 +198,8 @@ class Baseline:
 
     @property
     def may_alarm(self) -> bool:
-        """Whether the next step, though within its limits, could be found a drift."""
-        most = self._alarm / _DRIFT_STEPS  # as _excess has it
+        """Whether the next step could be judged a drift although it is within its limits."""
+        most = self._alarm / _DRIFT_STEPS  # see _excess
         return self._rules.enabled and self._drift + most > self._alarm and self._has_risen()
 
     def accept(self, signals: StepSignals) -> None:
@@ -208,7 +207,7 @@ class Baseline:
         self.clean_streak += 1
         self._after_high = self._is_high(signals)
         if not self._rules.enabled:
-            return  # a loss that was not judged may be anything, even NaN
+            return  # an unjudged loss may be any value, even NaN
         if math.isnan(self.first_loss):
             self.first_loss = signals.loss
         if len(self._beginning) < _BEGINNING_STEPS:
@@ -228,12 +227,12 @@ class Baseline:
         self._limits, self._next_limits = self._next_limits, self._compute_limits(level)
 
     def refuse(self, signals: StepSignals) -> None:
-        """Note a step that was not clean: probations of checkpoints begin anew."""
+        """Record a step that was not clean: probations of checkpoints start over."""
         self.clean_streak = 0
         self._after_high = self._is_high(signals)
 
     def _is_high(self, signals: StepSignals) -> bool:
-        # NaN is high: what compares False with everything must not pass for low.
+        # NaN is high: it compares False with everything and must not pass as low.
         return not signals.loss <= self._limits[True].loss
 
     def restart_at(self, losses: list[float], grad_norms: list[float]) -> None:
@@ -254,7 +253,7 @@ class Baseline:
         return list(zip(reversed(self._loss.newest(count)), norms, strict=True))
 
     def before(self) -> PreOnset:
-        """Statistics of the clean steps so far, for the record of an episode."""
+        """Statistics of the clean steps so far, for an episode's record."""
         if not len(self._loss):
             return PreOnset(
                 loss=0.0, grad_norm=0.0, creep=1.0, is_creep_clear=False, drift_share=0.0
@@ -270,13 +269,13 @@ class Baseline:
         )
 
     def _norm_creep(self, usual: float) -> tuple[float, bool]:
-        """How far the newest log norms lie above the usual one, and whether that is clear.
+        """How far the newest log norms exceed the usual one, and whether that is clear.
 
-        Clear: the very last one by far; two of the newest eight (one alone may be a hard batch);
-        or a rise over the whole window that goes on from quarter to quarter to half as much again.
-        A rise takes the window's median and spread along: a straight one ends two such spreads
-        above where it began, noise less than half a spread. Norms wander, though, in the first
-        hundreds of steps most of all, so a smaller rise tells nothing either way; below that, 0.
+        Clear: the last one by far; two of the newest eight (one alone may be a hard batch); or a
+        steady rise over all quarters of the window to half as much again. A rise moves the window's
+        median and spread as well: a straight one ends two such spreads above its start, noise less
+        than half a spread. Norms wander, most of all in the first hundreds of steps, so a smaller
+        rise is inconclusive; below that, 0.
         """
         sigma = self._log_norm.sigma()
         newest = self._log_norm.newest(_BEFORE_STEPS)
@@ -293,7 +292,7 @@ class Baseline:
         return (rise if rise > max(1.2 * sigma, math.log(1.25)) else 0.0), False
 
     def judge(self, signals: StepSignals) -> Verdict:
-        """The verdict on one attempted step. Pure: nothing is admitted here."""
+        """Judge one attempted step. Pure: the statistics do not change."""
         kind, reason = self._classify(signals)
         if kind is Kind.drift and self._drift > 0.0:
             onset_step, onset = self._drift_onset
@@ -322,7 +321,7 @@ class Baseline:
         summed = self._drift + self._excess(signals.loss)
         if summed > self._alarm and self._has_risen():
             return Kind.drift, (
-                f"loss {signals.loss:.3f} and its recent run lie above the best held level "
+                f"loss {signals.loss:.3f} and its recent run are above the best sustained level "
                 f"{self._best_level:.3f}: summed excess {summed:.2f} > {self._alarm:.2f} "
                 f"(guard.drift_nats={self._rules.drift_nats:g})"
             )
@@ -345,11 +344,11 @@ class Baseline:
         return ", ".join(parts)
 
     def _compute_limits(self, level: float) -> tuple[Limits, Limits]:
-        """The limits after a usual step and after a high one."""
+        """Compute the limits after a usual step and after a high one."""
         rules = self._rules
         if not rules.enabled or len(self._loss) < rules.min_history:
             return _NO_LIMITS
-        # The best level is held by as many steps as the window has, not by a lucky few.
+        # The best level is sustained over the whole window, not by a lucky few.
         median, sigma = self._median, self._sigma
         self._best_level = min(self._best_level + self._slack / _DRIFT_MEMORY, median)
         tail = _PAIR_TAILS * (self._loss.largest(_TAIL_RANK) - median)
@@ -360,13 +359,13 @@ class Baseline:
             median + max(rules.loss_sigmas * sigma, rules.loss_floor),
             short + max(rules.loss_sigmas * spread, rules.loss_floor),
         )
-        again = min(
-            alone,  # the second is never allowed more than the first
+        after_high = min(
+            alone,  # the second limit never exceeds the first
             median + max(rules.pair_sigmas * sigma, rules.pair_floor, tail),
             short + max(rules.pair_sigmas * spread, rules.pair_floor, short_tail),
         )
         norm = self._norm_limit()
-        return Limits(loss=alone, grad_norm=norm), Limits(loss=again, grad_norm=norm)
+        return Limits(loss=alone, grad_norm=norm), Limits(loss=after_high, grad_norm=norm)
 
     def _norm_limit(self) -> float:
         rules = self._rules
@@ -381,23 +380,21 @@ class Baseline:
     def _excess(self, loss: float) -> float:
         """Page's test (CUSUM, 1954) against the best level held; slack grows with the noise."""
         if self._limits[False].loss == math.inf:
-            return 0.0  # armed no earlier than the gate, or one unjudged spike would be a drift
+            return 0.0  # not before the gate is armed, or one unjudged spike would be a drift
         margin = max(_ABOVE_BEGINNING, _ABOVE_BEGINNING_SIGMAS * self._sigma)
         if self._best_level > self._began + margin:
-            return (
-                0.0  # nothing learned yet: a rollback would save nothing, and meet the same again
-            )
+            return 0.0  # nothing learned yet: a rollback would save nothing and meet the same data
         return min(loss - self._best_level - self._slack, self._alarm / _DRIFT_STEPS)
 
     def _has_risen(self) -> bool:
-        """Whether the newest steps, not a few of them, lie high enough to be worth going back."""
+        """Whether the newest steps as a whole are high enough to justify a rollback."""
         late = median_of_sorted(sorted(self._loss.newest(_LATE_STEPS)))
         return late > self._best_level + self._rules.drift_rise
 
     def _pile_up_drift(self, signals: StepSignals) -> None:
         if self._drift == 0.0:
             self._drift_onset = (signals.step, signals.start)
-        # Capped at the alarm, so that a rise that stopped short is forgotten in time.
+        # Capped at the alarm, so that the excess of an ended rise decays in time.
         self._drift = min(max(0.0, self._drift + self._excess(signals.loss)), self._alarm)
 
     def to_json(self) -> dict[str, Any]:
@@ -435,16 +432,16 @@ class Baseline:
 
 
 def _rise(values: list[float]) -> tuple[float, bool]:
-    """From the first quarter's median to the last's, and whether it goes on in between."""
+    """The rise from the first quarter's median to the last's, and whether it is steady."""
     size = len(values) // 4
     if size < _BEFORE_STEPS:
-        return 0.0, False  # medians of so few values mean nothing
+        return 0.0, False  # medians of so few values are meaningless
     quarters = [statistics.median(values[at * size : (at + 1) * size]) for at in range(4)]
     return quarters[-1] - quarters[0], quarters == sorted(quarters)
 
 
 def _log(norm: float) -> float:
-    """Log of a grad norm; a norm of zero (all targets masked) is no news, not minus infinity."""
+    """Log of a grad norm; a norm of zero (all targets masked) must not give minus infinity."""
     return math.log(max(norm, 1e-30))
 
 
@@ -457,10 +454,10 @@ def _limits_to_json(limits: Limits) -> list[float | None]:
 
 
 def _limits_from_json(pair: list[list[float | None]]) -> tuple[Limits, Limits]:
-    usual, again = (
+    usual, after_high = (
         Limits(loss=_or_infinite(loss), grad_norm=_or_infinite(norm)) for loss, norm in pair
     )
-    return usual, again
+    return usual, after_high
 
 
 def _or_infinite(value: float | None) -> float:

@@ -1,4 +1,4 @@
-"""The decision ladder: from a verdict and what came before to one action with its reason.
+"""The decision ladder: turns a verdict and the history into one action with its reason.
 
 one bad step            discard it
 bad steps persist       back to the newest clean checkpoint before the onset, skip the range
@@ -38,8 +38,8 @@ class RemedyRules:
     """Thresholds of the ladder; ``runner.config.schema.GuardConfig`` documents each.
 
     ``batch`` is the global batch in samples: margins are configured in steps' worth of it.
-    ``untrained_loss`` (nats per token) is that of a uniform guess where it is known, 0 where only
-    the run's first loss tells, infinity where that one was no untrained model's either.
+    ``untrained_loss`` (nats per token) is that of a uniform guess if known, 0 to use the run's
+    first loss, infinity if that was not an untrained model's either.
     """
 
     batch: int
@@ -86,10 +86,10 @@ class Rebaseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """Go back to the first usable of ``targets`` (best first) and never read ``skip``.
+    """Go back to the first usable one of ``targets`` (best first) and never read ``skip``.
 
-    ``read_again``: do read it, as a plain restart would (``guard.skip=false``). ``lacks_target``:
-    see :class:`Halt`; the oldest checkpoint has to do. ``cuts_at_once``: the rate is lower from the
+    ``read_again``: read it again, like a plain restart (``guard.skip=false``). ``lacks_target``:
+    see :class:`Halt`; the oldest checkpoint must do. ``cuts_at_once``: the rate is lower from the
     checkpoint on, not from the onset.
     """
 
@@ -127,15 +127,15 @@ class BadStep:
 
 
 _FOR_GOOD = 1 << 40  # updates
-# An episode without end or rollback is reported after this many windows.
+# Report an episode without end or rollback after this many windows.
 _LONGEST_EPISODE = 10
 
 
 class BadStepTracker:
     """The bad steps that may belong together. Rolled back with the weights.
 
-    ``bad``: those among the last ``persist_window`` attempted steps, and the whole unbroken
-    run up to now however long; a bad step long before is other trouble.
+    ``bad``: bad steps among the last ``persist_window`` attempted ones, and the whole current run
+    of bad steps, however long; an older bad step is separate trouble.
     """
 
     def __init__(self, rules: RemedyRules) -> None:
@@ -147,9 +147,9 @@ class BadStepTracker:
         self.episode: Episode | None = None
 
     def note(self, signals: StepSignals, before: PreOnset | None = None) -> Diagnosis | None:
-        """Take one attempted step into account; ``before`` is given where it is bad.
+        """Record one attempted step; ``before`` is given for a bad one.
 
-        Returns what the episode was that ended with this step: ``persist_window`` clean ones.
+        Returns the diagnosis of an episode that ends here, after ``persist_window`` clean steps.
         """
         is_bad = before is not None
         recent = self._recent
@@ -181,7 +181,7 @@ class BadStepTracker:
         return finding
 
     def settle(self) -> None:
-        """End the episode by decision: its level is the new normal."""
+        """End the episode: its level is the new normal."""
         self._recent.clear()
         self._num_recent = 0
         self.bad.clear()
@@ -193,11 +193,11 @@ class BadStepTracker:
         return self._num_recent
 
     def last_run(self) -> list[BadStep]:
-        """The bad steps in a row up to now."""
+        """The current run of consecutive bad steps."""
         return self.bad[len(self.bad) - self.in_a_row :]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; bad steps that were not finite hold no numbers."""
+        """Plain JSON values; bad steps that were not finite have no numbers."""
         return {
             "recent": list(self._recent),
             "bad": [asdict(step) | ({} if step.finite else _NO_NUMBERS) for step in self.bad],
@@ -232,12 +232,12 @@ def _bad_step(signals: StepSignals) -> BadStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What computing the step again has shown.
+    """The result of computing the step again.
 
     Args:
-        is_mix: the data is another from here on.
+        is_mix: the data mix changes from here on.
         blames_weights: known good samples are bad with these weights as well.
-        rate_factor: of the learning rate, with which the same steps are good.
+        rate_factor: factor on the learning rate at which the same steps are good.
     """
 
     is_mix: bool = False
@@ -252,9 +252,8 @@ NOT_REPLAYED = Replayed()
 class DecisionInput:
     """The inputs of a decision. ``trouble`` has already noted the step.
 
-    ``untrained_loss`` (nats per token) bounds what may become a new baseline: a level worse
-    than knowing nothing is no data mix. ``recent`` are (loss, grad norm) of the newest clean
-    steps, in order.
+    ``untrained_loss`` (nats per token) bounds a new baseline: a level worse than an untrained
+    model's is not a data mix. ``recent`` are (loss, grad norm) of the newest clean steps, in order.
     """
 
     verdict: Verdict
@@ -269,13 +268,13 @@ class DecisionInput:
 
     @property
     def reads_again(self) -> bool:
-        """Whether no sample is to blame; once more from an older checkpoint, then the ladder."""
-        told = self.replayed
-        return told.rate_factor is not None or (told.blames_weights and self.repeat <= 1)
+        """Whether no sample is at fault; then samples are read again, at most twice."""
+        replayed = self.replayed
+        return replayed.rate_factor is not None or (replayed.blames_weights and self.repeat <= 1)
 
     @property
     def repeat(self) -> int:
-        """How often in a row trouble came back soon after a rollback; 0 for the first time."""
+        """How often in a row trouble came back soon after a rollback; 0 the first time."""
         if not self.history.rollbacks:
             return 0
         last = self.history.rollbacks[-1]
@@ -292,7 +291,7 @@ class DecisionInput:
 
 
 def decide(case: DecisionInput) -> Action:
-    """The action for this step."""
+    """Decide the action for this step."""
     verdict, trouble, rules = case.verdict, case.trouble, case.rules
     if verdict.kind is Kind.clean:
         return Apply(reason=verdict.reason)
@@ -324,7 +323,7 @@ def _is_level(run: Sequence[BadStep], rules: RemedyRules, untrained_loss: float)
 
 
 def _settle_or_wait(run: Sequence[BadStep], rules: RemedyRules, *, is_mix: bool) -> Action:
-    why = "of samples that stand out as those far ahead do" if is_mix else "after a rollback too"
+    why = "on samples that look like those far ahead" if is_mix else "after a rollback too"
     said = f"bad steps in a row, {why}"
     if len(run) < rules.level_steps:
         return Discard(reason=f"{len(run)} level {said}; a new baseline at {rules.level_steps}")
@@ -333,7 +332,7 @@ def _settle_or_wait(run: Sequence[BadStep], rules: RemedyRules, *, is_mix: bool)
 
 
 def _has_settled(recent: Sequence[tuple[float, float]], rules: RemedyRules) -> bool:
-    """Whether a drift has reached a new level: the later half lies no higher than the earlier."""
+    """Whether a drift has reached a new level: the later half is no higher than the earlier."""
     losses = [loss for loss, _ in recent[-rules.level_steps :]]
     half = len(losses) // 2
     if len(losses) < rules.level_steps:
@@ -368,8 +367,8 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
     targets = rollback_targets(case.ring, cursor=skip[0], step=max(0, onset_step - rules.back))
     lacks_target = not targets
     if not targets and case.verdict.kind is Kind.drift:
-        # A slow rise may have begun before the oldest checkpoint kept. Each of its steps was clean,
-        # so that one is as good as can be had, and better than waiting for a person.
+        # A slow rise may have begun before the oldest checkpoint. Each of its steps was clean, so
+        # that one is the best available, and better than waiting for a person.
         targets = rollback_targets(case.ring, cursor=case.signals.start, step=step)[-1:]
         skip = (max(skip[0], targets[0].cursor), skip[1]) if targets else skip
     if not targets:
@@ -380,7 +379,7 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
         )
     is_last = spent + 1 == rules.max_rollbacks
     cut = Cut.of(case, may_cool=is_last or not _blames_data(case))
-    # The rate was tried from the newest one.
+    # The rate was tested from the newest one.
     older = 0 if case.replayed.rate_factor is not None else repeat
     return Rollback(
         reason=_explain(case, cut),
@@ -398,17 +397,17 @@ def _go_back(case: DecisionInput) -> Rollback | Halt:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A lower learning rate for so many updates; none for none."""
+    """A lower learning rate for ``steps`` updates; 0 for no cut."""
 
     factor: float = 1.0
     steps: int = 0
 
     @classmethod
     def of(cls, case: DecisionInput, *, may_cool: bool) -> Cut:
-        """``may_cool``: the ladder may cut, too."""
+        """Choose the cut; ``may_cool`` allows the ladder's own."""
         rules = case.rules
         if case.replayed.rate_factor is not None:
-            # A rate that was too high once more is so for good.
+            # A rate that is too high again is cut for good.
             for_good = any(cut.factor != rules.cooldown for cut in case.history.cuts)
             return cls(
                 case.replayed.rate_factor, _FOR_GOOD if for_good else max(1, rules.cooldown_steps)
@@ -419,7 +418,7 @@ class Cut:
 
 
 def _blames_data(case: DecisionInput) -> bool:
-    """Whether the data is the cause: then a lower rate would only slow learning."""
+    """Whether the data is the cause, so that a lower rate would only slow learning."""
     episode = case.trouble.episode
     return case.verdict.kind is not Kind.drift and episode is not None and blames_data(episode)
 
@@ -429,9 +428,9 @@ def reach(
 ) -> Reach:
     """How far back a rollback would go if the next step were bad.
 
-    Its onset is the first of the bad steps that may still belong together, or the step to come,
-    as in :attr:`DecisionInput.onset`. A drift's is left out: it may lie any number of checkpoints
-    back, and :func:`decide` knows what to do then.
+    Its onset is the first of the bad steps that may still belong together, or the next step, as in
+    :attr:`DecisionInput.onset`. A drift's onset is ignored: it may be any number of checkpoints
+    back, and :func:`decide` handles that.
     """
     first = trouble.bad[0] if trouble.bad else None
     step, start = (first.step, first.start) if first else (updates + 1, cursor)
@@ -441,9 +440,9 @@ def reach(
 
 
 def _skip_range(case: DecisionInput) -> tuple[int, int]:
-    """The range to skip: from before the onset to the end of the trouble, wider at each repeat.
+    """The range to skip: from before the onset to the end of the trouble, wider with each repeat.
 
-    The margin counts samples that were read, not those already in the ledger.
+    The margin counts samples that were read, excluding the ledger's.
     """
     rules, ahead = case.rules, case.rules.ahead
     if case.repeat:
@@ -458,18 +457,18 @@ def _wider(case: DecisionInput) -> str:
 
 def _explain(case: DecisionInput, cut: Cut) -> str:
     rules, repeat = case.rules, case.repeat
-    words = [case.verdict.reason]
+    parts = [case.verdict.reason]
     if case.verdict.kind is not Kind.drift:
-        words.append(
+        parts.append(
             f"{case.trouble.num_recent()} bad steps among the last {rules.persist_window} attempted"
         )
     if case.reads_again:
-        words.append("samples known to be good are bad with these weights too: nothing is skipped")
+        parts.append("samples known to be good are bad with these weights too: nothing is skipped")
     if repeat and case.replayed.rate_factor is None:
-        words.append(f"repeat {repeat}: an older checkpoint{_wider(case)}")
+        parts.append(f"repeat {repeat}: an older checkpoint{_wider(case)}")
     if cut.steps:
         since = "here" if case.replayed.rate_factor is not None else "the onset"
-        words.append(f"learning rate times {cut.factor:.3g} for {cut.steps} updates from {since}")
+        parts.append(f"learning rate times {cut.factor:.3g} for {cut.steps} updates from {since}")
     elif repeat >= 2 and rules.cooldown_steps:
-        words.append("the data is suspected: the learning rate stays")
-    return "; ".join(words)
+        parts.append("the data is suspected: the learning rate stays")
+    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""The skip ledger: sample positions that are never read again.
+"""The skip ledger: sample positions that the run never reads again.
 
 A set of half-open ranges over the global stream of samples, kept sorted and disjoint.
 """
@@ -19,7 +19,7 @@ class Ledger:
             self.add(start, stop)
 
     def add(self, start: int, stop: int) -> None:
-        """Add ``[start, stop)``, merging what it touches.
+        """Add ``[start, stop)``, merging adjacent ranges.
 
         Raises:
             ValueError: unless ``0 <= start < stop``.

@@ -1,9 +1,9 @@
-"""Runs the guard over a recorded curve: the same judge and ladder, on rows instead of steps.
+"""Runs the guard over a recorded curve: the same judge and ladder on rows instead of steps.
 
-A row stands for one attempted step and for one position of the stream. A rollback is carried
-out as the loop would: the statistics of the checkpoint come back, the rows from there to the
-skipped range are read again, the range is not. A curve cannot show how the run would
-have continued after the repair: the rows after the range are those of the unrepaired run.
+A row stands for one attempted step and for one position of the stream. A rollback works as in the
+loop: it restores the checkpoint's statistics, reads the rows up to the skipped range again, and
+skips the range. A curve cannot show how the run would have continued after the repair: the rows
+after the range are those of the unrepaired run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Limits, StepSignals
 from runner.policy.retention.records import Record, State, due_for_proof, retire, with_state
 
-# States kept, to continue where a recorded restart did.
+# States kept to follow recorded restarts.
 _STATES_KEPT = 1000
 _ROWS_AT_ONCE = 1000  # rows between reports of progress
 _ACTIONS: dict[type[Action], str] = {
@@ -48,10 +48,10 @@ _ACTIONS: dict[type[Action], str] = {
 class Curve:
     """Columns of equal length, in the order of recording.
 
-    ``steps`` as recorded; ``losses`` and ``grad_norms`` may hold NaN and Inf, which count as
-    such; ``fresh`` are rows before which nothing is known (a gap in the steps, or row 0 of a
-    recording that does not begin with the training), ``restarts`` rows whose step is not beyond
-    the row's before.
+    ``steps`` as recorded; ``losses`` and ``grad_norms`` may have NaN and Inf, which count as such;
+    ``fresh`` are rows without known predecessors (after a gap in the steps, or row 0 of a recording
+    that starts later than the training), ``restarts`` rows whose step does not exceed the previous
+    row's.
     """
 
     steps: Sequence[int]
@@ -75,8 +75,8 @@ class SaveRules:
 class Decision:
     """A row that was not applied as usual, and why.
 
-    ``onset`` is the row where the trouble began, ``num_undone`` how many applied rows a
-    rollback took back.
+    ``onset`` is the row where the trouble began, ``num_undone`` the number of applied rows that a
+    rollback undid.
     """
 
     row: int
@@ -90,9 +90,8 @@ class Decision:
 class Replay:
     """One pass over one curve: call :meth:`run`, then read the results.
 
-    ``decisions`` in the order they were taken, ``findings`` (end row and what the trouble was),
-    ``skipped`` the rows that rollbacks would never have read, ``limits`` in force at each row
-    where ``keep_limits`` asked for them.
+    ``decisions`` are in order, ``findings`` have end row and diagnosis, ``skipped`` are the rows
+    that rollbacks would have skipped, ``limits`` the limits at each row if ``keep_limits``.
     """
 
     def __init__(
@@ -112,29 +111,29 @@ class Replay:
         self.limits: dict[int, Limits] | None = {} if keep_limits else None
         self._end = len(curve.steps)
         if 0 in curve.fresh:
-            self._forget_the_beginning()
-        self._begin_anew(0)
+            self._forget_start()
+        self._start_over(0)
 
     def run(self, moved: Callable[[int], None] = lambda row: None) -> None:
-        """Replay the whole curve; ``moved`` is called now and then with the row."""
+        """Replay the whole curve; calls ``moved`` with the row at intervals."""
         total = len(self._curve.steps)
         marks = sorted((self._curve.restarts | self._curve.fresh) - {0})
         for begin, end in pairwise([0, *marks, total]):
             if begin and begin in self._curve.fresh:
-                self._forget_the_beginning()
-                self._begin_anew(begin)
+                self._forget_start()
+                self._start_over(begin)
             row = self._recorded_restart(begin) if begin in self._curve.restarts else begin
             self._end = end
             while row < end:
                 row = self._read(row, min(end, row + _ROWS_AT_ONCE))
                 moved(row)
 
-    def _forget_the_beginning(self) -> None:
-        """Note that the next row is not an untrained model's: its loss bounds nothing."""
+    def _forget_start(self) -> None:
+        """Record that the next row is not an untrained model's, so its loss is no bound."""
         self._remedy = replace(self._remedy, untrained_loss=math.inf)
 
-    def _begin_anew(self, row: int) -> None:
-        """Reset to the state of a run that begins with this row."""
+    def _start_over(self, row: int) -> None:
+        """Reset to the state of a run that starts with this row."""
         self._baseline = Baseline(self._judge)
         self._trouble = BadStepTracker(self._remedy)
         self._history = History()
@@ -147,7 +146,7 @@ class Replay:
         self._prove()
 
     def _read(self, row: int, end: int) -> int:
-        """Read rows from ``row`` on until one is not simply applied; returns the next."""
+        """Read rows from ``row`` until one is not simply applied; returns the next row."""
         curve, updates, baseline = self._curve, self._updates, self._baseline
         losses, norms, ledger = curve.losses, curve.grad_norms, self._history.ledger
         every, limits = self._saves.every, self.limits
@@ -217,9 +216,9 @@ class Replay:
             )
         )
         if isinstance(action, Halt):
-            # A person would look and start again; the judge forgets what was before.
+            # A person would intervene and restart; the judge starts over.
             first_loss = self._baseline.first_loss
-            self._begin_anew(row + 1)
+            self._start_over(row + 1)
             self._baseline.first_loss = first_loss
         return following
 
@@ -255,7 +254,7 @@ class Replay:
                     "cursor": target.cursor,
                     "serial": target.serial,
                     "next_serial": self._next_serial,
-                    # Reading a recorded row again would give the same trouble for ever.
+                    # Reading a recorded row again would repeat the trouble forever.
                     "read_again": False,
                     "repeat": action.repeat,
                     "metrics_bytes": 0,
@@ -269,14 +268,14 @@ class Replay:
         return target.cursor
 
     def _recorded_restart(self, begin: int) -> int:
-        """Follow a recorded restart: continue from the newest state before the step it went to.
+        """Follow a recorded restart: continue from the newest state before its step.
 
-        The rows it left behind are never read again.
+        The abandoned rows are never read again.
         """
         step = self._curve.steps[begin]
         earlier = [r.serial for r, _ in self._saved.values() if self._precedes(r, step)]
         if not earlier:
-            self._begin_anew(begin)
+            self._start_over(begin)
             return begin
         self._load(max(earlier))
         row = cursor = self._saved[max(earlier)][0].cursor
@@ -320,9 +319,9 @@ class Replay:
             cursor=cursor,
             ledger=self._history.ledger,
         )
-        gone = retire(self._records, keep=rules.keep, keep_every=rules.keep_every, reach=needed)
-        if gone:
-            self._records[:] = [r for r in self._records if r not in gone]
+        retired = retire(self._records, keep=rules.keep, keep_every=rules.keep_every, reach=needed)
+        if retired:
+            self._records[:] = [r for r in self._records if r not in retired]
         self._unproven = True
 
     def _prove(self) -> None:

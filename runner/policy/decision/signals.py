@@ -1,9 +1,8 @@
-"""The numbers of a step that all ranks agree on, and how they agree on equality.
+"""The numbers of a step that all ranks agree on, and their test for equality.
 
-A fingerprint that must be equal everywhere is summed, not gathered: each rank contributes
-its lanes and their squares, and all ranks' values are equal exactly when
-``ranks * sum(x^2) == sum(x)^2``. Every rank computes that from the same sums, so no rank
-can disagree about whether there was disagreement.
+A fingerprint that must be equal everywhere is summed, not gathered: each rank contributes its lanes
+and their squares, and all values are equal exactly if ``ranks * sum(x^2) == sum(x)^2``. Every rank
+computes that from the same sums, so all ranks reach the same result.
 """
 
 from __future__ import annotations
@@ -79,12 +78,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The gate's choice of limits when it decides before the host has seen the last step.
+    """The limits among which the gate chooses if the host has not read the previous step.
 
-    ``again`` holds where the loss of the step before was not at or below ``high``, else ``usual``.
-    Where everything before is known both are the same.
+    ``after_high`` applies unless the previous loss was at or below ``high``, else ``usual``. If all
+    earlier steps are known, both are the same.
     """
 
     usual: Limits
-    again: Limits
+    after_high: Limits
     high: float = math.inf

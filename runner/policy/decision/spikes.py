@@ -1,4 +1,4 @@
-"""Counts spikes of the loss over a long time: many that each pass speak of the rate."""
+"""Counts spikes of the loss over a long time: many transient ones suggest the rate is too high."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import deque
 
 _WINDOW = 1000  # losses
-_LEAST = 200  # of them, before one is judged
+_LEAST = 200  # losses before one is judged
 _SIGMAS = 7.0
 _SHARE = 0.001
 
@@ -15,7 +15,7 @@ class SpikeScore:
     """The spike score of OLMo 2 (arXiv 2501.00656): the share of losses that lie 7 standard
     deviations above the mean of the last 1,000.
 
-    A loss that is not finite counts as one; only the others enter the mean.
+    A non-finite loss counts as a spike; only finite ones enter the mean.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,8 @@ class SpikeScore:
         self._is_high = self._is_told = False
 
     def note(self, loss: float) -> float | None:
-        """Take the loss of a step; the share, once, when it is too high in two windows in a row."""
+        """Record a step's loss; returns the share, once, when it is too high in two windows in a
+        row."""
         self._num += 1
         is_spike = self._is_spike(loss)
         self._spikes += is_spike

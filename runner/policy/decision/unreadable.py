@@ -1,4 +1,4 @@
-"""What to do about samples that cannot be read: which to skip, and when to give up.
+"""Decides about unreadable samples: which to skip, and when to give up.
 
 Pure. All ranks decide from the same gathered values, so all decide alike.
 """
@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-# A rank whose whole share the system refused, and at least this much, has lost its
-# storage: its samples are probably sound, and skipping them would only lose them.
+# A rank that was refused its whole share, and at least this many samples, has lost its storage: the
+# samples are probably sound and must not be skipped.
 _LEAST_SHARE = 4
 _SHOWN = 3
 
@@ -20,8 +20,8 @@ class Unreadable:
     """A sample that a rank could not read.
 
     ``position`` is its place in the stream (or in the held-out set), ``index``
-    that in the data set, ``name`` the data set's name for it. ``refused``: the system would not
-    give it, again and again; otherwise the data was not a valid sample.
+    that in the data set, ``name`` the data set's name for it. ``refused``: the system repeatedly
+    refused to read it; otherwise the data was not a valid sample.
     """
 
     rank: int
@@ -37,7 +37,7 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassOver:
-    """Skip these positions for good, and go on."""
+    """Skip these positions for good and continue."""
 
     positions: tuple[int, ...]
     reason: str
@@ -45,46 +45,47 @@ class PassOver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """End the run. ``may_pass``: starting again may help, as the samples may be sound."""
+    """End the run. ``may_pass``: a restart may help, as the samples may be sound."""
 
     reason: str
     may_pass: bool
 
 
 def decide(
-    found: Sequence[Unreadable], *, shares: Sequence[int], known: Collection[int], most: int
+    unreadable: Sequence[Unreadable], *, shares: Sequence[int], known: Collection[int], most: int
 ) -> PassOver | GiveUp:
-    """What to do about the unreadable samples of one step.
+    """Decide about the unreadable samples of one step.
 
     Args:
-        shares: samples that each rank had to read, by rank.
+        shares: number of samples assigned to each rank, by rank.
         known: indices of the samples skipped so far.
-        most: how many different samples may be skipped in all.
+        most: how many different samples may be skipped in total.
     """
-    refused = Counter(one.rank for one in found if one.refused)
+    refused = Counter(one.rank for one in unreadable if one.refused)
     lost = [rank for rank, num in refused.items() if num >= max(shares[rank], _LEAST_SHARE)]
     if lost:
-        one = next(one for one in found if one.rank == lost[0])
+        one = next(one for one in unreadable if one.rank == lost[0])
         return GiveUp(
             reason=f"rank {', '.join(map(str, sorted(lost)))} could not read one sample of its "
-            f"share, so its storage is gone and not they: {one}. Start again when it is back",
+            f"share, so its storage failed, not the samples: {one}. Restart when the storage is "
+            "back",
             may_pass=True,
         )
-    num_all = len({*known, *(one.index for one in found)})
+    num_all = len({*known, *(one.index for one in unreadable)})
     if num_all > most:
         return GiveUp(
-            reason=f"{num_all} different samples cannot be read, data.max_unreadable={most} may be "
-            f"passed over: {_some(found)}. Mend the data, or allow more",
+            reason=f"{num_all} different samples cannot be read, and data.max_unreadable={most} "
+            f"may be skipped: {_some(unreadable)}. Repair the data, or allow more",
             may_pass=False,
         )
     return PassOver(
-        positions=tuple(sorted(one.position for one in found)),
-        reason=f"{_some(found)}; {num_all} of at most {most} (data.max_unreadable)",
+        positions=tuple(sorted(one.position for one in unreadable)),
+        reason=f"{_some(unreadable)}; {num_all} of at most {most} (data.max_unreadable)",
     )
 
 
-def _some(found: Sequence[Unreadable]) -> str:
-    ordered = sorted(found, key=lambda one: one.position)
-    rest = len(ordered) - _SHOWN
+def _some(unreadable: Sequence[Unreadable]) -> str:
+    ordered = sorted(unreadable, key=lambda one: one.position)
+    remaining = len(ordered) - _SHOWN
     names = "; ".join(map(str, ordered[:_SHOWN]))
-    return names + (f"; and {rest} more" if rest > 0 else "")
+    return names + (f"; and {remaining} more" if remaining > 0 else "")

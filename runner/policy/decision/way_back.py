@@ -1,9 +1,8 @@
-"""Probe F: the steps from a clean checkpoint up to a bad one, computed again on the run's way back.
+"""Probe F: compares the steps from a clean checkpoint to a bad one with their recorded numbers.
 
-A step is a pure function of state and samples. So on the same samples every step tells the same
-numbers as the first time, up to the one before which the state was not what its steps had made of
-it: that step is named. Where all of them come again, the bad one too, the weights are what training
-has made of them.
+A step is a pure function of state and samples. So after a rollback every step on the same samples
+repeats its numbers, up to the first that started from a corrupted state: that step is named. If all
+of them repeat, including the bad one, the weights are the result of training.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from typing import Any
 
 from runner.policy.decision.signals import StepSignals
 
-# Relative, where the machine does not repeat its bits: rounding alone grows from step to step.
+# Relative tolerance if the machine does not repeat bits: rounding errors grow with each step.
 _NOISY = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What a step told the first time; its samples are from a half-open range of the stream."""
+    """The recorded numbers of a step; its samples are a half-open range of the stream."""
 
     step: int
     samples: tuple[int, int]
@@ -47,21 +46,21 @@ class Recorded:
 
 
 class Outcome(Enum):
-    """What the way back has shown."""
+    """The result of the comparison."""
 
     differs = "differs"
-    again = "again"
+    repeated = "repeated"
     lost = "lost"
 
 
 @dataclass(frozen=True, slots=True)
 class WayBack:
-    """The steps that a rollback has undone.
+    """The steps that a rollback undid.
 
     Args:
-        recorded: what they told, by step; the bad one is the last.
-        bad: its number.
-        is_exact: the machine repeats its bits.
+        recorded: their numbers by step; the bad one is the last.
+        bad: number of the bad step.
+        is_exact: whether the machine repeats bits.
     """
 
     recorded: Mapping[int, Recorded]
@@ -69,26 +68,26 @@ class WayBack:
     is_exact: bool
 
     def compare(self, now: Recorded, *, gated: bool) -> Outcome | None:
-        """What one more step shows; None: nothing yet.
+        """Compare one more step; None while undecided.
 
         Args:
-            gated: it was not applied.
+            gated: whether the step was not applied.
         """
         before = self.recorded.get(now.step)
         if before is None or now.step > self.bad:
             return Outcome.lost
         if gated and now.step < self.bad:
-            return None  # another trouble; the step comes once more
+            return None  # separate trouble; the step is repeated
         if now.samples != before.samples or now.learning_rate != before.learning_rate:
             return Outcome.lost  # it is not the same step
         if now.apart(before) > (0.0 if self.is_exact else _NOISY):
             return Outcome.lost if gated else Outcome.differs
-        return Outcome.again if now.step == self.bad else None
+        return Outcome.repeated if now.step == self.bad else None
 
 
 def recorded_in(lines: Iterable[Mapping[str, Any]], first: int, stop: int) -> list[list[Any]]:
-    """Of a metrics file's lines the last applied ones of steps ``[first, stop)``, as JSON rows."""
-    found: dict[int, list[Any]] = {}
+    """The last applied lines of steps ``[first, stop)`` in a metrics file, as JSON rows."""
+    by_step: dict[int, list[Any]] = {}
     for line in lines:
         step = line.get("step")
         if line.get("action") != "apply" or not isinstance(step, int) or not first <= step < stop:
@@ -97,8 +96,8 @@ def recorded_in(lines: Iterable[Mapping[str, Any]], first: int, stop: int) -> li
         numbers = [line.get(name) for name in ("loss", "grad_norm", "lr")]
         are_numbers = all(isinstance(number, float | int) for number in numbers)
         if isinstance(samples, list) and len(samples) == 2 and are_numbers:
-            found[step] = [step, *samples, *numbers]
-    return [found[step] for step in sorted(found)]
+            by_step[step] = [step, *samples, *numbers]
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def from_rows(rows: Iterable[list[Any]]) -> dict[int, Recorded]:

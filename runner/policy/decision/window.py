@@ -1,7 +1,6 @@
 """Median and MAD over the last N clean values, at the cost of one insertion a step.
 
-Only finite values of applied steps may enter: a rule whose outliers enter its own window
-goes blind to the trouble it should see.
+Only finite values of applied steps may enter: outliers in the window would hide later ones.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Window:
         return len(self._sorted)
 
     def push(self, value: float) -> None:
-        """Admit one finite value; the oldest leaves when the window is full."""
+        """Add one finite value; a full window drops its oldest."""
         assert math.isfinite(value), "only clean values enter statistics"
         arrived, ordered = self._arrived, self._sorted
         if len(ordered) == self._size:
@@ -40,7 +39,7 @@ class Window:
         insort(ordered, value)
 
     def values(self) -> list[float]:
-        """In order of arrival."""
+        """Values in order of arrival."""
         return list(self._arrived)
 
     def newest(self, count: int) -> list[float]:
@@ -52,7 +51,7 @@ class Window:
         return self._sorted[-min(rank, len(self._sorted))]
 
     def median(self) -> float:
-        """Lower-upper mean for even lengths, as numpy's."""
+        """The median; the mean of the two middle values for even lengths, as in numpy."""
         return median_of_sorted(self._sorted)
 
     def sigma(self) -> float:
@@ -60,16 +59,16 @@ class Window:
         return self.center_and_sigma()[1]
 
     def center_and_sigma(self) -> tuple[float, float]:
-        """Median and sigma, at the price of one."""
+        """Median and sigma, at the cost of one."""
         center = median_of_sorted(self._sorted)
         return center, MAD_TO_SIGMA * self._median_deviation(center)
 
     def _median_deviation(self, center: float) -> float:
-        """The middle one of ``|value - center|``.
+        """The median of ``|value - center|``.
 
-        The k closest values to the center are one run of the sorted list. One push moves the
-        beginning of that run by a place or two, so the walk from where it last began is short;
-        where it begins does not depend on where the walk did.
+        The k values closest to the center are contiguous in the sorted list. One push moves the
+        start of that run by an index or two, so the search from the last start is short; its result
+        does not depend on where it starts.
         """
         ordered, count = self._sorted, len(self._sorted)
         closest = count // 2 + 1
@@ -90,7 +89,7 @@ class Window:
 
 
 def median_of_sorted(ordered: list[float]) -> float:
-    """The median of values in order of size."""
+    """The median of sorted values."""
     middle = len(ordered) // 2
     if len(ordered) % 2:
         return ordered[middle]

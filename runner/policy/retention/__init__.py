@@ -1,1 +1,1 @@
-"""Which checkpoints to keep, how often to take them, and what that costs."""
+"""Decides which checkpoints to keep and how often to save, and models the cost."""

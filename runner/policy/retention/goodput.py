@@ -1,8 +1,8 @@
-"""Models what checkpoints and failures cost a large run. Numbers only.
+"""Models the cost of checkpoints and failures in a large run. Numbers only.
 
-Failures are a Poisson process over the whole job. A run alternates between work and stalls of
-the training thread; a failure throws away what no usable checkpoint holds, is detected, and the
-job starts again; failures strike during a start too. Sources, by the names used below:
+Failures are a Poisson process over the whole job. A run alternates between work and stalls of the
+training thread; a failure loses the work since the last usable checkpoint, is detected, and the job
+restarts; failures also occur during a restart. Sources, by the names used below:
 
 Young 1974: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9).
 Daly 2006: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart
@@ -24,7 +24,7 @@ from types import MappingProxyType
 BYTES_PER_PARAMETER = 12
 
 _TOO_LARGE = 500.0  # largest exponent; such a run makes no progress
-_LONGEST = 20.0  # no better interval is longer than this many times the time between failures
+_LONGEST = 20.0  # the best interval is at most this many times the time between failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,20 +73,20 @@ def node_mtbf_hours(failures: Mapping[str, Cause], days: float, nodes: int) -> f
 def share_in_memory(failures: Mapping[str, Cause], *, mirrored: bool) -> float:
     """The share of failures after which every rank's memory snapshot can still be read.
 
-    With each snapshot mirrored to a peer on another node, the loss of one node is one of them.
+    With each snapshot mirrored to a peer on another node, that includes the loss of one node.
     """
     total = sum(cause.count for cause in failures.values())
-    kept = sum(cause.count for cause in failures.values() if mirrored or not cause.takes_node)
-    return kept / total
+    survived = sum(cause.count for cause in failures.values() if mirrored or not cause.takes_node)
+    return survived / total
 
 
 def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Work between saves that loses least, in seconds: sqrt(2 Ts Tf) (Young 1974)."""
+    """Optimal work between saves in seconds: sqrt(2 Ts Tf) (Young 1974)."""
     return math.sqrt(2 * save_seconds * mtbf_seconds)
 
 
 def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Work between saves in seconds, to higher order (Daly 2006).
+    """Optimal work between saves in seconds, to higher order (Daly 2006).
 
     sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d < 2M, else M.
     """
@@ -100,10 +100,10 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
 def availability_interval(
     save_seconds: float, mtbf_seconds: float, restart_seconds: float, detect_seconds: float = 0.0
 ) -> float:
-    """From the start of a save to the start of the next, in seconds (Saxena 2024).
+    """Optimal time from the start of a save to the start of the next, in seconds (Saxena 2024).
 
     Tc = Ts + sqrt(2 (Tf + Tr) Ts + Ts^2), and not less than the detection latency Te: a
-    checkpoint made between a fault and its detection is of no use.
+    checkpoint made between a fault and its detection is useless.
     """
     root = 2 * (mtbf_seconds + restart_seconds) * save_seconds + save_seconds**2
     return max(save_seconds + math.sqrt(root), detect_seconds)
@@ -124,19 +124,19 @@ class Costs:
     """A job, in seconds and bytes.
 
     Args:
-        nodes: of the job; one failure of one of them stops it.
+        nodes: number of nodes; a failure of any of them stops the job.
         mtbf_seconds: mean time between failures of the whole job.
         step_seconds: one step without stalls.
         save_seconds: writing a checkpoint to disk, all ranks at once.
-        stall_seconds: the training thread's for a copy to host memory.
+        stall_seconds: stall of the training thread for a copy to host memory.
         restart_seconds: from a failure's detection to the first new step, from disk.
-        memory_restart_seconds: the same from memory snapshots.
+        memory_restart_seconds: the same, from memory snapshots.
         detect_seconds: from a failure to its detection.
-        state_bytes: of a checkpoint.
-        memory_share: of failures that memory snapshots survive, 0 to 1.
-        slots: memory snapshots kept.
-        mirrored: each is kept by a peer on another node as well.
-        disk_slots: checkpoints on disk to choose from.
+        state_bytes: size of a checkpoint.
+        memory_share: share of failures that memory snapshots survive, 0 to 1.
+        slots: number of memory snapshots kept.
+        mirrored: whether a peer on another node also keeps each snapshot.
+        disk_slots: number of checkpoints kept on disk.
     """
 
     nodes: int
@@ -158,10 +158,10 @@ class Costs:
 class Plan:
     """The best plan with one strategy.
 
-    ``steps`` lie between snapshots, ``disk_steps`` between checkpoints on disk.
-    ``lost_seconds`` of running are thrown away by a failure and ``down_seconds`` pass before
-    the run steps again, on average. ``stall_share`` is of the time that the run is up;
-    ``memory_bytes`` are of host memory, on each node.
+    ``steps`` between snapshots, ``disk_steps`` between checkpoints on disk. On average a failure
+    loses ``lost_seconds`` of running, and ``down_seconds`` pass before the next step.
+    ``stall_share`` is the share of uptime spent in stalls; ``memory_bytes`` is host memory per
+    node.
     """
 
     strategy: Strategy
@@ -207,12 +207,12 @@ def one_tier_goodput(
 def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     """The share of wall time that counts, with a ring in memory and on disk.
 
-    Every ``per_disk``-th snapshot in memory is written to disk behind the training.
+    Every ``per_disk``-th snapshot in memory is written to disk in the background.
 
-    A failure goes back to the newest snapshot, or, where memory is lost with it, to disk. With E
+    A failure goes back to the newest snapshot, or to disk if memory is lost as well. With E
     the time to the end of a disk period from its i-th snapshot, E_i = a + b E_(i+1) + (1-b) E_0
-    and E_0 = a (b^-k - 1)/(1 - b). A checkpoint that is being written when memory is lost costs
-    a period more; its share is approximated by the rate of such failures times the time to write.
+    and E_0 = a (b^-k - 1)/(1 - b). Losing memory while a checkpoint is being written costs one more
+    period; its probability is approximated by the rate of such failures times the write time.
     """
     mtbf, share = costs.mtbf_seconds, costs.memory_share
     period = steps * costs.step_seconds + costs.stall_seconds
@@ -230,7 +230,7 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
     stays = 1 - fails * share * (1 - memory_lost)
     spent, falls = spent / stays, to_disk / stays
     lag = math.exp(-(1 - share) * costs.save_seconds / mtbf)
-    if falls <= 0:  # the disk is never read: any interval is equally good
+    if falls <= 0:  # the disk is never read, so any interval is equally good
         return steps * costs.step_seconds / spent
     work = per_disk * steps * costs.step_seconds
     power = -per_disk * math.log1p(-falls)
@@ -242,9 +242,9 @@ def ring_goodput(costs: Costs, *, steps: int, per_disk: int) -> float:
 def plan(costs: Costs, strategy: Strategy) -> Plan:
     """The intervals with the largest goodput, in whole steps.
 
-    No interval is shorter than what lies under it: the detection latency over the number of
-    checkpoints kept (Saxena 2024's floor, for a ring), and, behind the training, the time that
-    writing takes, since one checkpoint is written at a time.
+    No interval is shorter than its floors: the detection latency over the number of checkpoints
+    kept (Saxena 2024's floor, for a ring), and the background write time, since only one checkpoint
+    is written at a time.
     """
     if strategy is Strategy.ring:
         return _ring_plan(costs)
@@ -316,20 +316,20 @@ def _most(costs: Costs, least: int) -> int:
 def _lost(period: float, lag: float, mtbf: float) -> float:
     """Seconds since the newest usable checkpoint at a failure, on average.
 
-    The mean of an exponential time cut off at the period, and a period more where the copy at
-    its begin could not be used yet.
+    The mean of an exponential time truncated at the period, plus a period if the copy at its start
+    could not be used yet.
     """
     power = period / mtbf
     if power > _TOO_LARGE:
         return math.inf
-    if power < 1e-6:  # where the difference below would be only rounding
+    if power < 1e-6:  # the difference below would be rounding error
         return period / 2 + lag
     within = mtbf - period / math.expm1(power)
     return within + period * -math.expm1(-lag / mtbf) / math.expm1(power)
 
 
 def _argmax(value: Callable[[int], float], low: int, high: int) -> int:
-    """The place of the maximum of a function that first rises, then falls."""
+    """The argument of the maximum of a function that first rises, then falls."""
     while low < high:
         middle = (low + high) // 2
         if value(middle) < value(middle + 1):

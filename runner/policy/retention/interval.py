@@ -1,10 +1,9 @@
 """Computes the number of steps between checkpoints from measured costs.
 
-On disk with ``checkpoint.every=auto``; in memory where ``checkpoint.memory_every`` is not given.
+On disk with ``checkpoint.every=auto``; in memory if ``checkpoint.memory_every`` is not set.
 
-The formula of the former is :func:`runner.policy.retention.goodput.availability_interval`. What
-goes into it is measured in the run. How often it fails is seldom known early, so a prior rate
-counts as one failure.
+The disk's formula is :func:`runner.policy.retention.goodput.availability_interval`. The run
+measures its inputs. Its failure rate is seldom known early, so a prior rate counts as one failure.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from runner.policy.retention.goodput import (
     node_mtbf_hours,
 )
 
-FIRST_PROBATIONS = 2  # times clean_after, before anything is measured, to learn the costs soon
+FIRST_PROBATIONS = 2  # times clean_after: short at first, to measure the costs soon
 _LEAST_SAVES = 2  # saves measured before the interval changes
-_CALM = 1.25  # an interval stays while the best one is within this factor of it
+_CALM = 1.25  # keep the interval while the best one is within this factor
 _REMEMBERED_SAVES = 8
 _REMEMBERED_STEPS = 256
 MOST_SNAPSHOT_STEPS = 100  # between snapshots in memory
 _SNAPSHOT_SHARE = 0.005  # of training's time, at most, for snapshots in memory
-_OWN_HOURS = 24.0  # for one machine: people and queues end a job more often than its hardware does
+_OWN_HOURS = 24.0  # for one machine: people and queues end a job more often than hardware does does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +55,13 @@ class Measured:
     """One rank's numbers, in seconds.
 
     Args:
-        step: of a step while no checkpoint is being written.
-        blocked: for which one save blocks training.
-        slowed: added to all steps while it is written.
-        write: from a save until all its background work is done.
+        step: duration of a step while no checkpoint is being written.
+        blocked: time that one save blocks training.
+        slowed: slowdown of all steps while it is written.
+        write: from a save to the end of its background work.
         restart: from the last sign of life to the first new step.
-        failures: number of crashes and rollbacks, which go back to a checkpoint.
-        up: for which the run has been up, over all its starts.
+        failures: number of crashes and rollbacks.
+        up: uptime of the run over all starts.
     """
 
     step: float
@@ -84,21 +83,20 @@ class Measured:
 
 
 def prior_seconds(given_hours: float | None, num_nodes: int) -> float:
-    """Seconds between failures, before any happened: as configured, or from the job's size."""
+    """Prior seconds between failures: as configured, or from the job's size."""
     by_size = node_mtbf_hours(LLAMA3_FAILURES, LLAMA3_DAYS, LLAMA3_NODES) / num_nodes
     return 3600 * (given_hours or min(_OWN_HOURS, by_size))
 
 
 def mtbf_seconds(measured: Measured, rules: IntervalRules) -> float:
-    """The mean of a gamma posterior's time, its prior worth one failure in ``prior_seconds``."""
+    """Posterior mean under a gamma prior worth one failure in ``prior_seconds``."""
     return (rules.prior_seconds + measured.up) / (1 + measured.failures)
 
 
 def best_steps(measured: Measured, rules: IntervalRules) -> int:
-    """Steps between checkpoints that lose least, in two digits, within the bounds.
+    """Optimal steps between checkpoints, in two digits, within the bounds.
 
-    No checkpoint before the last one is written, or before its probation is over: it
-    could not serve a rollback.
+    At least the write time and the probation: a checkpoint before that could not serve a rollback.
     """
     detect = max(rules.clean_after * measured.step, measured.write)
     seconds = availability_interval(
@@ -114,22 +112,22 @@ def _two_digits(number: float) -> int:
     return round(number / unit) * unit
 
 
-def next_steps(now: int, measured: Measured, rules: IntervalRules) -> int:
-    """The next interval: ``now``, unless the best one is far from it."""
+def next_steps(current: int, measured: Measured, rules: IntervalRules) -> int:
+    """The next interval: ``current``, unless the best one is far from it."""
     best = best_steps(measured, rules)
-    is_near = now / _CALM <= best <= now * _CALM
-    return now if is_near and now == rules.bounded(now) else best
+    is_near = current / _CALM <= best <= current * _CALM
+    return current if is_near and current == rules.bounded(current) else best
 
 
 def why(was: int, steps: int, measured: Measured, rules: IntervalRules) -> str:
-    """A sentence with the numbers."""
+    """Explain the interval in one sentence."""
     hours = mtbf_seconds(measured, rules) / 3600
     return (
         f"a save costs {measured.save:.3g} s ({measured.blocked:.3g} of it blocking) and is "
-        f"written in {measured.write:.3g} s, a step takes {measured.step:.3g} s, a failure comes "
+        f"written in {measured.write:.3g} s, a step takes {measured.step:.3g} s, a failure occurs "
         f"every {hours:.3g} h ({measured.failures} seen in {measured.up / 3600:.3g} h, "
         f"{rules.prior_seconds / 3600:.3g} h expected), a restart takes {measured.restart:.3g} s: "
-        f"{steps} steps lose least, it was {was}"
+        f"{steps} steps cost least; before: {was}"
     )
 
 
@@ -141,26 +139,26 @@ class SnapshotRules:
     most: int
 
     def bounded(self, steps: int) -> int:
-        """A multiple of ``first`` within ``first`` and ``most``."""
+        """Round to a multiple of ``first`` between ``first`` and ``most``."""
         return max(self.first, min(steps, self.most) // self.first * self.first)
 
 
-def snapshot_steps(now: int, measured: Measured, rules: SnapshotRules) -> int:
-    """Steps between snapshots from here on: the fewest at which they cost little.
+def snapshot_steps(current: int, measured: Measured, rules: SnapshotRules) -> int:
+    """The fewest steps between snapshots at which they cost little.
 
-    ``now``, while that is near. What a rollback has to compute again does not count: it is rare.
+    Keeps ``current`` if it is close. Ignores recomputation after rollbacks, which are rare.
     """
     steps = math.ceil(measured.save / (_SNAPSHOT_SHARE * max(measured.step, 1e-9)))
     best = rules.bounded(-(-steps // rules.first) * rules.first)
-    return now if now / _CALM <= best <= now * _CALM else best
+    return current if current / _CALM <= best <= current * _CALM else best
 
 
 def why_snapshots(was: int, measured: Measured) -> str:
-    """In words, with the numbers."""
+    """Explain the snapshot interval in one sentence."""
     return (
         f"a snapshot costs {measured.save:.3g} s ({measured.blocked:.3g} of it blocking), a step "
         f"takes {measured.step:.3g} s: every {was} steps that is "
-        f"{measured.save / (was * max(measured.step, 1e-9)):.2%} of the time, and shall be "
+        f"{measured.save / (was * max(measured.step, 1e-9)):.2%} of the time; the target is "
         f"{_SNAPSHOT_SHARE:.1%}"
     )
 
@@ -171,29 +169,29 @@ class SaveCosts:
     def __init__(self) -> None:
         self._idle: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._busy: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
-        # For each save: seconds blocked, steps while it was under way, their seconds.
+        # For each save: seconds blocked, steps while it was in progress, their seconds.
         self._saves: deque[tuple[float, int, float]] = deque(maxlen=_REMEMBERED_SAVES)
-        self._now: tuple[float, int, float] | None = None
+        self._pending: tuple[float, int, float] | None = None
 
     def step(self, seconds: float, *, busy: bool) -> None:
-        """Note a step; ``busy`` while a checkpoint is written, proven or uploaded."""
+        """Record a step; ``busy`` while a checkpoint is written, proven or uploaded."""
         (self._busy if busy else self._idle).append(seconds)
-        if busy and self._now is not None:
-            blocked, steps, spent = self._now
-            self._now = blocked, steps + 1, spent + seconds
+        if busy and self._pending is not None:
+            blocked, steps, spent = self._pending
+            self._pending = blocked, steps + 1, spent + seconds
 
     def saved(self, blocked_seconds: float) -> None:
-        """Note a save that blocked ``blocked_seconds``; the save before it is now complete."""
-        if self._now is not None:
-            self._saves.append(self._now)
-        self._now = blocked_seconds, 0, 0.0
+        """Record a save that blocked ``blocked_seconds``; the previous save is now complete."""
+        if self._pending is not None:
+            self._saves.append(self._pending)
+        self._pending = blocked_seconds, 0, 0.0
 
     @property
     def is_known(self) -> bool:
         return len(self._saves) >= _LEAST_SAVES
 
     def measured(self, *, restart: float, failures: int, up: float) -> Measured:
-        """The medians, which one slow step or disk does not move."""
+        """The medians, which are robust to one slow step or write."""
         step = statistics.median(self._idle or self._busy or [0.0])
         slowed = [max(0.0, spent - steps * step) for _, steps, spent in self._saves]
         return Measured(

@@ -1,8 +1,9 @@
-"""Decides which checkpoints are proven, which may be used, which may be deleted. No files here.
+"""Decides which checkpoints are proven, which may be used, and which may be deleted. No file
+access.
 
 A record is one copy of a checkpoint, in memory or on disk; copies of the same state share a
-serial. ``committed``: whole. ``clean``: verified and followed by enough clean steps.
-``tainted``: trouble began before it was proven, or the run went back behind it.
+serial. ``committed``: complete. ``clean``: verified and followed by enough clean steps.
+``tainted``: trouble began before it was proven, or the run went back to before it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-# Unproven checkpoints serve only a restart, which needs no more than the two newest.
+# Unproven checkpoints serve only a restart, which needs at most the two newest.
 _UNPROVEN_KEPT = 2
 
 
@@ -30,7 +31,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One copy. ``serial`` orders them: steps repeat after a rollback, clocks lie."""
+    """One copy. ``serial`` orders copies, because steps repeat after a rollback and clocks jump."""
 
     serial: int
     step: int
@@ -51,7 +52,7 @@ class Reach:
 
 
 def _by_use(record: Record) -> tuple[int, bool]:
-    """Newest first, and of two copies the one in memory."""
+    """Sort key: newest first, and the copy in memory before the one on disk."""
     return -record.serial, record.tier is Tier.disk
 
 
@@ -84,12 +85,12 @@ def due_for_proof(
 def with_state(
     records: Iterable[Record], serial: int, state: State, tier: Tier = Tier.disk
 ) -> list[Record]:
-    """The records with one of them in another state."""
+    """Return the records with the state of one replaced."""
     return [replace(r, state=state) if (r.serial, r.tier) == (serial, tier) else r for r in records]
 
 
 def without(records: Iterable[Record], serial: int, tier: Tier) -> list[Record]:
-    """The records without one of them."""
+    """Return the records without one."""
     return [r for r in records if (r.serial, r.tier) != (serial, tier)]
 
 
@@ -109,9 +110,9 @@ def rollback_targets(records: Iterable[Record], *, cursor: int, step: int) -> li
 def older_targets(targets: Sequence[Record], repeat: int) -> list[Record]:
     """Rollback targets when trouble has come back ``repeat`` times, best first.
 
-    As many checkpoints on disk are skipped: snapshots in memory are a few steps apart, and
-    a few steps more would not help. The skipped ones come last, the oldest
-    first: better than none where the others cannot be loaded.
+    Skips that many checkpoints on disk: snapshots in memory are a few steps apart, and going back a
+    few more steps would not help. The skipped ones come last, oldest first, in case no other can be
+    loaded.
     """
     serials = [record.serial for record in on_disk(targets) or targets]
     newest = serials[min(repeat, len(serials) - 1)] if repeat else targets[0].serial
@@ -120,13 +121,13 @@ def older_targets(targets: Sequence[Record], repeat: int) -> list[Record]:
 
 
 def resume_order(records: Iterable[Record]) -> list[Record]:
-    """Checkpoints a restart may load, best first: newest whole one that is not tainted."""
+    """Checkpoints that a restart may load, newest first: complete and not tainted."""
     usable = [record for record in records if record.state is not State.tainted]
     return sorted(usable, key=_by_use)
 
 
 def abandoned_by_rollback(records: Iterable[Record], target: int) -> list[Record]:
-    """Checkpoints of the path the run left when it went back to serial ``target``."""
+    """Checkpoints that a rollback to serial ``target`` abandons."""
     return [record for record in records if record.serial > target]
 
 
@@ -135,11 +136,10 @@ def retire(
 ) -> list[Record]:
     """The checkpoints to delete from the disk now, oldest first; never the last clean one.
 
-    A copy in memory keeps nothing from being deleted, nor the other way round. Kept: the ``keep``
-    newest clean ones, clean ones at multiples of ``keep_every`` steps (0: none), the newest
-    unproven ones, and the newest clean one within ``reach`` with those after it: bad steps that
-    are few as yet may be the onset of what the run must go back for, and a checkpoint proven
-    between them lies behind it.
+    Copies in memory and on disk are independent. Kept: the ``keep`` newest clean ones, clean ones
+    at multiples of ``keep_every`` steps (0: none), the newest unproven ones, and the newest clean
+    one within ``reach`` with those after it: a few bad steps may be the onset of trouble that needs
+    a rollback, and a checkpoint proven between them is too new.
     """
     newest = sorted(on_disk(records), key=lambda record: record.serial, reverse=True)
     clean = [record for record in newest if record.state is State.clean]
@@ -155,25 +155,24 @@ def retire(
     return [
         record
         for record in reversed(newest)
-        # With nothing else left, a tainted checkpoint is better than none: a person may want it.
+        # If nothing else is left, keep a tainted checkpoint for a person to inspect.
         if record.serial not in kept and not (tainted_only and record.serial == newest[0].serial)
     ]
 
 
 def make_room(records: Iterable[Record], *, busy: Collection[int], must: bool) -> Record | None:
-    """The copy in memory to drop for a new one; None: do without the new one.
+    """The copy in memory to drop for a new one; None to skip the new one.
 
-    Kept: the newest clean one, which a rollback goes to; the oldest unproven one, which is
-    nearest to its proof: if each snapshot took the place of the one before, none would ever be
-    proven.
+    Kept: the newest clean one, as a rollback target, and the oldest unproven one, which is closest
+    to its proof: if each snapshot replaced the previous one, none would ever be proven.
 
     Args:
         busy: serials of copies that are being written to disk or proven.
-        must: the new one goes to disk, so that copies kept here may be dropped for it.
+        must: the new one goes to disk, so even copies kept here may be dropped for it.
     """
-    held = sorted(in_memory(records), key=lambda record: record.serial)
-    clean = [record for record in held if record.state is State.clean]
-    unproven = [record for record in held if record.state is not State.clean]
+    snapshots = sorted(in_memory(records), key=lambda record: record.serial)
+    clean = [record for record in snapshots if record.state is State.clean]
+    unproven = [record for record in snapshots if record.state is not State.clean]
     choice = [*clean[:-1], *reversed(unproven[1:])]
     if must:
         choice += [*unproven[:1], *clean[-1:]]
@@ -183,20 +182,20 @@ def make_room(records: Iterable[Record], *, busy: Collection[int], must: bool) -
 def next_upload(
     records: Iterable[Record], stored: Iterable[Record], *, tried: int
 ) -> Record | None:
-    """The newest clean checkpoint, unless it is uploaded, or its upload failed (``tried``).
+    """The newest clean checkpoint, unless it was uploaded or its upload failed (``tried``).
 
-    Older ones are not uploaded after it: where the store is slower than the ring, the newest is
-    what a restart wants.
+    Older ones are not uploaded after it: if the store is slower than the ring, a restart needs the
+    newest.
     """
     clean = [record for record in records if record.state is State.clean]
     if not clean:
         return None
     newest = max(clean, key=lambda record: record.serial)
-    done = max((record.serial for record in stored), default=0)
-    return newest if newest.serial > max(done, tried) else None
+    newest_stored = max((record.serial for record in stored), default=0)
+    return newest if newest.serial > max(newest_stored, tried) else None
 
 
 def kept_there(stored: Sequence[Record], *, keep: int, keep_every: int) -> list[Record]:
-    """The checkpoints to keep in the store, by the same rule as in the ring."""
+    """The checkpoints to keep in the object store, by the same rule as in the ring."""
     leaving = {record.serial for record in retire(stored, keep=keep, keep_every=keep_every)}
     return [record for record in stored if record.serial not in leaving]

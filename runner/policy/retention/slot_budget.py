@@ -1,17 +1,17 @@
-"""Computes how many snapshots in memory a run needs, and how many fit. Plain numbers."""
+"""Computes how many snapshots in memory a run needs and how many fit. Plain numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-FEWEST_SLOTS = 2  # one that is clean, one to fill
+FEWEST_SLOTS = 2  # one clean, one to fill
 
 
 def slots_for_probation(*, interval: int, clean_after: int) -> int:
-    """Slots needed so that a clean snapshot always exists and none must be left out.
+    """Slots needed so that a clean snapshot always exists and no snapshot is skipped.
 
-    One clean, those on probation, and the one being filled while the oldest is verified.
+    One clean, those on probation, and one being filled while the oldest is verified.
 
     Args:
         interval: steps between snapshots.
@@ -22,19 +22,19 @@ def slots_for_probation(*, interval: int, clean_after: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeNeed:
-    """Memory of one node for snapshots, and the size of one, for all its ranks together."""
+    """A node's memory for snapshots, and the size of one snapshot, for all its ranks together."""
 
     name: str
     slot_bytes: int
     budget_bytes: int
-    spare_slots: int = 0  # further ones of the same size, for another node's snapshots
+    spare_slots: int = 0  # extra slots of the same size, for another node's snapshots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """``slots`` of each rank, equal everywhere; 0: not even the fewest fit.
+    """``slots`` per rank, equal everywhere; 0 if not even the minimum fits.
 
-    ``tightest`` is the node that decides.
+    ``tightest`` is the limiting node.
     """
 
     slots: int
@@ -42,7 +42,7 @@ class SlotPlan:
 
 
 def plan_slots(nodes: Sequence[NodeNeed], *, wanted: int) -> SlotPlan:
-    """As many slots as wanted, or as many as fit on every node."""
+    """As many slots as requested, or as many as fit on every node."""
     tightest = min(nodes, key=_that_fit)
     slots = min(wanted, _that_fit(tightest))
     return SlotPlan(slots=slots if slots >= FEWEST_SLOTS else 0, tightest=tightest)

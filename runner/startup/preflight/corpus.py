@@ -86,9 +86,9 @@ def _samples(
 
 
 def _named(dataset: Dataset, indices: Sequence[int]) -> str:
-    words = "; ".join(describe(dataset, index) for index in indices[:_NAMED])
+    names = "; ".join(describe(dataset, index) for index in indices[:_NAMED])
     more = f"; and {len(indices) - _NAMED} more" if len(indices) > _NAMED else ""
-    return f"{words}{more}"
+    return f"{names}{more}"
 
 
 def _ids(dataset: Dataset, read: Sequence[_Read], unreadable: Sequence[int]) -> Check:
@@ -141,14 +141,14 @@ def _follows(read: Sequence[_Read]) -> Check:
             hits[shift] += ((labels == one.tokens[shift:]) & counted).sum()
             total += int(counted.sum()) if shift == 0 else 0
     share = hits / max(total, 1)
-    words = {1: "labels are shifted already, and the run shifts them again",
+    messages = {1: "labels are shifted already, and the run shifts them again",
              2: "labels are two tokens ahead"}  # fmt: skip
     best = int(np.argmax(share))
     message = (
         f"{100 * share[0]:.3g} % of the labels are their own token, which the run shifts by one"
     )
     if best and share[best] > 0.9:
-        message += f"; {100 * share[best]:.3g} % are token n + {best}: {words[best]}"
+        message += f"; {100 * share[best]:.3g} % are token n + {best}: {messages[best]}"
     return Check(
         name="labels are the tokens",
         holds=bool(share[0] > 0.9),
@@ -244,12 +244,14 @@ def _contamination(corpus: Corpus) -> Check:
         one.index for one, numbers in zip(held, pieces, strict=True) if np.isin(numbers, seen).any()
     ]
     share = len(seen) / len(known)
-    words = f"{100 * share:.2g} % of {len(known)} pieces of {chunk} tokens stand in {num_read} of "
-    words += f"{len(corpus.training)} training windows"
+    finding = (
+        f"{100 * share:.2g} % of {len(known)} pieces of {chunk} tokens stand in {num_read} of "
+    )
+    finding += f"{len(corpus.training)} training windows"
     return Check(
         name=name,
         holds=share <= _SHARE,
-        found=words + (f": {_named(corpus.held_out_from, places)}" if places else ""),
+        found=finding + (f": {_named(corpus.held_out_from, places)}" if places else ""),
         remedy="hold out whole documents of another origin (data.val_path), and remove duplicates "
         "before the split",
         is_warning=share < (_MANY if chunk == _CHUNK else 0.5),

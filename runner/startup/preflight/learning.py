@@ -191,11 +191,11 @@ def rate_range(subject: Subject) -> Check:
         turn = 2 * rates[-1]
         template = "the loss did not turn at rates up to {:.2g}"
     is_high, is_low = subject.rate > turn / 2, subject.rate < turn / _LOW
-    words = f"optim.lr={subject.rate:g} is " + ("too high" if is_high else "very low")
+    message = f"optim.lr={subject.rate:g} is " + ("too high" if is_high else "very low")
     return Check(
         name=name,
         holds=not (is_high or is_low),
-        found=template.format(min(turn, rates[-1])) + (f"; {words}" if is_high or is_low else ""),
+        found=template.format(min(turn, rates[-1])) + (f"; {message}" if is_high or is_low else ""),
         remedy=f"try optim.lr={turn / 10:.1g}",
         is_warning=turn / (10 * _LOW) < subject.rate < 2 * turn,
     )

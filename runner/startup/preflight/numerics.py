@@ -92,7 +92,7 @@ def _error(loss_of: Callable[[], Tensor], parameter: nn.Parameter) -> float:
     assert parameter.grad is not None
     norm = float(parameter.grad.norm())
     direction = parameter.grad / norm
-    kept = parameter.detach().clone()
+    original = parameter.detach().clone()
     loss = float(loss_of().detach())
     best = float("inf")
     for move in _MOVES:
@@ -100,14 +100,14 @@ def _error(loss_of: Callable[[], Tensor], parameter: nn.Parameter) -> float:
         sides = []
         for sign in (1.0, -1.0):
             with torch.no_grad():
-                parameter.copy_(kept + sign * length * direction)
+                parameter.copy_(original + sign * length * direction)
                 sides.append(float(loss_of()))
         measured = (sides[0] - sides[1]) / (2 * length)
         best = min(best, abs(measured - norm) / norm)
         if best < _EXACT:
             break
     with torch.no_grad():
-        parameter.copy_(kept)
+        parameter.copy_(original)
     return best
 
 

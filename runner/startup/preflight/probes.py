@@ -33,15 +33,16 @@ def future(subject: Subject) -> Check:
         if before > leaked:
             leaked, at = before, place
     holds = leaked <= _ROUNDING * seen
-    words = "another token changes nothing before it"
+    message = "another token changes nothing before it"
     if leaked:
-        words = f"another token at position {at} changes what is said before it by {leaked:.2g}"
+        message = f"another token at position {at} changes what is said before it by {leaked:.2g}"
     return Check(
         name=name,
         holds=holds,
-        found=f"{words} ({seen:.2g} from there on)",
-        remedy="the model sees what it is to predict: look at the attention mask, at convolutions "
-        "without causal padding, at norms or means over the sequence, at labels among the inputs",
+        found=f"{message} ({seen:.2g} from there on)",
+        remedy="the model sees the token that it must predict: check the attention mask, "
+        "convolutions without causal padding, norms or means over the sequence, and labels among "
+        "the inputs",
     )
 
 

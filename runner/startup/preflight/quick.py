@@ -44,11 +44,11 @@ class QuickSubject:
 
 def quick_checks(engine: Engine, subject: QuickSubject) -> list[Check]:
     """The trials. Collective; alike on all ranks."""
-    found = [*_looks(engine, subject)]
+    checks = [*_looks(engine, subject)]
     if subject.untrained_loss is not None:
-        found.append(_first_loss(engine, subject, subject.untrained_loss))
-    found.append(_gradients(engine, subject))
-    return found
+        checks.append(_first_loss(engine, subject, subject.untrained_loss))
+    checks.append(_gradients(engine, subject))
+    return checks
 
 
 def _looks(engine: Engine, subject: QuickSubject) -> list[Check]:
@@ -82,8 +82,8 @@ def _looks(engine: Engine, subject: QuickSubject) -> list[Check]:
                 name="no look at later tokens",
                 holds=moved["before"] <= _ROUNDING,
                 found=f"another token changes the loss before it by {moved['before']:.2g} of it",
-                remedy="the model sees what it is to predict: a causal mask is missing somewhere; "
-                "`holdfast preflight` tells how far it sees",
+                remedy="the model sees the token that it must predict: a causal mask "
+                "is missing somewhere; `holdfast preflight` shows how far it sees",
             )
         )
     if math.isfinite(moved["after"]):
@@ -131,15 +131,14 @@ def _gradients(engine: Engine, subject: QuickSubject) -> Check:
         name="each trained parameter gets a gradient",
         holds=not still,
         found=f"no gradient reaches {some}" if still else f"all {len(trained)} tensors get one",
-        remedy="not used in forward, or detached; freeze what is not to be trained "
-        "(compute.frozen)",
+        remedy="not used in forward, or detached; freeze it if it must not train (compute.frozen)",
     )
 
 
 def _losses(engine: Engine, batch: MicroBatch, subject: QuickSubject) -> list[float]:
     """Of each sequence, summed; the mean over ranks, which all compute the same."""
-    told = engine.evaluate([batch.to(engine.device)])
-    own = [float(value) for losses in told.losses for value in losses.tolist()]
+    evaluated = engine.evaluate([batch.to(engine.device)])
+    own = [float(value) for losses in evaluated.losses for value in losses.tolist()]
     *sums, ranks = subject.sum([*own, 1.0])
     return [value / ranks for value in sums]
 

@@ -125,8 +125,8 @@ def answers(network: nn.Module, inputs: Inputs, begin: int, end: int) -> Tensor:
         sums, _, _ = GuestObjective(network, fp32=True, dtype=None)({**inputs, LABELS: labels})
         own: Tensor = sums
         return own
-    taken = accepted_by(network.forward) - {INPUT, LABELS}
-    output = network(inputs[INPUT], **{n: t for n, t in inputs.items() if n in taken})
+    names = accepted_by(network.forward) - {INPUT, LABELS}
+    output = network(inputs[INPUT], **{n: t for n, t in inputs.items() if n in names})
     given: Tensor = getattr(output, "logits", output)
     return given[:, begin:end]
 
@@ -201,8 +201,8 @@ def tried(trials: Sequence[Trial], subject: Subject, seconds: float) -> Iterator
             answer = trial.try_it(subject)
             checks = [answer] if isinstance(answer, Check) else list(answer)
         except Exception as error:  # from the user's forward, used in a new way
-            words = " ".join(str(error).split())[:200]
-            checks = [not_tried(trial.name, f"{type(error).__name__}: {words}")]
+            cause = " ".join(str(error).split())[:200]
+            checks = [not_tried(trial.name, f"{type(error).__name__}: {cause}")]
         yield from checks
 
 

@@ -1,8 +1,8 @@
-"""What an optimizer from elsewhere keeps and how it works, found out by trying it on small ones.
+"""Traits of a user's optimizer, found by trial updates of small parameters.
 
-Three questions decide how it goes with shards. Does an element's update depend on that element
-alone? Does a parameter's update depend on that parameter alone? Which numbers beside the
-parameters (``param_groups``) does a step change?
+Three questions decide how it can work on shards. Does an element's update depend on that element
+alone? Does a parameter's update depend on that parameter alone? Which numbers in ``param_groups``
+does a step change?
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from runner.system.error import ConfigError
 
-COUNT: Final = "step"  # torch's name of the number of updates
+COUNT: Final = "step"  # torch's name for the update count
 _STEPS: Final = 3
-# By number of dimensions. The larger ones are of a size that 8-bit optimizers find worth while
-# (4,096 elements, in blocks of 256), which what they keep of smaller ones does not show.
+# By number of dimensions. The larger shapes have 4,096 elements in blocks of 256, from which on
+# 8-bit optimizers quantise their state.
 _SHAPES: Final = {
     1: ((6,), (8192,)),
     2: ((6, 3), (128, 64)),
@@ -30,7 +30,7 @@ _SHAPES: Final = {
 }
 _FIXED: Final = ("params", "names", "rate", "lr")
 Make = Callable[[list[dict[str, Any]]], Optimizer]
-Path = tuple[str, ...]  # a key of a parameter's state, and the part of a tensor made of parts
+Path = tuple[str, ...]  # a key of the state, then the parts of a composite tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +48,19 @@ class Traits:
 
 
 @functools.cache
-def found_traits(make: Make, dims: frozenset[int], name: str) -> Traits:
+def probe_traits(make: Make, dims: frozenset[int], name: str) -> Traits:
     """
     Args:
-        dims: the numbers of dimensions that parameters have.
-        name: of the optimizer, as the user gave it.
+        dims: all numbers of dimensions among the parameters.
+        name: the user's name for the optimizer.
 
     Raises:
-        ConfigError: it cannot train such parameters, or keeps what a checkpoint has no place for.
+        ConfigError: it cannot train such parameters, or has state that a checkpoint cannot hold.
     """
     key = f"optim._target_={name}"
     shapes = [shape for num in sorted(dims) for shape in _shapes(num)]
     try:
-        changed = {one for shape in shapes for one in _changed(make, shape, key)}
+        changed = {one for shape in shapes for one in _changed_numbers(make, shape, key)}
         return Traits(
             is_elementwise=all(_is_elementwise(make, shape) for shape in shapes),
             is_separable=all(_is_separable(make, shape) for shape in shapes),
@@ -68,7 +68,7 @@ def found_traits(make: Make, dims: frozenset[int], name: str) -> Traits:
         )
     except ConfigError:
         raise
-    except Exception as error:  # of somebody else's code
+    except Exception as error:  # third-party code may raise anything
         raise ConfigError(
             f"{key}: cannot train parameters of {', '.join(map(str, sorted(dims)))} dimensions: "
             f"{type(error).__name__}: {error}"
@@ -77,18 +77,18 @@ def found_traits(make: Make, dims: frozenset[int], name: str) -> Traits:
 
 def _shapes(num_dims: int) -> tuple[tuple[int, ...], ...]:
     if num_dims == 0:
-        return ()  # nothing of it can be cut
+        return ()  # a scalar cannot be split
     return _SHAPES.get(num_dims, ((6, *(2,) * (num_dims - 1)),))
 
 
 def leaves(state: Mapping[str, Any], key: str) -> Iterator[tuple[Path, Any]]:
-    """Tensors and numbers in a parameter's state, but for the count of updates.
+    """Yield the tensors and numbers in a parameter's state, except the update count.
 
-    A tensor that is made of others (torch's ``__tensor_flatten__``: quantised states) is taken
-    apart. None and text are taken to stay as they begin.
+    A composite tensor (torch's ``__tensor_flatten__``: quantised states) yields its parts. None and
+    text are assumed constant.
 
     Raises:
-        ConfigError: there is something else; ``key`` says of what.
+        ConfigError: the state has anything else; ``key`` names the setting.
     """
     for name, value in state.items():
         if name == COUNT or value is None or isinstance(value, str):
@@ -114,13 +114,13 @@ def _require_plain(value: object, name: str, key: str) -> None:
 
 
 def leaf(state: Mapping[str, Any], path: Path) -> Any:
-    """What :func:`leaves` gave under ``path``."""
+    """Return the leaf that :func:`leaves` yields under ``path``."""
     value = state[path[0]]
     return value if len(path) == 1 else getattr(value, path[1])
 
 
 def set_leaf(state: dict[str, Any], path: Path, value: Any) -> None:
-    """Put it in the other's place."""
+    """Replace the leaf under ``path``."""
     if len(path) == 1:
         state[path[0]] = value
     else:
@@ -128,18 +128,18 @@ def set_leaf(state: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def begin_training(optimizer: Optimizer) -> None:
-    """Schedule-free optimizers say whether parameters are those to train or to evaluate."""
+    """Put a schedule-free optimizer into training mode."""
     if evaluates(optimizer):
         optimizer.train()  # type: ignore[attr-defined]
 
 
 def evaluates(optimizer: Optimizer) -> bool:
-    """Whether it has other weights for evaluation: its ``eval()`` puts them in."""
+    """Whether the optimizer has separate evaluation weights, which its ``eval()`` swaps in."""
     return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
 
 
-def made_over(make: Make, params: Iterable[Tensor]) -> Optimizer:
-    """For a trial."""
+def trial_optimizer(make: Make, params: Iterable[Tensor]) -> Optimizer:
+    """Build an optimizer for a trial."""
     listed = list(params)
     names = [f"trial.{number}" for number in range(len(listed))]
     optimizer = make([{"params": listed, "names": names, "rate": 1.0}])
@@ -154,16 +154,16 @@ def _steps(optimizer: Optimizer, params: list[Tensor], grads: list[list[Tensor]]
         optimizer.step()
 
 
-def _drawn(shape: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-    """A parameter, and its gradients of some steps; the same each time."""
+def _draw(shape: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    """Draw a parameter and its gradients for some steps; always the same."""
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randn(_STEPS + 1, *shape, generator=generator)
     return drawn[0], list(drawn[1:])
 
 
-def _changed(make: Make, shape: tuple[int, ...], key: str) -> list[str]:
-    param, grads = _drawn(shape)
-    optimizer = made_over(make, [param])
+def _changed_numbers(make: Make, shape: tuple[int, ...], key: str) -> list[str]:
+    param, grads = _draw(shape)
+    optimizer = trial_optimizer(make, [param])
     before = _options(optimizer)
     _steps(optimizer, [param], [[grad] for grad in grads])
     changed = [name for name, value in _options(optimizer).items() if before.get(name) != value]
@@ -186,30 +186,30 @@ def _options(optimizer: Optimizer) -> dict[str, str]:
 
 
 def _is_elementwise(make: Make, shape: tuple[int, ...]) -> bool:
-    """Whether two unequal parts of it end as they do in the whole, and keep the like."""
+    """Whether two unequal parts of a parameter end as they do in the whole, with matching state."""
     rows = [shape[0] // 4 + 1, shape[0] - shape[0] // 4 - 1]
-    param, grads = _drawn(shape)
+    param, grads = _draw(shape)
     whole, parts = param.clone(), _cut(param, rows)
-    together, apart = made_over(make, [whole]), made_over(make, parts)
+    together, apart = trial_optimizer(make, [whole]), trial_optimizer(make, parts)
     _steps(together, [whole], [[grad] for grad in grads])
     _steps(apart, parts, [_cut(grad, rows) for grad in grads])
     if not torch.allclose(whole, torch.cat(parts), rtol=1e-5, atol=1e-7):
         return False
-    kept = [
+    states = [
         dict(leaves(together.state[whole], "")),
         *(dict(leaves(apart.state[p], "")) for p in parts),
     ]
-    paths = {path for of_one in kept for path in of_one}
-    return all(_goes_with_parts(kept, [whole, *parts], path) for path in paths)
+    paths = {path for of_one in states for path in of_one}
+    return all(_follows_parts(states, [whole, *parts], path) for path in paths)
 
 
 def is_same_when_flat(make: Make, dims: frozenset[int]) -> bool:
     """Whether parameters of so many dimensions end the same, laid out in one dimension."""
     shapes = [shape for num in sorted(dims) for shape in _shapes(num)]
     for shape in shapes:
-        param, grads = _drawn(shape)
+        param, grads = _draw(shape)
         shaped, flat = param.clone(), param.clone().view(-1)
-        optimizers = made_over(make, [shaped]), made_over(make, [flat])
+        optimizers = trial_optimizer(make, [shaped]), trial_optimizer(make, [flat])
         _steps(optimizers[0], [shaped], [[grad] for grad in grads])
         _steps(optimizers[1], [flat], [[grad.view(-1)] for grad in grads])
         if not torch.allclose(shaped.view(-1), flat, rtol=1e-5, atol=1e-7):
@@ -227,16 +227,16 @@ def _cut(tensor: Tensor, rows: list[int]) -> list[Tensor]:
     return [part.clone() for part in torch.split(tensor, rows)]
 
 
-def _goes_with_parts(kept: list[dict[Path, Any]], params: list[Tensor], path: Path) -> bool:
-    """Whether a leaf is cut like its parameter, or the same number for all."""
-    if not all(path in of_one for of_one in kept):
+def _follows_parts(states: list[dict[Path, Any]], params: list[Tensor], path: Path) -> bool:
+    """Whether a leaf is sharded like its parameter, or is the same number in all parts."""
+    if not all(path in of_one for of_one in states):
         return False
-    values = [of_one[path] for of_one in kept]
+    values = [of_one[path] for of_one in states]
     if len({str(getattr(value, "dtype", type(value))) for value in values}) > 1:
         return False
     shapes = [tuple(value.shape) if isinstance(value, Tensor) else () for value in values]
     if shapes == [tuple(param.shape) for param in params]:
-        return len(path) == 1  # a tensor of parts has more of them than go with the rows
+        return len(path) == 1  # parts of a composite tensor need not have the parameter's rows
     if any(shapes):
         return False
     numbers = {repr(v.item() if isinstance(v, Tensor) else v) for v in values}
@@ -244,15 +244,15 @@ def _goes_with_parts(kept: list[dict[Path, Any]], params: list[Tensor], path: Pa
 
 
 def _is_separable(make: Make, shape: tuple[int, ...]) -> bool:
-    """Whether two parameters end as each does with an optimizer of its own."""
-    param, grads = _drawn(shape)
+    """Whether two parameters end as each does with its own optimizer."""
+    param, grads = _draw(shape)
     pair = [param.clone(), param.flip(0).clone() * 3]
     lone = [one.clone() for one in pair]
     both = [[grad, grad.flip(0) * 5] for grad in grads]
-    _steps(made_over(make, pair), pair, both)
+    _steps(trial_optimizer(make, pair), pair, both)
     for number, one in enumerate(lone):
-        _steps(made_over(make, [one]), [one], [[of_step[number]] for of_step in both])
+        _steps(trial_optimizer(make, [one]), [one], [[of_step[number]] for of_step in both])
     return all(
-        torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7)
-        for mine, theirs in zip(pair, lone, strict=True)
+        torch.allclose(together, alone, rtol=1e-5, atol=1e-7)
+        for together, alone in zip(pair, lone, strict=True)
     )
