@@ -56,6 +56,21 @@ def gpt2(folder: Path) -> Path:
     return folder
 
 
+def experts(folder: Path) -> Path:
+    """A small mixture of experts, Mixtral; its config alone."""
+    from transformers import AutoConfig
+
+    sizes = {
+        "vocab_size": len(LETTERS), "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": 0,
+        "pad_token_id": None, "initializer_range": 0.1, "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+    }  # fmt: skip
+    AutoConfig.for_model("mixtral", **sizes).save_pretrained(folder)
+    return folder
+
+
 def tokenizer(folder: Path) -> Path:
     """Single characters, with a chat template that marks answers."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -219,6 +219,31 @@ def test_poisoned_as_told_and_killed_as_not(
 
 
 @pytest.mark.full
+def test_a_mixture_of_experts_is_a_guest_like_others(tmp_path: Path) -> None:
+    """From a config alone: which experts a token takes is part of the step, and repeats."""
+    folder = hf_folder.experts(tmp_path / "model")
+    settings = ["model=hf", f"model.path={folder}", "model.init=random", *SYNTHETIC]
+    settings += ["parallel=fsdp", *SHORT]
+    poisoned = finish(tmp_path / "poisoned", *settings, "faults=[poison@samples=420-470]")
+    assert poisoned.journal("rollback") or poisoned.journal("discard"), poisoned.tail
+    skip = skip_override(poisoned.summary["skipped"])
+    assert_same_end(poisoned, finish(tmp_path / "never", *settings, skip))
+    whole = finish(tmp_path / "whole", *settings)
+    losses = [line["loss"] for line in whole.metrics()]
+    assert losses[-1] < losses[0] - 0.1, losses
+    killed = start(tmp_path / "killed", *settings)
+    killed.until(lambda out: metrics_step(out) >= 14)
+    killed.kill()
+    assert_same_run(finish(tmp_path / "killed", *settings), whole)
+    assert main(["export", str(whole.out), str(tmp_path / "weights")]) == 0
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    assert not theirs.load_state_dict(weights, strict=False).unexpected_keys
+
+
+@pytest.mark.full
 def test_a_decoder_on_text_has_a_tokenizer_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("a small text, again and again. " * 400)
