@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runner.engine.found_state import found_traits, is_same_when_flat
 from runner.engine.optimizer import OptimizerSettings, ParameterRule, ShardOptimizer, grouped
+from runner.engine.optimizer_traits import is_same_when_flat, probe_traits
 from runner.system.error import ConfigError
 
 _REMEDY = (
@@ -194,7 +194,7 @@ def require_elementwise(settings: OptimizerSettings, dims: frozenset[int]) -> No
         raise ConfigError(f"optim.kind=muon: works on whole matrices, and {where}; {_REMEDY}")
     if settings.make is None:
         return
-    traits = found_traits(settings.make, dims, settings.name)
+    traits = probe_traits(settings.make, dims, settings.name)
     key = f"optim._target_={settings.name}"
     if not traits.is_separable:
         why = "updates a parameter by the others too (a norm or an estimate over all of them)"
