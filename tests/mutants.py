@@ -295,7 +295,7 @@ MUTANTS = (
     ),
     Mutant(
         "the ledger forgets a range's last position",
-        "runner/policy/decision/ledger.py",
+        "runner/policy/decision/skip_ledger.py",
         "start = max(start, skip_stop)",
         "start = max(start, skip_stop - 1)",
         f"{POLICY}/test_ledger.py",
@@ -339,7 +339,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last clean checkpoint may go",
-        "runner/policy/retention/records.py",
+        "runner/policy/retention/retire.py",
         "clean[: max(1, keep)]",
         "clean[: max(1, keep) - 1]",
         f"{POLICY}/test_ring.py",

@@ -47,10 +47,10 @@ def _with_lone_rows(
     table: list[Row], early: dict[int, list[float | None]], place: dict[int, int]
 ) -> list[Row]:
     """Insert rows of steps without a loss after the last row of an earlier step."""
-    lone = sorted(step for step in early if step not in place)
+    unplaced = sorted(step for step in early if step not in place)
     known_steps = sorted(place)
     after: dict[int, list[Row]] = {}
-    for step in lone:
+    for step in unplaced:
         near = bisect_right(known_steps, step)
         after.setdefault(place[known_steps[near - 1]] if near else -1, []).append(
             tuple(early[step])

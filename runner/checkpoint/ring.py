@@ -7,7 +7,7 @@ Every rank holds the same records and changes them at the same step.
 With a memory tier a save is a copy into a slot there; what goes to disk is written from the
 slot. Each tier has a queue of background work, so that a slow disk delays no snapshot.
 
-Read the life of a checkpoint (:mod:`runner.checkpoint.life`) in ``_make`` (snapshot, seal,
+Read the life of a checkpoint (:mod:`runner.checkpoint.lifecycle`) in ``_make`` (snapshot, seal,
 write, commit) and ``_prove`` (verify, mark clean); ``_retire`` and ``_taint`` end it.
 """
 
@@ -27,7 +27,7 @@ from runner.checkpoint.jobs import (
     start,
     start_alone,
 )
-from runner.checkpoint.life import Copy, Life
+from runner.checkpoint.lifecycle import Copy, Life
 from runner.checkpoint.memory.tier import NO_MEMORY, MemoryParts, MemoryTier
 from runner.checkpoint.protocol import (
     CheckpointMetadata,
@@ -47,10 +47,9 @@ from runner.policy.retention.records import (
     Tier,
     abandoned_by_rollback,
     due_for_proof,
-    make_room,
     on_disk,
-    retire,
 )
+from runner.policy.retention.retire import make_room, retire
 from runner.system.error import (
     CheckpointError,
     CorruptCheckpoint,

@@ -189,4 +189,4 @@ def _episode_line(group: Sequence[Decision], recording: Recording, replay: Repla
         f"      {last.reason}"
     )
     finding = replay.findings.get(onset)
-    return text if finding is None else f"{text}\n      {finding[1].words(steps[onset])}"
+    return text if finding is None else f"{text}\n      {finding[1].describe(steps[onset])}"

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from runner.command.arguments import Parser
 from runner.command.supervise import add_restart_options, rules_of
-from runner.launch.said import PROGRESS
 from runner.launch.script import ScriptSupervisor, Watched
+from runner.launch.script_output import PROGRESS
 from runner.launch.supervisor import new_launch_id
 from runner.system.environment import variables
 from runner.system.error import ConfigError

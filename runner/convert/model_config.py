@@ -111,7 +111,7 @@ def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> Fore
         ConfigError: no such file, not JSON, or keys whose values are not supported: all of them,
             one a line.
     """
-    keys = _Found(path, _tree(path), ignored)
+    keys = _ConfigReader(path, _tree(path), ignored)
     kind = _kind(keys)
     settings: dict[str, Setting] = {ours: keys.size(key) for key, ours in _SIZES.items()}
     heads = settings["model.heads"]
@@ -146,7 +146,7 @@ def _tree(path: Path) -> dict[str, Any]:
     return tree
 
 
-class _Found:
+class _ConfigReader:
     """The keys of a file, taken one by one; errors are collected."""
 
     def __init__(self, path: Path, tree: Mapping[str, Any], ignored: Sequence[str]) -> None:
@@ -252,15 +252,15 @@ def _is_map(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _kind(found: _Found) -> str:
-    value = found.take("model_type")
+def _kind(settings: _ConfigReader) -> str:
+    value = settings.take("model_type")
     if not isinstance(value, str) or value not in _KINDS:
-        found.refuse("model_type", value, f"must be one of {', '.join(_KINDS)}")
+        settings.refuse("model_type", value, f"must be one of {', '.join(_KINDS)}")
         return ""
-    classes = found.take("architectures")
+    classes = settings.take("architectures")
     known = [_KINDS[value] + ending for ending in ("ForCausalLM", "Model")]
     if classes is not None and (not isinstance(classes, list) or not _all_in(classes, known)):
-        found.refuse("architectures", classes, f"must be [{known[0]!r}]")
+        settings.refuse("architectures", classes, f"must be [{known[0]!r}]")
     return value
 
 
@@ -268,83 +268,83 @@ def _all_in(values: list[Any], known: Sequence[str]) -> bool:
     return all(isinstance(value, str) and value in known for value in values)
 
 
-def _rope(found: _Found) -> tuple[float | None, dict[str, float] | None]:
+def _rope(settings: _ConfigReader) -> tuple[float | None, dict[str, float] | None]:
     """Base and stretching of the rotary frequencies.
 
     From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
     """
     given: dict[str, float | None] = {}
     stretched: dict[str, dict[str, float]] = {}
-    value = found.take("rope_theta")
+    value = settings.take("rope_theta")
     if value is not None:
-        given["rope_theta"] = found.number("rope_theta", value)
+        given["rope_theta"] = settings.number("rope_theta", value)
     for key in ("rope_parameters", "rope_scaling"):
-        inner = found.inner(key)
+        inner = settings.inner(key)
         if "rope_theta" in inner:
             name = f"{key}.rope_theta"
-            given[name] = found.number(name, inner.pop("rope_theta"))
-        if scaling := _rope_scaling(found, key, inner):
+            given[name] = settings.number(name, inner.pop("rope_theta"))
+        if scaling := _rope_scaling(settings, key, inner):
             stretched[key] = scaling
     for values in (given, stretched):
         if len({str(value) for value in values.values()}) > 1:
             words = " and ".join(f"{name}={value}" for name, value in values.items())
-            found.problems.append(f"{words} contradict each other")
-    theta = next(iter(given.values()), None if found.is_ignored("rope_theta") else 10_000.0)
+            settings.problems.append(f"{words} contradict each other")
+    theta = next(iter(given.values()), None if settings.is_ignored("rope_theta") else 10_000.0)
     return theta, next(iter(stretched.values()), None)
 
 
-def _rope_scaling(found: _Found, key: str, inner: dict[str, Any]) -> dict[str, float]:
+def _rope_scaling(settings: _ConfigReader, key: str, inner: dict[str, Any]) -> dict[str, float]:
     """RoPE scaling of kind llama3, empty for none; any other is refused."""
     kinds = {kind: inner.pop(kind) for kind in ("rope_type", "type") if kind in inner}
     for at, kind in kinds.items():
         if kind not in ("default", "llama3", None):
             # Its further keys belong to it: one message is enough.
-            found.refuse(f"{key}.{at}", kind, "must be default or llama3, which are known here")
+            settings.refuse(f"{key}.{at}", kind, "must be default or llama3, which are known here")
             return {}
     if inner.get("partial_rotary_factor") in (1, 1.0, None):  # all of a head is rotated here
         inner.pop("partial_rotary_factor", None)
     scaling: dict[str, float] = {}
     if "llama3" in kinds.values():
         for name in ROPE_SCALING:
-            number = found.number(f"{key}.{name}", inner.pop(name, None))
+            number = settings.number(f"{key}.{name}", inner.pop(name, None))
             scaling |= {} if number is None else {name: number}
     for name, value in inner.items():
-        found.refuse(f"{key}.{name}", value, "rotary positions are not scaled so here")
+        settings.refuse(f"{key}.{name}", value, "rotary positions are not scaled so here")
     return scaling
 
 
-def _check_heads(found: _Found, dim: Any, heads: Any) -> None:
-    head_dim = found.size("head_dim", needed=False)
+def _check_heads(settings: _ConfigReader, dim: Any, heads: Any) -> None:
+    head_dim = settings.size("head_dim", needed=False)
     if head_dim is not None and dim is not None and heads is not None and head_dim * heads != dim:
-        found.refuse(
+        settings.refuse(
             "head_dim", head_dim, f"must be hidden_size / num_attention_heads = {dim / heads:g}"
         )
 
 
-def _check_positions(found: _Found, seq_len: int) -> None:
-    most = found.size("max_position_embeddings", needed=False)
+def _check_positions(settings: _ConfigReader, seq_len: int) -> None:
+    most = settings.size("max_position_embeddings", needed=False)
     if most is not None and most < seq_len:
-        found.refuse(
+        settings.refuse(
             "max_position_embeddings", most, f"the sequences are longer; use data.seq_len<={most}"
         )
 
 
-def _check_windows(found: _Found, seq_len: int, kind: str) -> None:
+def _check_windows(settings: _ConfigReader, seq_len: int, kind: str) -> None:
     """Check attention windows: one that is at least as long as the sequences hides nothing."""
     # Defaults of the models' own code for a missing key; null means no window.
-    missing = 4096 if kind == "mistral" and "sliding_window" not in found else None
-    window = found.size("sliding_window", needed=False) or missing
-    layers = found.take("layer_types")
+    missing = 4096 if kind == "mistral" and "sliding_window" not in settings else None
+    window = settings.size("sliding_window", needed=False) or missing
+    layers = settings.take("layer_types")
     if layers is not None and not (
         isinstance(layers, list) and _all_in(layers, ("full_attention", "sliding_attention"))
     ):
-        found.refuse("layer_types", layers, "must be full_attention or sliding_attention")
-    has_switch = kind == "qwen3" or "use_sliding_window" in found
-    is_used = found.flag("use_sliding_window") if has_switch else True
+        settings.refuse("layer_types", layers, "must be full_attention or sliding_attention")
+    has_switch = kind == "qwen3" or "use_sliding_window" in settings
+    is_used = settings.flag("use_sliding_window") if has_switch else True
     if layers is not None and "sliding_attention" not in str(layers):
         is_used = False
     if is_used and window is not None and window < seq_len:
-        found.refuse(
+        settings.refuse(
             "sliding_window",
             window,
             f"attention sees the whole sequence here; use data.seq_len<={window}",

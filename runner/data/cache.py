@@ -26,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.claim import STALE_SECONDS, CacheClaim, Overtaken, Owners
+from runner.data.corpus_digest import Progress
 from runner.data.dataset import TokenFile, cumulative, digest
+from runner.data.document_index import DocumentTable, TextPlaces
 from runner.data.documents import Piece, Reader, TextFile
-from runner.data.places import DocumentTable, TextPlaces
 from runner.data.tokenizer import Codec
-from runner.data.whole import Progress
 from runner.system.error import DataError
 from runner.system.files import sync_directory
 
@@ -282,14 +282,14 @@ class _Writer:
         ids = self._codec.encode([piece.text for _, piece in batch])
         parts: list[npt.NDArray[Any]] = []
         starts: list[int] = []
-        for (number, piece), found in zip(batch, ids, strict=True):
+        for (number, piece), piece_ids in zip(batch, ids, strict=True):
             if piece.begins:
                 starts.append(self.num_tokens)
                 self.counts[number] += 1
                 parts.append(self._begin)
                 self.num_tokens += self._begin.size
-            parts.append(found.astype(self._dtype))
-            self.num_tokens += found.size
+            parts.append(piece_ids.astype(self._dtype))
+            self.num_tokens += piece_ids.size
             if piece.ends:
                 parts.append(self._end)
                 self.num_tokens += 1

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.permutation import EVAL_EPOCH, epoch_key, held_out, permute
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 from runner.system.error import DataError
 
 Indices = npt.NDArray[np.int64]

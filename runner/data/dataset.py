@@ -347,7 +347,7 @@ def is_sampled(num_bytes: int) -> bool:
 def sampled_files(dataset: Dataset) -> list[tuple[str, Path]]:
     """(name, path) of the files of which the dataset's fingerprint covers samples only.
 
-    A change in place between the samples is seen by :func:`runner.data.whole.whole_digest`.
+    A change in place between the samples is seen by :func:`runner.data.corpus_digest.whole_digest`.
     """
     return list(getattr(dataset, "sampled_files", ()))
 

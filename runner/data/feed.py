@@ -36,7 +36,7 @@ from runner.data.dataset import (
     outside,
 )
 from runner.policy.batch_shards import shard_batch, share_out
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.decision.unreadable import Unreadable
 from runner.system.error import DataError
 from runner.system.process import die_with_parent

@@ -15,8 +15,8 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from runner.data.corpus_digest import Progress
 from runner.data.dataset import NOT_COUNTED, Dataset, Sample, digest
-from runner.data.whole import Progress
 from runner.system.error import DataError
 
 _FORMAT: Final = "pack-1"

@@ -55,7 +55,7 @@ class RowSource:
 
 
 class Rows:
-    """A map-style data set of token ids for :func:`runner.data.guest.adapt`.
+    """A map-style data set of token ids for :func:`runner.data.user_dataset.adapt`.
 
     Rows of more than ``seq_len + 1`` tokens are cut there.
     """

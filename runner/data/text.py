@@ -14,10 +14,10 @@ from typing import Final
 
 from runner.data.cache import Job, cached, load
 from runner.data.claim import Owners
+from runner.data.corpus_digest import Progress, notes_in, whole_digest
 from runner.data.dataset import Dataset, TokenStream, Windows, digest, fingerprint_files, is_sampled
 from runner.data.documents import find_files
 from runner.data.tokenizer import Mark, open_codec
-from runner.data.whole import Progress, notes_in, whole_digest
 from runner.system.error import DataError
 
 _FORMAT: Final = "holdfast-text-2"

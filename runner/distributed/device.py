@@ -67,15 +67,15 @@ def num_gpus_here() -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
-def device_versions(found: FoundDevice) -> dict[str, str]:
+def device_versions(own_device: FoundDevice) -> dict[str, str]:
     """Versions of the device and its software that must be equal on all ranks."""
-    if found.problem:
-        return {"device": found.problem}
-    if found.device.type != "cuda":
-        return {"device": found.device.type}
+    if own_device.problem:
+        return {"device": own_device.problem}
+    if own_device.device.type != "cuda":
+        return {"device": own_device.device.type}
     return {
         "device": "cuda",
-        "gpu": torch.cuda.get_device_name(found.device),
+        "gpu": torch.cuda.get_device_name(own_device.device),
         "gpus": str(torch.cuda.device_count()),
         "driver": _driver_version(),
         "cuda": str(torch.version.cuda or torch.version.hip),

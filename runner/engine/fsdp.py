@@ -39,7 +39,7 @@ from runner.engine.protocol import (
     Watch,
     unwatched,
 )
-from runner.engine.wider import NoNarrowing, WiderTwin
+from runner.engine.wider_precision import NoNarrowing, WiderTwin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

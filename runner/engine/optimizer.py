@@ -2,7 +2,7 @@
 
 A gated step leaves parameters and state unchanged, bit for bit. Optimizers that honour
 ``found_inf`` (torch's fused ones, ours) are gated on the device without waiting; before the step of
-any other (:mod:`runner.engine.foreign`) this rank reads the gate.
+any other (:mod:`runner.engine.user_optimizer`) this rank reads the gate.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from runner.engine.adamw import AdamWSettings, adamw_over, make_state, set_gate
-from runner.engine.foreign import Foreign
 from runner.engine.lion import Lion, opened
 from runner.engine.muon import Muon, Whole, is_hidden_matrix
 from runner.engine.optimizer_traits import Make
+from runner.engine.user_optimizer import Foreign
 
 Groups = list[dict[str, Any]]
 _COUNT = "step"  # torch's name of the number of updates

@@ -247,12 +247,12 @@ def _is_separable(make: Make, shape: tuple[int, ...]) -> bool:
     """Whether two parameters end as each does with its own optimizer."""
     param, grads = _draw(shape)
     pair = [param.clone(), param.flip(0).clone() * 3]
-    lone = [one.clone() for one in pair]
+    copies = [one.clone() for one in pair]
     both = [[grad, grad.flip(0) * 5] for grad in grads]
     _steps(trial_optimizer(make, pair), pair, both)
-    for number, one in enumerate(lone):
+    for number, one in enumerate(copies):
         _steps(trial_optimizer(make, [one]), [one], [[of_step[number]] for of_step in both])
     return all(
         torch.allclose(together, alone, rtol=1e-5, atol=1e-7)
-        for together, alone in zip(pair, lone, strict=True)
+        for together, alone in zip(pair, copies, strict=True)
     )

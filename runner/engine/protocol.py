@@ -126,7 +126,7 @@ def unwatched(network: nn.Module) -> AbstractContextManager[None]:
 
 
 class WiderPrecision(Protocol):
-    """See :class:`runner.engine.wider.WiderTwin`."""
+    """See :class:`runner.engine.wider_precision.WiderTwin`."""
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -39,7 +39,7 @@ from runner.engine.protocol import (
     Watch,
     unwatched,
 )
-from runner.engine.wider import WiderTwin
+from runner.engine.wider_precision import WiderTwin
 from runner.system.environment import changeable
 from runner.system.error import CheckpointError, ConfigError
 

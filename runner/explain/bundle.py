@@ -214,7 +214,7 @@ def _texts(
     """A paragraph for each suspect; ``is_bytes``: the tokens are bytes of text."""
     finding = step_.finding
     rows = finding.numbers.get("first", {}).get("samples", {})
-    parts = [f"step {step_.step}: {finding.words()}\n"]
+    parts = [f"step {step_.step}: {finding.describe()}\n"]
     for position, name in names.items():
         parts.append(f"\nstream position {position}: {_plain(name)}")
         row = rows.get(str(position))

@@ -77,7 +77,7 @@ class Finding:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     layers: Mapping[str, Any] = field(default_factory=dict)  # the largest outputs, from probe I
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Cause and reason in one sentence."""
         return f"{self.cause.value}: {self.why}"
 

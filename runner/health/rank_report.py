@@ -180,7 +180,7 @@ def read_reports(folder: Path) -> list[Report]:
     endings = ("json", _EARLY, _SEEN)
     paths = [(path.name.partition(".")[2], path) for path in folder.glob("rank-*.json")]
     for _, path in sorted(
-        paths, key=lambda told: (endings.index(told[0]) if told[0] in endings else 0, told[1])
+        paths, key=lambda path: (endings.index(path[0]) if path[0] in endings else 0, path[1])
     ):
         try:
             report = Report.from_json(json.loads(read_bounded(path, _REPORT_BYTES)))

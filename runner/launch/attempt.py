@@ -17,7 +17,7 @@ from types import FrameType
 
 from runner.distributed.env import EXIT_DIR
 from runner.launch import process_tree, torchrun
-from runner.launch.begun import BegunRanks
+from runner.launch.local_ranks import BegunRanks
 from runner.launch.outcome import final_code, outcome, read_exits
 from runner.launch.prepared import Preparation
 from runner.system.process import answer_hangup, parent

@@ -22,7 +22,7 @@ from runner.health.root_cause import RootCause, find_root_cause
 from runner.health.trace_dump import read_dumps
 from runner.launch import process_tree
 from runner.launch.attempt import Ended, Job, Stop, run_once
-from runner.launch.said import Printed, Said, failures, tracebacks
+from runner.launch.script_output import Printed, Said, failures, tracebacks
 from runner.launch.supervisor import AttemptLog, restart_words
 from runner.policy.restart import Attempt, End, RestartRules, after
 from runner.system.process import parent

@@ -20,6 +20,7 @@ from runner.model.decoder import Decoder, DecoderShape, flops_per_token, num_par
 from runner.model.frozen import freeze, num_frozen_multiplied
 from runner.model.initial import initial_range, initial_rule
 from runner.model.loss import HeadLosses
+from runner.model.meta_shapes import AnswersYes
 from runner.model.objective import (
     INPUT,
     LABELS,
@@ -36,7 +37,6 @@ from runner.model.recorded import (
     record,
     record_in_memory,
 )
-from runner.model.valueless import AnswersYes
 from runner.system.error import ConfigError
 
 

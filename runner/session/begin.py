@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from runner.checkpoint.remote.upload import Uploads
-from runner.config.odd import odd_settings
+from runner.config.odd_settings import odd_settings
 from runner.config.schema import DebugKind, Offload
 from runner.config.validate import is_zero
 from runner.data.feed import Feed

@@ -9,20 +9,20 @@ from pathlib import Path
 from runner.config.schema import DataConfig, DataKind, RunConfig
 from runner.config.sources import held_out_sets, sources_of
 from runner.data.claim import Owners
+from runner.data.corpus_digest import Progress, notes_in
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
-from runner.data.guest import Adapted, adapt
 from runner.data.mixture import Mixed, MixtureOrder, mix
 from runner.data.packing import Packed, Unpadded, prepare_packs
 from runner.data.rows import Rows, RowSource
 from runner.data.synthetic import SyntheticLanguage
 from runner.data.text import Prepared, TextSource, open_prepared, prepare_text
 from runner.data.tokens import open_tokens
-from runner.data.whole import Progress, notes_in
+from runner.data.user_dataset import Adapted, adapt
 from runner.system.environment import variables
 from runner.system.error import DataError
-from runner.system.guest import call_target, parameters_of
 from runner.system.process import is_alive, own_process
+from runner.system.user_code import call_target, parameters_of
 
 # Paths of prepared tokens, one for each source; "" if nothing had to be prepared.
 Places = Sequence[str]

@@ -9,9 +9,9 @@ from runner.data.feed import named_samples
 from runner.explain.bundle import Bundles
 from runner.explain.probe import Bench
 from runner.explain.replay import Replay
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.repeated_steps import Recorded, from_rows, recorded_in
 from runner.policy.decision.signals import StepSignals
-from runner.policy.decision.way_back import Recorded, from_rows, recorded_in
+from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.retention.records import Record, rollback_targets
 from runner.run_dir.build_info import versions
 from runner.session import parts
@@ -20,8 +20,8 @@ from runner.system.json_lines import iter_lines
 from runner.system.process import host_name
 from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules
 from runner.train.guard import Guard
-from runner.train.rehearsal import Rehearsal
-from runner.train.retracing import Retracing
+from runner.train.rate_probe import RateProbe
+from runner.train.repeated_steps import RepeatedSteps
 from runner.train.state import TrainState
 
 
@@ -60,17 +60,17 @@ def explaining_guard(
             bundles=bundles,
             incarnation=opened.lease.run_lease.number,
         ),
-        retracing=_retracing(opened, machinery, actors, replay, bundles),
+        repeated_steps=_repeated_steps(opened, machinery, actors, replay, bundles),
     )
 
 
-def _retracing(
+def _repeated_steps(
     opened: Opened,
     machinery: Machinery,
     actors: Actors,
     replay: Replay,
     bundles: Bundles | None,
-) -> Retracing:
+) -> RepeatedSteps:
     """Make the comparison of the steps after a rollback with the recorded ones."""
     group, config, written = opened.group, opened.lease.config, opened.written
     history, ring, reporter = written.journal.history, machinery.ring, actors.reporter
@@ -93,16 +93,16 @@ def _retracing(
         onset = state.trouble.bad[0] if state.trouble.bad else None
         step, start = (onset.step, onset.start) if onset else (bad.step, bad.start)
         cursor = history.ledger.before(start, rules.margin * rules.batch)
-        found = rollback_targets(ring.records, cursor=cursor, step=max(0, step - rules.back))
-        return found[0] if found else None
+        targets = rollback_targets(ring.records, cursor=cursor, step=max(0, step - rules.back))
+        return targets[0] if targets else None
 
     starts = [line for line in history.incidents if line.kind == "start"]
-    return Retracing(
+    return RepeatedSteps(
         replay=replay,
         recorded=recorded,
         is_exact=starts[-1].detail.get("repeats_bits") is True,
         target=target,
-        rehearsal=Rehearsal(
+        rate_probe=RateProbe(
             engine=machinery.engine,
             stepper=actors.stepper,
             planner=actors.steps.planner,

@@ -10,7 +10,7 @@ from runner.engine.activations import Activations
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look
 from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import StepSignals
-from runner.policy.decision.spikes import SpikeScore
+from runner.policy.decision.spike_frequency import SpikeScore
 from runner.session.phases import Machinery, Opened
 from runner.startup.resume import Resumed
 from runner.system.json_lines import LineFile, step_of, tail

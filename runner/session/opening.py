@@ -15,7 +15,7 @@ from runner.checkpoint.memory.tier import MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.config.compose import digest, flat
 from runner.config.schema import RunConfig
-from runner.data.whole import Progress
+from runner.data.corpus_digest import Progress
 from runner.distributed.env import JobEnv
 from runner.distributed.slow_agreement import all_or_none_slowly
 from runner.health.crash_log import crash_incident, forget_last_words
@@ -139,7 +139,7 @@ def take_inventory(lease: Lease, corpus: Corpus, group: RankGroup) -> Inventory:
 
 def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJournal:
     """Open the journal; record changed settings, earlier crashes and restored checkpoints."""
-    found = inventory.found
+    run_inventory = inventory.found
     command = lease.config.track.command
     alerts = CommandAlerts(command, group.run_dir.out) if command and group.is_first else None
     trackers = group.ranks.all_or_none(
@@ -147,20 +147,20 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
     )
     listeners = [*([alerts.tell] if alerts else []), *(one.tell for one in trackers)]
     journal = group.ranks.all_or_none(
-        "opening the journal", lambda: _journal(lease, found, group, listeners)
+        "opening the journal", lambda: _journal(lease, run_inventory, group, listeners)
     )
     written = RunJournal(journal=journal, group=group, alerts=alerts, trackers=trackers)
-    _report_all(found.changes, written)
+    _report_all(run_inventory.changes, written)
     if group.is_first:
         # Only once they are journalled, so that a crash now does not hide them.
         lease.run_lease.check()
         group.run_dir.store_config(lease.config)
-    if not found.records:
+    if not run_inventory.records:
         group.ranks.all_or_none(
             "keeping the model's files",
             lambda: keep_small_files(lease.config, group.run_dir) if group.is_first else None,
         )
-    _report_all(found.crashes, written)
+    _report_all(run_inventory.crashes, written)
     if group.is_first:
         forget_last_words(group.run_dir, lease.run_lease.number)
         group.monitor.write_causes_to(
@@ -268,7 +268,7 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
 
 def _journal(
     lease: Lease,
-    found: RunInventory,
+    run_inventory: RunInventory,
     group: RankGroup,
     listeners: Sequence[Callable[[Mapping[str, Any]], None]],
 ) -> Journal:
@@ -276,7 +276,7 @@ def _journal(
     if group.is_first:
         lease.run_lease.check()
         file = LineFile(
-            group.run_dir.journal, length=found.journal_bytes, check=lease.run_lease.check
+            group.run_dir.journal, length=run_inventory.journal_bytes, check=lease.run_lease.check
         )
     ranges = [(start, stop) for start, stop in lease.config.data.skip]
 
@@ -285,7 +285,7 @@ def _journal(
             listener(line)
 
     return Journal(
-        found.journal,
+        run_inventory.journal,
         told_to_skip=ranges,
         file=file,
         tell=tell,

@@ -15,7 +15,7 @@ from runner.engine.optimizer import Groups, OptimizerSettings, ParameterRule
 from runner.model.blueprint import Blueprint
 from runner.policy.schedule import Rates, Schedule
 from runner.system.error import ConfigError
-from runner.system.guest import call_target, find_target
+from runner.system.user_code import call_target, find_target
 
 _TARGET = "optim._target_"
 

@@ -35,7 +35,7 @@ from runner.distributed.env import JobEnv, RankEnv
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import Engine
-from runner.engine.wider import Wider
+from runner.engine.wider_precision import Wider
 from runner.fault.inject import FaultInjector
 from runner.fault.wrap import MicroBatchFaults, wrap_engine
 from runner.health.hang import HangTimeouts
@@ -73,7 +73,7 @@ from runner.session.pretrained import pretrained_blueprint
 from runner.startup.resume import Resumed
 from runner.startup.shared_memory import memory_every
 from runner.system.error import ConfigError
-from runner.system.guest import call_target, find_target
+from runner.system.user_code import call_target, find_target
 from runner.train.explaining import ExplainRules
 from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes, SnapshotInterval
 

@@ -26,8 +26,8 @@ from runner.engine.optimizer import ShardOptimizer
 from runner.engine.partitions import require_elementwise
 from runner.engine.protocol import Shard
 from runner.model.blueprint import Blueprint
+from runner.model.meta_shapes import AnswersYes
 from runner.model.recompute import SELECTIVE
-from runner.model.valueless import AnswersYes
 from runner.session.memory_line import engine_facts
 from runner.session.optim import optimizer_settings
 from runner.startup.memory_need import EngineFacts, MemoryNeed, SavedActivations, memory_need

@@ -10,8 +10,8 @@ from runner.observe.attempts import Attempts
 from runner.observe.run_tracker import BackgroundRunTracker, RunFacts, RunTracker
 from runner.session.group import RankGroup
 from runner.session.phases import Lease
-from runner.system.guest import bound_target
 from runner.system.redact import redacted
+from runner.system.user_code import bound_target
 
 
 def run_trackers(lease: Lease, group: RankGroup) -> list[BackgroundRunTracker]:

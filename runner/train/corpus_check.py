@@ -15,8 +15,8 @@ from typing import Any
 
 from runner.checkpoint.jobs import Job, Process, start
 from runner.checkpoint.ring import Ring
+from runner.data.corpus_digest import Whole, stamp, whole_digest
 from runner.data.dataset import Dataset, sampled_files
-from runner.data.whole import Whole, stamp, whole_digest
 from runner.distributed.agreement import Ranks
 from runner.policy.decision.history import Incident
 from runner.system.error import ConfigError

@@ -25,8 +25,8 @@ from runner.policy.decision.signals import StepSignals
 from runner.policy.restart import HARDWARE
 from runner.system.error import RankError
 from runner.train.guard import Guard
+from runner.train.repeated_steps import RepeatedSteps
 from runner.train.report import Reporter
-from runner.train.retracing import Retracing
 from runner.train.state import TrainState
 from runner.train.step import InFlightStep, StepInfo
 
@@ -81,7 +81,7 @@ class ExplainingGuard:
     Args:
         guard: judges steps, and carries out the ladder.
         evidence: see :class:`Evidence`.
-        retracing: compares the steps after a rollback for bad weights; None to skip that.
+        repeated_steps: compares the steps after a rollback for bad weights; None to skip that.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ExplainingGuard:
         journal: Journal,
         reporter: Reporter,
         evidence: Evidence,
-        retracing: Retracing | None = None,
+        repeated_steps: RepeatedSteps | None = None,
     ) -> None:
         self._guard = guard
         self._replay = replay
@@ -102,7 +102,7 @@ class ExplainingGuard:
         self._stepper = stepper
         self._journal = journal
         self._reporter = reporter
-        self._retracing = retracing
+        self._repeated = repeated_steps
         self._evidence = evidence
 
     def note_lines(self, info: StepInfo) -> None:
@@ -117,8 +117,8 @@ class ExplainingGuard:
         Raises:
             RankError: the next start must exclude a node.
         """
-        if self._retracing is not None and info.known is None:
-            self._retracing.follow(info)
+        if self._repeated is not None and info.known is None:
+            self._repeated.follow(info)
         if not _is_to_explain(info):
             return self._guard.handle(info, state)
         finding = self._explained(info, state)
@@ -133,16 +133,16 @@ class ExplainingGuard:
         return self._decided(info, finding, state)
 
     def _decided(self, info: StepInfo, finding: Finding, state: TrainState) -> Verdict | None:
-        """Let the ladder decide; on a rollback, start retracing."""
+        """Let the ladder decide; on a rollback, begin to compare the steps."""
         rollbacks = self._journal.history.rollbacks
         before = len(rollbacks)
         verdict = self._guard.handle(replace(info, cause=finding.to_json()), state)
         went_back = len(rollbacks) > before
         is_open = finding.remedy is Remedy.go_back and finding.cause is not Cause.rate
-        if self._retracing is not None and went_back and is_open and _reads_again(self._journal):
+        if self._repeated is not None and went_back and is_open and _reads_again(self._journal):
             # The checkpoint's limits: while the loss falls, the bad step's are lower.
             limits = state.baseline.limits
-            self._retracing.begin(info, finding, to_step=rollbacks[-1].to_step, limits=limits)
+            self._repeated.begin(info, finding, to_step=rollbacks[-1].to_step, limits=limits)
         return verdict
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
@@ -162,7 +162,7 @@ class ExplainingGuard:
             sums=step.sums,
         )
         began = time.monotonic()
-        came_again = self._retracing is not None and self._retracing.has_come_again(signals.step)
+        came_again = self._repeated is not None and self._repeated.has_come_again(signals.step)
         finding = self._replay.explain(
             Case(
                 attempt=attempt,
@@ -173,9 +173,9 @@ class ExplainingGuard:
                 came_again=came_again,
             )
         )
-        if self._retracing is not None and came_again and finding.remedy is Remedy.go_back:
+        if self._repeated is not None and came_again and finding.remedy is Remedy.go_back:
             remaining = self._rules.an_incident - finding.steps
-            finding = self._retracing.rate(info, state, finding, most_steps=remaining)
+            finding = self._repeated.rate(info, state, finding, most_steps=remaining)
         self._reporter.stalled("discarded", time.monotonic() - began)
         return replace(finding, bundle=self._journal.num_lines)
 
@@ -207,7 +207,7 @@ class ExplainingGuard:
 
     def _leave(self, info: StepInfo, finding: Finding) -> RankError:
         """Report a failing device, so that the supervisor excludes the node."""
-        message = f"step {info.signals.step}: {finding.words()}"
+        message = f"step {info.signals.step}: {finding.describe()}"
         incident = Incident(
             kind="crash",
             step=info.signals.step,
@@ -237,7 +237,7 @@ class ExplainingGuard:
             kind="redo",
             step=signals.step,
             decision=_decision(finding, len(skipped)),
-            reason=f"{finding.words()}{self._how_often(finding)}; {verdict.reason}",
+            reason=f"{finding.describe()}{self._how_often(finding)}; {verdict.reason}",
             ranks=finding.ranks,
             samples=(signals.start, signals.stop),
             sample_ids=self._evidence.names(info.batch, finding.positions),

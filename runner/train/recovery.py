@@ -233,7 +233,7 @@ class Recovery:
             kind="episode",
             step=info.signals.step,
             decision=finding.shape,
-            reason=finding.words(found=cause),
+            reason=finding.describe(confirmed=cause),
             samples=(episode.start, episode.stop),
             detail={
                 "shape": finding.shape,

@@ -28,8 +28,8 @@ from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine, LocalSums, MicroStep
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.history import Incident, cause_of
-from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Bounds, StepSignals
+from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.decision.unreadable import Unreadable
 from runner.system.error import RankError
 from runner.train.gate import is_closed

@@ -50,20 +50,20 @@ def worker(name: str, options: argparse.Namespace) -> None:
                 if group.is_first:
                     begun.unlink(missing_ok=True)
                     outcome.append(begun, [bed.outcome(trial, key, said=outcome.ENDED)])
-                found = bed.try_one(trial, key)
+                row = bed.try_one(trial, key)
                 if group.is_first:
-                    outcome.append(options.rows, [found])
-                    print(_line(found), flush=True)
+                    outcome.append(options.rows, [row])
+                    print(_line(row), flush=True)
         run.ring.drain()
     os._exit(0)  # without waiting for what a trial left behind
 
 
-def _line(found: Outcome) -> str:
-    mark = "ok" if found.is_right or found.is_healthy else "NOT RIGHT"
-    if found.wrong_ranks or found.wrong_modules or found.wrong_samples:
+def _line(row: Outcome) -> str:
+    mark = "ok" if row.is_right or row.is_healthy else "NOT RIGHT"
+    if row.wrong_ranks or row.wrong_modules or row.wrong_samples:
         mark = "WRONG NAME"
-    whole = "whole" if found.is_complete else f"{found.detail}"
-    return f"{found.layout}: {found.kind}: {found.said}: {mark} {whole} {found.seconds} s"
+    whole = "whole" if row.is_complete else f"{row.detail}"
+    return f"{row.layout}: {row.kind}: {row.said}: {mark} {whole} {row.seconds} s"
 
 
 def run_layout(name: str, options: argparse.Namespace) -> None:

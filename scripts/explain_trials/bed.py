@@ -21,7 +21,7 @@ from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record
 from runner.session.phases import Run
 from runner.system.error import RunnerError
-from runner.train.rehearsal import Rehearsal, Rehearsed, _Kept
+from runner.train.rate_probe import RateProbe, RateResult, _Kept
 from scripts.explain_trials.kinds import Scene
 from scripts.explain_trials.layouts import START, Layout
 from scripts.explain_trials.outcome import HEALTHY, NOTHING, Outcome, Trial, judge
@@ -61,7 +61,7 @@ class Bed:
         self._batch = plan.positions.tolist()
         explaining: Any = run.loop._guard
         self._explaining = explaining
-        self._rates = _FinerRates(explaining._retracing._rehearsal)
+        self._rates = _FinerRates(explaining._repeated._rate_probe)
         self._tampering = Tampering(
             run, rank=self._place.rank, last=layout.last, indices=self._indices
         )
@@ -90,13 +90,13 @@ class Bed:
 
     def _indices(self, positions: Sequence[int]) -> list[int]:
         """Of the data set, at these positions of the stream, but for those that are held out."""
-        wanted, cursor, found = set(positions), positions[0], []
+        wanted, cursor, indices = set(positions), positions[0], []
         while cursor <= positions[-1]:
             plan = self.run.opened.corpus.stream.plan(cursor, self._history.ledger)
             pairs = zip(plan.positions.tolist(), plan.indices.tolist(), strict=True)
-            found += [index for position, index in pairs if position in wanted]
+            indices += [index for position, index in pairs if position in wanted]
             cursor = plan.stop
-        return found
+        return indices
 
     @property
     def scene(self) -> Scene:
@@ -127,8 +127,8 @@ class Bed:
         self._engine.put_back(self.run.engine)
         self.run.state.load_json(copy.deepcopy(self._state))
         self._history.__dict__.update(copy.deepcopy(self._past))
-        retracing = self._explaining._retracing
-        retracing._way = retracing._came_again = None
+        repeated_steps = self._explaining._repeated
+        repeated_steps._comparison = repeated_steps._came_again = None
         feed: Any = self.run.feed
         getattr(feed, "_part", feed)._newest = ([], ())
 
@@ -143,7 +143,7 @@ class Bed:
             causes=trial.causes,
             said=said,
             noise=self.layout.noise,
-            repeats_bits=self._explaining._retracing._is_exact,
+            repeats_bits=self._explaining._repeated._is_exact,
         )
 
     def try_one(self, trial: Trial, key: str) -> Outcome:
@@ -208,33 +208,33 @@ class _FinerRates:
     """Tries larger rates than the one that was named, to know how far it is from the largest that
     cures; ``ratio`` is that over the named one."""
 
-    def __init__(self, rehearsal: Rehearsal) -> None:
+    def __init__(self, rate_probe: RateProbe) -> None:
         self.ratio: float | None = None
-        self._rehearsal: Any = rehearsal
-        self._try_rates = rehearsal.try_rates
-        self._rehearsal.try_rates = self._tried
+        self._rate_probe: Any = rate_probe
+        self._try_rates = rate_probe.try_rates
+        self._rate_probe.try_rates = self._tried
 
-    def _tried(self, record: Record, bad: StepSignals, *, most_steps: int) -> Rehearsed:
-        found = self._try_rates(record, bad, most_steps=most_steps)
-        if found.factor is None or found.control_cures:
-            return found
-        rehearsal = self._rehearsal
-        with rehearsal._stepper.aside():
-            kept = _Kept(rehearsal._engine)
+    def _tried(self, record: Record, bad: StepSignals, *, most_steps: int) -> RateResult:
+        result = self._try_rates(record, bad, most_steps=most_steps)
+        if result.factor is None or result.control_cures:
+            return result
+        rate_probe = self._rate_probe
+        with rate_probe._stepper.aside():
+            kept = _Kept(rate_probe._engine)
             cured = [0]
             for power in range(1, _MOST_FINER + 1):
-                factor = found.factor * _FINER**power
-                if factor < 1.0 and rehearsal._is_cured(record, bad.step, factor=factor):
+                factor = result.factor * _FINER**power
+                if factor < 1.0 and rate_probe._is_cured(record, bad.step, factor=factor):
                     cured.append(power)
-            rehearsal._ring.before_update()
-            kept.put_back(rehearsal._engine)
+            rate_probe._ring.before_update()
+            kept.put_back(rate_probe._engine)
         self.ratio = _FINER ** max(cured)
-        return found
+        return result
 
 
 def _causes(incidents: Sequence[Incident]) -> list[Mapping[str, Any]]:
-    found = [incident.detail.get("cause") for incident in incidents]
-    return [cause for cause in found if isinstance(cause, Mapping)]
+    causes = [incident.detail.get("cause") for incident in incidents]
+    return [cause for cause in causes if isinstance(cause, Mapping)]
 
 
 def _is_over(causes: Sequence[Mapping[str, Any]], trial: Trial) -> bool:

@@ -120,14 +120,14 @@ def read(path: Path) -> list[Outcome]:
     """All rows of a file; none where there is no file. A torn last line is left out."""
     if not path.exists():
         return []
-    found = []
+    rows = []
     for line in path.read_text().splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        found.append(Outcome(**{**row, "causes": tuple(row["causes"])}))
-    return found
+        rows.append(Outcome(**{**row, "causes": tuple(row["causes"])}))
+    return rows
 
 
 def append(path: Path, rows: Iterable[Outcome]) -> None:

@@ -61,7 +61,7 @@ def _bounds(rows: Sequence[Outcome]) -> str:
     lines.append("|---|" + "---|" * (len(seeds) + 1))
     for cells in zip(*columns, strict=True):
         what, _, bound = cells[0]
-        lines.append(f"| {what} | {' | '.join(found for _, found, _ in cells)} | {bound} |")
+        lines.append(f"| {what} | {' | '.join(count for _, count, _ in cells)} | {bound} |")
     return "\n".join(lines)
 
 
@@ -100,23 +100,23 @@ def _counted(of_seed: Sequence[Outcome]) -> list[tuple[str, str, str]]:
 
 
 def _of_samples(asked: Sequence[Outcome]) -> list[tuple[str, str, str]]:
-    found = []
+    rows = []
     for group, words, bound in (
         ("single", "a single culprit among 32: exact", "all of 40"),
         ("pair", "two culprits: exact", "90 %"),
     ):
         of_group = [row for row in asked if row.group == group]
-        found.append((words, _share([r for r in of_group if r.is_complete], of_group), bound))
+        rows.append((words, _share([r for r in of_group if r.is_complete], of_group), bound))
         most = max((row.tries for row in of_group), default=0)
-        found.append(
+        rows.append(
             ("tries without samples, at most", f"{most}", "8" if group == "single" else "-")
         )
     many = [row for row in asked if row.group == "many"]
     for name in ("precision", "recall"):
         values = [getattr(row, name) or 0.0 for row in many]
         mean = f"{statistics.mean(values):.3f} ({len(many)})" if many else "-"
-        found.append((f"20 culprits of 32: mean {name}", mean, "0.95"))
-    return found
+        rows.append((f"20 culprits of 32: mean {name}", mean, "0.95"))
+    return rows
 
 
 def _of_weights(asked: Sequence[Outcome]) -> list[tuple[str, str, str]]:

@@ -70,9 +70,9 @@ class Tampering:
             return
 
         def make() -> Any:
-            made = wider.make()
-            made.network.get_submodule(module).register_forward_hook(hook)
-            return made
+            second = wider.make()
+            second.network.get_submodule(module).register_forward_hook(hook)
+            return second
 
         twin._wider = type(wider)(dtype=wider.dtype, make=make)
         stack.callback(setattr, twin, "_wider", wider)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.config.compose import compose
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from tests.reference import Reference
 from tests.run import TINY, finish

@@ -36,7 +36,7 @@ from runner.health.crash_log import unexplained
 from runner.health.rank_report import Report, last_words, read_reports
 from runner.health.root_cause import find_root_cause
 from runner.observe.journal import Journal, read_journal
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.lease import RunLease, acquire, newest_number
 from runner.run_dir.paths import RunDir
 from runner.session.parts import judge_rules, remedy_rules

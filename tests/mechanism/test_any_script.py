@@ -15,8 +15,8 @@ import pytest
 
 from runner.health.nvml import at_work
 from runner.health.trace_dump import read_dumps
-from runner.launch.said import PROGRESS, Said, failures, tracebacks
 from runner.launch.script import Watched, _Watchdog
+from runner.launch.script_output import PROGRESS, Said, failures, tracebacks
 from tests.run import read_lines
 
 ROOT = Path(__file__).parents[2]

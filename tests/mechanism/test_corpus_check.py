@@ -14,8 +14,8 @@ import pytest
 from runner.checkpoint.disk.directory import CheckpointDirectory
 from runner.checkpoint.protocol import CheckpointMetadata, Identity, RingRules
 from runner.checkpoint.ring import Ring
+from runner.data.corpus_digest import Whole
 from runner.data.dataset import FilePlaces, TokenFile, TokenStream, Windows
-from runner.data.whole import Whole
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import State, on_disk
 from runner.system.error import ConfigError, DataError

@@ -38,8 +38,8 @@ from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
 from runner.health.heartbeat import Heartbeat
 from runner.observe.journal import Journal, read_journal
-from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Limits
+from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.session.state_digest import collect_digest
 from runner.system.error import ConfigError, RankError

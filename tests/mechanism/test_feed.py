@@ -26,7 +26,7 @@ from runner.data.feed import NOT_COUNTED, Feed, Loading, MicroBatch, RankShare, 
 from runner.data.permutation import held_out
 from runner.data.synthetic import SyntheticLanguage
 from runner.data.tokens import open_tokens
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 from runner.system.error import DataError
 from runner.system.process import started_at
 

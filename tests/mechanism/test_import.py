@@ -27,7 +27,7 @@ from runner.checkpoint.disk.shards import read_range, verify_files
 from runner.config.compose import compose
 from runner.convert.sources import open_source
 from runner.model.decoder import Decoder
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.system.error import ConfigError
 from tests import warm

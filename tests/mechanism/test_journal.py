@@ -19,7 +19,7 @@ from runner.observe.metrics import Metrics, MetricsLine
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import TensorBoardTracker
 from runner.policy.decision.history import Incident
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 from runner.session.summary import Summary
 from runner.system.error import ConfigError
 from runner.system.json_lines import LineFile, _parsed, iter_lines, last_line, read_lines

@@ -35,8 +35,8 @@ from runner.health.heartbeat import Heartbeat
 from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision.history import Incident
-from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Limits
+from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.decision.unreadable import Unreadable
 from runner.policy.retention.records import (
     Reach,

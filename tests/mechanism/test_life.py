@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.checkpoint import life as module
-from runner.checkpoint.life import MOVES, Copy, Life
+from runner.checkpoint import lifecycle as module
+from runner.checkpoint.lifecycle import MOVES, Copy, Life
 from runner.checkpoint.ring import Ring
 from runner.policy.retention.records import Record, State, Tier, rollback_targets
 from runner.system.error import CheckpointError

@@ -23,7 +23,7 @@ from runner.data.cursor import SampleStream
 from runner.data.mixture import BLOCK, MixtureOrder, Phase, split
 from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.history import Incident
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.paths import RunDir
 from runner.session import parts
 from runner.startup.mixture import settle_mixture

@@ -15,9 +15,9 @@ from runner.config.validate import check
 from runner.data.cursor import SampleStream
 from runner.data.dataset import NOT_COUNTED, RecordDataset, Sample
 from runner.data.feed import Feed, Loading, MicroBatch, RankShare
-from runner.data.guest import adapt
 from runner.data.mixture import Mixed
-from runner.policy.decision.ledger import Ledger
+from runner.data.user_dataset import adapt
+from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.system.error import ConfigError, DataError
 

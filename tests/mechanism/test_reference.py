@@ -40,8 +40,8 @@ from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine
 from runner.health.heartbeat import Heartbeat
 from runner.model.decoder import DecoderShape
-from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Bounds, Limits
+from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.session.optim import schedule
 from runner.system.process import die_with_parent

@@ -17,7 +17,7 @@ from runner.config.validate import check
 from runner.data.cursor import SampleStream
 from runner.data.dataset import NOT_COUNTED, Sample
 from runner.data.packing import pack
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.system.error import ConfigError, DataError
 from tests.mechanism.test_feed import made_feed

@@ -17,8 +17,8 @@ from runner.distributed.env import place_from
 from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import LocalSums, MicroStep
 from runner.health.heartbeat import Heartbeat
-from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Bounds, Limits
+from runner.policy.decision.skip_ledger import Ledger
 from runner.system.error import RankError
 from runner.train.step import Stepper, StepPlan, StepRules
 from tests.mechanism.test_late import BATCH, Batches, Names, OneNumber, Story

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from runner.data import cache as cache_module
+from runner.data import corpus_digest as whole_module
 from runner.data import text as text_module
-from runner.data import whole as whole_module
 from runner.data.cache import Job, cached
 from runner.data.claim import CacheClaim, Overtaken, Owners
+from runner.data.corpus_digest import whole_digest
 from runner.data.dataset import fingerprint_files
 from runner.data.documents import find_files
 from runner.data.text import TextSource, open_text, prepare_text
 from runner.data.tokenizer import open_codec
-from runner.data.whole import whole_digest
 from runner.system.error import DataError
 from runner.system.process import is_alive, own_process
 from runner.train.corpus_check import known_digest

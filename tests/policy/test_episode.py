@@ -69,10 +69,10 @@ def test_one_hard_batch_is_transient_and_the_datas() -> None:
     assert (finding.shape, finding.cause) == ("transient", "data")
     assert (finding.episode.num_bad, finding.episode.worst_loss) == (1, 5.0)
     assert finding.episode.stop - finding.episode.start == 8, "the one batch"
-    assert finding.words().startswith("transient from step 101: 1 bad step, then clean again")
-    assert finding.words().endswith(f"; suspected cause: data ({finding.why})")
+    assert finding.describe().startswith("transient from step 101: 1 bad step, then clean again")
+    assert finding.describe().endswith(f"; suspected cause: data ({finding.why})")
     found = {"cause": "hardware, sticky", "why": "it did not follow the sample"}
-    told = finding.words(found=found)
+    told = finding.describe(found=found)
     assert told.endswith("; cause: hardware, sticky (it did not follow the sample)")
     assert guarded.trouble.episode is None
     assert guarded.healthy(30) == [], "told once"
@@ -82,7 +82,7 @@ def test_a_lasting_jump_is_persistent_and_goes_back() -> None:
     guarded = run()
     [finding] = guarded.go_on([(5.0, 4.0), (5.1, 4.0), (5.0, 3.9)])
     assert (finding.shape, finding.cause) == ("persistent", "data")
-    assert "3 bad steps among 3; the run goes back" in finding.words()
+    assert "3 bad steps among 3; the run goes back" in finding.describe()
     assert "grad norm flat at 0.297 before, 4 at the onset" in finding.why
 
 
@@ -170,7 +170,7 @@ def test_scattered_bad_steps_end_an_episode_too_and_do_not_drag_its_onset_along(
         findings += guarded.healthy(7)
     assert {finding.shape for finding in findings} == {"persistent"}
     assert len(findings) == 2
-    assert "never enough at once" in findings[0].words()
+    assert "never enough at once" in findings[0].describe()
     assert len(guarded.trouble.bad) == 1, "what lies further back is other trouble"
 
 

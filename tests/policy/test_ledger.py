@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from runner.policy.decision.ledger import Ledger
+from runner.policy.decision.skip_ledger import Ledger
 
 END = 60
 Ranges = list[tuple[int, int]]

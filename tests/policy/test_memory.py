@@ -11,15 +11,14 @@ from runner.policy.retention.records import (
     State,
     Tier,
     due_for_proof,
-    make_room,
     older_targets,
     on_disk,
     resume_order,
-    retire,
     rollback_targets,
     with_state,
     without,
 )
+from runner.policy.retention.retire import make_room, retire
 from runner.policy.retention.slot_budget import (
     FEWEST_SLOTS,
     NodeNeed,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runner.policy.retention.records import Record, State, kept_there, next_upload
+from runner.policy.retention.records import Record, State, next_upload
+from runner.policy.retention.retire import kept_there
 
 
 def records(*states: str) -> list[Record]:

@@ -13,10 +13,10 @@ from runner.policy.retention.records import (
     abandoned_by_rollback,
     due_for_proof,
     resume_order,
-    retire,
     rollback_targets,
     with_state,
 )
+from runner.policy.retention.retire import retire
 
 C, OK, BAD = State.committed, State.clean, State.tainted
 STATES = st.sampled_from(list(State))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from runner.policy.decision.spikes import SpikeScore
+from runner.policy.decision.spike_frequency import SpikeScore
 from runner.policy.straggler import RankPace, SlowRuns
 
 

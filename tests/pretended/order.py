@@ -25,8 +25,8 @@ from runner.data.cursor import BatchPlan
 from runner.data.feed import RankBatch
 from runner.distributed.agreement import Ranks
 from runner.health.heartbeat import Heartbeat
-from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Bounds, Limits
+from runner.policy.decision.skip_ledger import Ledger
 from runner.train.step import InFlightStep, Stepper, StepPlan, StepRules
 from tests.pretended.device import Stream
 from tests.pretended.trace import Trace

@@ -366,13 +366,13 @@ class _TypedBlocks:
             if offset >= end:
                 break
             size = ITEM_SIZES[dtype]
-            there = min(count, (end - offset) // size)
+            num_elements = min(count, (end - offset) // size)
             first = offset - self._at
-            values = from_bytes(data[first : first + there * size], dtype_of(dtype))
+            values = from_bytes(data[first : first + num_elements * size], dtype_of(dtype))
             if not is_finite(values):
                 return False
-            if there < count:
-                self._spans[0] = (offset + there * size, count - there, dtype)
+            if num_elements < count:
+                self._spans[0] = (offset + num_elements * size, count - num_elements, dtype)
                 break
             self._spans.popleft()
         kept = self._spans[0][0] if self._spans else end

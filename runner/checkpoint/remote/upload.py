@@ -20,7 +20,8 @@ from runner.checkpoint.manifest import by_kind
 from runner.checkpoint.protocol import Ranks
 from runner.checkpoint.remote.store import RemoteRing, WriterClaim
 from runner.policy.decision.history import Incident
-from runner.policy.retention.records import Record, kept_there, next_upload
+from runner.policy.retention.records import Record, next_upload
+from runner.policy.retention.retire import kept_there
 
 _PATIENCE_SECONDS = 0.2  # between checks of the time at the end of a run
 

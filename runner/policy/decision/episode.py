@@ -101,17 +101,17 @@ class Diagnosis:
     cause: str
     why: str
 
-    def words(
-        self, onset_step: int | None = None, *, found: Mapping[str, Any] | None = None
+    def describe(
+        self, onset_step: int | None = None, *, confirmed: Mapping[str, Any] | None = None
     ) -> str:
         """Describe the episode in one sentence; a replay passes the recorded step number.
 
-        ``found`` is the cause found by replays; without it the cause is only suspected.
+        ``confirmed`` is the cause found by replays; without it the cause is only suspected.
         """
         step = self.episode.onset_step if onset_step is None else onset_step
         message = f"{self.shape} from step {step}: {self.course}"
-        if found is not None:
-            return f"{message}; cause: {found['cause']} ({found['why']})"
+        if confirmed is not None:
+            return f"{message}; cause: {confirmed['cause']} ({confirmed['why']})"
         return f"{message}; suspected cause: {self.cause} ({self.why})"
 
 

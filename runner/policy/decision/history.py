@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.retention.records import Record
 from runner.policy.schedule import RateCut
 

@@ -27,8 +27,8 @@ from runner.policy.decision.episode import (
 )
 from runner.policy.decision.history import History
 from runner.policy.decision.judge import Kind, Verdict
-from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.decision.window import MAD_TO_SIGMA
 from runner.policy.retention.records import Reach, Record, older_targets, rollback_targets
 

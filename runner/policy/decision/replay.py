@@ -29,9 +29,10 @@ from runner.policy.decision.ladder import (
     Rollback,
     reach,
 )
-from runner.policy.decision.ledger import Ledger
 from runner.policy.decision.signals import Limits, StepSignals
-from runner.policy.retention.records import Record, State, due_for_proof, retire, with_state
+from runner.policy.decision.skip_ledger import Ledger
+from runner.policy.retention.records import Record, State, due_for_proof, with_state
+from runner.policy.retention.retire import retire
 
 # States kept to follow recorded restarts.
 _STATES_KEPT = 1000

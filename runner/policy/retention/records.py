@@ -1,5 +1,4 @@
-"""Decides which checkpoints are proven, which may be used, and which may be deleted. No file
-access.
+"""Decides which checkpoints are proven and which may be used. No file access.
 
 A record is one copy of a checkpoint, in memory or on disk; copies of the same state share a
 serial. ``committed``: complete. ``clean``: verified and followed by enough clean steps.
@@ -8,12 +7,9 @@ serial. ``committed``: complete. ``clean``: verified and followed by enough clea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-
-# Unproven checkpoints serve only a restart, which needs at most the two newest.
-_UNPROVEN_KEPT = 2
 
 
 class State(Enum):
@@ -131,54 +127,6 @@ def abandoned_by_rollback(records: Iterable[Record], target: int) -> list[Record
     return [record for record in records if record.serial > target]
 
 
-def retire(
-    records: Sequence[Record], *, keep: int, keep_every: int, reach: Reach | None = None
-) -> list[Record]:
-    """The checkpoints to delete from the disk now, oldest first; never the last clean one.
-
-    Copies in memory and on disk are independent. Kept: the ``keep`` newest clean ones, clean ones
-    at multiples of ``keep_every`` steps (0: none), the newest unproven ones, and the newest clean
-    one within ``reach`` with those after it: a few bad steps may be the onset of trouble that needs
-    a rollback, and a checkpoint proven between them is too new.
-    """
-    newest = sorted(on_disk(records), key=lambda record: record.serial, reverse=True)
-    clean = [record for record in newest if record.state is State.clean]
-    unproven = [record for record in newest if record.state is State.committed]
-    kept = {record.serial for record in clean[: max(1, keep)]}
-    kept |= {record.serial for record in unproven[:_UNPROVEN_KEPT]}
-    if reach is not None:
-        within = rollback_targets(clean, cursor=reach.cursor, step=reach.step)
-        kept |= {record.serial for record in clean if within and record.serial >= within[0].serial}
-    if keep_every > 0:
-        kept |= {record.serial for record in clean if record.step % keep_every == 0}
-    tainted_only = not clean and not unproven
-    return [
-        record
-        for record in reversed(newest)
-        # If nothing else is left, keep a tainted checkpoint for a person to inspect.
-        if record.serial not in kept and not (tainted_only and record.serial == newest[0].serial)
-    ]
-
-
-def make_room(records: Iterable[Record], *, busy: Collection[int], must: bool) -> Record | None:
-    """The copy in memory to drop for a new one; None to skip the new one.
-
-    Kept: the newest clean one, as a rollback target, and the oldest unproven one, which is closest
-    to its proof: if each snapshot replaced the previous one, none would ever be proven.
-
-    Args:
-        busy: serials of copies that are being written to disk or proven.
-        must: the new one goes to disk, so even copies kept here may be dropped for it.
-    """
-    snapshots = sorted(in_memory(records), key=lambda record: record.serial)
-    clean = [record for record in snapshots if record.state is State.clean]
-    unproven = [record for record in snapshots if record.state is not State.clean]
-    choice = [*clean[:-1], *reversed(unproven[1:])]
-    if must:
-        choice += [*unproven[:1], *clean[-1:]]
-    return next((record for record in choice if record.serial not in busy), None)
-
-
 def next_upload(
     records: Iterable[Record], stored: Iterable[Record], *, tried: int
 ) -> Record | None:
@@ -193,9 +141,3 @@ def next_upload(
     newest = max(clean, key=lambda record: record.serial)
     newest_stored = max((record.serial for record in stored), default=0)
     return newest if newest.serial > max(newest_stored, tried) else None
-
-
-def kept_there(stored: Sequence[Record], *, keep: int, keep_every: int) -> list[Record]:
-    """The checkpoints to keep in the object store, by the same rule as in the ring."""
-    leaving = {record.serial for record in retire(stored, keep=keep, keep_every=keep_every)}
-    return [record for record in stored if record.serial not in leaving]

@@ -38,8 +38,8 @@ class Ring(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
-    """The result of a rehearsal.
+class RateResult:
+    """The result of a rate probe.
 
     Args:
         factor: the largest tried factor on the rate that cured the step; None if none did.
@@ -54,7 +54,7 @@ class Rehearsed:
     shortfall: str = ""
 
 
-class Rehearsal:
+class RateProbe:
     """Computes steps again from a checkpoint.
 
     Args:
@@ -79,7 +79,7 @@ class Rehearsal:
         self._fresh = fresh
         self._num_steps = 0
 
-    def try_rates(self, record: Record, bad: StepSignals, *, most_steps: int) -> Rehearsed:
+    def try_rates(self, record: Record, bad: StepSignals, *, most_steps: int) -> RateResult:
         """Test whether a lower rate passes the bad step. Collective; restores the state.
 
         Args:
@@ -88,7 +88,7 @@ class Rehearsal:
         """
         length = bad.step - record.step + _BEYOND
         if length * _MOST_RUNS > most_steps:
-            return Rehearsed(
+            return RateResult(
                 shortfall=f"G: {length} steps at each of {_MOST_RUNS} rates, {most_steps} "
                 "computations are left (explain=full)"
             )
@@ -101,7 +101,7 @@ class Rehearsal:
                 self._ring.before_update()
                 copy.put_back(self._engine)
 
-    def _tried(self, record: Record, bad: int) -> Rehearsed:
+    def _tried(self, record: Record, bad: int) -> RateResult:
         # Bisect the powers: 0 does not cure, and the last one is untested.
         bad_power, good_power = 0, _MOST_POWERS + 1
         while good_power - bad_power > 1:
@@ -111,10 +111,10 @@ class Rehearsal:
             else:
                 bad_power = power
         if good_power > _MOST_POWERS:
-            return Rehearsed(steps=self._num_steps, shortfall="G: no tested lower rate cures it")
+            return RateResult(steps=self._num_steps, shortfall="G: no tested lower rate cures it")
         control = self._is_cured(record, bad, factor=1.0, leaves_out=True)
         factor = _DIVISOR**-good_power
-        return Rehearsed(factor=factor, control_cures=control, steps=self._num_steps)
+        return RateResult(factor=factor, control_cures=control, steps=self._num_steps)
 
     def _is_cured(
         self, record: Record, bad: int, *, factor: float, leaves_out: bool = False

@@ -1,8 +1,8 @@
 """After a rollback for bad weights, finds the step that corrupted them, or blames the rate.
 
 The run computes the undone steps again from the clean checkpoint anyway; they are compared with the
-recorded ones (:mod:`runner.policy.decision.way_back`). If all repeat, the next verdict tries lower
-rates (:mod:`runner.train.rehearsal`).
+recorded ones (:mod:`runner.policy.decision.repeated_steps`). If all repeat, the next verdict tries
+lower rates (:mod:`runner.train.rate_probe`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.reading import Reading
 from runner.explain.replay import Replay
 from runner.policy.decision.history import Incident
+from runner.policy.decision.repeated_steps import Outcome, Recorded, StepComparison
 from runner.policy.decision.signals import Limits, StepSignals
-from runner.policy.decision.way_back import Outcome, Recorded, WayBack
 from runner.policy.retention.records import Record
-from runner.train.rehearsal import Rehearsal
+from runner.train.rate_probe import RateProbe
 from runner.train.state import TrainState
 from runner.train.step import StepInfo
 
 _NOT_RATE = "a lower rate does not pass the bad step, or other samples at the same rate pass it too"
 
 
-class Retracing:
+class RepeatedSteps:
     """Follows the recomputed steps after each rollback.
 
     Args:
@@ -43,7 +43,7 @@ class Retracing:
         recorded: Callable[[int, int], Mapping[int, Recorded]],
         is_exact: bool,
         target: Callable[[StepSignals, TrainState], Record | None],
-        rehearsal: Rehearsal,
+        rate_probe: RateProbe,
         report: Callable[[Incident], None],
         bundles: Bundles | None,
     ) -> None:
@@ -51,10 +51,10 @@ class Retracing:
         self._recorded = recorded
         self._is_exact = is_exact
         self._target = target
-        self._rehearsal = rehearsal
+        self._rate_probe = rate_probe
         self._report = report
         self._bundles = bundles
-        self._way_back: WayBack | None = None
+        self._comparison: StepComparison | None = None
         self._finding: Finding | None = None
         self._from = 0
         self._known: Reading | None = None
@@ -76,24 +76,24 @@ class Retracing:
         recorded = dict(self._recorded(to_step + 1, bad.step))
         # The rate is from the plan: it is not recorded for a step that was not applied.
         recorded[bad.step] = Recorded.of(bad, info.learning_rate)
-        self._way_back = WayBack(recorded, bad=bad.step, is_exact=self._is_exact)
+        self._comparison = StepComparison(recorded, bad=bad.step, is_exact=self._is_exact)
         self._finding, self._from, self._limits = finding, to_step, limits
         self._came_again = None
         self._known = self._replay.known_now()
 
     def follow(self, info: StepInfo) -> None:
         """Compare the next attempted step."""
-        if self._way_back is None or info.unreadable or info.batch is None:
+        if self._comparison is None or info.unreadable or info.batch is None:
             return
         now = Recorded.of(info.signals, info.learning_rate)
-        outcome = self._way_back.compare(now, gated=info.signals.gated)
+        outcome = self._comparison.compare(now, gated=info.signals.gated)
         if outcome is None:
             return
-        way_back, self._way_back = self._way_back, None
+        comparison, self._comparison = self._comparison, None
         if outcome is Outcome.repeated:
-            self._came_again = way_back.bad
+            self._came_again = comparison.bad
         elif outcome is Outcome.differs:
-            self._conclude(way_back.recorded[now.step], now)
+            self._conclude(comparison.recorded[now.step], now)
 
     def _conclude(self, before: Recorded, now: Recorded) -> None:
         """Report the first step that starts from a different state than recorded."""
@@ -125,7 +125,7 @@ class Retracing:
                 kind="explained",
                 step=step,
                 decision="go on",
-                reason=finding.words(),
+                reason=finding.describe(),
                 detail={"cause": finding.to_json()},
             )
         )
@@ -138,7 +138,7 @@ class Retracing:
         self._came_again = None  # once is enough
         if record is None:
             return finding
-        tried = self._rehearsal.try_rates(record, info.signals, most_steps=most_steps)
+        tried = self._rate_probe.try_rates(record, info.signals, most_steps=most_steps)
         steps = finding.steps + tried.steps
         if tried.factor is None or tried.control_cures:
             why_not = tried.shortfall or "G: other samples at the same rate are good as well"

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from runner.policy.decision.history import History, Incident
-from runner.policy.decision.way_back import Outcome, Recorded, WayBack, from_rows, recorded_in
+from runner.policy.decision.repeated_steps import (
+    Outcome,
+    Recorded,
+    StepComparison,
+    from_rows,
+    recorded_in,
+)
 
 
 def recorded(step: int, loss: float = 2.0, norm: float = 1.0, rate: float = 0.1) -> Recorded:
@@ -17,10 +23,10 @@ def recorded(step: int, loss: float = 2.0, norm: float = 1.0, rate: float = 0.1)
     return Recorded(step=step, samples=samples, loss=loss, grad_norm=norm, learning_rate=rate)
 
 
-def way(*, is_exact: bool = True) -> WayBack:
+def way(*, is_exact: bool = True) -> StepComparison:
     """Steps 21 to 26 were clean, 27 was not."""
     known = {step: recorded(step) for step in range(21, 27)}
-    return WayBack(known | {27: recorded(27, math.nan, math.inf)}, bad=27, is_exact=is_exact)
+    return StepComparison(known | {27: recorded(27, math.nan, math.inf)}, bad=27, is_exact=is_exact)
 
 
 def test_the_step_that_differs_is_named() -> None:

@@ -54,7 +54,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class WayBack:
+class StepComparison:
     """The steps that a rollback undid.
 
     Args:
