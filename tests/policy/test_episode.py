@@ -72,7 +72,7 @@ def test_one_hard_batch_is_transient_and_the_datas() -> None:
     assert finding.describe().startswith("transient from step 101: 1 bad step, then clean again")
     assert finding.describe().endswith(f"; suspected cause: data ({finding.why})")
     found = {"cause": "hardware, sticky", "why": "it did not follow the sample"}
-    told = finding.describe(found=found)
+    told = finding.describe(confirmed=found)
     assert told.endswith("; cause: hardware, sticky (it did not follow the sample)")
     assert guarded.trouble.episode is None
     assert guarded.healthy(30) == [], "told once"
