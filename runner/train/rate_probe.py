@@ -94,7 +94,7 @@ class RateProbe:
             )
         self._num_steps = 0
         with self._stepper.aside():
-            copy = _HostCopy(self._engine)
+            copy = HostCopy(self._engine)
             try:
                 return self._tried(record, bad.step)
             finally:
@@ -146,7 +146,7 @@ class RateProbe:
         return True
 
 
-class _HostCopy:
+class HostCopy:
     """A copy of an engine's state in host memory."""
 
     def __init__(self, engine: Engine) -> None:

@@ -21,7 +21,7 @@ from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record
 from runner.session.phases import Run
 from runner.system.error import RunnerError
-from runner.train.rate_probe import RateProbe, RateResult, _Kept
+from runner.train.rate_probe import HostCopy, RateProbe, RateResult
 from scripts.explain_trials.kinds import Scene
 from scripts.explain_trials.layouts import START, Layout
 from scripts.explain_trials.outcome import HEALTHY, NOTHING, Outcome, Trial, judge
@@ -54,7 +54,7 @@ class Bed:
         run.ring.drain()
         self._keep_the_ring()
         self._usual_loss = statistics.median(loss for loss, _ in run.state.baseline.recent(5))
-        self._engine = _Kept(run.engine)
+        self._engine = HostCopy(run.engine)
         self._state = run.state.to_json()
         self._past = copy.deepcopy(self._history.__dict__)
         plan = run.opened.corpus.stream.plan(run.state.cursor, self._history.ledger)
@@ -220,7 +220,7 @@ class _FinerRates:
             return result
         rate_probe = self._rate_probe
         with rate_probe._stepper.aside():
-            kept = _Kept(rate_probe._engine)
+            kept = HostCopy(rate_probe._engine)
             cured = [0]
             for power in range(1, _MOST_FINER + 1):
                 factor = result.factor * _FINER**power
