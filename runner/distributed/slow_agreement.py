@@ -21,8 +21,11 @@ _LOOK_SECONDS = 0.5
 _END_SECONDS = 10.0  # for a cancelled thread to clean up
 
 
-class Cancelled(Exception):
-    """The work is no longer wanted: another rank failed, or the run was asked to stop."""
+class Cancelled(BaseException):
+    """The work is no longer wanted: another rank failed, or the run was asked to stop.
+
+    Not an ``Exception``: what the work calls may take those for faults of its own and try again.
+    """
 
 
 class Pulse:

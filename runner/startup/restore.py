@@ -392,9 +392,13 @@ class Restorer:
             fetched += count
             tell("taking back", min(fetched, due), due)
 
-        self._remote.ring.files.moved = moved
-        for name in names:
-            self._get(f"ring/{folder}/{name}", writing / name, manifest.files[name])
+        files = self._remote.ring.files
+        before, files.moved = files.moved, moved
+        try:
+            for name in names:
+                self._get(f"ring/{folder}/{name}", writing / name, manifest.files[name])
+        finally:
+            files.moved = before  # what is read next, of another checkpoint, is no part of this
 
     def _get(self, name: str, target: Path, facts: FileFacts) -> None:
         _answered(lambda: self._remote.ring.files.fetch(name, target, facts))

@@ -13,7 +13,6 @@ are compiled.
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.history import Incident
 from runner.policy.restart import HARDWARE
 from runner.system.error import RankError
+from runner.system.parsing import json_text
 from runner.train.own_gradients import OwnGradients
 
 KIND = "audit"
@@ -329,7 +329,7 @@ def differing(own: Mapping[str, Any], other: Mapping[str, Any], *, exactly: bool
 
 def _digest(checksums: Mapping[str, int]) -> float:
     """A number that changes with any of them, the same on every machine."""
-    text = json.dumps(sorted(checksums.items()))
+    text = json_text(checksums, sort_keys=True)
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big"))
 
 

@@ -30,7 +30,7 @@ def test_a_silent_fault_is_found_and_named(
     assert hit.code == 0, hit.tail
     (line,) = hit.journal("audit")
     assert line["step"] == 10 and line["ranks"] == [rank], line
-    assert "step 5 all agreed" in line["reason"]
+    assert "all ranks agreed at step 5" in line["reason"]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,12 @@ def test_the_time_of_a_rollback_and_a_restart_is_accounted(tmp_path: Path) -> No
     wall = sum(kinds.values())
     journal = read_lines(out / "journal.jsonl")
     first = journal[0]["time"]
-    # From the first start, which is later than that of its process, to the summary.
-    assert (out / "summary.json").stat().st_mtime - first == pytest.approx(wall, rel=0.2)
+    # From the first start, which is later than that of its process, to the summary; but for the
+    # pause after the first half, which was done.
+    idle = sum(line["detail"]["idle_seconds"] for line in journal if line["kind"] == "start")
+    assert idle > 2.0
+    whole = (out / "summary.json").stat().st_mtime - first
+    assert whole == pytest.approx(wall + idle, rel=0.2)
     assert wall < outside
     metrics = read_lines(out / "metrics.jsonl")
     counted = {m["step"]: m["seconds"] - m["data_wait_seconds"] for m in metrics}
@@ -42,7 +46,7 @@ def test_the_time_of_a_rollback_and_a_restart_is_accounted(tmp_path: Path) -> No
     (rollback,) = [line for line in journal if line["kind"] == "rollback"]
     assert 0 < killed["detail"]["lost"]["recomputed"] < kinds["recomputed"], run.tail
     assert rollback["cost_steps"] > 0 and kinds["discarded"] > 0
-    assert kinds["restart"] > 2.0 and kinds["rollback"] > 0 and kinds["checkpoint"] > 0
+    assert kinds["restart"] > 0 and kinds["rollback"] > 0 and kinds["checkpoint"] > 0
     # From the files alone it is the same, but for the last save, which no line tells.
     again = account(metrics, journal).breakdown(wall)
     for kind in set(KINDS) - {"checkpoint", "other"}:
@@ -53,5 +57,5 @@ def test_the_time_of_a_rollback_and_a_restart_is_accounted(tmp_path: Path) -> No
     found = {name: value.number for name, value in measured(out).items()}
     assert found["nodes"] == 1 and found["mtbf_node_hours"] > 0
     assert 0 < found["stall_seconds"] < wall and 0 < found["save_seconds"] < wall
-    assert found["restart_seconds"] > 1.0 and found["state_gb"] > 0
+    assert found["restart_seconds"] > 0 and found["state_gb"] > 0
     assert found["step_seconds"] == pytest.approx(kinds["productive"] / 60, rel=2)

@@ -78,6 +78,7 @@ def test_a_backtest_decides_what_the_run_decided(
     ]
 
 
+@pytest.mark.full
 def test_a_finite_spike_is_skipped_likewise(tmp_path: Path, told: Result, clean: Result) -> None:
     hit = finish(tmp_path / "spike", SPIKE)
     named = [line for line in hit.journal() if line["kind"] in ("discard", "rollback")]

@@ -167,6 +167,7 @@ def test_past_the_budget_it_ends_in_words_and_goes_on_with_more(tmp_path: Path, 
     assert run.summary["skipped"] == told(2).summary["skipped"]
 
 
+@pytest.mark.full
 def test_a_storage_that_stutters_leaves_no_trace(tmp_path: Path, evaluated: Result) -> None:
     stutters = {index_of(position): "stutter" for position in (3, 70, 71, 600)}
     run = finish(tmp_path / "run", *EVALUATED, program=program(tmp_path, stutters))

@@ -214,7 +214,7 @@ def test_a_mistake_is_told(override: str, fragments: Sequence[str]) -> None:
             2,
             ["checkpoint.memory_slots=3", "memory_slots=null"],
         ),
-        (["optim=lion", "parallel=zero1"], 1, ["optim.kind=lion: parallel=zero1", "AdamW"]),
+        (["optim=muon", "parallel=zero1"], 1, ["optim.kind=muon", "parallel=zero1"]),
         (["parallel=hsdp", "parallel.shard_size=3"], 4, ["parallel.shard_size=3", "divide the 4"]),
     ],
 )

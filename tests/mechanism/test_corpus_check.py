@@ -162,7 +162,7 @@ def test_another_corpus_ends_the_run_and_taints_what_was_saved_on_it(world: Worl
     world.save(10)
     check = world.check(KNOWN)
     world.save(12)
-    with pytest.raises(ConfigError, match=r"begun on: b.bin changed .*SHA-256 aaaaaaaaaaaa, now b"):
+    with pytest.raises(ConfigError, match=r"began on: b.bin changed .*SHA-256 aaaaaaaaaaaa, now b"):
         world.end(check, "b" * 64)
     assert world.states() == {10: State.committed, 12: State.tainted}
     assert [line.kind for line in world.told] == ["data_changed"]

@@ -63,14 +63,14 @@ def test_weights_gradients_and_moments_are_those_that_are_there(optim: str) -> N
         samples=4,
         snapshots=0,
     )
-    held = list(engine._held.values())
+    held = list(engine._params.values())
     assert need.weights == storages(held)
     assert need.gradients == storages([one.grad for one in held if one.grad is not None])
     one = torch.ones(())
     engine.apply(skip=torch.zeros(()), grad_scale=one, learning_rate=0.01)
     kept = engine._optimizer.tensors() | engine._optimizer.uncut()
     assert need.optimizer == storages(list(kept.values()))
-    assert need.gathered == 4 * sum(p.numel() for p in engine._parameters.values())
+    assert need.gathered == 4 * sum(p.numel() for p in engine._params.values())
     assert need.activations and need.fitting(need.fixed + 10 * need.activations) == 40
 
 

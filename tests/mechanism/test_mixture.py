@@ -222,7 +222,7 @@ def test_a_change_of_weights_is_journalled_once_and_holds_from_the_cursor_on(
     assert told is not None and told.detail["start"] == 6400
     assert read(fourth, 0, 6400) == read(second, 0, 6400)
     require_whole_epochs(read(fourth, 0, 12_000), added)
-    with pytest.raises(ConfigError, match="'web' is gone"):
+    with pytest.raises(ConfigError, match="'web' is missing"):
         start(tmp_path, {"books": 1.0}, cursor=6400, lengths={"books": 700, "code": 90})
 
 

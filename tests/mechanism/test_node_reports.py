@@ -113,12 +113,12 @@ def monitor(out: Path, rank: int) -> RankMonitor:
 def test_one_tells_for_all(tmp_path: Path) -> None:
     """All ranks at once, each with its own monitor: a file a node, and one cause."""
     alone = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
-    fence = acquire(RunDir(tmp_path).incarnation, alone, stale_seconds=1, take_over=True, say=print)
+    lease = acquire(RunDir(tmp_path).incarnation, alone, stale_seconds=1, take_over=True, say=print)
     written: list[tuple[int, RootCause]] = []
 
     def rank_of(rank: int) -> None:
         one = monitor(tmp_path, rank)
-        one._fence, one._neighbours = fence, NoPeers()
+        one._run_lease, one._neighbours = lease, NoPeers()
         if rank == 0:
             one.write_causes_to(lambda cause, number: written.append((number, cause)))
         one._write(called(rank))

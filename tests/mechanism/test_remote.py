@@ -454,7 +454,7 @@ def test_another_run_is_not_written_over(out: Path, url: str) -> None:
     send(out, url)
     before = sorted(Path(url.removeprefix("file://")).rglob("*"))
     (said,) = send(out, url, 1, run="b" * 64, number=9)
-    assert "another run" in said.reason
+    assert "a different run" in said.reason
     assert sorted(Path(url.removeprefix("file://")).rglob("*")) == before
 
 

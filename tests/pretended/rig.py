@@ -80,7 +80,7 @@ def _rate_set_later(make: Any) -> Any:
 
 def _nothing_held(check: Any) -> Any:
     def held(self: Any) -> None:
-        _used.add("_check_held")
+        _used.add("_check_params")
 
     return held
 
@@ -89,7 +89,7 @@ def _nothing_held(check: Any) -> Any:
 _STAND_INS: tuple[tuple[Any, str, Any], ...] = (
     (parts, "device_mesh", _real_mesh),
     (ShardOptimizer, "_make_rest", _rate_set_later),
-    (fsdp_module.FsdpEngine, "_check_held", _nothing_held),
+    (fsdp_module.FsdpEngine, "_check_params", _nothing_held),
     (documents_module, "F", lambda functional: _Functional()),
 )
 _NAMES = {"attention", *(name for _, name, _ in _STAND_INS if name != "F")}
