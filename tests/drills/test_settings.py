@@ -24,12 +24,17 @@ FOUR_RANKS = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SI
     ("override", "env", "words"),
     [
         ("guard.persits=2", {}, ["guard.persits", "guard.persist"]),
-        ("steps=many", {}, ["steps=many", "int"]),
+        pytest.param("steps=many", {}, ["steps=many", "int"], marks=pytest.mark.full),
         ("batch.global_size=3", FOUR_RANKS, ["batch.global_size=3", "4 ranks"]),
-        ("optim.lr=-1", {}, ["optim.lr=-1", "greater than 0"]),
-        ("checkpoint.every=2", {}, ["checkpoint.every=2", "checkpoint.clean_after=5"]),
+        pytest.param("optim.lr=-1", {}, ["optim.lr=-1", "greater than 0"], marks=pytest.mark.full),
+        pytest.param(
+            "checkpoint.every=2",
+            {},
+            ["checkpoint.every=2", "checkpoint.clean_after=5"],
+            marks=pytest.mark.full,
+        ),
         ("faults=[poison@step=3]", {}, ["poison", "needs samples"]),
-        ("data.skip=[[9,3]]", {}, ["data.skip", "half-open"]),
+        pytest.param("data.skip=[[9,3]]", {}, ["data.skip", "half-open"], marks=pytest.mark.full),
     ],
 )
 def test_a_mistake_is_told_in_one_clear_line(
@@ -162,6 +167,7 @@ def test_a_first_save_that_fails_ends_the_run(tmp_path: Path) -> None:
     assert "Traceback" not in refused.text
 
 
+@pytest.mark.full  # tests/drills/test_disk.py
 def test_a_full_disk(tmp_path: Path, clean: Result) -> None:
     """A checkpoint of this model takes 0.4 MB; the disk holds three."""
     out = tmp_path / "run"

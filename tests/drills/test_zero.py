@@ -273,13 +273,15 @@ def test_any_engine_reads_what_another_wrote(
             ["parallel.deepspeed={zero_optimization:{offload_optimizer:{device:nvme}}}"],
             "zero_optimization.offload_optimizer={'device': 'nvme'}: must be",
         ),
-        (
+        pytest.param(
             ["parallel.deepspeed={zero_optimization:{offload_optimizer:{device:cpu,ratio:0.5}}}"],
             "zero_optimization.offload_optimizer.ratio",
+            marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             ["parallel.deepspeed={zero_optimization:{offload_param:{device:cpu}}}"],
             "zero_optimization.offload_param",
+            marks=pytest.mark.full,
         ),
         (
             ["parallel.deepspeed={zero_optimization:{overlap_com:true}}"],
