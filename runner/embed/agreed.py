@@ -1,4 +1,4 @@
-"""A step's numbers, agreed by all ranks, on the device and on their way to the host."""
+"""A step's numbers, agreed by all ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,7 @@ from typing import Any
 
 import torch
 
-
-class OnItsWay:
-    """A tensor that is copied to the host, and nothing waits for it until it is read."""
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._on_host = numbers
-        self._arrived: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._on_host.copy_(numbers, non_blocking=True)
-            # Blocking: waiting for it costs no core, which hashing threads can use.
-            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._arrived.record()
-
-    def read(self) -> list[float]:
-        """Waits until the device has come to it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [float(value) for value in self._on_host.tolist()]
+from runner.train.host_numbers import HostNumbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +29,7 @@ class AgreedStep:
 
     step: int
     batches: tuple[int, int]
-    numbers: OnItsWay
+    numbers: HostNumbers
     grad_norm: torch.Tensor
     closed: torch.Tensor
     identity: Mapping[str, Any]

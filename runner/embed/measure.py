@@ -17,11 +17,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
-from runner.embed.agreed import AgreedStep, OnItsWay, on_device
+from runner.embed.agreed import AgreedStep, on_device
 from runner.embed.geometry import local
 from runner.embed.state import LoopState
 from runner.policy.decision.signals import Limits, StepSignals
 from runner.train.gate import is_within
+from runner.train.host_numbers import HostNumbers
 from runner.train.step import StepInfo, Suspect
 
 _LOSS, _GRAD_SQUARE, _NONFINITE, _STOP, _KEPT, _TOKENS, _DRAWN = range(7)
@@ -106,7 +107,7 @@ class Measurer:
         return AgreedStep(
             step=step,
             batches=batches,
-            numbers=OnItsWay(torch.cat([packed, decided])),
+            numbers=HostNumbers(torch.cat([packed, decided])),
             grad_norm=norm,
             closed=closed,
             identity=identity,

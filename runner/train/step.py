@@ -33,6 +33,7 @@ from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.decision.unreadable import Unreadable
 from runner.system.error import RankError
 from runner.train.gate import is_closed
+from runner.train.host_numbers import HostNumbers
 from runner.train.layers import LayerWatch, Measured
 from runner.train.packed import (
     CLOSED,
@@ -149,20 +150,11 @@ class InFlightStep:
         self.withheld = withheld
         self.seconds = seconds  # host seconds for the launch
         self.layers: torch.Tensor | None = None  # this rank's part of the layer measurements
-        self._arrived: torch.cuda.Event | None = None
-        self._on_host = numbers
-        if numbers.is_cuda:
-            self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._on_host.copy_(numbers, non_blocking=True)
-            # Blocking: waiting leaves the core to hashing threads.
-            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._arrived.record()
+        self._on_host = HostNumbers(numbers)
 
     def on_host(self) -> list[float]:
         """The numbers on the host. Waits until the device has finished this step."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return [float(value) for value in self._on_host.tolist()]
+        return self._on_host.read()
 
 
 class _LateNumbers:
@@ -171,21 +163,13 @@ class _LateNumbers:
     def __init__(self, numbers: torch.Tensor, signals: StepSignals, length: int) -> None:
         self._signals = signals
         self._length = length
-        self._on_host = numbers
-        self._arrived: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self._on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._on_host.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._arrived.record()
+        self._on_host = HostNumbers(numbers)
 
     def measured(self) -> Measured:
         """Return the measurements. Waits for the device unless a later step was read."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
         return Measured(
             step=self._signals.step,
-            numbers=tuple(self._on_host.tolist()),
+            numbers=tuple(self._on_host.read()),
             length=self._length,
             tokens=self._signals.tokens,
             grad_norm=self._signals.grad_norm,

@@ -124,7 +124,7 @@ def outcome_of(rig: Rig, variant: str) -> dict[str, Any]:
             slot[0].sum()  # what the digest does first
             assert newest is not None
             if variant == "the host waits for the numbers":
-                newest._arrived = None
+                newest._on_host._arrived = None
             newest.on_host()
         trace.begin("counts")
         engine.update_counts()
