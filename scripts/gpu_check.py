@@ -317,7 +317,7 @@ def large_heads(machine: Machine) -> str:
 
 def sums_of_large_states(machine: Machine) -> str:
     """The state digest of large states is the CPU's."""
-    from runner.checkpoint.digest import Summing
+    from runner.checkpoint.state_digest import Summing
 
     values = torch.randn(5_000_011, generator=torch.Generator().manual_seed(0))
     on_device = values.to(machine.device)

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from runner.checkpoint.digest import Summing, digest_of_sums, is_whole, state_digest
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import ShardReader, verify_files
+from runner.checkpoint.state_digest import Summing, digest_of_sums, is_whole, state_digest
 from runner.command.arguments import Parser
 from runner.command.export_layout import (
     Layout,

@@ -19,7 +19,7 @@ from runner.config.schema import RunConfig
 from runner.distributed.env import EXIT_DIR, tell_exit
 from runner.launch import command_line
 from runner.launch.attempt import Job, Stop, StopTarget, run_once
-from runner.launch.nodes import BadNodes
+from runner.launch.bad_nodes import BadNodes
 from runner.launch.outcome import EXIT_CODES
 from runner.launch.supervisor import Supervisor, new_launch_id
 from runner.policy.restart import RestartRules

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.checkpoint.digest import state_digest
+from runner.checkpoint.state_digest import state_digest
 from runner.embed.exits import close_at_exit, journal_errors, watch_for_uncaught
 from runner.embed.gate import DeviceGate, require_gated
 from runner.embed.guarded_steps import GuardedSteps

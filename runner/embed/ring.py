@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.digest import state_digest
 from runner.checkpoint.memory.tier import NO_MEMORY
 from runner.checkpoint.protocol import CheckpointMetadata
+from runner.checkpoint.state_digest import state_digest
 from runner.embed.exits import close_at_exit, journal_errors, watch_for_uncaught
 from runner.embed.opening import current_ranks, join, memory_for, open_run
 from runner.embed.settings import ring_config

@@ -15,8 +15,8 @@ from pathlib import Path
 from runner.distributed.env import END_TIME
 from runner.launch import command_line, slurm
 from runner.launch.attempt import Ended, Job, Stop, StopTarget
+from runner.launch.bad_nodes import BadNodes, choose
 from runner.launch.node_rendezvous import MOST_BYTES, announce
-from runner.launch.nodes import BadNodes, choose
 from runner.launch.outcome import FINAL
 from runner.launch.supervisor import Supervisor
 from runner.policy.restart import RestartRules, without_progress

@@ -12,8 +12,8 @@ from typing import Any
 
 from runner.distributed.env import ATTEMPT, LAUNCH_ID
 from runner.launch.attempt import Ended, Job, Stop, run_once
+from runner.launch.bad_nodes import BadNodes
 from runner.launch.crash_evidence import evidence, journal_lines, newest_clean
-from runner.launch.nodes import BadNodes
 from runner.policy.restart import HARDWARE, Again, Attempt, End, RestartRules, after
 from runner.system.exit_codes import EXIT_CRASH, EXIT_DONE
 from runner.system.parsing import json_text

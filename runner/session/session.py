@@ -15,6 +15,7 @@ from runner.report.writer import PageWriter
 from runner.run_dir.paths import keep_for_owner
 from runner.session.begin import begin
 from runner.session.build import build, resume
+from runner.session.final_digest import at_a_stop, collect_digest
 from runner.session.group import RankGroup, join
 from runner.session.opening import (
     acquire_lease,
@@ -24,7 +25,6 @@ from runner.session.opening import (
     take_inventory,
 )
 from runner.session.phases import Opened, Run
-from runner.session.state_digest import at_a_stop, collect_digest
 from runner.session.summary import RunEnd, RunSize, sum_up
 from runner.system.error import Preempted, RunnerError
 from runner.system.exit_codes import EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED

@@ -16,7 +16,7 @@ from runner.distributed.agreement import Ranks
 from runner.engine.determinism import be_deterministic, repeats_bits
 from runner.engine.protocol import LocalSums, MicroStep
 from runner.run_dir.paths import RunDir, settings_differing
-from runner.session.state_digest import collect_digest
+from runner.session.final_digest import collect_digest
 from runner.train.collection import EVERY, collect, collected_at_boundaries
 from tests.mechanism.test_engine import CPU, RATE, batch, build, group
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runner.checkpoint import digest as digests
-from runner.checkpoint.digest import state_digest
+from runner.checkpoint.state_digest import state_digest
 from runner.config.schema import (
     ModelConfig,
     OptimConfig,
@@ -36,9 +36,9 @@ from runner.fault.wrap import FaultyEngine
 from runner.model.decoder import Decoder, DecoderShape
 from runner.model.loss import sequence_losses
 from runner.policy.batch_shards import shard_batch
+from runner.session.final_digest import collect_digest
 from runner.session.parts import engine as build_engine
 from runner.session.parts import layout
-from runner.session.state_digest import collect_digest
 from tests import warm
 from tests.mechanism.weights import set_initial_weights
 

@@ -41,7 +41,7 @@ from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.signals import Limits
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
-from runner.session.state_digest import collect_digest
+from runner.session.final_digest import collect_digest
 from runner.system.error import ConfigError, RankError
 from runner.system.json_lines import LineFile, read_lines
 from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules

@@ -17,7 +17,7 @@ from runner.health.root_cause import HARDWARE, find_root_cause
 from runner.launch import process_tree
 from runner.launch import supervisor as supervisor_module
 from runner.launch.attempt import Ended, Job
-from runner.launch.nodes import BadNodes, choose
+from runner.launch.bad_nodes import BadNodes, choose
 from runner.launch.outcome import EXIT_CODES
 from runner.launch.supervisor import Supervisor
 from runner.policy import restart

@@ -21,8 +21,8 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
 
 from runner.__main__ import main
 from runner.launch import slurm, torchrun
+from runner.launch.bad_nodes import BadNodes, choose
 from runner.launch.node_rendezvous import announce, meeting
-from runner.launch.nodes import BadNodes, choose
 from runner.system.error import ConfigError
 
 SCHEMAS = {

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from runner.checkpoint.digest import state_digest
 from runner.checkpoint.disk import shards as shards_module
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import (
@@ -34,6 +33,7 @@ from runner.checkpoint.disk.shards import (
     write_rank_file,
 )
 from runner.checkpoint.manifest import Manifest, parse_manifest
+from runner.checkpoint.state_digest import state_digest
 from runner.command import export as export_module
 from runner.command.export import export, export_command
 from runner.command.ring import ring_command

@@ -238,7 +238,7 @@ def test_a_tracker_takes_finite_numbers_only(
 
 # Digests, messages between processes, facts about files: no numbers that a run computed.
 _OTHERS = {
-    "checkpoint/digest.py": 1, "checkpoint/memory/snapshot.py": 1,
+    "checkpoint/state_digest.py": 1, "checkpoint/memory/snapshot.py": 1,
     "checkpoint/memory/node_dir.py": 1, "checkpoint/memory/header.py": 1, "command/demo.py": 1,
     "command/export.py": 1,
     "config/compose.py": 1, "data/cache.py": 1, "data/claim.py": 1, "data/dataset.py": 3,

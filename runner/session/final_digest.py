@@ -1,7 +1,7 @@
 """Computes the state digest at the end of a run, on all ranks; it never delays a stop.
 
-:mod:`runner.checkpoint.digest` defines it. A small state is sent to rank 0 tensor by tensor; for a
-large one each rank sums its own shards in place, without a copy.
+:mod:`runner.checkpoint.state_digest` defines it. A small state is sent to rank 0 tensor by tensor;
+for a large one each rank sums its own shards in place, without a copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from runner.checkpoint.digest import (
+from runner.checkpoint.disk.shards import own_share
+from runner.checkpoint.state_digest import (
     LANES,
     Summing,
     Sums,
@@ -22,7 +23,6 @@ from runner.checkpoint.digest import (
     is_whole,
     state_digest,
 )
-from runner.checkpoint.disk.shards import own_share
 from runner.engine.protocol import Engine
 
 _STOP_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""Chooses the nodes of an allocation to train on, and lists those that failed."""
+"""The list of nodes that failed (``out/bad_nodes``), and the choice of nodes to train on."""
 
 from __future__ import annotations
 
