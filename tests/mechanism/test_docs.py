@@ -11,6 +11,8 @@ from urllib.parse import unquote
 import pytest
 
 from runner.__main__ import COMMANDS
+from runner.config.compose import fields
+from runner.config.schema import RunConfig
 from scripts import docs
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +114,58 @@ def test_every_command_is_told_in_the_pages() -> None:
     told = "\n".join(page.read_text() for page in PAGES if page.name != "CHANGELOG.md")
     for command in COMMANDS:
         assert re.search(rf"\b(runner|holdfast) {command}\b", told) or f"`{command}`" in told
+
+
+# Named in examples: arguments of a user's code, attributes of the guard, options of other tools.
+_OF_OTHERS = {
+    "data.root", "model.hidden", "model.width", "optim.alpha", "track.url",
+    "guard.ok", "guard.over", "guard.note", "guard.skipped", "guard.close", "batch.safetensors",
+    "--shm-size", "--arg", "--dependency",
+    "docs/records/NAME.json", "scripts/bench/results/cpu.json",
+}  # fmt: skip
+_KEY = re.compile(r"(?<![\w./-])[a-z_]+\.[a-z_]+\b(?![(/])")
+_FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+_FILE = re.compile(
+    r"(?<![\w/.-])(?:tests|scripts|runner|examples|launch|configs)/[\w./-]+(?![\w{*])"
+)
+
+
+def unknown_names(text: str, keys: set[str], sources: str) -> Iterator[str]:
+    """Keys, options and files in the code of a page that do not exist."""
+    groups = {name.partition(".")[0] for name in keys if "." in name}
+    for code in (*(m.group() for m in _FENCE.finditer(text)), *_CODE.findall(text)):
+        for name in {*_KEY.findall(code)} - keys:
+            if name.partition(".")[0] in groups and not name.endswith((".yaml", ".jsonl")):
+                yield name
+        yield from (flag for flag in _FLAG.findall(code) if flag not in sources)
+        yield from (file for file in _FILE.findall(code) if not (ROOT / file.rstrip(".")).exists())
+
+
+def test_keys_options_and_files_in_the_pages_exist() -> None:
+    keys = {name for name, _, _ in fields(RunConfig())}
+    rooms = (ROOT / name for name in ("runner", "scripts", "examples", "launch", "tests"))
+    files = (path for room in rooms for path in room.rglob("*") if path.suffix in (".py", ".sh"))
+    sources = "\n".join(path.read_text() for path in files)
+    unknown = {
+        f"{page.name}: {name}"
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for name in unknown_names(page.read_text(), keys, sources)
+        if name not in _OF_OTHERS
+    }
+    assert unknown == set()
+    made_up = "`guard.persists=3`, `--no-such-option`, `tests/nowhere.py`, `guard.persist=3`"
+    assert [*unknown_names(made_up, keys, "")] == [
+        "guard.persists", "--no-such-option", "tests/nowhere.py",
+    ]  # fmt: skip
+
+
+def test_both_glossaries_say_the_same() -> None:
+    ours = (ROOT / "CONTRIBUTING.md").read_text().partition("## Glossary")[2].partition("\n## ")[0]
+    rows = [line for line in ours.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 20
+    pages = (FOLDER / "glossary.md").read_text().splitlines()
+    assert [row for row in rows if row not in pages] == []
 
 
 def test_nothing_names_this_machine() -> None:
