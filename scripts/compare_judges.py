@@ -546,7 +546,7 @@ def main(arguments: Sequence[str]) -> int:
         curves = [named for named in made_up if named.name.endswith(kind)]
         print(
             table(
-                f"Made-up curves, {kind} noise ({len(curves)}, seed {options.seed})",
+                f"Synthetic curves, {kind} noise ({len(curves)}, seed {options.seed})",
                 measure(curves, judges, options.places),
             )
         )

@@ -63,8 +63,8 @@ def read_made(seeds: range) -> bool:
     num_healthy = len(seeds) * len(HEALTHY)
     recall, precision = num_right / num_made, num_right / max(num_signatures, 1)
     print(
-        f"\nrecall {100 * recall:.1f} % of {num_made}, precision {100 * precision:.1f} % of "
-        f"{num_signatures} told, {num_loud} of {num_healthy} healthy not silent"
+        f"\nRecall: {100 * recall:.1f} % of {num_made}. Precision: {100 * precision:.1f} % of "
+        f"{num_signatures} reports. Healthy curves with a report: {num_loud} of {num_healthy}."
     )
     return min(recall, precision) >= _LEAST and num_loud <= _MOST_FALSE * num_healthy
 
