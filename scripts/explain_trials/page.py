@@ -14,24 +14,26 @@ COMMAND = "python -m scripts.explain_trials"
 _OPEN = ("unclear", "not reproducible")
 _HEAD = f"""# Causes named, counted
 
-`{COMMAND} run`, `{COMMAND} healthy` and `{COMMAND} page` made this page, of the rows in
-`docs/records/explaining-trials.jsonl`. For each layout a small run is started and trained for 33
-steps. Then one incident after the other is made in it: the state is put back, a fault is armed, and
-the run's own loop, with `explain=full`, is left to find out. What the journal says is compared with
-what was done. Ranks, samples, modules and sizes are drawn for each. An incident counts as exact
-where rank, samples, module and step are those that were hit (the step within one). Kinds at the
-end of the page are those on which the rules were not tuned.
+This page counts how often the [verdict](explaining.md) on a bad step was right. `{COMMAND} run`,
+`{COMMAND} healthy` and `{COMMAND} page` made it from the rows in
+`docs/records/explaining-trials.jsonl`. For each layout a small run is trained for 33 steps. Then
+many incidents are made in it, one after the other: the state is restored, a fault is armed, and the
+run's own loop, with `explain=full`, has to find the cause. The journal's verdict is compared with
+the fault. Ranks, samples, modules and sizes are drawn at random. An incident counts as exact if
+rank, samples, module and step are right (the step within one). The rules were tuned on some kinds
+of faults and not on others; the two have separate tables.
 
-The trials of seed 1 came first. They found that a sound rank was named, because it alone had the
-samples for which a spoilt state gives bad gradients; and that a rank whose numbers are all NaN was
-not named beside a sample of a sound rank that stands out. Both rules were mended before seed 2.
-Seed 1 asked for pictures that are four times as loud as well, which is nothing for one that is
-learnt already; seed 2 did not. Where "the process ended" the trial could not be made: a bit of a
-GRU's gradient could not be flipped (it can be since), and an error in the trials themselves.
+The trials of seed 1 found two mistakes, which were corrected before seed 2. A healthy rank was
+named because only it had the samples for which a corrupted state gives bad gradients. And a rank
+whose numbers were all NaN was not named if a sample of a healthy rank stood out. Seed 1 also
+contained pictures multiplied by four, which are harmless once they are learned; seed 2 left them
+out. "The process ended" means that the trial itself failed: a bit of a GRU's gradient could not be
+flipped (now it can), and the trials had an error.
 
-Not as good as asked for is the rate. With a tiny network for pictures, whose losses differ a
-thousandfold, one sample stands out before the known ones are bad, and is named. A rate that grows
-from step to step closes the gate by so little that nothing stands out: three ended unclear.
+The verdict "rate" misses its goal. With a tiny network for pictures, whose losses differ a
+thousandfold, one sample stands out before the known samples are bad, and is named. A rate that
+grows from step to step exceeds the gate's limit by so little that no sample stands out: three of
+these incidents ended as unclear.
 """
 
 
@@ -40,11 +42,11 @@ def text(rows: Sequence[Outcome], healthy: Sequence[HealthyRun]) -> str:
     exact = [row for row in rows if not row.noise]
     noisy = [row for row in rows if row.noise]
     parts = [_HEAD, _bounds(rows), _healthy(healthy), _causes(_asked(exact)), _layouts(rows)]
-    for tuned, words in ((True, "were tuned on"), (False, "were not tuned on")):
+    for tuned, verb in ((True, "were"), (False, "were not")):
         of_kind = [row for row in exact if row.tuned is tuned]
-        parts.append(f"## Kinds that the rules {words}\n\n{_table(of_kind)}")
+        parts.append(f"## Faults on which the rules {verb} tuned\n\n{_table(of_kind)}")
     if noisy:
-        parts.append(f"## With noise of 1e-6\n\n{_noise_words(noisy)}\n\n{_table(noisy)}")
+        parts.append(f"## With noise of 1e-6\n\n{_noise_sentence(noisy)}\n\n{_table(noisy)}")
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
@@ -54,10 +56,10 @@ def _asked(rows: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _bounds(rows: Sequence[Outcome]) -> str:
-    """What was asked for, against what was counted with each seed."""
+    """The goals, and what was counted with each seed."""
     seeds = list(dict.fromkeys(row.seed for row in rows))
     columns = [_counted([row for row in rows if row.seed == seed]) for seed in seeds]
-    lines = [f"| | {' | '.join(f'seed {seed}' for seed in seeds)} | asked for |"]
+    lines = [f"| | {' | '.join(f'seed {seed}' for seed in seeds)} | goal |"]
     lines.append("|---|" + "---|" * (len(seeds) + 1))
     for cells in zip(*columns, strict=True):
         what, _, bound = cells[0]
@@ -66,7 +68,7 @@ def _bounds(rows: Sequence[Outcome]) -> str:
 
 
 def _counted(of_seed: Sequence[Outcome]) -> list[tuple[str, str, str]]:
-    """What is counted, the count, and what was asked for."""
+    """What is counted, the count, and the goal."""
     rows = [row for row in of_seed if not row.noise]
     noisy = _asked([row for row in of_seed if row.noise])
     asked, calm = _asked(rows), [row for row in rows if row.is_healthy]
@@ -76,26 +78,26 @@ def _counted(of_seed: Sequence[Outcome]) -> list[tuple[str, str, str]]:
     silent = sum(row.said == NOTHING and not row.is_healthy for row in rows)
     return [
         ("incidents", f"{len(asked)}", "120"),
-        ("cause right", _share([row for row in asked if row.is_right], asked), "95 %"),
-        ("the cause with the least", f"{least[1]} {least[0]:.1f} %", "85 %"),
+        ("verdict right", _share([row for row in asked if row.is_right], asked), "95 %"),
+        ("lowest share of right verdicts for a cause", f"{least[1]} {least[0]:.1f} %", "85 %"),
         (
             "unclear or not reproducible",
             _share([r for r in asked if r.said in _OPEN], asked),
             "5 %",
         ),
-        ("a rank named that was not hit", _count(r.wrong_ranks for r in of_seed), "0"),
-        ("a module named that was not hit", _count(r.wrong_modules for r in of_seed), "-"),
-        ("a sample named that was not hit", _count(r.wrong_samples for r in asked), "-"),
-        ("healthy hard batches and level shifts", f"{len(calm)}", "30"),
+        ("wrong ranks named", _count(r.wrong_ranks for r in of_seed), "0"),
+        ("wrong modules named", _count(r.wrong_modules for r in of_seed), "-"),
+        ("wrong samples named", _count(r.wrong_samples for r in asked), "-"),
+        ("hard but healthy batches, and level shifts", f"{len(calm)}", "30"),
         ("of these called hardware, numerics or rate", f"{len(accused)}", "0"),
         *_of_samples(asked),
         *_of_weights(asked),
         (
-            "with 1e-6 relative noise: cause right",
+            "with 1e-6 relative noise: verdict right",
             _share([row for row in noisy if row.is_right], noisy),
             "90 %",
         ),
-        ("faults that closed no gate, not counted above", f"{silent}", "-"),
+        ("faults that the guard did not notice, not counted above", f"{silent}", "-"),
     ]
 
 
@@ -109,7 +111,11 @@ def _of_samples(asked: Sequence[Outcome]) -> list[tuple[str, str, str]]:
         rows.append((words, _share([r for r in of_group if r.is_complete], of_group), bound))
         most = max((row.tries for row in of_group), default=0)
         rows.append(
-            ("tries without samples, at most", f"{most}", "8" if group == "single" else "-")
+            (
+                "computations of probe E, at most",
+                f"{most}",
+                "8" if group == "single" else "-",
+            )
         )
     many = [row for row in asked if row.group == "many"]
     for name in ("precision", "recall"):
@@ -137,9 +143,9 @@ def _healthy(healthy: Sequence[HealthyRun]) -> str:
     explained = sum(row.explained for row in healthy)
     return f"""## Undisturbed runs
 
-{len(healthy)} runs of {STEPS} steps (100 were asked for), each once more with `explain=off`:
-{warnings} early warnings (at most 1), {explained} steps that were looked into (none), and the same
-state at the end, bit for bit, in {_share(same, healthy)} (all)."""
+{len(healthy)} runs of {STEPS} steps (goal: 100), each repeated with `explain=off`:
+{warnings} early warnings (goal: at most 1), {explained} analysed steps (goal: none), and the same
+state at the end, bit for bit, in {_share(same, healthy)} (goal: all)."""
 
 
 def _of_cause(asked: Sequence[Outcome], cause: str) -> tuple[float, str]:
@@ -152,8 +158,8 @@ def _causes(asked: Sequence[Outcome]) -> str:
     order = (TRANSIENT, STICKY, MISREAD, "data", NUMERICS, STATE, RATE)
     said = [cause for cause in order if any(row.said == cause for row in asked)]
     said += sorted({row.said for row in asked} - {*order})
-    lines = ["## What was done, and what was said", ""]
-    lines += [f"| done \\ said | {' | '.join(said)} |", "|---|" + "---|" * len(said)]
+    lines = ["## Fault and verdict", ""]
+    lines += [f"| fault \\ verdict | {' | '.join(said)} |", "|---|" + "---|" * len(said)]
     for cause in order:
         rows = [row for row in asked if row.causes[0] == cause]
         counts = [sum(row.said == one for row in rows) for one in said]
@@ -162,7 +168,7 @@ def _causes(asked: Sequence[Outcome]) -> str:
 
 
 def _layouts(rows: Sequence[Outcome]) -> str:
-    lines = ["## Layouts", "", "| run | incidents | cause right | exact | seconds each |"]
+    lines = ["## Layouts", "", "| run | incidents | verdict right | exact | seconds each |"]
     lines.append("|---|---|---|---|---|")
     for layout in dict.fromkeys(row.layout for row in rows):
         of_layout = [row for row in rows if row.layout == layout]
@@ -173,17 +179,17 @@ def _layouts(rows: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _noise_words(noisy: Sequence[Outcome]) -> str:
+def _noise_sentence(noisy: Sequence[Outcome]) -> str:
     unseen = sum(row.repeats_bits for row in noisy)
-    words = "The check at the start found in each run that the machine does not repeat its bits."
+    check = "The check at the start reported in each run that the machine does not repeat its bits."
     if unseen:
-        words = f"The check at the start did not find the noise in the runs of {unseen} trials."
-    return f"Every embedding's output differs by 1e-6, relatively, each time. {words}"
+        check = f"The check at the start did not notice the noise in the runs of {unseen} trials."
+    return f"Every embedding's output differs by 1e-6, relatively, each time. {check}"
 
 
 def _table(rows: Sequence[Outcome]) -> str:
     lines = [
-        "| what was done | right | closed the gate | cause right | exact | said instead | "
+        "| fault | right verdict | noticed | verdict right | exact | wrong verdicts | "
         "computations, median (most) |",
         "|---|---|---|---|---|---|---|",
     ]
