@@ -77,6 +77,7 @@ import torch._inductor.utils  # noqa: E402
 
 _Callback = ctypes.PYFUNCTYPE(None, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _kept: list[Any] = []  # the stub holds no reference
+_spin_listeners: list[Callable[[], None]] = []
 
 
 def listen(hear: Callable[[int, int, int], None]) -> None:
@@ -85,16 +86,36 @@ def listen(hear: Callable[[int, int, int], None]) -> None:
     _stub.listen(_kept[0])
 
 
+def on_spin() -> None:
+    """The host waits for an event that keeps a core busy; see :class:`Trace`."""
+    for hear in _spin_listeners:
+        hear()
+
+
+def listen_for_spins(hear: Callable[[], None]) -> None:
+    """``hear()`` from now on, at each wait of the host that is not a sleep. One at a time."""
+    _spin_listeners[:] = [hear]
+
+
 def current_stream() -> int:
     """The number of the current stream; 0 is the default one."""
     return int(_stub.current_stream())
 
 
 class Event(torch.Event):
-    """``torch.cuda.Event`` over the stub."""
+    """``torch.cuda.Event`` over the stub. It remembers whether the host sleeps while it waits."""
 
-    def __new__(cls, *args: Any, **named: Any) -> Event:
-        return super().__new__(cls, device="cuda")
+    blocking: bool
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, **named: Any) -> Event:
+        event = super().__new__(cls, device="cuda", blocking=blocking)
+        event.blocking = blocking
+        return event
+
+    def synchronize(self) -> None:
+        if not self.blocking:
+            on_spin()
+        super().synchronize()
 
     def record(self, stream: Any = None) -> None:
         super().record(stream or torch.accelerator.current_stream())

@@ -1,6 +1,7 @@
 """``guard.ok`` of a loop of somebody's own that reads late: what makes the host wait, as JSON.
 
-``guarded.py VARIANTS``: "late", or "at once", where the numbers are read before the update.
+``guarded.py VARIANTS``: "late"; "at once", where the numbers are read before the update; or
+"spinning", where no event lets the waiting host sleep.
 """
 
 from __future__ import annotations
@@ -22,14 +23,23 @@ from runner.embed.gate import DeviceGate, HostSide
 from runner.embed.measure import Measurer
 from runner.embed.state import LoopState
 from runner.policy.decision.signals import Limits
+from tests.pretended.device import Event
 from tests.pretended.trace import Trace
 
 WORLD, STEPS = 8, 3
 
 
+class Spinning(Event):
+    """An event as it is made where nobody asks for another."""
+
+    def __new__(cls, *args: Any, **named: Any) -> Event:
+        return Event.__new__(cls)
+
+
 def waits(variant: str) -> dict[str, Any]:
     """Of a few steps, from the backward pass to the end of the update."""
     trace = Trace(order=True)
+    torch.cuda.Event = Spinning if variant == "spinning" else Event  # type: ignore[misc]
     with FakeTensorMode(allow_non_fake_inputs=True), trace:
         model = nn.Sequential(nn.Linear(8, 8, device=GPU), nn.Linear(8, 8, device=GPU))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -61,7 +71,7 @@ def waits(variant: str) -> dict[str, Any]:
             scheduler.step()
         found = {"waits": list(trace.waits), "copies": sum(dict(trace.copies).values())}
         agreed.numbers.read()
-    return {**found, "races": sorted(set(trace.races))}
+    return {**found, "races": sorted(set(trace.races)), "spins": sorted(set(trace.spins))}
 
 
 def main() -> None:

@@ -128,7 +128,12 @@ def outcome_of(rig: Rig, variant: str) -> dict[str, Any]:
             newest.on_host()
         trace.begin("counts")
         engine.update_counts()
-    return {"races": sorted(set(trace.races)), **launched, "count_waits": sorted(set(trace.waits))}
+    return {
+        "races": sorted(set(trace.races)),
+        "spins": sorted(set(trace.spins)),
+        **launched,
+        "count_waits": sorted(set(trace.waits)),
+    }
 
 
 def main() -> None:

@@ -57,6 +57,8 @@ def check_order(result: dict[str, Any]) -> None:
     assert result["races"] == []
     assert result["waits"] == [], "launching a step made the host wait"
     assert sum(result["copies"].values()) == COPIES, result["copies"]
+    # Of the numbers and of the snapshot's copy: the core is left to the threads that hash.
+    assert result["spins"] == [], "the host keeps a core busy while it waits"
 
 
 def test_nothing_overtakes_and_an_omission_is_noticed() -> None:
@@ -73,10 +75,11 @@ def test_nothing_overtakes_on_other_layouts(engine: str) -> None:
 
 
 def test_a_guarded_loop_that_reads_late_never_waits() -> None:
-    found = run("guarded", "late,at once")
-    assert found["late"]["waits"] == found["late"]["races"] == []
+    found = run("guarded", "late,at once,spinning")
+    assert found["late"]["waits"] == found["late"]["races"] == found["late"]["spins"] == []
     assert found["late"]["copies"] == 2  # the numbers there, and their sums back
     assert found["at once"]["waits"] != []
+    assert found["spinning"]["spins"] == ["train/host_numbers.py:28"]
 
 
 @pytest.mark.full

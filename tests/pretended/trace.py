@@ -100,6 +100,7 @@ class Trace(TorchDispatchMode):
         self.collective_bytes: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()  # between host and device
         self.waits: list[str] = []  # of the host
+        self.spins: list[str] = []  # waits that keep a core busy; since the beginning
         self.races: list[str] = []
         self._live: dict[int, int] = {}
         self._on_host: set[int] = set()  # what is freed there may come again as another
@@ -108,6 +109,7 @@ class Trace(TorchDispatchMode):
         self._written: dict[int, Touch] = {}
         self._read: defaultdict[int, dict[int, Touch]] = defaultdict(dict)
         device.listen(self._told)
+        device.listen_for_spins(lambda: self.spins.append(where()))
 
     def __enter__(self) -> Trace:
         super().__enter__()
