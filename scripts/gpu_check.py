@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from runner.train.host_numbers import HostNumbers
+
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS = 14 * 60
 _RUN_SECONDS = 240.0
@@ -105,7 +107,7 @@ class Machine:
 
     def train(self, name: str, *overrides: str, restarts: int = 0) -> Ended:
         """Start or resume the run ``name``."""
-        out = self._folder / name
+        out = self.folder(name)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += [f"--nproc-per-node={self.ranks}", f"--max-restarts={restarts}"]
         command += ["-m", "runner", f"out={out}", *TINY, f"parallel.device={self.device}"]
@@ -124,6 +126,10 @@ class Machine:
         if layout not in self._clean:
             self._clean[layout] = self.done(f"clean-{layout}", *_layout(self, layout))
         return self._clean[layout]
+
+    def folder(self, name: str) -> Path:
+        """Where the run ``name`` is."""
+        return self._folder / name
 
     def call(self, command: Sequence[str]) -> tuple[int, str, float]:
         """Exit code, output and seconds."""
@@ -258,9 +264,51 @@ def a_hang_is_named(machine: Machine) -> str:
     if not crashes or 1 not in crashes[0]["ranks"]:
         raise Failed(f"not named: {crashes[0]['reason'] if crashes else ended.text[-_TAIL:]}")
     reports = list((ended.out / "incidents").glob("*/rank-*.json"))
-    collectives = [json.loads(path.read_text()).get("collectives") for path in reports]
-    machine.measured["collectives_told"] = [len(one or []) for one in collectives]
+    collectives = [json.loads(path.read_text()).get("collectives") or [] for path in reports]
+    machine.measured["collectives_told"] = [len(one) for one in collectives]
+    groups = {entry["group"] for entries in collectives for entry in entries}
+    if machine.device == "cuda" and not any(group.endswith("/nccl") for group in groups):
+        raise Failed(f"no entry of NCCL's recorder among those of {sorted(groups)}")
     return str(crashes[0]["reason"])
+
+
+def deterministic_repeats_bits(machine: Machine) -> str:
+    """What a machine must do that repeats no bits by itself."""
+    runs = [machine.done(f"fixed-{n}", "compute.deterministic=true") for n in (1, 2)]
+    _same(*runs)
+    [start] = runs[0].journal("start")
+    if start["detail"]["repeats_bits"] is not True:
+        raise Failed(f"the start says repeats_bits={start['detail']['repeats_bits']}")
+    return "two runs with compute.deterministic=true end bit for bit alike, and the start says so"
+
+
+def more_ranks_than_gpus_are_refused(machine: Machine) -> str:
+    if machine.device != "cuda":
+        raise Skipped("needs GPUs to be short of")
+    gpus = torch.cuda.device_count()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={gpus + 1}", "-m", "runner", *TINY, "parallel.device=auto"]
+    code, text, _ = machine.call([*command, f"out={machine.folder('short')}"])
+    if code == 0 or f"{gpus + 1} ranks but {gpus} GPUs" not in text:
+        raise Failed(f"exit {code}: {text[-_TAIL:]}")
+    return f"{gpus + 1} ranks on {gpus} GPUs end with an error, none goes to the CPU"
+
+
+def waiting_sleeps(machine: Machine) -> str:
+    """The core is left to the threads that hash snapshots."""
+    if machine.device != "cuda":
+        raise Skipped("on a CPU nothing is waited for")
+    numbers = torch.ones(8, dtype=torch.float64, device="cuda")
+    HostNumbers(numbers).read()
+    torch.cuda._sleep(2_000_000_000)
+    on_their_way = HostNumbers(numbers)
+    began, cpu = time.monotonic(), time.thread_time()
+    on_their_way.read()
+    waited, used = time.monotonic() - began, time.thread_time() - cpu
+    machine.measured |= {"waited_seconds": round(waited, 3), "cpu_seconds": round(used, 3)}
+    if used > waited / 2:
+        raise Failed(f"{used:.2f} s of a core in {waited:.2f} s of waiting")
+    return f"{used:.3f} s of a core in {waited:.2f} s of waiting"
 
 
 def snapshots_come_back(machine: Machine) -> str:
@@ -401,6 +449,24 @@ CLAIMS = (
         seconds=60,
     ),
     Claim(name="bits", words="this machine repeats bits", check=repeats_bits, seconds=30),
+    Claim(
+        name="fixed",
+        words="with compute.deterministic=true it repeats bits, and says so",
+        check=deterministic_repeats_bits,
+        seconds=60,
+    ),
+    Claim(
+        name="devices",
+        words="where GPUs are missing no rank goes to the CPU",
+        check=more_ranks_than_gpus_are_refused,
+        seconds=30,
+    ),
+    Claim(
+        name="sleep",
+        words="waiting for the device keeps no core busy",
+        check=waiting_sleeps,
+        seconds=10,
+    ),
     Claim(
         name="late",
         words="reading numbers one step late changes no bit",
