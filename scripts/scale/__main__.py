@@ -1,6 +1,6 @@
 """What a start, a save and a crash of many ranks cost: real code, simulated ranks.
 
-    python -m scripts.scale 256 1024 4096 16384 --json docs/scale.json
+    python -m scripts.scale 256 1024 4096 16384 --json docs/scale.json --page docs/scale.md
 
 ``roll_call``  a process of 1,024 threads for each 1,024 ranks, each thread a rank with a connection
                of its own to one TCPStore
@@ -46,6 +46,9 @@ def main(arguments: Sequence[str]) -> int:
                 record = _merged(options.json, arguments, rows)
                 options.json.write_text(json.dumps(record, indent=1) + "\n")
     print(markdown(rows))
+    if options.page is not None:
+        measured = rows if options.json is None else json.loads(options.json.read_text())["rows"]
+        options.page.write_text(with_table(options.page.read_text(), measured))
     return 0
 
 
@@ -53,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scripts.scale", description=__doc__)
     parser.add_argument("ranks", nargs="+", type=int)
     parser.add_argument("--json", type=Path, help="put the results into this file")
+    parser.add_argument("--page", type=Path, help="put the table of the JSON file into this page")
     parser.add_argument("--parts", default=",".join(_PARTS))
     parser.add_argument("--model", default="8b", help="of the manifest: tiny, 8b or 70b")
     parser.add_argument("--seconds", type=float, default=300.0, help="limit of the roll call")
@@ -87,14 +91,24 @@ def _merged(path: Path, arguments: Sequence[str], rows: Sequence[dict[str, Any]]
     }
 
 
+def with_table(page: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The page with these rows in the place of the ones in its table."""
+    first = page.index(_HEAD)
+    last = page.index("\n\n", first)
+    return page[:first] + markdown(rows) + page[last:]
+
+
+_TITLES = (
+    "ranks", "start, s", "rank 0, CPU s", "store, CPU s", "all ranks, CPU s",
+    "simulator, CPU s", "MB", "gather, CPU s", "save, rank 0, s", "CPU s", "manifest, MB",
+    "read, CPU s", "own part, CPU s", "crash, rank 0, s", "CPU s", "MB",
+)  # fmt: skip
+_HEAD = "| " + " | ".join(_TITLES) + " |"
+
+
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """The table of docs/scale.md; a dash where a part was left out or failed."""
-    titles = (
-        "ranks", "roll call, s", "of it store's CPU, s", "all ranks' CPU, s", "MB",
-        "gather, CPU s", "commit, s", "its CPU, s", "manifest, MB", "read, CPU s",
-        "own part, CPU s", "crash, rank 0, s", "its CPU, s", "MB",
-    )  # fmt: skip
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---:|" * len(titles)]
+    lines = [_HEAD, "|" + "---:|" * len(_TITLES)]
     for row in rows:
         cells = [f"{row['ranks']:,}", *(_cell(row, *place) for place in _PLACES)]
         lines.append("| " + " | ".join(cells) + " |")
@@ -104,8 +118,10 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 _MB = 1e-6
 _PLACES: tuple[tuple[tuple[str, ...], float], ...] = (
     (("roll_call", "seconds"), 1),
+    (("roll_call", "rank_0_cpu_seconds"), 1),
     (("roll_call", "server_cpu_seconds"), 1),
-    (("roll_call", "all_clients_cpu_seconds"), 1),
+    (("roll_call", "all_ranks_cpu_seconds"), 1),
+    (("roll_call", "simulator_cpu_seconds"), 1),
     (("roll_call", "bytes"), _MB),
     (("agreement", "cpu_seconds"), 1),
     (("manifest", "commit", "seconds"), 1),

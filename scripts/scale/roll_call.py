@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import struct
+import sys
 import threading
 import time
 import traceback
@@ -31,6 +32,9 @@ _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _SET_FLAGS, _IS_UP, _IS_RUNNING = 0x8914, 0x1, 0x40  # SIOCSIFFLAGS, IFF_UP, IFF_RUNNING
 _STACK_BYTES = 1 << 19
 _THREADS_A_PROCESS = 1024
+# A thread that waits for the interpreter's lock wakes up at this interval. With a thousand of them
+# in a process the usual 5 ms are most of what the simulator would measure.
+_SWITCH_SECONDS = 1.0
 
 
 def in_child(work: Callable[[], dict[str, Any]]) -> tuple[int, int]:
@@ -66,53 +70,67 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _clients(first: int, count: int, world_size: int, port: int, seconds: float) -> dict[str, Any]:
-    """The ranks from ``first`` on, each a thread with a connection of its own."""
-    threading.stack_size(_STACK_BYTES)
-    facts = {"process": own_process(), "versions": versions()}
-    failures: list[str] = []
-    connected: list[float] = []
-    done: list[float] = []
+class _Clients:
+    """Ranks of this process, each a thread with a connection of its own."""
 
-    def rank_of(rank: int) -> None:
-        place = RankEnv(
-            rank=rank,
-            world_size=world_size,
-            local_rank=rank % RANKS_PER_NODE,
-            local_world_size=min(
-                RANKS_PER_NODE, world_size - rank // RANKS_PER_NODE * RANKS_PER_NODE
-            ),
-        )
+    def __init__(self, world_size: int, port: int, seconds: float) -> None:
+        self._world_size, self._port, self._seconds = world_size, port, seconds
+        self._facts = {"process": own_process(), "versions": versions()}
+        self._failures: list[str] = []
+        self._connected: list[float] = []  # when, by rank; likewise all below
+        self._done: list[float] = []
+        self._connect_cpu: list[float] = []
+        self._call_cpu: list[float] = []
+
+    def run(self, first: int, count: int) -> dict[str, Any]:
+        """The ranks from ``first`` on, from their first connection until all are told."""
+        threading.stack_size(_STACK_BYTES)
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        threads = [
+            threading.Thread(target=self._rank, args=(rank,))
+            for rank in range(first, first + count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {
+            "connected": max(self._connected, default=0.0),
+            "done": max(self._done, default=0.0),
+            "num_done": len(self._done),
+            "failures": self._failures[:3],
+            "cpu_seconds": _cpu_seconds(),
+            "connect_cpu_seconds": sum(self._connect_cpu),
+            "call_cpu_seconds": sum(self._call_cpu),
+            "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+
+    def _rank(self, rank: int) -> None:
         try:
+            cpu = time.thread_time()
             store = TCPStore(
-                "127.0.0.1", port, world_size, False,
-                timeout=timedelta(seconds=seconds), wait_for_workers=False,
+                "127.0.0.1", self._port, self._world_size, False,
+                timeout=timedelta(seconds=self._seconds), wait_for_workers=False,
             )  # fmt: skip
-            connected.append(time.time())
-            _, near = CALL(store, place, {"rank": rank, **facts}, seconds=seconds)
-            if [one["rank"] for one in near] != list(
-                range(rank - place.local_rank, rank - place.local_rank + place.local_world_size)
-            ):
-                failures.append(f"rank {rank}: was told of {near}")
-            done.append(time.time())
+            self._connected.append(time.time())
+            connected_cpu = time.thread_time()
+            self._connect_cpu.append(connected_cpu - cpu)
+            self._call(store, rank)
+            self._done.append(time.time())
+            self._call_cpu.append(time.thread_time() - connected_cpu)
         except Exception as error:
-            failures.append(f"rank {rank}: {type(error).__name__}: {str(error)[:300]}")
+            self._failures.append(f"rank {rank}: {type(error).__name__}: {str(error)[:300]}")
 
-    threads = [
-        threading.Thread(target=rank_of, args=(rank,)) for rank in range(first, first + count)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return {
-        "connected": max(connected, default=0.0),
-        "done": max(done, default=0.0),
-        "num_done": len(done),
-        "failures": failures[:3],
-        "cpu_seconds": _cpu_seconds(),
-        "max_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    }
+    def _call(self, store: TCPStore, rank: int) -> None:
+        local_rank = rank % RANKS_PER_NODE
+        leader = rank - local_rank
+        size = min(RANKS_PER_NODE, self._world_size - leader)
+        place = RankEnv(
+            rank=rank, world_size=self._world_size, local_rank=local_rank, local_world_size=size
+        )
+        _, near = CALL(store, place, {"rank": rank, **self._facts}, seconds=self._seconds)
+        if [one["rank"] for one in near] != list(range(leader, leader + size)):
+            self._failures.append(f"rank {rank}: was told of {near}")
 
 
 def own_network() -> bool:
@@ -173,7 +191,7 @@ def _measure(world_size: int, *, seconds: float) -> dict[str, Any]:
     children = []
     for first, count in shares:
         children.append(
-            in_child(lambda f=first, c=count: _clients(f, c, world_size, port, seconds))
+            in_child(lambda f=first, c=count: _Clients(world_size, port, seconds).run(f, c))
         )
     results = [result_of(child) for child in children]
     os.close(over_write)
@@ -182,21 +200,28 @@ def _measure(world_size: int, *, seconds: float) -> dict[str, Any]:
         os.close(end)
     sent = loopback_bytes() if is_alone else None
     failures = [text for one in results for text in one.get("failures", [one.get("error", "")])]
+
+    def sum_of(name: str) -> float:
+        return sum(one.get(name, 0.0) for one in results)
+
+    of_ranks = sum_of("connect_cpu_seconds") + sum_of("call_cpu_seconds")
     return {
         "seconds": max(one.get("done", 0.0) for one in results) - began,
         "connect_seconds": max(one.get("connected", 0.0) for one in results) - began,
+        "rank_0_seconds": results[0].get("done", 0.0) - began,
         "bytes": sent,
-        "num_told": sum(one.get("num_done", 0) for one in results),
+        "num_told": sum_of("num_done"),
         "rank_0_cpu_seconds": results[0].get("cpu_seconds"),
         "server_cpu_seconds": serving.get("cpu_seconds"),
         "server_mib": serving.get("max_rss_mib"),
-        "all_clients_cpu_seconds": sum(one.get("cpu_seconds", 0.0) for one in results),
+        "all_ranks_cpu_seconds": of_ranks,
+        "connect_cpu_seconds": sum_of("connect_cpu_seconds"),
+        # Of processes and threads to begin, wait and end: no cost of a rank.
+        "simulator_cpu_seconds": sum_of("cpu_seconds") - of_ranks,
         "failures": failures[:3],
     }
 
 
 if __name__ == "__main__":
-    import sys
-
     for size in map(int, sys.argv[1:]):
         print(size, json.dumps(measure(size, seconds=120.0)), flush=True)
