@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from runner.distributed import device as module
+from runner.distributed import process_group
 from runner.distributed.device import device_versions, find_device
 from runner.distributed.env import RankEnv, place_from
 from runner.distributed.process_group import _require_own_gpus, start_group
@@ -120,6 +122,26 @@ def test_one_node_that_differs_is_named_to_all(
 def test_what_is_wrong_on_every_rank_is_refused_by_all() -> None:
     with pytest.raises(ConfigError, match="gpu07: 8 ranks but 7 GPUs"):
         start_group(place_from({}), CPU, timeout_seconds=20, problem="gpu07: 8 ranks but 7 GPUs")
+
+
+@pytest.mark.parametrize("name", ["cuda:3", "cpu"])
+def test_nccls_communicator_is_made_at_the_start(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the start is watched, not in the first collective; and in time, or it is given up."""
+
+    class Asked(Exception):
+        pass
+
+    def init(backend: str, **options: Any) -> None:
+        raise Asked(backend, options["device_id"], options["timeout"].total_seconds())
+
+    monkeypatch.setattr(process_group.dist, "init_process_group", init)
+    with pytest.raises(Asked) as asked:
+        start_group(place_from({}), torch.device(name), timeout_seconds=20)
+    is_gpu = name != "cpu"
+    backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
+    assert asked.value.args == (backend, torch.device(name) if is_gpu else None, 20.0)
 
 
 def test_two_ranks_on_one_gpu_are_named() -> None:
