@@ -6,8 +6,9 @@ DeepSpeed's own clipping, schedule and loss scaling are off.
 ``tests/mechanism/test_zero_contract.py`` lists every DeepSpeed name that is used, and names the one
 that an upgrade moved.
 
-On CUDA DeepSpeed itself waits for the device (its reduction streams, stage 3 at every step):
-``guard.sync=false`` gives the same run there too, and removes only our own wait.
+On CUDA DeepSpeed itself waits for the device (its reduction streams; at every step stage 1, which
+looks at the norm, and stage 3): ``guard.sync=false`` gives the same run there too, and removes
+only our own wait.
 """
 
 from __future__ import annotations
