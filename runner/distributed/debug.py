@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 # 3 keeps NCCL's communicators until the recorders are read; 1 is torchrun's default for its
 # workers, and tears them down.
 _ASYNC_ERRORS, _TORCHRUNS = "3", "1"
+_DUMPS = "flight-recorder-rank"  # torch appends the rank
 # The flight recorder keeps the last collectives of each rank; NCCL dumps it on a time-out.
 _ALWAYS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
@@ -19,7 +22,7 @@ _ALWAYS = {
 def debug_settings(kind: str, *, subsystems: str, folder: Path) -> dict[str, str]:
     """Environment variables for ``debug=off|nccl|collectives``."""
     settings = dict(_ALWAYS)
-    settings["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "flight-recorder-rank")
+    settings["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / _DUMPS)
     if kind != "off":
         # Records each collective's begin on the device by an event: a device that hangs before
         # a collective can then be distinguished from a network that is down.
@@ -51,3 +54,14 @@ def set_debug(environment: MutableMapping[str, str], settings: dict[str, str]) -
     for name, value in settings.items():
         environment.setdefault(name, value)
     return {name: environment[name] for name in settings}
+
+
+def keep_dump(folder: Path, rank: int) -> None:
+    """Rename what NCCL dumped in an earlier incarnation of this rank; it would be overwritten.
+
+    The new name begins with the time of the dump, UTC.
+    """
+    dump = folder / f"{_DUMPS}{rank}"
+    with contextlib.suppress(OSError):  # mostly: there is none
+        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(dump.stat().st_mtime))
+        dump.rename(folder / f"{when}-{dump.name}")

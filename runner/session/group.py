@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from runner.config.schema import LogKind, RunConfig
 from runner.distributed.agreement import Ranks
-from runner.distributed.debug import debug_settings, is_torchruns_own, set_debug
+from runner.distributed.debug import debug_settings, is_torchruns_own, keep_dump, set_debug
 from runner.distributed.device import device_name, device_versions, find_device
 from runner.distributed.env import JobEnv, RankEnv, launch_from
 from runner.distributed.process_group import end_group, start_group, take_device
@@ -103,6 +103,7 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
             "evidence of a hang"
         )
     debug = set_debug(changeable(), settings)
+    keep_dump(run_dir.debug, place.rank)
     facts: dict[str, Any] = {
         "rank": place.rank,
         "process": own_process(),

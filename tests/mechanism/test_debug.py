@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runner.distributed.debug import debug_settings, set_debug
+from runner.distributed.debug import debug_settings, keep_dump, set_debug
 from runner.distributed.env import place_from
 from runner.distributed.process_group import choose_device, end_group, start_group
 from tests import warm
@@ -47,6 +47,20 @@ def test_torchruns_choice_is_not_the_users(
 def test_when_the_begin_on_the_device_is_recorded(kind: str, timed: bool) -> None:
     settings = debug_settings(kind, subsystems="", folder=Path("debug"))
     assert ("TORCH_NCCL_ENABLE_TIMING" in settings) == timed
+
+
+def test_a_restart_overwrites_no_dump(tmp_path: Path) -> None:
+    keep_dump(tmp_path / "not there", 3)
+    prefix = debug_settings("off", subsystems="", folder=tmp_path)["TORCH_FR_DUMP_TEMP_FILE"]
+    for when in (1_700_000_000, 1_700_000_060):
+        dump = Path(f"{prefix}3")  # as torch names it
+        dump.write_bytes(b"entries")
+        os.utime(dump, (when, when))
+        keep_dump(tmp_path, 2)
+        keep_dump(tmp_path, 3)
+    name = "flight-recorder-rank3"
+    kept = [f"20231114T221320Z-{name}", f"20231114T221420Z-{name}"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
 
 
 @pytest.mark.parametrize(
