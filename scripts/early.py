@@ -144,7 +144,7 @@ def run(trial: Trial, every: int) -> dict[str, Any]:
             inspections.append({"step": step, "loss": losses[-1], "norm": norm, **values})
             warning = early.note(Look(step=step, values=values))
             if warning is not None:
-                warned.append((step, warning.is_alarm, warning.words))
+                warned.append((step, warning.is_alarm, warning.sentence))
         if event(losses) is not None:
             break
     return {"losses": losses, "looks": inspections, "warned": warned, "event": event(losses)}

@@ -149,8 +149,8 @@ def _run_as_part(job: Job, out: Path) -> int:
     stop = Stop()
     stop.listen()
     outcome = run_once(replace(job, forward=forward, part_of=part_of), stop)
-    if outcome.words:
-        say(outcome.words)
+    if outcome.reason:
+        say(outcome.reason)
     name = job.environment.get("SLURMD_NODENAME") or os.uname().nodename
     if outcome.stuck:
         pids = ", ".join(map(str, outcome.stuck))

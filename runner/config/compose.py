@@ -364,11 +364,11 @@ def type_name(spec: dataclasses.Field[Any]) -> str:
     kind = spec.type if isinstance(spec.type, str) else spec.type.__name__
     if isinstance(spec.default, Enum):
         kind = " | ".join(member.value for member in type(spec.default))
-    words = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [f"{words[name]} {spec.metadata[name]:g}" for name in words if name in spec.metadata]
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [f"{signs[name]} {spec.metadata[name]:g}" for name in signs if name in spec.metadata]
     kind = kind.replace("None", "null").replace("Any", "list")
-    if spec.metadata["words"]:
-        kind = kind.replace("str", " | ".join(spec.metadata["words"]))
+    if spec.metadata["choices"]:
+        kind = kind.replace("str", " | ".join(spec.metadata["choices"]))
     return " ".join([kind, ", ".join(bounds)]).strip()
 
 

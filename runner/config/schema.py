@@ -20,15 +20,21 @@ def key(
     help: str,
     *,
     trajectory: bool = False,
-    words: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
     shown: str = "",
     **bounds: float,
 ) -> Any:
-    """A config field: its default, its one-line help, its bounds, allowed words.
+    """A config field: its default, its one-line help, its bounds, the words that it allows.
 
     ``shown``: its type for a reader, where the annotation does not tell it.
     """
-    metadata = {"help": help, "trajectory": trajectory, "words": words, "shown": shown, **bounds}
+    metadata = {
+        "help": help,
+        "trajectory": trajectory,
+        "choices": choices,
+        "shown": shown,
+        **bounds,
+    }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     if isinstance(default, type):
@@ -612,7 +618,7 @@ class CheckpointConfig:
     """The ring."""
 
     every: int | str = key(
-        50, "steps between checkpoints; auto: by what they cost", words=("auto",), ge=1
+        50, "steps between checkpoints; auto: by what they cost", choices=("auto",), ge=1
     )
     auto_most: int = key(1000, "every=auto: at most so many steps; at least clean_after", ge=1)
     mtbf_hours: float | None = key(

@@ -58,9 +58,9 @@ def check(config: RunConfig, *, world_size: int) -> None:
 def _bounds(config: RunConfig) -> list[str]:
     problems = []
     for name, spec, value in fields(config):
-        words = spec.metadata["words"]
-        if words and isinstance(value, str) and value not in words:
-            allowed = f"a whole number or {' or '.join(words)}"
+        choices = spec.metadata["choices"]
+        if choices and isinstance(value, str) and value not in choices:
+            allowed = f"a whole number or {' or '.join(choices)}"
             problems.append(f"{name}={value[:100]}: must be {allowed} ({spec.metadata['help']})")
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue

@@ -51,7 +51,8 @@ _SYNC_BYTES: Final = 1 << 28
 class Index:
     """What ``index.json`` holds beside its own digest.
 
-    ``files`` are (name, whether its documents are lines, how many) of each file.
+    ``files`` are (name, whether its documents are lines, how many) of each file;
+    ``words`` is the notice of :class:`~runner.data.tokenizer.Codec`.
     """
 
     dtype: str
@@ -232,7 +233,7 @@ def _build(draft: Path, job: Job, progress: Progress) -> None:
             [file.name, file.is_lines, count]
             for file, count in zip(job.files, writer.counts, strict=True)
         ],
-        words=codec.words,
+        words=codec.notice,
     )
     stored = {"digest": digest(asdict(index)), "index": asdict(index)}
     with (draft / _INDEX).open("wb") as out:

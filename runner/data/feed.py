@@ -276,7 +276,7 @@ class _Reader(TorchDataset[MicroBatch]):
             position=position,
             index=index,
             name=describe(self._dataset, index),
-            words=f"{type(error).__name__}: {error}"[:_WORDS],
+            error=f"{type(error).__name__}: {error}"[:_WORDS],
             refused=isinstance(error, OSError),
         )
 
@@ -337,7 +337,7 @@ def few_of(dataset: Dataset, seq_len: int, indices: Sequence[int], rows: int) ->
 
 
 def _first(unreadable: Sequence[Unreadable]) -> str:
-    return f"{unreadable[0].name}: {unreadable[0].words}"
+    return f"{unreadable[0].name}: {unreadable[0].error}"
 
 
 def describe(dataset: Dataset, index: int) -> str:

@@ -315,7 +315,7 @@ def mix(sources: Mapping[str, Dataset]) -> Mixed:
     return MixedRecords(records) if records else Mixed(sources)
 
 
-def phase_words(phase: Phase) -> str:
+def describe_phase(phase: Phase) -> str:
     """The shares of the samples, as "web 0.700, code 0.300"."""
     total = math.fsum(phase.weights.values())
     return ", ".join(f"{name} {weight / total:.3f}" for name, weight in phase.weights.items())

@@ -121,7 +121,7 @@ class Rows:
         named = self._named()
         return tuple(named) if is_sampled(sum(path.stat().st_size for _, path in named)) else ()
 
-    def words(self) -> str:
+    def notice(self) -> str:
         """A line that says how many of some rows are cut; empty if none is."""
         looked = [index for index, _ in spread(len(self), block=1, whole=False)]
         long = sum(self._row(index)[0].size > self._seq_len + 1 for index in looked)

@@ -53,7 +53,7 @@ class Prepared:
     """A verified cache, and notes for a person on how it was made."""
 
     place: Path
-    words: str
+    notice: str
 
 
 def prepare_text(
@@ -82,7 +82,7 @@ def prepare_text(
     place = cache / digest(identity)
     job = Job(files=files, field=source.field, codec=codec, source=fingerprint)
     index = cached(place, job, progress=progress, owners=owners)
-    return Prepared(place=place, words=index.words)
+    return Prepared(place=place, notice=index.words)
 
 
 def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Dataset:

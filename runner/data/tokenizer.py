@@ -55,7 +55,7 @@ class Codec(Protocol):
         """Changes whenever the same text would give other tokens."""
 
     @property
-    def words(self) -> str:
+    def notice(self) -> str:
         """A line that says which marks are used and why; empty where there was no choice."""
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
@@ -91,7 +91,7 @@ class _ByteCodec:
     end_token: int = BYTE_END
     unit: str = "bytes"
     identity: str = "bytes"
-    words: str = ""
+    notice: str = ""
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
         return [np.frombuffer(text, dtype=np.uint8) for text in texts]
@@ -105,7 +105,7 @@ class _TokenizerCodec:
     begin_token: int | None
     end_token: int
     identity: str
-    words: str
+    notice: str
     unit: str = "tokens"
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[Any]]:
@@ -150,7 +150,7 @@ def _open_tokenizer(wanted: Path, begin_token: Mark, end_token: Mark) -> Codec:
         begin_token=begin,
         end_token=end,
         identity=digest([tokenizers.__version__, contents_digest, begin, end]),
-        words=f"documents end with {why_end}, {why_begin}",
+        notice=f"documents end with {why_end}, {why_begin}",
     )
 
 

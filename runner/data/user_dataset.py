@@ -172,7 +172,7 @@ class AdaptedRecords:
         tensors = _tensors(item, place)
         if _kind(tensors) != self._kind:
             raise DataError(
-                f"{place} holds {_words(_kind(tensors))}, the first sample {_words(self._kind)}; "
+                f"{place} holds {_shapes(_kind(tensors))}, the first sample {_shapes(self._kind)}; "
                 "samples of several shapes need a collate that pads them"
             )
         return Record(item=tensors)
@@ -365,7 +365,7 @@ def _kind(fields: Fields) -> dict[str, tuple[str, list[int]]]:
     }
 
 
-def _words(kind: Mapping[str, tuple[str, list[int]]]) -> str:
+def _shapes(kind: Mapping[str, tuple[str, list[int]]]) -> str:
     return ", ".join(f"{name} {dtype}{shape}" for name, (dtype, shape) in kind.items())
 
 

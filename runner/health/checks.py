@@ -78,14 +78,14 @@ class PaceInspector:
                     kind="straggler",
                     step=step,
                     decision="go on",
-                    reason=straggler.words,
+                    reason=straggler.sentence,
                     ranks=(straggler.rank,),
                 )
             )
         slow = self._slow_runs.note(paces)
         if slow is not None:
             self._report(
-                Incident(kind="throughput", step=step, decision="go on", reason=slow.words)
+                Incident(kind="throughput", step=step, decision="go on", reason=slow.sentence)
             )
 
     def _probe(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from runner.health.node_reports import read_all_reports
-from runner.health.rank_report import Report, last_words
+from runner.health.rank_report import Report, read_fatal_log
 from runner.health.root_cause import RootCause, find_root_cause
 from runner.policy.decision.history import Incident
 from runner.run_dir.lease import has_ended, oldest_number
@@ -47,14 +47,14 @@ def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> li
         reports = read_all_reports(run_dir.incident(earlier))
         by_rank = {report.rank: report for report in reports}
         next_step = _last_step(run_dir) + 1  # it died in the step after the last one journalled
-        for report in _last_words(run_dir, earlier, world_size, next_step):
+        for report in _fatal_reports(run_dir, earlier, world_size, next_step):
             by_rank.setdefault(report.rank, report)
         cause = find_root_cause(list(by_rank.values()), world_size)
         incidents.append(crash_incident(replace(cause, step=cause.step or next_step), earlier))
     return incidents
 
 
-def forget_last_words(run_dir: RunDir, number: int) -> None:
+def clear_fatal_logs(run_dir: RunDir, number: int) -> None:
     """Remove the fatal logs of incarnations before ``number``: the journal has them by now."""
     for path in run_dir.debug.glob("fatal-*.txt"):
         if not path.name.startswith(f"fatal-{number:06d}-"):
@@ -65,7 +65,7 @@ def _world_size(start: Mapping[str, Any] | None) -> int:
     return int(start["detail"].get("world_size", 1)) if start else 1
 
 
-def _last_words(run_dir: RunDir, number: int, world_size: int, step: int) -> Iterable[Report]:
+def _fatal_reports(run_dir: RunDir, number: int, world_size: int, step: int) -> Iterable[Report]:
     for path in sorted(run_dir.debug.glob(f"fatal-{number:06d}-rank-*.txt")):
         rank = path.stem.rpartition("-")[2]
         if not (rank.isascii() and rank.isdecimal()) or int(rank) >= world_size:
@@ -73,7 +73,7 @@ def _last_words(run_dir: RunDir, number: int, world_size: int, step: int) -> Ite
         seen = Report(
             rank=int(rank), world_size=world_size, kind="fatal", step=step, phase="some phase"
         )
-        report = last_words(path, seen)
+        report = read_fatal_log(path, seen)
         if report is not None:
             yield report
 

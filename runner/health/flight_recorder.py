@@ -48,7 +48,7 @@ class Divergence:
     ranks: tuple[int, ...]
     group: str
     seq: int
-    words: str
+    message: str
 
 
 def backend_of(group: str) -> str:
@@ -141,12 +141,12 @@ def _at(
     ops = {rank: str(entry["op"]) for rank, entry in entered.items()}
     if len(set(ops.values())) > 1:
         return Divergence(
-            kind="operation", ranks=_odd(ops), group=group, seq=seq, words=_each(seq, entered)
+            kind="operation", ranks=_odd(ops), group=group, seq=seq, message=_each(seq, entered)
         )
     shapes = {rank: f"{entry['sizes']} {entry['dtypes']}" for rank, entry in entered.items()}
     if len(set(shapes.values())) > 1 and next(iter(ops.values())).lstrip("_") in _SAME_SIZES:
         return Divergence(
-            kind="shape", ranks=_odd(shapes), group=group, seq=seq, words=_each(seq, entered)
+            kind="shape", ranks=_odd(shapes), group=group, seq=seq, message=_each(seq, entered)
         )
     waiting = _waiting(entered)
     if absent and waiting:
@@ -168,7 +168,7 @@ def _absent(
             ranks=(),
             group=group,
             seq=seq,
-            words=f"rank {named(waiting)} waits in what the others never entered, and which of "
+            message=f"rank {named(waiting)} waits in what the others never entered, and which of "
             f"them diverged is unknown: {where}",
         )
     return Divergence(
@@ -176,7 +176,7 @@ def _absent(
         ranks=absent,
         group=group,
         seq=seq,
-        words=f"rank {named(absent)} never entered what the others wait in: {where}",
+        message=f"rank {named(absent)} never entered what the others wait in: {where}",
     )
 
 
@@ -193,7 +193,7 @@ def _on_devices(group: str, seq: int, inside: Mapping[int, Entry]) -> Divergence
     done = f"; on rank {named(over)} it is done" if over else ""
 
     def divergence(kind: str, ranks: Iterable[int], message: str) -> Divergence:
-        return Divergence(kind=kind, ranks=tuple(ranks), group=group, seq=seq, words=message)
+        return Divergence(kind=kind, ranks=tuple(ranks), group=group, seq=seq, message=message)
 
     if not not_begun:
         return divergence(

@@ -85,7 +85,7 @@ def _is_of_collectives(error: RuntimeError, text: str) -> bool:
     return isinstance(error, dist.DistError) or "NCCL" in text or bool(_FROM_GLOO.search(text))
 
 
-def in_words(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The first line of an exception, and what NCCL gives as its reason further down."""
     text = _CPP_STACK.sub("", str(error)).strip()
     if not text:

@@ -30,7 +30,7 @@ from runner.health.collective_trace import collectives, has_nccl
 from runner.health.hang import HangTimeouts, hang_message, is_moving
 from runner.health.heartbeat import Heartbeat
 from runner.health.leave import end_within, leave
-from runner.health.lost_peer import OWN, in_words, whose_fault
+from runner.health.lost_peer import OWN, message_of, whose_fault
 from runner.health.node_reports import (
     FROM_RANKS,
     merge_node,
@@ -43,8 +43,8 @@ from runner.health.preemption import StopRequest
 from runner.health.rank_report import (
     Report,
     has_reports,
-    last_words,
     now,
+    read_fatal_log,
     read_reports,
     reported,
     stack_of,
@@ -236,7 +236,7 @@ class RankMonitor:
             if kind == OWN:
                 self._tell_own_again(error)
             else:
-                self._write(self._report(kind, in_words(error), error))
+                self._write(self._report(kind, message_of(error), error))
                 self._tell_cause()
         except Exception as failure:  # the script's error matters more
             _log.error("reporting an error failed: %s", failure)
@@ -259,7 +259,7 @@ class RankMonitor:
             self._give_way(error)
         kind = whose_fault(error)
         if kind != OWN:
-            self._conclude(kind, in_words(error), error)
+            self._conclude(kind, message_of(error), error)
         try:
             self._tell_own(error)
         except Exception as failure:  # the caller's error matters more
@@ -276,7 +276,7 @@ class RankMonitor:
 
     def _tell_own(self, error: Exception) -> None:
         """Report this rank's own error, which the caller then raises."""
-        message = f"{type(error).__name__}: {in_words(error)}"
+        message = f"{type(error).__name__}: {message_of(error)}"
         report = self._report("exception", message, error)
         cause = find_root_cause([report], self._place.world_size)
         self._say_cause(
@@ -550,7 +550,7 @@ class RankMonitor:
             )
             # Some signals leave a rank time for a fatal log.
             fatal = self._dir.fatal(self._run_lease.number, rank)
-            self._write(last_words(fatal, report) or report, for_other=True)
+            self._write(read_fatal_log(fatal, report) or report, for_other=True)
 
     def _death(self, status: int | None) -> str:
         """The kind and message of a peer's status (see :class:`PeerProcesses`)."""

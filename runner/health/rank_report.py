@@ -215,7 +215,7 @@ def stack_of(error: BaseException) -> dict[str, Any]:
     return {"thread": "MainThread", "frames": frames}
 
 
-def last_words(path: Path, seen: Report) -> Report | None:
+def read_fatal_log(path: Path, seen: Report) -> Report | None:
     """Read faulthandler's log of a rank that died of a signal it could catch; None: no log."""
     try:
         text = read_bounded(path, _FATAL_BYTES).decode(errors="replace")

@@ -74,16 +74,16 @@ def find_root_cause(reports: Sequence[Report], world_size: int) -> RootCause:
             kind=divergence.kind,
             ranks=divergence.ranks,
             step=step,
-            reason=f"{_KIND_WORDS[divergence.kind]}: {divergence.words}"
+            reason=f"{_KIND_PHRASES[divergence.kind]}: {divergence.message}"
             f"{_doing(reports, divergence.ranks)}{_untold(reports)}",
-            signature=f"{divergence.kind} {_without_numbers(divergence.words)}",
+            signature=f"{divergence.kind} {_without_numbers(divergence.message)}",
         )
     if silent:
         return _silent(silent, reports, step)
     return _stuck(reports, step)
 
 
-_KIND_WORDS = {
+_KIND_PHRASES = {
     "operation": "ranks entered different collectives",
     "shape": "ranks entered one collective with different shapes",
     "absent": "a collective was not entered by all",

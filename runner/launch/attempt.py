@@ -77,14 +77,14 @@ class Job:
 class Ended:
     """How one attempt ended.
 
-    ``missing``: those of ``expected`` that never reported; ``words``: why it was ended
+    ``missing``: those of ``expected`` that never reported; ``reason``: why it was ended
     from here, if it was; ``stuck``: processes that survive SIGKILL.
     """
 
     code: int
     missing: frozenset[str]
     left_behind: Sequence[int]
-    words: str = ""
+    reason: str = ""
     stuck: Sequence[int] = ()
 
 
@@ -162,7 +162,7 @@ def run_once(job: Job, stop: Stop) -> Ended:
             code=code,
             missing=missing,
             left_behind=left,
-            words=watch.words,
+            reason=watch.reason,
             stuck=process_tree.marked(mark),
         )
 
@@ -187,7 +187,7 @@ class _Watch:
         stop: Stop,
         begun: BegunRanks,
     ) -> None:
-        self.words = ""
+        self.reason = ""
         self._begun = begun
         self._job = job
         self._child = child
@@ -201,8 +201,8 @@ class _Watch:
     def wait(self) -> bool:
         """Wait until the command ends or must be ended; False when some are taken for dead."""
         while self._child.poll() is None:
-            self.words = self._begun.late() or self._job.late(self._mark)
-            if self.words:
+            self.reason = self._begun.late() or self._job.late(self._mark)
+            if self.reason:
                 return True
             self._look_for_deaths(is_over=False)
             requests = self._patience.requests(time.monotonic())

@@ -25,7 +25,7 @@ class Evidence:
     step: int
     cause: str | None
     signature: str | None
-    words: str | None
+    reason: str | None
     ranks: tuple[int, ...]
     host: str = ""
 
@@ -56,7 +56,7 @@ def evidence(out: Path, *, since: int) -> Evidence:
             step=int(crash.get("step", 0)),
             cause=_detail(crash, "cause"),
             signature=_detail(crash, "signature"),
-            words=str(crash.get("reason", "")),
+            reason=str(crash.get("reason", "")),
             ranks=tuple(int(rank) for rank in crash.get("ranks", [])),
             host=_detail(crash, "host") or "",
         )
@@ -69,7 +69,7 @@ def evidence(out: Path, *, since: int) -> Evidence:
         step=max(done, begun) + 1,
         cause=None,
         signature=None,
-        words=None,
+        reason=None,
         ranks=(),
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.distributed.env import rank_name, read_begun
-from runner.health.rank_report import Report, has_reports, last_words, now, write_report
+from runner.health.rank_report import Report, has_reports, now, read_fatal_log, write_report
 from runner.launch import process_tree
 from runner.launch.outcome import read_exits
 from runner.system.process import exit_status, host_name, is_alive
@@ -102,6 +102,6 @@ class BegunRanks:
             time=now(),
         )
         # Some signals leave a rank the time for its last words.
-        own = last_words(Path(facts["fatal"]), report) if facts.get("fatal") else None
+        own = read_fatal_log(Path(facts["fatal"]), report) if facts.get("fatal") else None
         with contextlib.suppress(OSError):
             write_report(folder, own or report, for_other=True)

@@ -23,7 +23,7 @@ from runner.health.trace_dump import read_dumps
 from runner.launch import process_tree
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.script_output import Printed, Said, failures, tracebacks
-from runner.launch.supervisor import AttemptLog, restart_words
+from runner.launch.supervisor import AttemptLog, restart_sentence
 from runner.policy.restart import Attempt, End, RestartRules, after
 from runner.system.process import parent
 
@@ -92,7 +92,7 @@ class ScriptSupervisor:
             next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
             if isinstance(next_, End):
                 return next_
-            self._say(restart_words(next_, len(attempts) + 1))
+            self._say(restart_sentence(next_, len(attempts) + 1))
             if not self.stop.sleep(next_.pause_seconds):
                 return End(reason="asked to stop", code=attempts[-1].code)
 
@@ -242,8 +242,8 @@ def _frames(lines: Sequence[str]) -> list[dict[str, object]]:
 def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootCause | None:
     """Who died first and why; None where that is unknown."""
     step = max(0, said.step)
-    if ended.words:
-        return _hang(watchdog.stacks, ended.words, step)
+    if ended.reason:
+        return _hang(watchdog.stacks, ended.reason, step)
     lines = list(said.lines)
     dumps = read_dumps(folder, _DUMPS)
     failed = failures(lines)
@@ -306,7 +306,7 @@ def _reports(
                 kind=by_text(printed.kind, printed.message),
                 step=step,
                 phase="training",
-                message=_words(printed),
+                message=_message(printed),
                 time=float(order.index(rank) if rank in order else len(order)),
                 stacks=[{"thread": "MainThread", "frames": frames}],
             )
@@ -325,7 +325,7 @@ def _reports(
     return list(reports.values())
 
 
-def _words(printed: Printed) -> str:
+def _message(printed: Printed) -> str:
     return f"{printed.kind}: {printed.message}" if printed.message else printed.kind
 
 

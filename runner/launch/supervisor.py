@@ -73,7 +73,7 @@ class Supervisor:
             next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
             if isinstance(next_, End):
                 return next_
-            self._say(restart_words(next_, len(attempts) + 1))
+            self._say(restart_sentence(next_, len(attempts) + 1))
             if not self.stop.sleep(next_.pause_seconds):
                 return End(reason="asked to stop", code=attempts[-1].code)
             diagnose = next_.diagnose
@@ -85,14 +85,14 @@ class Supervisor:
         variables = self._told | ({ATTEMPT: str(number)} if self._tells_number else {})
         ended = run_once(replace(job, environment=dict(job.environment) | variables), self.stop)
         self._list_bad_nodes(ended)
-        if ended.words:
-            self._say(f"attempt {number} was ended: {ended.words}")
+        if ended.reason:
+            self._say(f"attempt {number} was ended: {ended.reason}")
         self._ended(number, ended)
         crash = evidence(self._out, since=lines)
-        if crash.words:
-            self._say(f"attempt {number} crashed at step {crash.step}: {crash.words}")
+        if crash.reason:
+            self._say(f"attempt {number} crashed at step {crash.step}: {crash.reason}")
         if crash.cause == HARDWARE and crash.host:
-            self._list(crash.host, f"hardware: {crash.words}")
+            self._list(crash.host, f"hardware: {crash.reason}")
         attempt = Attempt(
             code=ended.code,
             clean_before=clean_before,
@@ -118,7 +118,7 @@ class Supervisor:
         self._say(f"{host}: {reason[:_REASON]} (listed in {self._out / 'bad_nodes'})")
 
 
-def restart_words(again: Again, number: int) -> str:
+def restart_sentence(again: Again, number: int) -> str:
     """The line that announces attempt ``number``, and why it follows."""
     pause = f" in {again.pause_seconds:g} s" if again.pause_seconds else ""
     how = ", with collectives checked (debug.diagnose_on_crash)" if again.diagnose else ""

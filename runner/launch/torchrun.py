@@ -121,11 +121,11 @@ def command(agent: Agent, overrides: Sequence[str]) -> list[str]:
 
 def is_started_by(command: Sequence[str]) -> bool:
     """Whether this is a torchrun command, ours or another."""
-    names = {Path(word).name for word in command[: _words_before_module(command)]}
+    names = {Path(word).name for word in command[: _args_before_module(command)]}
     return bool(names & {"torchrun", _TORCHRUN, _AGENT})
 
 
-def _words_before_module(command: Sequence[str]) -> int:
+def _args_before_module(command: Sequence[str]) -> int:
     """The words before ``-m runner``."""
     pairs = list(itertools.pairwise(command))
     return pairs.index(("-m", "runner")) if ("-m", "runner") in pairs else len(command)

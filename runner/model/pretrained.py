@@ -79,7 +79,7 @@ def read_config(folder: Path) -> Any:
         )
         has_class = type(config) in transformers.AutoModelForCausalLM._model_mapping
     except Exception as error:  # the library raises errors of many kinds
-        raise ConfigError(f"model.path={folder}: {CONFIG} {_words(error)}") from error
+        raise ConfigError(f"model.path={folder}: {CONFIG} {_message(error)}") from error
     if not has_class:
         raise ConfigError(
             f"model.path={folder}: {CONFIG} is of model_type={config.model_type}, which "
@@ -103,7 +103,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     try:
         tree = parse_json(read_bounded(path, _CONFIG_BYTES, follow=True))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model.path: {path}: no readable JSON ({_words(error)})") from None
+        raise ConfigError(f"model.path: {path}: no readable JSON ({_message(error)})") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"model.path: {path}: a JSON {type(tree).__name__}, no object with keys")
     return tree
@@ -124,7 +124,7 @@ def build(config: Any, lora: Lora | None, *, recompute: str) -> nn.Module:
             copy.deepcopy(config), trust_remote_code=False, dtype=torch.float32
         )
     except ValueError as error:
-        raise ConfigError(f"model.path: the model cannot be built: {_words(error)}") from error
+        raise ConfigError(f"model.path: the model cannot be built: {_message(error)}") from error
     network.train()
     if recompute != NONE:
         contexts = {"context_fn": selective_contexts} if recompute == SELECTIVE else {}
@@ -157,7 +157,7 @@ def _adapted(network: nn.Module, lora: Lora) -> nn.Module:
     except ValueError as error:
         linear = {n.rpartition(".")[2] for n, m in network.named_modules() if _is_layer(m)}
         raise ConfigError(
-            f"model.lora: PEFT refuses it: {_words(error)}; layers that can be adapted end with "
+            f"model.lora: PEFT refuses it: {_message(error)}; layers that can be adapted end with "
             f"{', '.join(sorted(linear))}"
         ) from error
     return adapted
@@ -176,7 +176,7 @@ def _imported(package: str, what: str) -> Any:
         ) from error
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:_WORDS]
 
 

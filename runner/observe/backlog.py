@@ -36,7 +36,7 @@ class Backlog:
         self._say = say
         self._files: list[LineFile] = []
         self._has_asked = False
-        self._words = ""
+        self._message = ""
 
     def add(self, file: LineFile | None) -> None:
         """Track this file as well."""
@@ -50,24 +50,24 @@ class Backlog:
         waiting = self._kept()
         if not waiting:
             return False
-        self._words = "; ".join(one.words for _, one in waiting)
+        self._message = "; ".join(one.error for _, one in waiting)
         seconds = max(one.seconds for _, one in waiting)
         is_full = sum(one.num_bytes for _, one in waiting) > _MOST_BYTES
         if (seconds > self._patience_seconds or is_full) and not self._has_asked:
             self._has_asked = True
             self._ask_to_stop(
                 f"lines are kept in memory for {seconds:.0f} s "
-                f"(track.unwritten_seconds={self._patience_seconds:g}): {self._words}"
+                f"(track.unwritten_seconds={self._patience_seconds:g}): {self._message}"
             )
         return True
 
-    def words(self) -> str:
+    def message(self) -> str:
         """The system's last error on rank 0. Collective."""
-        return self._from_first(self._words)
+        return self._from_first(self._message)
 
     def standing(self) -> str:
         """That error if rank 0 keeps lines now; else empty. Collective."""
-        return self._from_first(self._words if self.look() else "")
+        return self._from_first(self._message if self.look() else "")
 
     @property
     def patience_seconds(self) -> float:
@@ -81,7 +81,7 @@ class Backlog:
         """
         for file, one in self._kept():
             raise OSError(
-                f"{one.num_lines} lines of {file.path} are kept in memory only ({one.words})"
+                f"{one.num_lines} lines of {file.path} are kept in memory only ({one.error})"
             )
 
     def finish(self) -> None:
@@ -89,7 +89,7 @@ class Backlog:
         for file in self._files:
             file.sync()
         for file, one in self._kept():
-            self._say(f"warning: {one.num_lines} lines of {file.path} are lost: {one.words}")
+            self._say(f"warning: {one.num_lines} lines of {file.path} are lost: {one.error}")
 
     def _kept(self) -> list[tuple[LineFile, Kept]]:
         return [(file, kept) for file in self._files if (kept := file.kept) is not None]

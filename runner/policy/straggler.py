@@ -37,7 +37,7 @@ class Straggler:
     checks: int
 
     @property
-    def words(self) -> str:
+    def sentence(self) -> str:
         what = {
             "host": "reading data and Python before the step",
             "device": "a fixed computation on its device",
@@ -94,7 +94,7 @@ class SlowRun:
     slowest_host: int
 
     @property
-    def words(self) -> str:
+    def sentence(self) -> str:
         """One sentence."""
         share = self.usual / self.seconds if self.seconds else 0.0
         return (

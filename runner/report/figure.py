@@ -204,7 +204,7 @@ def _for_script(picture: Picture) -> str:
     )
 
 
-def lines(title: str, unit: str, named: Sequence[Named], *, x_words: str) -> Html | None:
+def lines(title: str, unit: str, named: Sequence[Named], *, x_label: str) -> Html | None:
     """A few lines over the same axis, and which is which; None without a number."""
     named = [one for one in named if any(math.isfinite(y) for _, y in one.points)][:MOST_LINES]
     points = [point for one in named for point in one.points if math.isfinite(point[1])]
@@ -239,7 +239,7 @@ def lines(title: str, unit: str, named: Sequence[Named], *, x_words: str) -> Htm
     )
     return tag(
         "figure",
-        tag("figcaption", title, tag("small", f" {unit}, over {x_words}")),
+        tag("figcaption", title, tag("small", f" {unit}, over {x_label}")),
         drawn,
         key([one.name for one in named]),
     )

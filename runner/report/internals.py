@@ -88,7 +88,7 @@ def position(run: RunReader) -> Html | None:
         points = [((at + 0.5) * width, loss) for at, loss in enumerate(profile)]
         profiles.append(Named(name=f"step {step:,}", points=points))
     drawn = lines(
-        "Early and late in the run", "nats per token", profiles, x_words="positions of a sequence"
+        "Early and late in the run", "nats per token", profiles, x_label="positions of a sequence"
     )
     if drawn is None:
         return None
@@ -125,8 +125,8 @@ def source(run: RunReader) -> Html | None:
     return tag(
         "section",
         tag("h3", "Loss by source"),
-        lines("Held-out loss", _UNIT, _by_source(fold.losses), x_words="steps"),
-        lines("Training loss", f"{_UNIT}, means", _by_source(fold.trained), x_words="steps"),
+        lines("Held-out loss", _UNIT, _by_source(fold.losses), x_label="steps"),
+        lines("Training loss", f"{_UNIT}, means", _by_source(fold.trained), x_label="steps"),
         table(["source", "samples in attempted steps", "share", "held-out loss"], rows),
         tag("p", f"and {more:,} more sources", cls="note") if more > 0 else None,
         cls="source",

@@ -126,8 +126,8 @@ def _incidents(run: RunReader, width: int) -> list[RenderableType]:
     return [table]
 
 
-def _cut(words: str, most: float) -> str:
-    shown = plain(words)
+def _cut(text: str, most: float) -> str:
+    shown = plain(text)
     return shown if len(shown) <= most else f"{shown[: int(most) - 1]}…"
 
 

@@ -141,14 +141,14 @@ def _prepare_rows(data: DataConfig, seed: int, progress: Progress) -> Prepared |
     if data._target_ is None and data.kind is not DataKind.hf:
         return None
     rows = _rows(data) if data._target_ is None else None
-    notice = rows.words() if rows is not None else ""
+    notice = rows.notice() if rows is not None else ""
     if not data.pack:
-        return Prepared(place=Path(), words=notice) if rows is not None else None
+        return Prepared(place=Path(), notice=notice) if rows is not None else None
     dataset = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
     place = prepare_packs(
         _unpadded(dataset), seq_len=data.seq_len, cache=token_cache(data.cache), progress=progress
     )
-    return Prepared(place=place, words=notice)
+    return Prepared(place=place, notice=notice)
 
 
 def _unpadded(dataset: Dataset) -> Unpadded:

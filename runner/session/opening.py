@@ -18,7 +18,7 @@ from runner.config.schema import RunConfig
 from runner.data.corpus_digest import Progress
 from runner.distributed.env import JobEnv
 from runner.distributed.slow_agreement import all_or_none_slowly
-from runner.health.crash_log import crash_incident, forget_last_words
+from runner.health.crash_log import clear_fatal_logs, crash_incident
 from runner.health.preemption import who_asked
 from runner.observe.alert import CommandAlerts
 from runner.observe.journal import Journal
@@ -162,7 +162,7 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
         )
     _report_all(run_inventory.crashes, written)
     if group.is_first:
-        forget_last_words(group.run_dir, lease.run_lease.number)
+        clear_fatal_logs(group.run_dir, lease.run_lease.number)
         group.monitor.write_causes_to(
             lambda cause, number: journal.add(crash_incident(cause, number))
         )
@@ -244,7 +244,7 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
 
     def work(progress: Progress) -> list[list[str]]:
         prepared = parts.prepare_data(config, progress) if not place.local_rank else []
-        return [[str(one.place), one.words] if one else ["", ""] for one in prepared]
+        return [[str(one.place), one.notice] if one else ["", ""] for one in prepared]
 
     prepared = all_or_none_slowly(
         ranks,

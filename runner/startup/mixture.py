@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from runner.data.cursor import SampleStream
-from runner.data.mixture import MixtureOrder, Phase, phase_words
+from runner.data.mixture import MixtureOrder, Phase, describe_phase
 from runner.observe.journal import Journal
 from runner.policy.decision.history import Incident
 from runner.system.error import ConfigError
@@ -57,11 +57,11 @@ def _wanted(weights: Mapping[str, float]) -> dict[str, float]:
 def _incident(phases: list[Phase], state: TrainState) -> Incident:
     newest = phases[-1]
     is_first = len(phases) == 1
-    was = "" if is_first else f"; before, {phase_words(phases[-2])}"
+    was = "" if is_first else f"; before, {describe_phase(phases[-2])}"
     return Incident(
         kind="mixture",
         step=state.updates,
-        decision=f"from position {newest.start} on: {phase_words(newest)}",
+        decision=f"from position {newest.start} on: {describe_phase(newest)}",
         reason=("data.sources" if is_first else "data.sources was changed") + was,
         detail={"start": newest.start, "weights": dict(newest.weights)},
     )

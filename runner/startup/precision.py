@@ -56,7 +56,7 @@ def settle_precision(
         )
     by_device = Precision.fp32 if lacking and not zero else Precision.bf16
     precision = Precision(began) if began else by_device
-    message = _words(precision, began, lacking, ranks.world_size)
+    message = _message(precision, began, lacking, ranks.world_size)
     if message:
         say(message)
     return replace(config, model=replace(config.model, precision=precision))
@@ -94,7 +94,7 @@ def _begun(stored: Mapping[str, Any]) -> str | None:
     return known if known in (Precision.bf16.value, Precision.fp32.value) else None
 
 
-def _words(precision: Precision, began: str | None, lacking: list[int], world_size: int) -> str:
+def _message(precision: Precision, began: str | None, lacking: list[int], world_size: int) -> str:
     """A line about an unexpected choice; empty where all ranks have BF16 and use it."""
     if precision is Precision.fp32:
         if began:

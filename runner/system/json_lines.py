@@ -157,7 +157,7 @@ class Kept:
     num_lines: int
     num_bytes: int
     seconds: float
-    words: str
+    error: str
 
 
 class LineFile:
@@ -223,7 +223,7 @@ class LineFile:
             num_lines=len(self._waiting) + (len(self._unsynced) if self._is_distrusted else 0),
             num_bytes=self._waiting_bytes + self._unsynced_bytes,
             seconds=self._clock() - trouble[0],
-            words=trouble[1],
+            error=trouble[1],
         )
 
     def retry(self) -> None:

@@ -145,7 +145,7 @@ class CorpusCheck:
         elif self._is_change_allowed:
             self._note("changed in place, which resume.allow_change=true allows", whole)
         else:
-            self._end(_words(self._known, whole), whole)
+            self._end(_message(self._known, whole), whole)
 
     def _note(self, reason: str, whole: dict[str, Any]) -> None:
         self._journal(self._incident("data_digest", "go on", f"the corpus was {reason}", whole))
@@ -180,7 +180,7 @@ def _plain(whole: Whole) -> dict[str, Any]:
     return {"sha256": whole.sha256, "bytes": whole.num_bytes, "files": files}
 
 
-def _words(known: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+def _message(known: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     files = known.get("files")
     was = {tuple(pair) for pair in files} if isinstance(files, list) else set()
     changed = [name for name, sha256 in whole["files"] if was and (name, sha256) not in was]

@@ -158,7 +158,7 @@ class Evaluator:
                 detail={
                     "places": [one.position for one in problem.who],
                     "indices": [one.index for one in problem.who],
-                    "errors": [one.words for one in problem.who],
+                    "errors": [one.error for one in problem.who],
                     "num_unreadable": problem.num_unreadable,
                     "num_nonfinite": problem.num_nonfinite,
                 },
@@ -205,7 +205,7 @@ class Evaluator:
                             position=place,
                             index=index,
                             name=describe(self._dataset, index),
-                            words=f"loss {loss}",
+                            error=f"loss {loss}",
                             refused=False,
                         )
                     )
@@ -215,6 +215,6 @@ class Evaluator:
 def _sentence(number: int, what: str, samples: list[Unreadable]) -> list[str]:
     if not number:
         return []
-    named = "; ".join(f"{one.name} on rank {one.rank}: {one.words}" for one in samples)
+    named = "; ".join(f"{one.name} on rank {one.rank}: {one.error}" for one in samples)
     rest = f"; and {number - len(samples)} more" if number > len(samples) else ""
     return [f"{number} {what}: {named}{rest}"]

@@ -58,7 +58,7 @@ class Guard:
             self._keeps_lines = info.keeps_lines
             self._recovery.note_lines(
                 info.signals.step,
-                self._backlog.words(),
+                self._backlog.message(),
                 self._backlog.patience_seconds if info.keeps_lines else None,
             )
 

@@ -360,7 +360,7 @@ def _incident(warned: Warned, step: int) -> Incident:
         kind=WARNING,
         step=step,
         decision="alarm, only reported" if warned.is_alarm else "only reported",
-        reason=f"it may be about to diverge: {warned.words}",
+        reason=f"it may be about to diverge: {warned.sentence}",
         detail={
             "signals": {one.signal: _rounded(one.value) for one in warned.signs},
             "agreeing": list(warned.agreeing),

@@ -104,7 +104,7 @@ class Recovery:
             detail={
                 "positions": list(decision.positions),
                 "indices": [one.index for one in ordered],
-                "errors": [one.words for one in ordered],
+                "errors": [one.error for one in ordered],
             },
         )
         self._journal.add(incident)

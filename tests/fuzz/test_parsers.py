@@ -33,7 +33,7 @@ from runner.data.tokens import open_tokens
 from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_endpoint
 from runner.fault.spec import parse_faults
 from runner.health.crash_log import unexplained
-from runner.health.rank_report import Report, last_words, read_reports
+from runner.health.rank_report import Report, read_fatal_log, read_reports
 from runner.health.root_cause import find_root_cause
 from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.skip_ledger import Ledger
@@ -484,7 +484,7 @@ def test_last_words(num: int, run_dir: RunDir) -> None:
     def work(data: bytes) -> None:
         path = run_dir.fatal(1, 0)
         path.write_bytes(data)
-        found = last_words(path, seen)
+        found = read_fatal_log(path, seen)
         assert found is None or isinstance(found.where, str)
         unexplained(run_dir, [], 2)
 

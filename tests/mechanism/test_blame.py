@@ -11,7 +11,7 @@ import pytest
 from runner.health.flight_recorder import first_divergence
 from runner.health.hang import HangTimeouts, hang_limit, hang_message
 from runner.health.heartbeat import Heartbeat
-from runner.health.rank_report import Report, last_words, own_line, read_reports, write_report
+from runner.health.rank_report import Report, own_line, read_fatal_log, read_reports, write_report
 from runner.health.root_cause import find_root_cause
 from runner.health.trace_dump import plain_entry as evidence_entry
 
@@ -83,7 +83,7 @@ def test_the_first_divergence(
 ) -> None:
     found = first_divergence(dict(enumerate(recorded)))
     assert found is not None and (found.kind, found.ranks, found.seq) == (kind, ranks, 5)
-    assert words in found.words
+    assert words in found.message
 
 
 def test_two_ranks_have_no_majority() -> None:
@@ -129,7 +129,7 @@ def test_two_backends_of_one_group_count_apart() -> None:
     }
     found = first_divergence(recorded)
     assert found is not None and (found.kind, found.ranks) == ("absent", (2,)), found
-    assert "entered broadcast #5 (float[4]) at runner/train/step.py:7 attempt" in found.words
+    assert "entered broadcast #5 (float[4]) at runner/train/step.py:7 attempt" in found.message
 
 
 def test_a_rank_that_left_without_a_word_is_the_cause() -> None:
@@ -207,9 +207,9 @@ def test_last_words(tmp_path: Path) -> None:
     """As faulthandler writes them, the dying thread not being the training thread."""
     path = tmp_path / "fatal.txt"
     seen = report(1, "signal")
-    assert last_words(path, seen) is None
+    assert read_fatal_log(path, seen) is None
     path.touch()
-    assert last_words(path, seen) is None
+    assert read_fatal_log(path, seen) is None
     path.write_text(
         "Fatal Python error: Aborted\n\n"
         "Current thread 0x00007f (most recent call first):\n  <no Python frame>\n\n"
@@ -217,7 +217,7 @@ def test_last_words(tmp_path: Path) -> None:
         '  File "/x/runner/train/step.py", line 196 in _all_reduce\n'
         '  File "/x/runner/__main__.py", line 90 in _run\n'
     )
-    found = last_words(path, seen)
+    found = read_fatal_log(path, seen)
     assert found is not None and found.kind == "fatal" and "Aborted" in found.message
     assert found.where == "/x/runner/train/step.py:196 _all_reduce"
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runner.health.lost_peer import LOST_CONTACT, OWN, UNCLEAR, in_words, whose_fault
+from runner.health.lost_peer import LOST_CONTACT, OWN, UNCLEAR, message_of, whose_fault
 from runner.health.rank_report import Report
 from runner.health.root_cause import find_root_cause
 
@@ -158,12 +158,12 @@ def test_whose_fault_it_is(kind: type[Exception], expected: str, text: str) -> N
 
 def test_nccls_last_error_is_told() -> None:
     error = dist.DistBackendError(NCCL + CUDA + "Cuda failure 999 'unknown error'" + FRAMES)
-    words = in_words(error)
+    words = message_of(error)
     assert words.startswith("NCCL error in: ") and words.endswith(
         "Cuda failure 999 'unknown error'"
     )
     assert "\n" not in words and "frame" not in words
-    assert in_words(ValueError("one\ntwo")) == "one" and in_words(KeyError()) == "KeyError"
+    assert message_of(ValueError("one\ntwo")) == "one" and message_of(KeyError()) == "KeyError"
 
 
 def report(rank: int, kind: str, message: str = "", time: float = 0.0) -> Report:

@@ -390,7 +390,7 @@ def test_a_sample_that_cannot_be_read_is_told_by_its_rank(
         assert [(one.rank, one.position, one.index) for one in told] == [
             (slot % 2, position, index)
         ]
-        assert words in told[0].words and told[0].refused is refused
+        assert words in told[0].error and told[0].refused is refused
         assert told[0].name == f"sample {index}"
         assert [one.num_samples for one in fetched] == [4, 4]
         assert [one.failure for one in fetched] == [None, None]
@@ -415,9 +415,9 @@ def test_whatever_a_sample_is_it_ends_nothing(name: str) -> None:
     with ranks(1, Damaged({int(plan.indices[2]): fault})) as (feed,):
         (told,) = feed.fetch(plan, Ledger()).unreadable
         assert (
-            told.index == int(plan.indices[2]) and words in told.words and told.refused is refused
+            told.index == int(plan.indices[2]) and words in told.error and told.refused is refused
         )
-        assert [one.words for one in feed.fixed(plan.indices)[0].unreadable] == [told.words]
+        assert [one.error for one in feed.fixed(plan.indices)[0].unreadable] == [told.error]
 
 
 class Stuttering:

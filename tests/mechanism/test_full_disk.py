@@ -97,8 +97,8 @@ def test_lines_are_kept_and_written_in_order(
             number,
             9 * number + 9 * (not durably),
         )
-        assert kept.seconds == pytest.approx(0.4 * number) and "No space left" in kept.words
-        assert str(path) in kept.words
+        assert kept.seconds == pytest.approx(0.4 * number) and "No space left" in kept.error
+        assert str(path) in kept.error
         # Whole lines, whatever a part of one left; and where the file will end is known.
         assert path.read_bytes() == b'{"n": 0}\n' and file.num_bytes() == 9 * (number + 1)
     disk.free = float("inf")
@@ -217,7 +217,7 @@ def test_a_backlog_asks_once_when_it_has_lasted(tmp_path: Path, disk: Disk) -> N
     disk.free = 0
     file.append({"n": 0}, durably=False)
     for _ in range(8):
-        assert backlog.look() and backlog.standing() == backlog.words() != ""
+        assert backlog.look() and backlog.standing() == backlog.message() != ""
         assert bool(asked) is (clock.now > 5.0)
         clock.now += 1.0
     assert len(asked) == 1 and "[Errno 28] No space left on device: " in asked[0]

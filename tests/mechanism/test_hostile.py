@@ -22,7 +22,7 @@ from runner.data.tokens import open_tokens
 from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_endpoint
 from runner.fault.spec import parse_faults
 from runner.health.crash_log import unexplained
-from runner.health.rank_report import Report, last_words, read_reports
+from runner.health.rank_report import Report, read_fatal_log, read_reports
 from runner.health.root_cause import find_root_cause
 from runner.observe.journal import read_journal
 from runner.policy.decision.history import Incident
@@ -217,7 +217,7 @@ def test_last_words_with_a_line_number_that_int_refuses(tmp_path: Path) -> None:
     path = tmp_path / "fatal.txt"
     path.write_text(f'Fatal\nThread 0x1 (most\n  File "a.py", line {"9" * 5000} in f\n')
     seen = Report(rank=0, world_size=1, kind="fatal", step=0, phase="x")
-    found = last_words(path, seen)
+    found = read_fatal_log(path, seen)
     assert found is not None and found.where == ""
 
 

@@ -157,7 +157,7 @@ class Batches:
             segments=None,
             positions=positions,
             unreadable=tuple(
-                Unreadable(rank=0, position=p, index=p, name="x", words="torn", refused=False)
+                Unreadable(rank=0, position=p, index=p, name="x", error="torn", refused=False)
                 for p in positions
                 if p is not None and p == self._unreadable
             ),

@@ -177,7 +177,7 @@ def test_anything_else_is_stacked_and_padding_is_flagged() -> None:
     assert sorted(both) == [0, 1, 2, 3, 4, 6]
     assert batch.num_counted + other.num_counted == 6
     [gone] = [*batch.unreadable, *other.unreadable]
-    assert (gone.index, gone.words) == (5, "ValueError: image 5 is torn")
+    assert (gone.index, gone.error) == (5, "ValueError: image 5 is torn")
     moved = batch.to(torch.device("cpu"))
     assert moved.fields is not None and moved.fields["pixels"].dtype == torch.float32
 

@@ -112,8 +112,8 @@ def attempt(folder: Path, body: str, world_size: int = 2, **more: float) -> Ende
 
 def test_ranks_that_do_not_begin_are_ended(tmp_path: Path) -> None:
     ended = attempt(tmp_path, "import time; time.sleep(1000)", begin_seconds=0.5)
-    assert ended.code not in (0, 75) and host_name() in ended.words
-    assert "none has begun" in ended.words
+    assert ended.code not in (0, 75) and host_name() in ended.reason
+    assert "none has begun" in ended.reason
 
 
 def test_ranks_that_have_begun_are_left_alone(

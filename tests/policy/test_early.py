@@ -42,7 +42,7 @@ def test_a_divergence_is_told_once_and_two_signs_agree() -> None:
     )
     assert signals(warnings) == [["weight_norm"], ["residual_rms"], ["residual_rms", "weight_norm"]]
     assert [one.is_alarm for one in warnings] == [False, False, True]
-    assert "19.4" in warnings[1].words and "at step 50" in warnings[1].words
+    assert "19.4" in warnings[1].sentence and "at step 50" in warnings[1].sentence
 
 
 def test_one_sign_alone_is_no_alarm() -> None:

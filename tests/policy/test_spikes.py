@@ -41,7 +41,7 @@ def test_a_run_that_becomes_slow_is_told_until_it_is_fast_again() -> None:
     assert [slow.note(paces(1.0)) for _ in range(4)] == [None] * 4
     assert slow.note(paces(1.2)) is None
     told = slow.note(paces(1.3, host=0.31))
-    assert told is not None and "0.77" in told.words and "rank 1" in told.words
+    assert told is not None and "0.77" in told.sentence and "rank 1" in told.sentence
     assert slow.note(paces(1.4)) is None
     assert slow.note(paces(1.0)) is None
     assert slow.note(paces(1.5)) is not None

@@ -38,7 +38,7 @@ def test_a_slow_device_is_told_apart() -> None:
     watch = Stragglers(factor=1.5, checks=1)
     found = watch.note(rows([0.01] * 3, device=[0.002, 0.001, 0.001]))
     assert told(found) == [(0, "device")]
-    assert "rank 0" in found[0].words and "0.0020 s" in found[0].words
+    assert "rank 0" in found[0].sentence and "0.0020 s" in found[0].sentence
 
 
 def test_one_rank_is_never_slow() -> None:

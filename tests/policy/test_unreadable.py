@@ -16,7 +16,7 @@ def bad(
         position=position,
         index=position + 1000 if index is None else index,
         name=f"file {position}",
-        words="OSError: gone" if refused else "DataError: torn",
+        error="OSError: gone" if refused else "DataError: torn",
         refused=refused,
     )
 

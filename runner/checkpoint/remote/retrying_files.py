@@ -74,7 +74,7 @@ class RemoteFiles:
             ) from None
         except Exception as error:
             raise ConfigError(
-                f"checkpoint.remote={self.url}: cannot be used ({in_words(error)}); give an URL "
+                f"checkpoint.remote={self.url}: cannot be used ({message_of(error)}); give an URL "
                 "that fsspec knows, such as s3://bucket/prefix or file:///path"
             ) from None
         self._kind = type(self._files)
@@ -214,7 +214,7 @@ class RemoteFiles:
             try:
                 self._create(self._at(name), data)
             except (NotImplementedError, TypeError, ValueError) as error:
-                raise NotExclusive(f"creating {name}: {in_words(error)}") from None
+                raise NotExclusive(f"creating {name}: {message_of(error)}") from None
             except Exception:
                 # Each backend has its own error for a name that is taken. And an answer that was
                 # lost may have been a success: the contents show it.
@@ -304,10 +304,10 @@ class RemoteFiles:
             except (CorruptCheckpoint, NotExclusive):
                 raise
             except _FINAL as error:
-                raise RemoteFault(f"{what}: {in_words(error)}") from None
+                raise RemoteFault(f"{what}: {message_of(error)}") from None
             except Exception as error:  # each backend has its own errors, and the network too
                 if pause is None or self._stopped.wait(pause):
-                    raise RemoteFault(f"{what}: {in_words(error)}") from None
+                    raise RemoteFault(f"{what}: {message_of(error)}") from None
         raise AssertionError("the last attempt returns or raises")
 
 
@@ -330,7 +330,7 @@ def _link(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def in_words(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """An error as one line of bounded length, without secrets."""
     text = str(redacted(" ".join(f"{type(error).__name__}: {error}".split())))
     return text[:400]

@@ -45,7 +45,7 @@ from runner.checkpoint.remote.retrying_files import (
     PAUSES_SECONDS,
     RemoteFault,
     RemoteFiles,
-    in_words,
+    message_of,
 )
 from runner.policy.retention.records import Record, State
 from runner.system.error import CorruptCheckpoint
@@ -202,7 +202,7 @@ class RemoteRing:
                 for file in RUN_FILES
             }
         except (LookupError, TypeError, ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{self.url}/{name}: {in_words(error)}") from None
+            raise CorruptCheckpoint(f"{self.url}/{name}: {message_of(error)}") from None
 
     # -- writing --------------------------------------------------------------------------
 

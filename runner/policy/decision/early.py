@@ -95,7 +95,7 @@ class Sign:
     since: int  # the update at which it was lowest
 
     @property
-    def words(self) -> str:
+    def sentence(self) -> str:
         """The sign in words, without its step."""
         times = self.value / self.before if self.before else math.inf
         return (
@@ -116,9 +116,9 @@ class Warned:
         return len(self.agreeing) > 1
 
     @property
-    def words(self) -> str:
+    def sentence(self) -> str:
         """One sentence."""
-        signs = "; ".join(sign.words for sign in self.signs)
+        signs = "; ".join(sign.sentence for sign in self.signs)
         return signs + (f"; {' and '.join(self.agreeing)} agree" if self.is_alarm else "")
 
 

@@ -28,11 +28,11 @@ class Unreadable:
     position: int
     index: int
     name: str
-    words: str
+    error: str
     refused: bool
 
     def __str__(self) -> str:
-        return f"position {self.position} ({self.name}) on rank {self.rank}: {self.words}"
+        return f"position {self.position} ({self.name}) on rank {self.rank}: {self.error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
