@@ -14,11 +14,12 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice, tee
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -45,6 +46,13 @@ Slots = tuple[tuple[int | None, ...], ...]  # of the global batch, micro-batch b
 _FIRST_PAUSE_SECONDS = 0.05  # before a read is tried again; doubled each time
 _LOOKED_AT = 16  # samples tried, to find a few that can be read
 _WORDS = 300  # characters of a sample's error
+_INLINE_BYTES = 1 << 15  # half of what a pipe holds
+_NUMPYS = frozenset(  # types that numpy has as well
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +155,30 @@ class MicroBatch:
             if self.fields is None
             else {name: move(tensor) for name, tensor in self.fields.items()},
         )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """As bytes in a loader's pipe where the tensors are small.
+
+        torch hands each tensor over as a descriptor of shared memory, which costs about a
+        millisecond however small it is.
+        """
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
+        tensors += list((self.fields or {}).values())
+        if not all(map(_is_plain, tensors)) or sum(t.nbytes for t in tensors) > _INLINE_BYTES:
+            return object.__reduce_ex__(self, protocol)
+        arrays = self._map(lambda tensor: tensor.numpy())
+        return _from_arrays, ({name: getattr(arrays, name) for name in named},)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether numpy holds it as well as torch does."""
+    is_array = tensor.layout is torch.strided and tensor.dtype in _NUMPYS
+    return is_array and type(tensor) is torch.Tensor and not tensor.requires_grad
+
+
+def _from_arrays(named: Mapping[str, Any]) -> MicroBatch:
+    return MicroBatch(**named)._map(torch.from_numpy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -553,6 +554,29 @@ def test_a_batch_can_move() -> None:
     assert torch.equal(moved.tokens, batch.tokens)
     assert moved.positions == batch.positions
     assert moved.segments is None
+
+
+def test_a_small_batch_comes_through_the_pipe_and_a_large_one_through_shared_memory() -> None:
+    for length, dtype in ((8, torch.float32), (8, torch.bfloat16), (1 << 14, torch.float32)):
+        tokens = torch.arange(3 * 4).view(4, 3).T  # strides as they come
+        batch = MicroBatch(
+            tokens=tokens,
+            targets=tokens[:, :0],
+            segments=None,
+            positions=(7, None, 9),
+            fields={"x": torch.arange(length).to(dtype)},
+            real=torch.tensor([True, False, True]),
+        )
+        sent = bytes(ForkingPickler.dumps(batch))
+        is_inline = length == 8 and dtype is torch.float32
+        assert (b"rebuild" not in sent) == is_inline
+        came = ForkingPickler.loads(sent)
+        assert torch.equal(came.tokens, tokens) and came.targets.shape == (3, 0)
+        assert came.positions == batch.positions and came.segments is None
+        assert came.real.tolist() == [True, False, True]
+        assert came.fields["x"].dtype is dtype and len(came.fields["x"]) == length
+        came.fields["x"].add_(1)  # nobody else's memory, or writable
+        assert came.tokens.dtype is torch.int64
 
 
 def _signal_at_the_parents_death(told: Any) -> None:
