@@ -64,6 +64,7 @@ def test_looking_changes_nothing(tmp_path: Path, settings: list[str]) -> None:
         assert 3 < line["model"]["logsumexp"] < 8
 
 
+@pytest.mark.twin
 @pytest.mark.full
 def test_ranks_and_restarts_tell_the_same(tmp_path: Path) -> None:
     """One rank or three, whole or killed in between: the same numbers but for rounding."""

@@ -109,6 +109,7 @@ def _until_gone(started: Started, rank: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.twin
 def test_the_grace_ends_a_step_that_does_not_end(tmp_path: Path) -> None:
     hang = "faults=[hang@step=25,rank=1]"
     started = start(tmp_path / "run", hang, "preempt.grace_seconds=2", NEVER)

@@ -139,6 +139,7 @@ def assert_numerics(lines: list[dict[str, Any]]) -> None:
         assert cause["is_tried"] and not cause["ranks"] and not cause["positions"]
 
 
+@pytest.mark.twin
 @pytest.mark.parametrize(
     "settings",
     [

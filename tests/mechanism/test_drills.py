@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.run import TINY
@@ -30,3 +32,29 @@ def test_none_asserts_how_long_something_took() -> None:
         if claim.search(line) and "timeout" not in line
     ]
     assert found == []
+
+
+LOSES_A_RANK = re.compile(r"\b(?:kill|abort|raise|stop|hang|skip_collective)@[^\"]*\brank=")
+NOBODY_WAITS = re.compile(r"\branks=[01]\b")  # it is alone
+
+
+def drills() -> Iterator[tuple[str, str]]:
+    """Name and source of each, with what decorates it."""
+    for path in sorted(DRILLS.glob("test_*.py")):
+        source = path.read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                whole = [ast.unparse(one) for one in node.decorator_list]
+                whole.append(ast.get_source_segment(source, node) or "")
+                yield f"{path.name}::{node.name}", "\n".join(whole)
+
+
+def test_where_a_rank_dies_or_hangs_no_collective_breaks_either() -> None:
+    """A drill over gloo alone passes thanks to what NCCL does not do: see ``_breaks``."""
+    losing = [(name, text) for name, text in drills() if LOSES_A_RANK.search(text)]
+    without = [
+        name
+        for name, text in losing
+        if "pytest.mark.twin" not in text and not NOBODY_WAITS.search(text)
+    ]
+    assert len(losing) > 20 and without == []
