@@ -2,5 +2,5 @@
 
 ``ring`` follows a checkpoint through its states. ``disk``, ``memory`` and ``remote`` are where
 its bytes are. Knows shards and groups through :mod:`runner.checkpoint.protocol` only; must not know
-engines, the loop or what a checkpoint is taken for.
+engines, the loop or why a checkpoint is taken.
 """

@@ -1,6 +1,6 @@
 """Types of a checkpoint's elements: their names in a manifest, sizes, and what finite means.
 
-FP32 is what goes without saying; a manifest without other types is as it always was.
+A manifest names only types other than FP32; without such types its format is the older one.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ ITEM_SIZES: Final[Mapping[str, int]] = MappingProxyType(
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As a manifest has it.
+    """The type's name in a manifest.
 
     Raises:
-        ValueError: a checkpoint does not hold such elements.
+        ValueError: checkpoints cannot hold elements of this type.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in ITEM_SIZES:
@@ -47,14 +47,14 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Inverse of :func:`name_of`, of a name that is in :data:`ITEM_SIZES`."""
+    """Inverse of :func:`name_of`; ``name`` must be in :data:`ITEM_SIZES`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether no element is NaN or Inf; whole numbers never are."""
+    """Whether no element is NaN or Inf; integers are always finite."""
     if not values.is_floating_point():
         return True
     wide = values.float() if values.dtype.itemsize == 1 else values
@@ -62,13 +62,13 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:
-    """The bytes of a CPU tensor, little endian; not copied where it is contiguous."""
+    """The bytes of a CPU tensor, little endian; a view if the tensor is contiguous."""
     flat = values.detach().contiguous().view(-1).view(torch.uint8)
     return flat.numpy().data
 
 
 def from_bytes(data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    """1-D: inverse of :func:`as_bytes`, of whole elements. Not to be written to."""
+    """Inverse of :func:`as_bytes`: a 1-D tensor over ``data``. Do not write to it."""
     if not data:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype)

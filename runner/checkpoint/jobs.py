@@ -29,9 +29,9 @@ _PATIENCE_SECONDS = 0.2  # between checks of the time while a disk is slow
 
 
 def _be_nice() -> None:
-    """Give the step priority: on Linux each thread has a priority of its own.
+    """Lower this thread's priority, so that the training step has priority (Linux).
 
-    Relative to what this thread inherits: under ``nice -n 15`` the step itself is at 15.
+    The value is relative to what the thread inherits: under ``nice -n 15`` the step is at 15.
     """
     own = threading.get_native_id()
     with contextlib.suppress(OSError):
@@ -50,8 +50,8 @@ class Job:
 
 _Result = TypeVar("_Result")
 
-# Yields a job; is resumed with a sentence for each rank that failed. One with a result is part of
-# another, which goes through it with "yield from".
+# Yields a job and is resumed with a sentence for each rank that failed. A process with a result is
+# a part of another one, which runs it with "yield from".
 Process = Generator[Job, list[str], _Result]
 
 
@@ -84,7 +84,7 @@ class JobProgress(NamedTuple):
     """One rank's progress with the oldest job of each queue.
 
     ``counts`` (done and failed, 0 or 1 each, queue by queue) are summed over ranks; ``jobs`` says
-    which jobs they are of, the same on all ranks.
+    which jobs they belong to, the same on all ranks.
     """
 
     counts: tuple[float, ...]
@@ -95,7 +95,7 @@ class LockstepQueue:
     """A queue of jobs; ``progress`` and ``apply_progress`` tie it to the agreement among ranks.
 
     Args:
-        gather: collective; every rank's text, by rank.
+        gather: collective; takes this rank's text and returns every rank's, by rank.
     """
 
     def __init__(self, gather: Callable[[str], list[str]]) -> None:
@@ -170,18 +170,18 @@ class LockstepQueues:
         return sum(map(len, self.queues))
 
     def progress(self) -> JobProgress:
-        """As :meth:`LockstepQueue.progress`, of all queues."""
+        """:meth:`LockstepQueue.progress` of all queues."""
         return JobProgress(
             counts=tuple(number for queue in self.queues for number in queue.progress()),
             jobs=tuple(queue.num_finished for queue in self.queues),
         )
 
     def apply_progress(self, sums: Sequence[float], jobs: Sequence[int]) -> None:
-        """As :meth:`LockstepQueue.apply_progress`, queue by queue.
+        """Call :meth:`LockstepQueue.apply_progress` of each queue.
 
         Args:
-            sums: over ranks, of :attr:`JobProgress.counts`.
-            jobs: to which the sums belong; sums of a job that is over mean nothing.
+            sums: :attr:`JobProgress.counts`, summed over ranks.
+            jobs: the jobs to which the sums belong; sums of a finished job are ignored.
         """
         for queue, job, done, failed in zip(self.queues, jobs, sums[::2], sums[1::2], strict=True):
             if job == queue.num_finished:

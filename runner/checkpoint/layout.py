@@ -1,8 +1,8 @@
-"""Describes compactly where the pieces of tensors lie: as progressions over files.
+"""Describes where the pieces of tensors lie, compactly, as arithmetic progressions over files.
 
 Shards are cut evenly. For a tensor on 16,384 ranks, rank ``i`` holds ``count`` elements from
-``start + i * step`` on; a list of these pieces would say the same 16,384 times, and more than a
-manifest may hold. A run says it once; with replicas that each write their part, over two counters.
+``start + i * step`` on. A list of these pieces would have 16,384 entries, too many for a manifest.
+A :class:`Run` is one entry; with replicas that each write a part it has two counters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Pieces as columns, file after file: tensor number, flat start, count, number of the file."""
+    """Pieces as columns of equal length: tensor number, flat start, count, number of the file."""
 
     tensor: Numbers
     start: Numbers
@@ -56,7 +56,7 @@ class Run:
         names = cls.__slots__
         if not isinstance(values, list) or len(values) != len(names):
             raise ValueError(f"run {str(values)[:80]}: {len(names)} numbers are needed")
-        # Below 2 ** 50 no product of two of them in here exceeds 64 bits unnoticed.
+        # Below 2 ** 50 every product of two of them that exceeds 64 bits is noticed.
         run = cls(*(whole(v, name, below=1 << 50) for v, name in zip(values, names, strict=True)))
         last = run.file + run.num - 1 + (run.repeats - 1) * run.file_step
         if run.num < 1 or run.repeats < 1 or run.count < 1 or last >= num_files:
@@ -66,7 +66,7 @@ class Run:
         return run
 
     def pieces(self) -> tuple[Numbers, Numbers]:
-        """(starts, files), one of each for a piece."""
+        """(starts, files): the flat start and the file number of each piece."""
         i = np.arange(self.num, dtype=np.int64)
         j = np.arange(self.repeats, dtype=np.int64)[:, None]
         starts = self.start + i * self.step + j * self.start_step
@@ -101,17 +101,17 @@ def check_coverage(name: str, numel: int, runs: Sequence[Run]) -> None:
 
 
 def compress(rows: Rows) -> dict[int, list[Run]]:
-    """Find the runs of each tensor, by arithmetic on columns: it blocks no thread for long."""
+    """Find the runs of each tensor with numpy, which blocks other threads only briefly."""
     if not len(rows.tensor):
         return {}
     small = rows.tensor.astype(np.uint16 if int(rows.tensor.max()) < 1 << 16 else np.uint32)
-    order = np.argsort(small, kind="stable")  # 16 bits are sorted without comparing
+    order = np.argsort(small, kind="stable")  # numpy sorts 16-bit numbers by radix
     columns = (rows.tensor, rows.start, rows.count, rows.file)
     tensor, start, count, file = (column[order] for column in columns)
     first = _begins((tensor, count), (file, start), need=(1, None))
     num, step = _lengths(first, start)
     tensor, start, count, file = (column[first] for column in (tensor, start, count, file))
-    # Equal runs side by side: those of replica after replica.
+    # Equal runs of the replicas come side by side.
     order = np.lexsort((start, file, count, step, num, tensor))
     tensor, start, count, file, num, step = (
         column[order] for column in (tensor, start, count, file, num, step)
@@ -130,10 +130,12 @@ def compress(rows: Rows) -> dict[int, list[Run]]:
 def _begins(
     equal: Sequence[Numbers], steady: Sequence[Numbers], need: Sequence[int | None]
 ) -> Numbers:
-    """Where a progression begins: ``equal`` stay the same in it, ``steady`` grow evenly.
+    """Rows at which a progression begins: INT64, rising.
+
+    Within a progression ``equal`` columns are constant and ``steady`` columns grow evenly.
 
     Args:
-        need: by how much each of ``steady`` has to grow; None: by any positive amount.
+        need: the step of each ``steady`` column; None: any positive step.
     """
     size = len(equal[0])
     links = np.ones(max(0, size - 1), dtype=bool)  # whether i + 1 may follow i
@@ -144,13 +146,13 @@ def _begins(
         links &= (grown > 0) if by is None else (grown == by)
     begins = np.ones(size, dtype=bool)
     begins[1:] = ~links
-    for grown in growth:  # a third has to be as far from the second as that from the first
+    for grown in growth:  # the third row is as far from the second as that from the first
         begins[2:] |= links[:-1] & (grown[1:] != grown[:-1])
     return np.flatnonzero(begins).astype(np.int64)
 
 
 def _lengths(first: Numbers, column: Numbers) -> tuple[Numbers, Numbers]:
-    """Of progressions that begin at ``first``: how long each is, and by how much it grows."""
+    """Length and step of the progressions that begin at the rows ``first``."""
     num = np.diff(np.append(first, len(column)))
     second = np.minimum(first + 1, len(column) - 1)
     return num, np.where(num > 1, column[second] - column[first], 0)

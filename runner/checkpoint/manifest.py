@@ -5,9 +5,9 @@ read what another wrote. All input from disk is checked before it is used.
 
 Version 2 lists every piece. That grows with ranks times tensors: on many ranks version 3 says
 where pieces lie in runs (:mod:`runner.checkpoint.layout`), and each rank's file has an index
-beside it, of which a rank reads those that it needs (:mod:`runner.checkpoint.disk.index`).
-Elements are FP32. A manifest that has tensors of other types as well names these, and is of
-version 4 in place of 2, or 5 in place of 3.
+beside it; a rank reads the indexes that it needs (:mod:`runner.checkpoint.disk.index`).
+Elements are FP32. A manifest with tensors of other types names these types and has version 4
+instead of 2, or 5 instead of 3.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def index_name(rank: int) -> str:
 
 
 def rank_of(name: str) -> int:
-    """Of a rank's file or index."""
+    """The rank in the name of a shard file or index."""
     return int(name.removeprefix("rank-").partition(".")[0])
 
 
@@ -54,7 +54,7 @@ def is_index(name: str) -> bool:
 
 
 def by_kind(names: Iterable[str]) -> list[str]:
-    """Files in the order in which ranks share them out: data first, then indexes."""
+    """Files in the order in which ranks divide them: data first, then indexes."""
     return sorted(names, key=lambda name: (is_index(name), name))
 
 
@@ -76,9 +76,10 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """``train_state`` is what the loop rolls back; ``update_counts`` the optimizer's steps.
+    """What a checkpoint holds; ``train_state`` is what the loop rolls back.
 
-    A version has ``pieces`` or ``runs``: see the module's docstring.
+    ``update_counts`` are the optimizer's steps, by parameter. By version there are ``pieces`` or
+    ``runs``: see the module's docstring.
     """
 
     serial: int
@@ -95,7 +96,7 @@ class Manifest:
     pieces: Mapping[str, tuple[Piece, ...]]
     files: Mapping[str, FileFacts]
     runs: Mapping[str, tuple[Run, ...]] | None = None
-    dtypes: Mapping[str, str] = field(default_factory=dict)  # of tensors that are not FP32
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # those not FP32
 
     @property
     def version(self) -> int:
@@ -111,11 +112,11 @@ class Manifest:
         return self.dtypes.get(name, FLOAT32)
 
     def item_bytes(self, name: str) -> int:
-        """Of one element of a tensor."""
+        """Bytes of one element of a tensor."""
         return ITEM_SIZES[self.dtype(name)]
 
     def numel(self, name: str) -> int:
-        """Elements of a tensor; 0 where there is none of this name."""
+        """Number of elements of a tensor; 0 if there is none of this name."""
         return math.prod(self.shapes[name]) if name in self.shapes else 0
 
     def to_json(self) -> dict[str, Any]:
@@ -252,7 +253,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _check_total(manifest: Manifest) -> None:
-    """As much is stored as is needed; which bytes are whose the indexes say."""
+    """Check that the files together have the right size; the indexes assign their bytes."""
     needed = sum(manifest.numel(name) * manifest.item_bytes(name) for name in manifest.shapes)
     stored = sum(f.num_bytes for name, f in manifest.files.items() if not is_index(name))
     if needed != stored:
@@ -270,7 +271,7 @@ def _check_coverage(name: str, numel: int, pieces: tuple[Piece, ...]) -> None:
 
 
 def _check_files(manifest: Manifest) -> None:
-    """No byte belongs to two pieces: what is read is never more than what is stored."""
+    """Check that no byte belongs to two pieces, so that no more is read than is stored."""
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in manifest.files}
     for name, pieces in manifest.pieces.items():
         for piece in pieces:

@@ -1,4 +1,4 @@
-"""What the ring needs of others, and what it is told: protocols and values."""
+"""The protocols and values through which the ring knows other rooms."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Shard(Protocol):
 
 
 def element_type(shard: Shard) -> torch.dtype:
-    """Of ``shard.local``, which is costly where it is made anew at each look."""
+    """The type of ``shard.local``, without making that tensor, which can be costly."""
     element = getattr(shard, "element_type", None)
     return element if isinstance(element, torch.dtype) else shard.local.dtype
 
 
 class ShardedState(Protocol):
-    """State to save, in shards: the part of an engine that the ring needs."""
+    """The state to save, in shards: the part of an engine that the ring needs."""
 
     @property
     def replica(self) -> tuple[int, int]: ...
     def shards(self) -> Sequence[Shard]: ...
     def update_counts(self) -> dict[str, int]: ...
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
-        """Collective: called when every rank has filled its shards, never by some alone."""
+        """Collective: called after every rank has filled its shards."""
         ...
 
 
@@ -71,13 +71,16 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingRules:
-    """``clean_after`` in steps; ``keep`` clean checkpoints, and multiples of ``keep_every``."""
+    """When checkpoints are proven, kept and written.
+
+    ``clean_after`` is in steps; ``keep`` clean checkpoints stay, and multiples of ``keep_every``.
+    """
 
     clean_after: int
     keep: int
     keep_every: int
     background: bool
-    write_bytes_per_second: float = 0.0  # of each rank, while training goes on; 0: no limit
+    write_bytes_per_second: float = 0.0  # on each rank, during training; 0: no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

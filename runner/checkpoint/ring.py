@@ -116,7 +116,7 @@ class Ring:
                 peer_queue=peer_queues[0] if peer_queues else None,
             )
         self.uploads: Uploads | None = None
-        # Called with the next checkpoint before its tensors are read. Collective.
+        # Called before the tensors of a checkpoint are read, with it. Collective.
         self.before_load: Callable[[Record], None] = lambda record: None
 
     @property
@@ -367,7 +367,7 @@ class Ring:
             memory.replicate(pending.serial)
 
     def _begin(self, pending: PendingCheckpoint, tier: Tier) -> Copy:
-        """Begin a copy that is not a checkpoint yet."""
+        """Register a copy that is not a checkpoint yet."""
         metadata = pending.metadata
         record = Record(
             serial=pending.serial,
@@ -413,7 +413,7 @@ class Ring:
             CheckpointError: there is no checkpoint to go back to.
         """
         # A copy in memory does not count: it is lost with its node.
-        # A checkpoint whose mark could not be written still serves a rollback.
+        # A checkpoint whose mark could not be written can still be a rollback target.
         stands = [r for r in on_disk(self.records) if r.state is not State.tainted]
         standing = "none stands"
         if stands:
@@ -533,7 +533,7 @@ class Ring:
                 self.remove(copy.record)
 
     def also_keep(self, serials: Callable[[], Collection[int]]) -> None:
-        """Do not retire what ``serials`` gives, while it is clean; asked each time."""
+        """Never retire clean checkpoints whose serials ``serials()`` returns at that time."""
         self._also_kept.append(serials)
 
     def newest_clean(self) -> int | None:
@@ -557,9 +557,9 @@ class Ring:
         self._queues.apply_progress(sums, jobs)
 
     def drain(self, is_late: Callable[[], bool] = lambda: False) -> bool:
-        """Finish everything that is under way. Collective.
+        """Finish all background work. Collective.
 
-        Returns False, on all ranks alike, when some rank said it is too late to wait longer.
+        Returns False, on all ranks alike, if some rank's ``is_late`` returned True.
         """
         return self._drain([self._snapshot_queue, self._disk_queue], is_late)
 
@@ -587,7 +587,7 @@ class Ring:
             self.uploads.close()
         for queue in (self._snapshot_queue, self._disk_queue):
             queue.close(wait=wait)
-        for queue in self._not_waited_for:  # it may wait for a dead rank
+        for queue in self._not_waited_for:  # a thread may wait for a dead rank
             queue.close(wait=False)
         if self._memory is not None:
             self._memory.close(forget=forget)
@@ -607,7 +607,7 @@ class Ring:
             try:
                 return self._load(record)
             except UnreadableCheckpoint as error:
-                # Never mark it: what a disk refuses today may be the last clean one tomorrow.
+                # Do not taint it: a disk that refuses it today may read it tomorrow.
                 faults.append(str(error))
                 kind = ReadError
                 self._report_damaged(record, [str(error)], "an older checkpoint is used")
@@ -622,7 +622,7 @@ class Ring:
         )
 
     def show_restoring(self, show: Callable[[str, int, int], None]) -> None:
-        """From now on ``show`` is told what is done, how many bytes of it, and of how many."""
+        """Call ``show(what, done_bytes, total_bytes)`` during restores from now on."""
         self._disk.show = show
 
     def _load(self, record: Record) -> Restored:
@@ -664,7 +664,7 @@ class Ring:
     def _found_damaged(self, copy: Copy, faults: list[str], decision: str) -> None:
         record = copy.record
         if copy.is_being_proven and copy.tier is Tier.disk:
-            copy.move(Life.tainted)  # and not condemned: its proof is over
+            copy.move(Life.tainted)  # not condemned: its proof is over
         self._taint(copy)
         self._report_damaged(record, faults, decision)
 

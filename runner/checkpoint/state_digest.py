@@ -1,7 +1,7 @@
-"""The state digest: one text for parameters and optimizer state, in full.
+"""The state digest: one string for all parameters and the optimizer's state.
 
-It does not depend on engine, sharding or world size. There are two definitions, and the size of
-the state alone says which holds:
+It does not depend on engine, sharding or world size. There are two definitions; the size of the
+state decides which one applies:
 
 1. Up to ``WHOLE_BYTES``: SHA-256 over the tensors by name, in sorted order, little endian, then the
    update counts. 64 hex digits.
@@ -47,7 +47,7 @@ def is_whole(shapes: Iterable[tuple[int, ...]]) -> bool:
 def state_digest(
     tensors: Iterable[tuple[str, torch.Tensor]], update_counts: Mapping[str, int]
 ) -> str:
-    """The first: of (name, whole tensor) pairs in sorted order of names, and the counts."""
+    """The first definition, of (name, whole tensor) pairs sorted by name, and the update counts."""
     digest = hashlib.sha256()
     for name, tensor in tensors:
         digest.update(f"{name} {list(tensor.shape)}\n".encode())
@@ -58,7 +58,7 @@ def state_digest(
 def digest_of_sums(
     tensors: Mapping[str, tuple[tuple[int, ...], Sums]], update_counts: Mapping[str, int]
 ) -> str:
-    """The second: of the shape and the sums of each tensor by name, and the counts."""
+    """The second definition, of each tensor's shape and sums by name, and the update counts."""
     digest = hashlib.sha256()
     for name, (shape, sums) in sorted(tensors.items()):
         lanes = " ".join(f"{lane:016x}" for lane in sums)
@@ -72,7 +72,7 @@ def _finished(digest: hashlib._Hash, update_counts: Mapping[str, int]) -> str:
 
 
 def added(one: Sums, other: Sums) -> Sums:
-    """The sums of what two held, no element twice."""
+    """Add the sums of two holders, who have no element in common."""
     return tuple((a + b) & _MASK for a, b in zip(one, other, strict=True))
 
 
@@ -83,7 +83,7 @@ class Summing:
         self._pads: dict[torch.device, torch.Tensor] = {}
 
     def of(self, name: str, start: int, values: torch.Tensor) -> Sums:
-        """Of elements ``[start, start + len(values))`` of the flattened tensor ``name``.
+        """Sums of the elements ``[start, start + len(values))`` of the flattened tensor ``name``.
 
         ``values`` 1-D and contiguous, of any type. Waits for the device once.
         """

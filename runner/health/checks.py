@@ -32,9 +32,9 @@ class PaceInspector:
     """Compares the ranks' speed.
 
     Args:
-        take_seconds: gives the seconds of the steps since its last call: of each before its first
-            collective, and of each in all.
-        note: takes the step and what was measured, by rank.
+        take_seconds: returns the seconds of the steps since its last call: for each step those
+            before its first collective, and all of them.
+        note: called with the step and each rank's measurements.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PaceInspector:
         self._report = report
         self._note = note
         size = _PROBE_SIZE.get(device.type, 512)
-        # In training's precision: a throttled GPU is slow in its matrix units.
+        # In the precision of training, because a throttled GPU is slow in its matrix units.
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._matrix = torch.ones(size, size, device=device, dtype=dtype)
 
@@ -110,7 +110,7 @@ class ReplicaInspector:
     Args:
         distrust: called with the last step at which the copies were equal (0: never compared);
             later checkpoints are not to be used again.
-        next_serial: returns the number of the next checkpoint; those before it are meant.
+        next_serial: returns the serial of the next checkpoint; ``distrust`` concerns earlier ones.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class ReplicaInspector:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> str:
-    """A checksum that changes with any one bit, and when two words or two tensors swap places.
+    """A checksum that changes if one bit changes, or if two words or two tensors swap places.
 
-    Each tensor's raw words are mixed with their places and summed in int64, which wraps: the sum
-    is the same on every device, in whatever order it is added up. In pieces, so that it takes some
-    MiB beside the tensors.
+    Each tensor's 64-bit words are mixed with their places and summed in wrapping int64, so the sum
+    does not depend on the device or on the order of addition. It is computed in pieces, which
+    takes a few MiB besides the tensors.
     """
     numbers: list[object] = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
     sums = [sum_of_words(tensor) for tensor in tensors]
@@ -180,24 +180,24 @@ def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
     places = torch.arange(size, device=words.device).mul_(_PLACE)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for piece in torch.split(words, size) if size else ():
-        # A polynomial in an odd number: pieces have an order as well.
+        # A polynomial in an odd number, so that the order of the pieces matters, too.
         total.mul_(_FACTOR).add_(_mixed(piece, places[: len(piece)]).sum())
     return total
 
 
 def _mixed(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Mix each word's bits with its place, not linearly; int64, one for each word.
+    """Mix each word's bits with its place, not linearly; returns int64 [words].
 
-    One to one for each place, so that no changed word is lost: times an odd number, then xor with
-    a shift, as in splitmix64 (Steele, Lea and Flood, 2014). A sum of what is linear in words and
-    places would not see an exchange.
+    The words are multiplied by an odd number and xored with a shift of themselves, as in splitmix64
+    (Steele, Lea and Flood, 2014). For each place this is one to one, so a changed word changes the
+    result. A sum of a linear function would not notice that two words changed places.
     """
     mixed = torch.add(words, places).mul_(_FACTOR)
     return mixed.bitwise_xor_(mixed >> 29)
 
 
 def odd_ones(sums: Sequence[tuple[int, str]]) -> list[int]:
-    """Ranks whose replica differs from the majority; all ranks where there is no majority."""
+    """Ranks whose replica differs from the majority; all ranks if there is no majority."""
     odd: list[int] = []
     for group in {copy for copy, _ in sums}:
         members = {rank: value for rank, (copy, value) in enumerate(sums) if copy == group}

@@ -35,7 +35,7 @@ def collectives(*, seconds: float = _SECONDS) -> tuple[list[dict[str, Any]], str
     ``line``.
 
     Returns:
-        The entries, and a sentence that names a recorder which did not answer, or nothing.
+        The entries, and a sentence that names a recorder which did not answer ("": all answered).
     """
     if not dist.is_initialized():
         return [], ""

@@ -1,4 +1,4 @@
-"""Journal lines for crashes: by a survivor at once, or by the next start from what is on disk."""
+"""Journal lines for crashes, written by a survivor at once or by the next start from the disk."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def crash_incident(cause: RootCause, number: int) -> Incident:
 
 
 def unexplained(run_dir: RunDir, lines: list[dict[str, Any]], number: int) -> list[Incident]:
-    """Lines for incarnations before ``number`` that ended badly and have none yet."""
+    """Lines for incarnations before ``number`` that crashed and have no line yet."""
     journalled = {line["detail"].get("incarnation") for line in lines if line["kind"] == "crash"}
     starts = {line["detail"].get("incarnation"): line for line in lines if line["kind"] == "start"}
     incidents = []

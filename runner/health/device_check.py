@@ -1,7 +1,7 @@
-"""Tries every rank's device before an attempt trains on it: a product, a sum over ranks, NVML.
+"""Tests every rank's device before an attempt: a product, a sum over ranks, NVML.
 
 A device that computes wrongly mostly does so without an error. Equal devices must give equal bits
-for one product, each time; the one that does not is named where the others are in the majority.
+for one product, each time; a device that differs is named if the others are a majority.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class DeviceFault:
     """A device that must not be trained on.
 
     Args:
-        ranks: whose devices are at fault; empty where that is unknown.
-        host: the host of the first of them, for a supervisor to leave out; empty likewise.
+        ranks: the ranks whose devices are at fault; empty if that is unknown.
+        host: the host of the first of them, which a supervisor leaves out; empty if unknown.
     """
 
     ranks: tuple[int, ...] = ()

@@ -41,7 +41,7 @@ class Divergence:
 
     ``kind`` is ``operation``, ``shape``, ``absent``, ``device`` (a rank's device has not reached
     what the others wait in) or ``network`` (all are in it, or it cannot be identified);
-    ``ranks`` are the odd ones out: all when no side has a majority, none where that is unknown.
+    ``ranks`` are the ranks that differ: all if no side has a majority, none if that is unknown.
     """
 
     kind: str
@@ -52,14 +52,14 @@ class Divergence:
 
 
 def backend_of(group: str) -> str:
-    """The backend of a group, as ``nccl`` of ``0/nccl``; empty where the name has none."""
+    """The backend in a group's name, such as ``nccl`` in ``0/nccl``; "" if there is none."""
     return group.partition("/")[2]
 
 
 def waits_in(entries: Sequence[Entry]) -> Entry | None:
-    """The collective that a rank waits in: the first of NCCL's that its device is in.
+    """The collective that a rank waits in: the first NCCL collective that its device is in.
 
-    Without any of NCCL's, the newest one, when it is unfinished.
+    Without NCCL collectives it is the newest one, if that is unfinished.
     """
     launched = [e for e in entries if backend_of(str(e["group"])) == NCCL and not e["finished"]]
     begun = [entry for entry in launched if entry["state"] == "started"]
@@ -76,7 +76,7 @@ def first_divergence(recorded: Mapping[int, Sequence[Entry]]) -> Divergence | No
         recorded: each rank's entries, oldest first. A rank without a record is left out.
     """
     divergences = []
-    # One pass: with many ranks, each rank is in a few of many groups.
+    # One pass over all entries: with many ranks, each rank is in a few of many groups.
     by_group: dict[str, dict[int, dict[int, Entry]]] = {}
     for rank, entries in recorded.items():
         for entry in entries:
@@ -247,7 +247,7 @@ def _each(seq: int, entered: Mapping[int, Entry]) -> str:
 
 
 def named(ranks: Collection[int]) -> str:
-    """Rank numbers as a person wants to read them: not thousands."""
+    """Rank numbers for a message, shortened if there are many."""
     shown = ", ".join(map(str, sorted(ranks)[:_MOST_NAMED]))
     more = len(ranks) - _MOST_NAMED
     return f"{shown} and {more} more" if more > 0 else shown

@@ -1,4 +1,4 @@
-"""Decides that a rank hangs: how long its present phase may take, measured by its own steps."""
+"""Decides whether a rank hangs, from how long its own steps took."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def is_moving(heart: Heartbeat, timeouts: HangTimeouts) -> bool:
 
 
 def hang_message(heart: Heartbeat, timeouts: HangTimeouts) -> str | None:
-    """How long a rank that hangs has made no progress; None where it does not hang."""
+    """A sentence that says since when a rank hangs; None if it does not hang."""
     limit, seconds = hang_limit(heart, timeouts), heart.seconds
     return f"no progress for {seconds:.1f} s (limit {limit:.1f} s)" if seconds > limit else None

@@ -1,7 +1,7 @@
-"""Which errors say that the machine is broken, not the program: by texts of CUDA, NCCL and NVIDIA.
+"""Recognises errors of broken hardware by the texts of CUDA, NCCL and NVIDIA's driver.
 
-Only the sure ones: an error that a program can also cause ("unspecified launch failure" of a wrong
-kernel, "an illegal memory access") fails at the same step again, and is told as what it is.
+Errors that a program can cause as well are not among them ("unspecified launch failure" of a wrong
+kernel, "an illegal memory access"): such a program fails at the same step again.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ _HARDWARE = re.compile(
 
 
 def is_hardware(text: str) -> bool:
-    """Whether an error's text says that a device or its machine has failed."""
+    """Whether an error's text shows that a device or its machine has failed."""
     return _HARDWARE.search(text) is not None

@@ -1,4 +1,4 @@
-"""What this rank is doing, and since when. The training thread writes it, the watchdog reads it."""
+"""The heartbeat of a rank: its step and phase, written by training and read by the watchdog."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-# Phases that may take long without anything being wrong.
+# Phases that may take long although all is well.
 SLOW = frozenset({"start", "save", "evaluate", "explain", "roll back", "finish"})
 _REMEMBERED_STEPS = 32
 
@@ -29,7 +29,7 @@ class Heartbeat:
         self._now = (step, "fetch", now)
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
-        """Enter another phase, of this step or of another: the rank moves."""
+        """Enter another phase of this or another step, which counts as progress."""
         self._now = (self._now[0] if step is None else step, phase, self._clock())
 
     @property
@@ -46,5 +46,5 @@ class Heartbeat:
         return self._clock() - self._now[2]
 
     def step_durations(self) -> list[float]:
-        """Seconds of the last steps, oldest first; each with what lay between it and the next."""
+        """Seconds of the last steps, oldest first; each until the next step began."""
         return list(self._step_seconds)

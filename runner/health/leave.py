@@ -13,18 +13,18 @@ from runner.distributed.env import own_rank, rank_name, tell_exit
 from runner.system import output
 from runner.system.environment import variables
 
-# For the last words and the exit code's file; the disk may not answer.
+# Seconds for the last output and the exit code's file; the disk may not answer.
 _LEAVE_SECONDS = 5.0
-# What ends a process in which no Python code can run any more comes so much later.
+# So many seconds later faulthandler ends a process in which no Python code can run any more.
 _BEHIND_SECONDS = 1.0
 
 
 def leave(code: int) -> NoReturn:
-    """End this rank without finalizing the interpreter, and tell the launcher how.
+    """End this rank without finalizing the interpreter; write its exit code for the launcher.
 
-    Threads that gloo leaves behind a closed group made about one finished run in twenty end
-    there with SIGABRT ("terminate called without an active exception"). And the interpreter would
-    join threads and child processes: whatever they wait for, this process would wait for as well.
+    Finalizing is not safe. gloo's threads outlive a closed group, and about one finished run in
+    twenty ended with SIGABRT ("terminate called without an active exception"). The interpreter
+    would also join threads and child processes, which may wait for ever.
     """
     try:
         end_within(_LEAVE_SECONDS, code)
@@ -35,19 +35,19 @@ def leave(code: int) -> NoReturn:
 
 
 def end_within(seconds: float, code: int) -> Callable[[], None]:
-    """See to it that this process is gone then, whatever holds it up from here on.
+    """End this process after ``seconds``, whatever it is doing then.
 
-    Where a library keeps the interpreter's lock for itself the exit code is 1.
+    If a library holds the interpreter's lock, the exit code is 1 instead of ``code``.
 
     Returns:
-        Takes it back.
+        A function that cancels this.
     """
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
-    with contextlib.suppress(RuntimeError):  # no thread to be had any more
+    with contextlib.suppress(RuntimeError):  # the system has no more threads
         timer.start()
     with contextlib.suppress(OSError, ValueError):
-        # Into nothing: the stacks are told elsewhere, and a full pipe would hold it up.
+        # The stacks are reported elsewhere, and writing to a full pipe could block.
         nothing = open(os.devnull, "w")  # noqa: SIM115  # as long as the process lives
         faulthandler.dump_traceback_later(seconds + _BEHIND_SECONDS, exit=True, file=nothing)
 

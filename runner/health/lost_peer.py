@@ -1,11 +1,11 @@
-"""Whose fault an exception in a collective is: this rank's own, another's, or not to be told.
+"""Decides whose fault an exception in a collective is: this rank's, another's, or unclear.
 
 When a rank dies, every other one gets an exception from the collective that it was in; and when
-a rank's own device fails, that rank gets one too. NCCL's errors are all of one class and all hold
-the words "NCCL error", so the text decides. A wrong answer is costly either way: an innocent
-rank that calls the error its own is named as the cause; a guilty one that calls it another's
-hides the cause. A text that tells neither is therefore a kind of its own (``unclear``): it is
-told as the cause only where no rank has a surer sign.
+a rank's own device fails, that rank gets one too. NCCL's errors are all of one class and contain
+"NCCL error", so the text decides. A mistake is costly either way: if an innocent rank takes the
+blame, it is named as the cause; if a guilty rank blames another, the cause is hidden. A text that
+shows neither is therefore a kind of its own (``unclear``), and counts as the cause only if no rank
+has a surer sign.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OWN = re.compile(
     r"|[Aa]ddress already in use|EADDRINUSE|no socket interface found"
     r"|queue is empty"
 )
-# Texts that speak of the other end, or of a time in which it did not answer. Only in errors of
+# Texts about the other end, or about a time in which it did not answer. Only in errors of
 # torch.distributed, gloo and NCCL: a data set read over a network has some of them as well.
 _PEER = re.compile(
     r"ncclRemoteError|remote process exited"
@@ -56,7 +56,7 @@ _LAST_ERROR = re.compile(r"Last error:\s*(\S.*)")
 
 def whose_fault(error: BaseException) -> str:
     """``exception`` (this rank's own), ``lost_contact`` (another's) or ``unclear``."""
-    import torch  # here: by_text serves those who do without
+    import torch  # imported here, because by_text is used without torch
 
     if not isinstance(error, RuntimeError):
         return OWN
@@ -69,7 +69,7 @@ def whose_fault(error: BaseException) -> str:
 
 
 def by_text(kind: str, text: str) -> str:
-    """:func:`whose_fault` of an exception that was printed: its class's name, and its words."""
+    """:func:`whose_fault` of a printed exception, from the name of its class and its text."""
     text = _EXPLAINED.sub("", _CPP_STACK.sub("", text))
     is_runtime = kind.rpartition(".")[2] in ("RuntimeError", *_DIST_ERRORS)
     of_collectives = "Dist" in kind or "NCCL" in text or bool(_FROM_GLOO.search(text))
@@ -86,7 +86,7 @@ def _is_of_collectives(error: RuntimeError, text: str) -> bool:
 
 
 def message_of(error: BaseException) -> str:
-    """The first line of an exception, and what NCCL gives as its reason further down."""
+    """The first line of an exception, and NCCL's reason from a later line."""
     text = _CPP_STACK.sub("", str(error)).strip()
     if not text:
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""Reports of many ranks: each node's in a folder of their own, and one file that holds them all.
+"""Reports of many ranks: a folder for each node, and one file that combines them.
 
     out/incidents/000003/node-00096/rank-00097.json   as among few ranks
     out/incidents/000003/node-00096.json              all reports of that node, shortened
@@ -22,9 +22,9 @@ from runner.system.files import read_bounded, write_durably
 from runner.system.parsing import json_text
 from runner.system.redact import redacted
 
-FROM_RANKS = 65  # fewer are found more easily each in a file of its own
+FROM_RANKS = 65  # with fewer ranks each report stays in a file of its own
 _FILE_BYTES = 1 << 27
-_BEFORE = 16  # collectives before the first unfinished one, in each group
+_BEFORE = 16  # collectives kept before the first unfinished one, in each group
 _MOST_ENTRIES = 64  # of one rank
 
 
@@ -37,7 +37,7 @@ def node_file(folder: Path, first_rank: int) -> Path:
 
 
 def reported_nodes(folder: Path) -> list[int]:
-    """First ranks of the nodes whose file is there. Reads names only."""
+    """First ranks of the nodes whose file exists. Reads file names only."""
     stems = [path.stem.removeprefix("node-") for path in folder.glob("node-*.json")]
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
@@ -77,7 +77,7 @@ def read_all_reports(folder: Path) -> list[Report]:
 
 
 class _Table:
-    """Values, each once."""
+    """A table of distinct values."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
@@ -92,9 +92,9 @@ class _Table:
 
 
 def _shortened(report: Report) -> list[dict[str, Any]]:
-    """From a little before the first unfinished collective of each group on.
+    """The report with collectives from shortly before the first unfinished one of each group on.
 
-    Not from there itself: that of another rank may be an earlier one.
+    It begins earlier because another rank's first unfinished one may be earlier.
     """
     groups: dict[str, list[int]] = {}
     for at, entry in enumerate(report.collectives):

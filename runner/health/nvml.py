@@ -20,7 +20,8 @@ class GpuHealth:
     """The health of one GPU.
 
     Args:
-        broken: why it must not be used, in terms that :mod:`runner.health.hardware` knows; ''.
+        broken: why it must not be used, in words that :mod:`runner.health.hardware` recognises;
+            "" if it may.
         warnings: what a person should look at.
     """
 
@@ -90,7 +91,7 @@ def at_work(visible: str | None) -> bool:
         visible: as CUDA_VISIBLE_DEVICES: indices or UUIDs with commas between; None: all GPUs.
 
     Returns:
-        False as well where nobody can tell.
+        False also if that is unknown.
     """
     try:
         nvml: Any = importlib.import_module("pynvml")

@@ -1,8 +1,8 @@
-"""The other ranks of this machine: which of them died, and how.
+"""Watches the processes of the other ranks of this machine: which died, and how.
 
 Only a parent learns how a process ended; but until the parent has asked, ``/proc`` shows it to
-every process. torchrun asks ten times a second, so a thread waits for the deaths themselves. It is
-what notices a death over NCCL, where no collective breaks because a peer is gone.
+every process. torchrun asks ten times a second, so a thread here waits for the deaths themselves.
+Over NCCL this is how a death is noticed, because no collective fails when a peer is gone.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class StopRequest:
 
     Args:
         grace_seconds: from the request to the exit, at most.
-        stop_at: seconds since the epoch at which to stop unasked; None: never.
+        stop_at: time at which to stop without a request, in seconds since the epoch; None: never.
         has_agent: whether a launcher watches this process; then it decides what the end of
             the terminal means.
     """
@@ -61,7 +61,7 @@ class StopRequest:
     def listen(self) -> None:
         """Install the handlers; main thread only."""
         self._pipe, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        # The number arrives here at once, whatever the training thread is doing.
+        # The signal's number arrives here at once, whatever the training thread is doing.
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self._handle)
@@ -92,9 +92,9 @@ class StopRequest:
             self._asked = (time.monotonic(), reason)
 
     def look(self) -> None:
-        """Called by the watchdog: end a rank that was asked to stop and cannot.
+        """End a rank that was asked to stop and cannot; called by the watchdog.
 
-        One second after the training thread should have given up by itself.
+        This happens one second after the training thread should have stopped by itself.
         """
         self._read_pipe()
         request = self._asked

@@ -93,7 +93,7 @@ class RankMonitor:
     """See the module's docstring.
 
     Args:
-        stop: its grace is watched too.
+        stop: the request to stop, whose grace period is watched too.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class RankMonitor:
         self._journal = journal
 
     def all_have_met(self) -> None:
-        """Note that every rank has reached the end: from here on each may leave."""
+        """Note that every rank has reached the end; from now on each may end its process."""
         self._have_met = True
 
     def dead_peers(self) -> list[int]:
@@ -221,10 +221,10 @@ class RankMonitor:
             self._run_lease.release()
 
     def uncaught(self, error: Exception) -> None:
-        """Report an error with which a script of somebody's own is about to end.
+        """Report an uncaught error of a user's script.
 
-        Returns, whoever's fault it is: what the script does when it ends is its own. The lease is
-        not released after it, so that a start which finds no journal line of it writes one.
+        Always returns, because the script decides what it does at its end. The lease is not
+        released, so that the next start writes a journal line if this rank could not.
         """
         if self._run_lease is None:
             return
@@ -251,8 +251,8 @@ class RankMonitor:
             return
         code = error.exit_code if isinstance(error, Superseded) else EXIT_CRASH
         cancel = self._end_soon(code)
-        # Never released: the watchdog has nothing to add. Where the watchdog holds it, it ends this
-        # process; if that takes too long, this thread does.
+        # The lock is never released, because the watchdog has nothing to add. If the watchdog holds
+        # it, the watchdog ends this process; if that takes too long, this thread does.
         if not self._telling.acquire(timeout=self._settle_seconds + _TELL_SECONDS):
             leave(code)
         if isinstance(error, Superseded):
@@ -268,7 +268,7 @@ class RankMonitor:
             cancel()
 
     def _tell_own_again(self, error: Exception) -> None:
-        """For an error that is not being handled any more: torchrun asks which one is."""
+        """:meth:`_tell_own` within the handling of ``error``, which torchrun's error file needs."""
         try:
             raise error
         except Exception:
@@ -378,7 +378,7 @@ class RankMonitor:
             self._give_way(error)
 
     def _moves(self) -> bool:
-        """Whether the training thread moves: a run that takes no step must not look alive.
+        """Whether the training thread makes progress; without progress a run must not look alive.
 
         The watchdog's limits count even where the watchdog is disabled.
         """
@@ -532,7 +532,7 @@ class RankMonitor:
             time.sleep(0.02 + 1e-4 * num_ranks)
 
     def _write_for_the_dead(self) -> None:
-        """Write a report about each dead rank of this node."""
+        """Write a report about each dead rank of this node, on behalf of that rank."""
         assert self._neighbours is not None and self._run_lease is not None
         by_rank = reported(self._own_folder())
         for rank, status in list(self._neighbours.deaths.items()):
@@ -588,7 +588,7 @@ class RankMonitor:
 
 
 def to_json(cause: RootCause) -> dict[str, object]:
-    """The cause without the report, which has a file of its own."""
+    """The cause as JSON, without the report, which has a file of its own."""
     return {
         "kind": cause.kind,
         "ranks": list(cause.ranks),

@@ -1,4 +1,4 @@
-"""What one rank writes when something is wrong, so that the disk alone shows the cause.
+"""The report that a rank writes when something is wrong, so that the disk alone shows the cause.
 
 out/incidents/000003/rank-00001.json         incarnation 3, rank 1
 out/incidents/000003/rank-00001.early.json   the same, written before NCCL is asked
@@ -44,7 +44,7 @@ class Report:
         stacks: of every thread, outermost frame first.
         collectives: entries of torch's flight recorders, oldest first; see
             :func:`runner.health.collective_trace.collectives`.
-        untold: a sentence that names a recorder which did not answer.
+        untold: a sentence that names a recorder which did not answer; "" if all did.
     """
 
     rank: int
@@ -152,7 +152,7 @@ def write_report(
 
     Args:
         for_other: whether it is about a dead rank.
-        early: whether the whole report is still to come, and may not.
+        early: whether this is the early report, which the whole one may replace later.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ending = _SEEN if for_other else _EARLY if early else "json"

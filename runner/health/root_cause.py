@@ -3,8 +3,8 @@
 A failed device comes first: the others' exceptions follow from it. Then: an
 exception of a rank's own comes before a signal, a signal before an exit without a report, that
 before a rank that is gone, that before an error that does not say whose fault it is, and that
-before what the collectives show. Ranks that only lost contact with others are never to blame
-while there is anybody else.
+before what the collectives show. Ranks that only lost contact with others are blamed only if there
+is no other rank.
 """
 
 from __future__ import annotations

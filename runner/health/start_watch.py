@@ -1,7 +1,7 @@
-"""Deaths between the rendezvous and the taking of the run directory: told through the store.
+"""Announces deaths between the rendezvous and the start of the run through the store.
 
-In this part of a start the ranks make their communicators and find out who writes. NCCL does not
-return from that when a peer is gone, and there is no folder yet in which ranks could leave
+In this phase the ranks make their communicators and acquire the run directory. NCCL does not
+return from that when a peer is gone, and there is no folder yet for the ranks'
 reports. Processes of the same node are watched directly (:mod:`.peer_processes`). Of the other
 nodes one rank each, the leader, shows that it is alive: it changes a key of the store about once a
 second, and watches the key of the next node, the last node that of the first. Whoever finds a
@@ -23,21 +23,21 @@ from runner.system.process import host_name
 _DEAD = "dead"
 _OVER = "over"
 _BEAT_SECONDS = 1.0
-# Beats missed in a row: many, as a false alarm costs a whole start. Looks are counted and not
-# seconds: a process that was stopped itself, or whose interpreter was locked, has missed nothing.
+# Heartbeats missed in a row. There are many, because a false alarm costs a whole start. Looks are
+# counted, not seconds: a process that was stopped itself must not take others for dead.
 _SILENT_LOOKS = 60
 _TELL_SECONDS = 5.0
 
 
 class StartWatch:
-    """One rank's part in it; a leader, the first rank of its node, has a thread.
+    """One rank's part of the watch; the first rank of a node, its leader, has a thread.
 
     Attributes:
-        problem: what ends this start, as a sentence; empty while nothing is known.
+        problem: a sentence that says why this start ends; empty while nothing is known.
 
     Args:
         room: the store of this group alone, from the rendezvous.
-        place: of this rank. Ranks of a node have consecutive numbers.
+        place: this rank's place. Ranks of a node have consecutive numbers.
     """
 
     def __init__(self, room: Store, place: RankEnv) -> None:
@@ -51,12 +51,12 @@ class StartWatch:
         self._is_alone = place.local_world_size == place.world_size
 
     def start(self) -> None:
-        """Begin to show that this node lives, and to watch the next."""
+        """Begin to show that this node is alive, and to watch the next node."""
         if self._is_leader:
             self._thread.start()
 
     def stop(self) -> None:
-        """The start is over for this rank; its silence means nothing from now on."""
+        """End the watch: the start is over for this rank, and its silence means nothing."""
         self._is_over.set()
 
     def tell(self, problem: str) -> None:

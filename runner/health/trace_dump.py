@@ -1,4 +1,4 @@
-"""Reads the dumps of torch's flight recorders: pickles, from which only plain values are taken."""
+"""Reads the dumps of torch's flight recorders, which are pickles; accepts plain values only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from runner.health.rank_report import own_line
 from runner.system.files import read_bounded
 
-MOST_ENTRIES = 400  # of each recorder
-_BEFORE = 50  # of these, how many from before the first unfinished one
+MOST_ENTRIES = 400  # entries of each recorder
+_BEFORE = 50  # how many of these are from before the first unfinished one
 _DUMP_BYTES = 1 << 28
 
 
@@ -41,7 +41,7 @@ def read_dumps(folder: Path, prefix: str) -> dict[int, list[dict[str, Any]]]:
         if rank.isdecimal():
             try:
                 by_rank[int(rank)] = entries_of(read_bounded(path, _DUMP_BYTES))
-            except Exception:  # half written by a process that died: the other ranks' dumps do
+            except Exception:  # half written by a process that died; the other ranks' dumps suffice
                 continue
     return by_rank
 

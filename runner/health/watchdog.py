@@ -26,8 +26,8 @@ class Watchdog:
     """Calls every check once a tick, in a daemon thread. A check may end the process.
 
     Args:
-        last_resort: where the stacks go, and after how many seconds the process ends, when
-            not even this thread can run any more (an extension that holds the GIL).
+        last_resort: the file for the stacks, and the seconds after which faulthandler ends the
+            process if not even this thread can run (an extension holds the GIL).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Watchdog:
         self._last_resort = last_resort
 
     def stop(self) -> None:
-        """Stop; returns when the last check is over, or does not end in time."""
+        """Stop, and wait for the last check for a limited time."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(_LAST_LOOK_SECONDS)

@@ -93,7 +93,7 @@ class CheckpointDirectory:
         """
         path = self.writing_folder(manifest.serial) / MANIFEST
         try:
-            # Without line breaks json's fast encoder writes it: it may name thousands of files.
+            # json's fast encoder writes no line breaks; the manifest may name thousands of files.
             indent = None if manifest.is_indexed else 1
             write_json(path, manifest.to_json(), most_bytes=MOST_BYTES, indent=indent)
         except OSError as error:
@@ -139,7 +139,8 @@ class CheckpointDirectory:
         """Make a checkpoint's new state durable.
 
         Raises:
-            OSError: it is not clean then; tainted it is as far as the disk goes along.
+            OSError: the mark could not be written. A clean mark then does not count; a taint may
+                have been written in part.
         """
         self._check()
         path = self.folder_of(record) / _MARKS[state]
@@ -173,9 +174,9 @@ class CheckpointDirectory:
             and not (folder / COMMITTED).exists()
             and (folder.name.startswith(("writing-", _SWEPT)) or _NAME.fullmatch(folder.name))
         ]
-        self._check()  # after looking: what a newer incarnation is writing is not among them
+        self._check()  # after the listing, which has none of a newer one's
         for folder in torn:
-            # By one rename, so that no process commits a folder that is half removed.
+            # Renamed first, so that no process commits a folder that is half removed.
             if folder.is_symlink():  # only the link is ours to remove
                 folder.unlink()
                 continue
@@ -223,12 +224,12 @@ class CheckpointDirectory:
         return Entry(record=record, folder=folder, manifest=manifest)
 
 
-# What a file that was lost, cut or replaced answers; anything else is the disk's or the network's.
+# Errors of a file that is missing, cut or replaced. Others come from the disk or the network.
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
 
 
 def unreadable(path: Path, error: OSError) -> CorruptCheckpoint:
-    """The refusal for a file of a checkpoint that could not be read."""
+    """The error to raise for a file of a checkpoint that could not be read."""
     kind = CorruptCheckpoint if error.errno in _DAMAGE else UnreadableCheckpoint
     return kind(f"{path}: {error}")
 

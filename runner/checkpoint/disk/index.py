@@ -1,4 +1,6 @@
-"""One rank's index: what its file holds, in binary, beside it. For large numbers of ranks.
+"""One rank's index: a binary file that lists what the rank's shard file holds.
+
+Used with large numbers of ranks.
 
     rank-00000.bin   the bytes
     rank-00000.idx   which elements of which tensors they are
@@ -6,8 +8,8 @@
 Little endian: a header (``HFINDEX1``, number of pieces, bytes and SHA-256 of the file), then
 columns: tensor number (u32), flat start (u64), count (u64). A tensor's number is its place among
 the sorted names of the manifest. Pieces lie one after another: where one begins follows from the
-counts and the sizes of elements, which the manifest tells. The manifest has the digest of each
-index, and where to look for a piece (:mod:`.layout`).
+counts and the sizes of elements, which the manifest has. The manifest has the digest of each
+index, and says which file holds a piece (:mod:`.layout`).
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ _MAGIC = b"HFINDEX1"
 _HEADER = struct.Struct("<8sQQ32s")
 _PIECE_BYTES = 4 + 8 + 8
 MOST_INDEX_BYTES = 1 << 28
-_AT_ONCE = 64  # that a thread reads before it takes others
-_BYTES_AT = 16  # in the header: bytes of the file
-_READERS = 8  # of small files at once: a shared disk answers slowly, and several at a time
+_AT_ONCE = 64  # files that a thread reads before it takes the next ones
+_BYTES_AT = 16  # position of the file's size in the header
+_READERS = 8  # readers of small files: a shared disk answers slowly, but several at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +51,11 @@ class RankIndex:
     sizes: Numbers | None = None  # bytes of an element, by tensor number; None: all FP32
 
     def num_bytes(self) -> Numbers:
-        """Of each piece."""
+        """Bytes of each piece: INT64 [pieces]."""
         return self.count * (ITEM_BYTES if self.sizes is None else self.sizes[self.tensor])
 
     def offsets(self) -> Numbers:
-        """Bytes before each piece."""
+        """Offset of each piece in the file, in bytes: INT64 [pieces]."""
         ends: Numbers = np.cumsum(self.num_bytes())
         return np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
 
@@ -70,7 +72,7 @@ def write_index(
     """Write and sync a rank's index.
 
     Args:
-        facts: of its file.
+        facts: size and digest of the rank's shard file.
         pieces: (tensor number, start, count), as a list or as rows.
 
     Raises:
@@ -83,10 +85,10 @@ def write_index(
 
 
 def _facts(data: bytes, path: Path) -> FileFacts:
-    """Of the file that an index is of.
+    """Size and digest of the shard file that an index belongs to.
 
     Raises:
-        CorruptCheckpoint: it is no index.
+        CorruptCheckpoint: the data is not an index.
     """
     size = (len(data) - _HEADER.size) // _PIECE_BYTES
     if size < 0 or len(data) != _HEADER.size + size * _PIECE_BYTES:
@@ -108,7 +110,7 @@ def parse_index(
         sizes: bytes of an element, by tensor number; None: all FP32.
 
     Raises:
-        CorruptCheckpoint: it is none, or does not add up.
+        CorruptCheckpoint: the data is not an index, or its sizes do not add up.
     """
     facts = _facts(data, path)
     size = (len(data) - _HEADER.size) // _PIECE_BYTES
@@ -121,7 +123,7 @@ def parse_index(
         columns.append(column.astype(np.int64))
         at += column.nbytes
     tensor, start, count = columns
-    # As floats first: what a file says may add up to more than an integer holds.
+    # Added as floats first: the numbers of a damaged file may exceed 64 bits.
     is_sane = not size or (int(tensor.max()) < num_tensors and int(count.min()) > 0)
     is_sane = is_sane and float(count.sum(dtype=np.float64)) < 1 << 60
     index = RankIndex(facts=facts, tensor=tensor, start=start, count=count, sizes=sizes)
@@ -131,7 +133,7 @@ def parse_index(
 
 
 def element_sizes(names: Sequence[str], dtypes: Mapping[str, str]) -> Numbers | None:
-    """Bytes of an element of each of the tensors, by number; None where all are FP32."""
+    """Bytes of an element of each tensor, by the tensor's number; None if all are FP32."""
     if not dtypes:
         return None
     sizes = [ITEM_SIZES[dtypes.get(name, FLOAT32)] for name in sorted(names)]
@@ -140,7 +142,7 @@ def element_sizes(names: Sequence[str], dtypes: Mapping[str, str]) -> Numbers | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the pieces of all tensors lie, and of which indexes that was made."""
+    """The places of all tensors' pieces, and the indexes from which they were computed."""
 
     runs: Mapping[str, tuple[Run, ...]]
     digests: tuple[bytes, ...]
@@ -152,8 +154,8 @@ class _Stored:
 
     data: bytes
     own: FileFacts
-    file: FileFacts  # of the file that it is an index of
-    digest: bytes  # of what it says of pieces, and not of their bytes
+    file: FileFacts  # of the shard file
+    digest: bytes  # of the columns, not of the shard's bytes
 
 
 def collect_indexes(
@@ -164,15 +166,15 @@ def collect_indexes(
     known: Layout | None = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> tuple[Layout, dict[str, FileFacts]]:
-    """The layout that all ranks' indexes make up, and the facts of all files.
+    """Combine all ranks' indexes into one layout; also returns the facts of all files.
 
     Args:
-        names: of all tensors.
-        dtypes: of those that are not FP32.
-        known: that of the save before: shards stay where they are, and it is not made anew.
+        names: names of all tensors.
+        dtypes: types of the tensors that are not FP32, by name.
+        known: the layout of the previous save; returned again if no index has changed.
 
     Raises:
-        CorruptCheckpoint: an index is missing, or no rank writes such a one.
+        CorruptCheckpoint: an index is missing or invalid.
     """
     shares = [range(at, min(at + _AT_ONCE, world_size)) for at in range(0, world_size, _AT_ONCE)]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="indexes") as readers:
@@ -210,7 +212,7 @@ def _runs(
 ) -> dict[str, tuple[Run, ...]]:
     parts: list[tuple[Numbers, Numbers, Numbers]] = []
     lengths: list[int] = []
-    # Neighbours mostly hold the same tensors: their indexes are columns of one table.
+    # Neighbouring ranks mostly hold the same tensors, so their indexes form one table.
     for num_bytes, alike in itertools.groupby(stored, key=lambda one: len(one.data)):
         table = _Table.of([one.data for one in alike], num_bytes)
         for at in np.flatnonzero(~table.is_sane(len(ordered), sizes)).tolist():
@@ -243,7 +245,7 @@ class _Table:
         for _, kind in _COLUMNS:
             width = size * np.dtype(kind).itemsize
             column = np.ascontiguousarray(whole[:, at : at + width]).view(kind)
-            # What is too large for a signed number is so below as well.
+            # A number too large for INT64 becomes negative here and is refused below.
             columns.append(column.astype(np.int64))
             at += width
         stored_bytes = np.ascontiguousarray(whole[:, _BYTES_AT : _BYTES_AT + 8]).view("<u8")

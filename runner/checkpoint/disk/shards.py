@@ -57,12 +57,12 @@ class Snapshot:
 def own_share(
     pieces: Iterable[tuple[str, int, torch.Tensor]], replica: tuple[int, int]
 ) -> list[Snapshot]:
-    """What this rank writes of (name, flat start, 1-D values) pieces, as views.
+    """The part of (name, flat start, 1-D values) pieces that this rank writes, as views.
 
-    Replicas hold the same bytes: each writes its own part.
+    Replicas hold the same bytes, so each of them writes a part.
 
     Args:
-        replica: which one this rank is, and how many there are.
+        replica: (number of this replica, number of replicas).
     """
     index, count = replica
     parts = []
@@ -76,9 +76,9 @@ def own_share(
 
 
 class Pace:
-    """Holds a background writer to ``bytes_per_second`` (0: as fast as it goes).
+    """Limits a background writer to ``bytes_per_second`` (0: no limit).
 
-    ``hurry`` is set while somebody waits for it.
+    While ``hurry`` is set, somebody waits for the writer, and the limit is off.
     """
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
@@ -91,7 +91,7 @@ class Pace:
         return self._rate > 0 and not self.hurry.is_set()
 
     def wrote(self, num_bytes: int) -> None:
-        """Wait as long as these bytes may take."""
+        """Wait so that ``num_bytes`` more bytes keep to the limit."""
         if self._rate > 0:
             self._due = max(self._due, time.monotonic()) + num_bytes / self._rate
             if self.hurry.wait(max(0.0, self._due - time.monotonic())):
@@ -106,10 +106,10 @@ def write_rank_file(
     *,
     numbers: Mapping[str, int] | None = None,
 ) -> None:
-    """Write and sync this rank's shards and, last, what they are: a JSON note, or an index.
+    """Write and sync this rank's shards, and then their list: a JSON note or an index.
 
     Args:
-        numbers: of the tensors, for an index.
+        numbers: each tensor's number by name, for an index; None: write a note.
 
     Raises:
         OSError: disk full, read-only, gone. The file is not to be trusted then, whatever a
@@ -128,7 +128,7 @@ def write_rank_file(
                 file.write(block)
                 digest.update(block)
                 if pace is not None and pace.is_limited:
-                    # Piece by piece: the system would save it all up for one long burst.
+                    # Synced piece by piece: the system would write it all in one burst.
                     file.flush()
                     os.fdatasync(file.fileno())
                     pace.wrote(len(block))
@@ -150,7 +150,7 @@ def collect_pieces(
     """Merge the notes of all ranks and remove them.
 
     Raises:
-        CorruptCheckpoint: a note is missing or says what no rank writes.
+        CorruptCheckpoint: a note is missing or invalid.
     """
     pieces: dict[str, list[Piece]] = {}
     files: dict[str, FileFacts] = {}
@@ -190,10 +190,10 @@ Stamp = tuple[int, int, int]
 
 
 def stamps(entry: Entry, names: Iterable[str]) -> dict[str, Stamp]:
-    """What tells whether a file changes while it is verified and read.
+    """Sizes and times of files, which show whether a file changes while it is verified and read.
 
-    To be taken before any rank begins to verify; the digest then holds for what is read later,
-    without reading everything twice.
+    Call it before any rank begins to verify. If the stamps are unchanged after a later read, the
+    verified digest holds for the bytes of that read, too.
 
     Raises:
         CorruptCheckpoint: a file is missing, or is a link.
@@ -288,7 +288,7 @@ def _stamp(file: BinaryIO) -> Stamp:
 
 @contextlib.contextmanager
 def _open(entry: Entry, name: str) -> Iterator[io.BufferedReader]:
-    """A file of a checkpoint; whatever the system refuses until it is closed is ours to name."""
+    """Open a file of a checkpoint; errors of the system until it is closed become our own."""
     try:
         with open_regular(entry.folder / name) as file:
             assert isinstance(file, io.BufferedReader)
@@ -310,10 +310,10 @@ def verify_files(
     Args:
         finite: also refuse NaN and Inf.
         seen: see :func:`stamps`.
-        moved: told how many more bytes were read.
+        moved: called with the number of bytes after each read.
 
     Raises:
-        CorruptCheckpoint: naming file and fault.
+        CorruptCheckpoint: a file is damaged; the message names it and the fault.
     """
     for name in names:
         path, facts = entry.folder / name, entry.manifest.files[name]
@@ -334,7 +334,7 @@ def verify_files(
 
 
 def _finiteness(entry: Entry, name: str) -> Callable[[bytes], bool]:
-    """Told block after block of a rank's file: whether all its numbers are finite."""
+    """A function that takes a rank's file block by block: whether all numbers are finite."""
     manifest = entry.manifest
     if not manifest.dtypes:
         return lambda block: bool(np.isfinite(np.frombuffer(block, dtype="<f4")).all())
@@ -347,7 +347,7 @@ def _finiteness(entry: Entry, name: str) -> Callable[[bytes], bool]:
 
 
 class _TypedBlocks:
-    """A file whose elements are of several types, block after block.
+    """Reads a file whose elements are of several types, block by block.
 
     Args:
         spans: (offset, count, type) of each piece, in the order of their bytes.
@@ -355,11 +355,11 @@ class _TypedBlocks:
 
     def __init__(self, spans: Sequence[tuple[int, int, str]]) -> None:
         self._spans = deque(spans)
-        self._kept = b""  # of the last blocks: an element may lie across two
-        self._at = 0  # where it begins
+        self._kept = b""  # the end of the last block: an element may lie across two blocks
+        self._at = 0  # position of its first byte
 
     def are_finite(self, block: bytes) -> bool:
-        """Of the elements that end in this block."""
+        """Whether the elements that end in this block are finite."""
         data, end = self._kept + block, self._at + len(self._kept) + len(block)
         while self._spans:
             offset, count, dtype = self._spans[0]
@@ -392,7 +392,7 @@ def _check_unchanged(file: BinaryIO, path: Path, stamp: Stamp | None) -> None:
 
 
 class ShardReader:
-    """Reads ranges of a checkpoint's tensors. Each file is opened once, as long as few are used.
+    """Reads ranges of a checkpoint's tensors; keeps a few files open.
 
     Args:
         seen: see :func:`stamps`; a file that has changed since is refused.
@@ -402,7 +402,7 @@ class ShardReader:
         self._entry = entry
         self._seen = seen or {}
         self._indexes = Indexes(entry)
-        self._files: dict[str, BinaryIO] = {}  # the one that was used last comes last
+        self._files: dict[str, BinaryIO] = {}  # the most recently used file is the last one
 
     def __enter__(self) -> ShardReader:
         return self

@@ -53,7 +53,7 @@ class DiskTier:
         before_write: called with the step in the background, before this rank's file.
 
     Attributes:
-        show: told in bytes how far a load is, on each rank of its own share.
+        show: called with a load's progress on this rank, in bytes of its own share.
     """
 
     most_listed = MOST_LISTED_RANKS  # ranks up to which a manifest lists every piece
@@ -102,7 +102,7 @@ class DiskTier:
         """Write this rank's file.
 
         Args:
-            check: called after the write; may find that the written bytes must not be used.
+            check: called after the write; raises if the written bytes must not be used.
         """
         folder = self._directory.writing_folder(pending.serial)
         tensors = numbers([s.name for s in self._sharded.shards()]) if self._is_indexed else None
@@ -249,7 +249,7 @@ class DiskTier:
 
         self._ranks.all_or_none_patiently("loading a checkpoint", copy_in)
         manifest = entry.manifest
-        # Only after all ranks have read theirs: ZeRO gathers in here, and would wait for a rank
+        # Only after all ranks have read theirs: ZeRO has collectives here and would wait for a rank
         # refused would be waited for.
         self._sharded.finish_load(manifest.update_counts)
         return Restored(
@@ -262,7 +262,7 @@ class DiskTier:
         )
 
     def _counter(self, entry: Entry) -> Callable[[int], None]:
-        """Takes bytes that were read, of those to compare and those to copy, and shows them."""
+        """A function that adds up the bytes read, to compare or to copy, and shows the sum."""
         verified = sum(entry.manifest.files[name].num_bytes for name in self._share_of(entry))
         copied = sum(_FP32_BYTES * len(shard.local) for shard in self._sharded.shards())
         done = 0
@@ -294,5 +294,5 @@ class DiskTier:
 
 
 def _copied(values: torch.Tensor) -> torch.Tensor:
-    """On the host, and copied once: from a GPU ``cpu()`` is a copy already."""
+    """A copy of ``values`` on the CPU, made once: ``cpu()`` of a CUDA tensor is a copy already."""
     return values.cpu() if values.is_cuda else values.clone()

@@ -19,7 +19,7 @@ from runner.system.error import CorruptCheckpoint
 from runner.system.parsing import json_text, refuse_flagged, whole
 
 FORMAT = "holdfast-snapshot"
-VERSION = 2  # 1 had a SHA-256 as ``sha256`` in place of ``digest``
+VERSION = 2  # version 1 had ``sha256`` in place of ``digest``
 _MOST_BYTES = 1 << 27
 _WORDS = 300
 _TEXTS = ("layout", "config_digest", "data_fingerprint", "digest")
@@ -31,7 +31,7 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotHeader:
-    """``layout`` is a digest of which elements of which tensors lie where in the slot.
+    """What a slot holds. ``layout`` is a digest of the places of all tensors' elements in it.
 
     ``digest`` is :meth:`runner.checkpoint.memory.shared_buffer.SharedBuffer.digest`.
     """
@@ -76,7 +76,7 @@ def read_header(path: Path) -> tuple[SnapshotHeader, bytes]:
     """Read a header; returns it and its bytes.
 
     Raises:
-        CorruptCheckpoint: it is damaged, or not ours.
+        CorruptCheckpoint: it is damaged, or not a header of ours.
         FileNotFoundError: there is none.
     """
     try:

@@ -3,8 +3,8 @@
     /dev/shm/holdfast-UID/RUN/000003-rank-00001/    incarnation 3: owner.json, slot-0.bin ...
 
 RUN is made from a random name in ``out`` and from its path. Each incarnation has folders of
-its own: one that is still alive somewhere writes to files that the next has copied, verified and
-unlinked. Only this user can write there, and all input is checked all the same.
+its own: an older one that is still alive writes to files that the newer one has copied, verified
+and unlinked. Only this user can write there; all input is checked nevertheless.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OwnerProcess = Mapping[str, str | int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abandoned:
-    """A removed folder: of which run, and why."""
+    """A removed folder: its run, and the reason."""
 
     folder: Path
     out: str
@@ -47,11 +47,11 @@ class Abandoned:
 class NodeDir:
     """
     Args:
-        base: of shared memory, such as ``/dev/shm``.
+        base: folder of a shared memory file system, such as ``/dev/shm``.
         run: 32 hex digits, the name of the run.
         out: the run's directory; absolute.
         process: this process, as :func:`runner.system.process.own_process` returns it.
-        is_alive: whether a process is alive; None: it is of another machine or boot.
+        is_alive: tells whether a process is alive; None: it is of another machine or boot.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class NodeDir:
     def is_trusted(self, folder: Path) -> bool:
         """Whether an earlier process of this boot made it.
 
-        Where memory is not memory, a power cut may leave any mixture of old and new files.
+        If the folder is on a disk, a power cut may leave any mixture of old and new files.
         """
         owner = _owner(folder) if folder.is_dir() and not folder.is_symlink() else None
         return owner is not None and bool(owner["process"]["boot"] == self._process["boot"])

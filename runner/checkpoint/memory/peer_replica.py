@@ -20,7 +20,7 @@ from runner.checkpoint.memory.shared_buffer import SharedBuffer
 from runner.checkpoint.memory.snapshot import Memory
 from runner.system.error import CorruptCheckpoint
 
-KEPT = 2  # of each rank: one is whole while the other is received
+KEPT = 2  # copies of each rank: one is whole while the other is received
 _CHUNK = 1 << 26  # elements sent at once
 
 
@@ -85,9 +85,9 @@ class PeerReplica:
     """
     Args:
         nodes: the ranks of each node.
-        sizes: of a slot, in bytes, by rank.
+        sizes: bytes of a slot, by rank.
         mark: see :class:`Memory`.
-        group: of all ranks, for CPU tensors.
+        group: a process group of all ranks, for CPU tensors.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PeerReplica:
         """Reserve room for the snapshots of another node.
 
         Raises:
-            OSError: there is not enough.
+            OSError: there is not enough memory.
         """
         for rank in self._from:
             folder = self._node.of_rank(self._mark.incarnation, rank, "peer")
@@ -125,7 +125,7 @@ class PeerReplica:
             ]
 
     def exchange(self, slot: int, serial: int) -> None:
-        """Send a sealed slot to the peer, and keep what arrives. In a thread, on all ranks.
+        """Send a sealed slot to the peer, and keep what arrives. Call it in a thread, on all ranks.
 
         Raises:
             RuntimeError: a rank is gone.
@@ -144,13 +144,15 @@ class PeerReplica:
                 write_header(_header_of(buffers[rank].path), data)
 
     def forget(self, serial: int) -> None:
-        """Drop the copies here of a snapshot that must not be used again."""
+        """Drop this node's copies of a snapshot that must not be used again."""
         for at in [at for at, sent in self._serials.items() if sent == serial]:
             for buffers in self._kept.values():
                 _header_of(buffers[at].path).unlink(missing_ok=True)
 
     def left_by(self, incarnation: int, metrics_bytes: int, journal_lines: int) -> list[list[Any]]:
-        """Copies on this node that an earlier incarnation received, without those of longer files.
+        """Copies on this node that an earlier incarnation received.
+
+        Copies taken when the metrics or the journal were longer are left out.
 
         Returns:
             Rows for :func:`on_every_rank`, from the first rank of the node; none from the others.
@@ -194,7 +196,7 @@ class PeerReplica:
         """Bring a snapshot to the ranks that have lost it, into slot 0. Collective.
 
         Returns:
-            The header that came with it, if any: compare the bytes with it.
+            The received header, to compare the bytes with; None if nothing was received.
 
         Raises:
             RuntimeError: a rank is gone.

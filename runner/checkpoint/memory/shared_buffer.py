@@ -1,7 +1,7 @@
-"""Memory that outlives its process: a file in shared memory, mapped.
+"""A mapped file in shared memory, which outlives its process.
 
-The whole of it is reserved when it is made. A file there that only claims its length gives
-SIGBUS, not an error, when the machine has no page left for it.
+All pages are reserved when the file is made. A sparse file would give SIGBUS, not an error, when
+the machine has no page left.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from xxhash import xxh3_128
 from runner.checkpoint.manifest import ITEM_BYTES
 from runner.system.error import CorruptCheckpoint
 
-_BLOCK_BYTES = 1 << 23  # digested at once
-_TOUCH_BYTES = 1 << 24  # mapped at once: madvise holds the interpreter's lock
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
+_BLOCK_BYTES = 1 << 23  # bytes digested at once
+_TOUCH_BYTES = 1 << 24  # bytes mapped at once: madvise holds the interpreter's lock
+_MADV_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which mmap does not name
 
-# Memory is hashed for damage by accident, of this user's own: three times as fast as SHA-256, which
-# is for what lies on disk.
+# XXH3 detects accidental damage, which is enough for this user's own memory, and is three times as
+# fast as the SHA-256 used on disk.
 FAST = "xxh3"
 _DIGESTS: Mapping[str, Callable[..., Any]] = {"xxh3": xxh3_128, "sha256": hashlib.sha256}
 KINDS = frozenset(_DIGESTS)
@@ -37,7 +37,7 @@ KINDS = frozenset(_DIGESTS)
 class SharedBuffer:
     """``values``: FP32, 1-D, on the CPU; ``num_bytes`` of them in the file at ``path``.
 
-    What they are is their owner's to say: elements of other types lie in there as well.
+    The owner decides what the bytes mean: elements of other types are stored in it as well.
     """
 
     def __init__(self, path: Path, mapped: mmap.mmap, num_bytes: int) -> None:
@@ -50,7 +50,7 @@ class SharedBuffer:
 
     @classmethod
     def make(cls, path: Path, num_bytes: int) -> SharedBuffer:
-        """A new file, every page of it there.
+        """Make a new file with all its pages.
 
         Raises:
             OSError: no room, or the name is taken.
@@ -71,24 +71,24 @@ class SharedBuffer:
 
     @classmethod
     def open(cls, path: Path, num_bytes: int) -> SharedBuffer:
-        """What an earlier process left, to read only; see :func:`open_own`.
+        """Open the file of an earlier process, to read only; see :func:`open_own`.
 
         Raises:
-            OSError: it is not there, not ours, or of another size.
+            OSError: the file is missing, another user's, or of another size.
         """
         descriptor = open_own(path, os.O_RDONLY)
         size = max(num_bytes, mmap.PAGESIZE)
         try:
             if os.fstat(descriptor).st_size != size:
                 raise OSError(f"{path}: is not of {size:,} bytes")
-            # A private copy on write: torch takes no memory that it may not write to.
+            # Copy-on-write: torch accepts only writable memory.
             mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
         finally:
             os.close(descriptor)
         return cls(path, mapped, num_bytes)
 
     def pin(self) -> None:
-        """Let a GPU copy into it without the CPU.
+        """Page-lock the memory, so that a GPU copies into it without the CPU.
 
         Raises:
             RuntimeError: the driver refuses.
@@ -99,23 +99,23 @@ class SharedBuffer:
         self._is_pinned = True
 
     def forget_refusal(self, device: torch.device) -> None:
-        """After :meth:`pin` was refused: CUDA keeps the error of each thread, and the next kernel
-        that is launched would be blamed for it."""
+        """Clear the error of a refused :meth:`pin`. CUDA keeps each thread's last error, and would
+        report it for the next kernel."""
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=device)
 
     def unpin(self) -> None:
-        """Before the memory is given back."""
+        """Undo :meth:`pin`; call it before the memory is freed."""
         if self._is_pinned:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostUnregister(self.values.data_ptr())
             self._is_pinned = False
 
     def digest(self, *, kind: str = FAST, threads: int = 1, finite: bool = False) -> str:
-        """``kind:hex`` over the digest of each block, so that several threads can share it.
+        """``kind:hex``, a digest of the blocks' digests, so that several threads can compute it.
 
         Args:
-            kind: ``xxh3``, or ``sha256``, which earlier versions took.
+            kind: ``xxh3``, or ``sha256`` as in earlier versions.
             finite: also refuse NaN and Inf.
 
         Raises:
@@ -146,10 +146,10 @@ class SharedBuffer:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """A descriptor of a plain file of this user, not a link.
+    """Open a plain file of this user, not a link; returns the descriptor.
 
     Raises:
-        OSError: it is something else.
+        OSError: it is something else, or cannot be opened.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     status = os.fstat(descriptor)
@@ -160,8 +160,10 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def _touch(mapped: mmap.mmap) -> None:
-    """Map every page now: the first snapshots would pay for it otherwise, page by page."""
-    with contextlib.suppress(OSError):  # only where the system lets files have them
+    """Map every page now; otherwise the first snapshot would map them, page by page."""
+    with contextlib.suppress(
+        OSError
+    ):  # has an effect only if the system allows huge pages for files
         mapped.madvise(mmap.MADV_HUGEPAGE)
     try:
         for start in range(0, len(mapped), _TOUCH_BYTES):

@@ -1,4 +1,4 @@
-"""Which snapshot lies in which slot, and what pins it there. Alike on all ranks."""
+"""Which snapshot is in which slot, and what pins it there; the same on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PinReason(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class SlotEntry:
-    """A snapshot in a slot, with the state outside of the engine's tensors."""
+    """A snapshot in a slot, with the state that is not in the engine's tensors."""
 
     slot: int
     metadata: CheckpointMetadata
@@ -30,7 +30,7 @@ class SlotEntry:
 
 
 class SlotAllocator:
-    """``entries`` by serial; a slot is free when nothing pins its snapshot."""
+    """Assigns slots to snapshots (``entries``, by serial); a slot without a pin is free."""
 
     def __init__(self) -> None:
         self.entries: dict[int, SlotEntry] = {}

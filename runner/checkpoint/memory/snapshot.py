@@ -1,6 +1,6 @@
 """One rank's snapshots in the shared memory of its node. Nothing here is agreed with others.
 
-A slot holds all of this rank's shards, replicas too: to restore one needs no communication.
+A slot holds all of this rank's shards, replicas too, so restoring one needs no communication.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class SlotPlace:
 
 
 class SlotLayout:
-    """Where each shard lies in a slot; ``digest`` is equal where two slots hold the same."""
+    """The place of each shard in a slot; ``digest`` is equal if two slots have the same places."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self.places: list[SlotPlace] = []
-        self.is_fp32 = True  # all of it
+        self.is_fp32 = True  # bytes of the whole slot
         rows = []
         offset = 0
         for shard in shards:
             count, dtype = len(shard.local), shard.local.dtype
-            offset = -(-offset // dtype.itemsize) * dtype.itemsize  # torch wants them aligned
+            offset = -(-offset // dtype.itemsize) * dtype.itemsize  # torch needs aligned data
             self.places.append(
                 SlotPlace(
                     name=shard.name, start=shard.start, count=count, offset=offset, dtype=dtype
@@ -75,8 +75,8 @@ class Memory:
     """The slots of one rank in one incarnation, by number from 0.
 
     Args:
-        mark: an empty header with all that stays the same: incarnation, rank, layout, identity.
-        threads: for verifying while training waits.
+        mark: a header with the fields that never change: incarnation, rank, layout, identity.
+        threads: number of threads that verify while training waits.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Memory:
     # -- taking one ------------------------------------------------------------------------
 
     def fill(self, slot: int, shards: Sequence[Shard]) -> None:
-        """Copy the state. On CUDA it goes on beside the training until :meth:`before_update`."""
+        """Copy the state. On CUDA the copy may continue until :meth:`before_update`."""
         self.invalidate(slot)
         views = self.layout.views(self._buffers[slot].values)
         pairs = [(v, s.local.detach()) for v, s in zip(views, shards, strict=True) if len(v)]
@@ -135,7 +135,7 @@ class Memory:
     def seal(
         self, slot: int, serial: int, metadata: CheckpointMetadata, counts: Mapping[str, int]
     ) -> None:
-        """In the background: digest what was copied and say that it is whole.
+        """Digest the copied data, then write the header that marks it whole. In the background.
 
         Raises:
             OSError: the header cannot be written.
@@ -162,7 +162,7 @@ class Memory:
         return self._headers[slot].to_bytes(), self._buffers[slot].values
 
     def header_of(self, slot: int) -> SnapshotHeader:
-        """Of a slot that was sealed or taken over."""
+        """The header of a slot that was sealed or adopted."""
         return self._headers[slot]
 
     def invalidate(self, slot: int) -> None:
@@ -177,10 +177,10 @@ class Memory:
 
         Args:
             finite: also refuse NaN and Inf.
-            quick: with several threads.
+            quick: use several threads.
 
         Raises:
-            CorruptCheckpoint: something differs.
+            CorruptCheckpoint: a byte differs.
         """
         buffer, sealed = self._buffers[slot], self._digests.get(slot, "")
         kind, is_fp32 = sealed.partition(":")[0], self.layout.is_fp32
@@ -208,7 +208,7 @@ class Memory:
     def left_by(self, incarnation: int) -> tuple[dict[int, SnapshotHeader], list[str]]:
         """Snapshots of this rank that an earlier incarnation left here, by serial.
 
-        And sentences that say which cannot be used, and why.
+        Also returns a sentence for each that cannot be used, with the reason.
         """
         folder = self._node.of_rank(incarnation, self._mark.rank)
         headers: dict[int, SnapshotHeader] = {}
@@ -261,7 +261,7 @@ class Memory:
         self._make_own(slot, header)
 
     def room(self, slot: int) -> torch.Tensor:
-        """A slot's values, to be overwritten: it holds nothing until it is accepted.
+        """A slot's values, to be overwritten; the slot counts as empty until :meth:`accept`.
 
         Raises:
             OSError: there is not enough memory.
@@ -271,7 +271,7 @@ class Memory:
         return self._buffers[slot].values
 
     def accept(self, slot: int, data: bytes, incarnation: int) -> None:
-        """Verify what came from a peer into :meth:`room`; ``data`` are its header's bytes.
+        """Verify what a peer sent into :meth:`room`; ``data`` are the bytes of its header.
 
         Raises:
             CorruptCheckpoint: it is not this rank's snapshot, whole.
@@ -311,7 +311,7 @@ def headers_on(node: NodeDir) -> list[SnapshotHeader]:
 
 
 def _headers_in(folder: Path) -> Iterator[tuple[SnapshotHeader, Path]]:
-    """Sound headers, and where their data is."""
+    """Valid headers, and the paths of their data."""
     for path in sorted(folder.glob("slot-*.json")):
         with contextlib.suppress(CorruptCheckpoint, FileNotFoundError):
             yield read_header(path)[0], path.with_suffix(".bin")
@@ -320,7 +320,7 @@ def _headers_in(folder: Path) -> Iterator[tuple[SnapshotHeader, Path]]:
 def empty_header(
     layout: SlotLayout, *, incarnation: int, rank: int, world_size: int, identity: Identity
 ) -> SnapshotHeader:
-    """What all headers of one rank and incarnation have in common."""
+    """The fields that all headers of one rank and incarnation have in common."""
     return SnapshotHeader(
         incarnation=incarnation,
         serial=0,
@@ -341,26 +341,26 @@ def empty_header(
 
 
 class _Copier:
-    """Copies on the CPU: done when it returns."""
+    """Copies on the CPU, synchronously."""
 
     def adopt(self, buffer: SharedBuffer) -> None:
-        """A buffer that will be copied to."""
+        """Register a buffer as a target of copies."""
 
     def copy(self, slot: int, views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         torch._foreach_copy_(views, sources)
 
     def before_update(self) -> None:
-        """The sources may change from here on."""
+        """After this call the sources may change."""
 
     def finish(self, slot: int) -> None:
-        """Return when the slot is filled. In the background thread."""
+        """Wait until the slot is filled. Call it in the background thread."""
 
     def close(self) -> None:
-        """Nothing is copied any more."""
+        """End; nothing more is copied."""
 
 
 class _CudaCopier(_Copier):
-    """Copies on a stream of its own, beside the next forward and backward pass."""
+    """Copies on a CUDA stream of its own, during the next forward and backward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -375,7 +375,7 @@ class _CudaCopier(_Copier):
                 buffer.pin()
         except RuntimeError as error:
             buffer.forget_refusal(self._device)
-            # Every copy goes through a small pinned buffer then, and waits.
+            # Without page-locked memory every copy goes through a small pinned buffer, and waits.
             _log.warning(
                 "%s: %s cannot be page-locked (%s): training waits while a snapshot is copied. "
                 "Raise the limit of locked memory (ulimit -l), or set checkpoint.memory_every=0",

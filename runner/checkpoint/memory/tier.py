@@ -1,8 +1,8 @@
 """The memory tier: which snapshots it holds, equal on every rank, and its jobs.
 
 Knows its slots, what pins them, and their copies on other nodes, but no states of a
-checkpoint. Its background work is processes (:mod:`runner.checkpoint.jobs`); where one
-has a result, that is a sentence for each rank that failed.
+checkpoint. Its background work consists of processes (:mod:`runner.checkpoint.jobs`). If one has a
+result, it is a sentence for each rank that failed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from runner.policy.retention.records import Record, State, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inherited:
-    """What an earlier incarnation left; ``refused`` says what cannot be used, and why.
+    """What an earlier incarnation left; ``refused`` has a sentence for each unusable snapshot.
 
-    ``highest`` is the highest serial of any, 0 without one.
+    ``highest`` is the highest serial of all, 0 if there is none.
     """
 
     records: list[Record]
@@ -43,7 +43,7 @@ class Inherited:
 class MemoryParts:
     """The parts of the ring's memory tier; without ``memory`` it has none.
 
-    ``replica`` is there where snapshots also go to another node.
+    ``replica`` is set if snapshots also go to another node.
     """
 
     memory: Memory | None = None
@@ -103,7 +103,7 @@ class MemoryTier:
         """Remove what earlier incarnations left, and make own slots in the background.
 
         Args:
-            report_short: takes a sentence that says what the run must do without, and why.
+            report_short: called with a sentence if there is less memory than planned.
         """
         self._earlier = {}
         self._memory.forget_earlier()
@@ -158,8 +158,8 @@ class MemoryTier:
     def to_write(self, serial: int) -> tuple[list[Snapshot], Callable[[], None]]:
         """Views of what a slot writes to disk, and a check to call after the write.
 
-        After and not before: a byte that changed in the slot before the write is still wrong, and
-        the file's own digest would hide it for good.
+        The check comes after the write, because it must cover the bytes that were written: the
+        file's own digest would hide a byte that changed in the slot before.
         """
         slot = self._slots.entries[serial].slot
         pieces = ((place.name, place.start, v) for place, v in self._memory.pieces(slot))
