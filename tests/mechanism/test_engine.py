@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.checkpoint import digest as digests
+from runner.checkpoint import state_digest as digests
 from runner.checkpoint.state_digest import state_digest
 from runner.config.schema import (
     ModelConfig,

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.checkpoint import digest as digests
+from runner.checkpoint import state_digest as digests
 from runner.checkpoint.state_digest import Summing, Sums, added, digest_of_sums, is_whole
 from runner.session.final_digest import at_a_stop, collect_digest
 
