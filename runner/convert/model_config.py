@@ -1,4 +1,4 @@
-"""Reads the ``config.json`` beside a Hugging Face model's weights: which decoder they belong to.
+"""Reads the ``config.json`` beside a Hugging Face model's weights, and sets our decoder by it.
 
 Weights alone do not show their rotary base, their epsilon or their number of heads:
 loaded into another decoder they compute something else. So every key is either turned
@@ -104,7 +104,7 @@ def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> Fore
     """Our settings for the model that ``path`` describes.
 
     Args:
-        seq_len: of the run to begin, in tokens: the model's limits must be at least as long.
+        seq_len: sequence length of the run to begin, in tokens; the model must allow it.
         ignored: keys, dotted if nested, that the user chose to ignore.
 
     Raises:
@@ -115,8 +115,8 @@ def read_model(path: Path, *, seq_len: int, ignored: Sequence[str] = ()) -> Fore
     kind = _kind(keys)
     settings: dict[str, Setting] = {ours: keys.size(key) for key, ours in _SIZES.items()}
     heads = settings["model.heads"]
-    # Missing or null: one for each head. Where the model's own code has another number for a
-    # missing one, the shapes of the weights do not fit.
+    # Missing or null: one for each head. If the model's own code has another default, the shapes of
+    # the weights do not fit.
     settings["model.kv_heads"] = keys.size("num_key_value_heads", needed=False) or heads
     settings["model.tied_head"] = keys.flag("tie_word_embeddings")
     settings["model.norm_eps"] = keys.positive("rms_norm_eps", missing=1e-6)
@@ -269,7 +269,7 @@ def _all_in(values: list[Any], known: Sequence[str]) -> bool:
 
 
 def _rope(settings: _ConfigReader) -> tuple[float | None, dict[str, float] | None]:
-    """Base and stretching of the rotary frequencies.
+    """Base and scaling of the rotary frequencies.
 
     From ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
     """
@@ -330,7 +330,7 @@ def _check_positions(settings: _ConfigReader, seq_len: int) -> None:
 
 
 def _check_windows(settings: _ConfigReader, seq_len: int, kind: str) -> None:
-    """Check attention windows: one that is at least as long as the sequences hides nothing."""
+    """Refuse attention windows shorter than the sequences."""
     # Defaults of the models' own code for a missing key; null means no window.
     missing = 4096 if kind == "mistral" and "sliding_window" not in settings else None
     window = settings.size("sliding_window", needed=False) or missing

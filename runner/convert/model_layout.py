@@ -1,7 +1,7 @@
 """The decoder in Llama's layout, as Hugging Face names it: ``config.json`` and parameter names.
 
-The inverse is :mod:`runner.convert.model_config`. With normalised queries and keys it is
-Qwen3's layout, which is Llama's with these.
+The inverse is :mod:`runner.convert.model_config`. With normalised queries and keys it is Qwen3's
+layout, which adds these to Llama's.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def llama_config(
     """The ``config.json`` of a decoder.
 
     Args:
-        settings: of the run by dotted key: those of ``model`` that shapes do not show.
-        shapes: of the parameters, by our names.
-        dtype: of the weights, such as ``float32``.
+        settings: the run's settings by dotted key; used for what shapes do not show.
+        shapes: shapes of the parameters, by our names.
+        dtype: type of the weights, such as ``float32``.
 
     Raises:
-        ConfigError: they are not those of the decoder.
+        ConfigError: the shapes are not those of the decoder.
     """
     try:
         vocab_size, dim = shapes["embedding.weight"]

@@ -26,10 +26,10 @@ class PretrainedWeights:
     """Tensors in the safetensors files of a folder; reads only the requested range.
 
     Args:
-        folder: with one file, or several and their index.
+        folder: it holds one file, or several and their index.
 
     Raises:
-        ConfigError: there are none, or they are damaged, pickled, or not floating point.
+        ConfigError: there are no weights, or they are damaged, pickled, or not floating point.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +68,7 @@ class PretrainedWeights:
         return self._shapes
 
     def signature(self) -> str:
-        """A digest of the files' headers, by which ranks check that they have the same."""
+        """A digest of the files' headers; ranks compare it."""
         return self._signature
 
     def read(self, name: str, start: int, count: int) -> torch.Tensor:

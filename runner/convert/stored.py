@@ -31,7 +31,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """``kind`` in words; weights and, where there are any, moments by the source's names."""
+    """Weights and, if there are any, moments, by the source's names; ``kind`` names its format."""
 
     kind: str
     weights: Mapping[str, Stored]
@@ -42,7 +42,7 @@ def held(tensor: Any, what: str) -> Stored:
     """A tensor of a file that is open already.
 
     Raises:
-        ConfigError: it is no ordinary dense tensor of floating point numbers.
+        ConfigError: it is not an ordinary dense tensor of floating point numbers.
     """
     if (
         type(tensor) not in (torch.Tensor, torch.nn.Parameter)

@@ -1,4 +1,4 @@
-"""The files of a tokenizer: which they are, copies of them, and one for bytes as tokens."""
+"""The files of a tokenizer: finds and copies them, and writes one for bytes as tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BYTE_END_NAME: Final = "<|end|>"
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is one that transformers would find."""
+    """Whether the folder has a tokenizer that transformers would find."""
     return any((folder / name).is_file() for name in (_TOKENIZER, _CONFIG, "tokenizer.model"))
 
 
@@ -40,10 +40,10 @@ def copy_tokenizer(source: Path, folder: Path, *, end: int | None = None) -> boo
 
     Args:
         source: a folder, or a ``tokenizer.json``.
-        end: the token that ends a document, where the files beside do not say it.
+        end: the token that ends a document, used if the files do not name one.
 
     Returns:
-        Whether there was one.
+        Whether there was a tokenizer to copy.
 
     Raises:
         ConfigError: it cannot be copied.
@@ -52,7 +52,7 @@ def copy_tokenizer(source: Path, folder: Path, *, end: int | None = None) -> boo
         if source.is_file():
             shutil.copyfile(source, folder / _TOKENIZER)
         for name in FILES:
-            # Not onto itself, where somebody exports beside the tokenizer.
+            # Not onto itself: an export may go into the tokenizer's own folder.
             if (source / name).is_file() and source.resolve() != folder.resolve():
                 shutil.copyfile(source / name, folder / name)
         if (folder / _TOKENIZER).is_file() and not (folder / _CONFIG).is_file():
@@ -64,7 +64,7 @@ def copy_tokenizer(source: Path, folder: Path, *, end: int | None = None) -> boo
 
 
 def _name_of(path: Path, token: int) -> str | None:
-    """What a ``tokenizer.json`` calls a token that was added to its vocabulary."""
+    """The text of a token that was added to the vocabulary of a ``tokenizer.json``."""
     try:
         tree = parse_json(read_bounded(path, _TOKENIZER_BYTES, follow=True))
         return next((one["content"] for one in tree["added_tokens"] if one["id"] == token), None)
@@ -73,7 +73,7 @@ def _name_of(path: Path, token: int) -> str | None:
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """A tokenizer whose tokens are the 256 bytes, and an end mark behind them."""
+    """Write a tokenizer whose tokens are the 256 bytes and an end mark, id 256."""
     vocab: dict[str, int] = {letter: byte for byte, letter in enumerate(_letters())}
     end: dict[str, Any] = {"id": len(vocab), "content": BYTE_END_NAME, "special": True}
     usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -98,7 +98,7 @@ def write_byte_tokenizer(folder: Path) -> None:
 def _letters() -> list[str]:
     """The letter that byte-level tokenizers show each byte as (Radford et al. 2019, GPT-2).
 
-    Itself where that can be printed, else the next unused one from 256 on.
+    A printable byte is shown as itself, any other as the next unused character from 256 on.
     """
     printed = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))

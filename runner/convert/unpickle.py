@@ -1,8 +1,8 @@
-"""Reading what other programs have pickled, without running what they have pickled.
+"""Reads pickles of other programs without running any code in them.
 
-Only the globals named here are ever looked up, and those that are not torch's own tensors stand
-for empty shells of ours: no class of another library is made. Anything else is refused by name;
-there is no second, more trusting way.
+Only the globals named here are ever looked up. Those that are not torch's own tensors become
+:class:`Shell` objects of ours, so no class of another library is instantiated. Anything else is
+refused by name; there is no option to trust more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _METADATA_BYTES = 1 << 30
 
 
 class Shell:
-    """Stands for an object of another library: its state, none of its behaviour."""
+    """Replaces an object of another library: has its state, none of its behaviour."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -42,11 +42,11 @@ class Shell:
         self.state = state
 
     def field(self, name: str) -> Any:
-        """One attribute of the object that was saved; None without."""
+        """One attribute of the object that was saved; None if it has none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-# What the files of DeepSpeed 0.19 hold beside tensors and plain containers.
+# Globals in files of DeepSpeed 0.19, besides tensors and plain containers.
 _DEEPSPEED = (
     "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -76,7 +76,7 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 
 def read_tensor_file(path: Path) -> Any:
-    """What ``torch.save`` wrote to a file, tensors on the CPU and mapped, not read.
+    """Open a file of ``torch.save``; its tensors are on the CPU, mapped and not read yet.
 
     Raises:
         ConfigError: damaged, or it holds more than tensors, plain containers and the shells.
@@ -89,7 +89,7 @@ def read_tensor_file(path: Path) -> Any:
 
 
 def read_tensor_bytes(data: bytes, *, where: Path) -> Any:
-    """The same for a part of a file."""
+    """:func:`read_tensor_file` for a part of a file."""
     with _refusing(where):
         if zipfile.is_zipfile(io.BytesIO(data)):
             _check_zip(io.BytesIO(data), len(data))
@@ -103,7 +103,7 @@ def _load(source: Path | io.BytesIO, *, mmap: bool | None) -> Any:
 
 @contextlib.contextmanager
 def _only_shells() -> Iterator[None]:
-    """What libraries have registered with torch as loadable, DTensor and the like, is not here."""
+    """Hide the classes that libraries registered with torch as loadable, such as DTensor."""
     registered = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:
@@ -115,7 +115,7 @@ def _only_shells() -> Iterator[None]:
 
 
 def _check_zip(source: Path | io.BytesIO, size: int) -> None:
-    """torch.save stores, it does not compress: nothing here may unfold to more than it is."""
+    """Refuse compressed entries: torch.save stores, so nothing may unpack to more than its size."""
     with zipfile.ZipFile(source) as archive:
         entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -125,7 +125,7 @@ def _check_zip(source: Path | io.BytesIO, size: int) -> None:
 
 
 def read_dcp_metadata(path: Path) -> Shell:
-    """The ``.metadata`` of a torch DCP directory, made of shells.
+    """The ``.metadata`` of a torch DCP directory, as :class:`Shell` objects.
 
     Raises:
         ConfigError: damaged, or it names a global that such a file has no need of.
@@ -140,7 +140,7 @@ def read_dcp_metadata(path: Path) -> Shell:
 
 
 def _check_memo(data: bytes) -> None:
-    """The unpickler's memo is an array: one far index in five bytes would take gigabytes."""
+    """Bound the indices of the unpickler's memo: five bytes could make it take gigabytes."""
     for code, argument, _ in pickletools.genops(data):
         if "PUT" in code.name and argument is not None and argument > len(data):
             raise ValueError(f"memo index {argument} in a file of {len(data)} bytes")
@@ -174,7 +174,7 @@ def _refusal(name: str) -> str:
 
 
 class _refusing:
-    """Turns whatever reading a foreign file raises into one error that names the file."""
+    """Turns any error from reading a foreign file into one that names the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -43,8 +43,8 @@ class StopTarget(Enum):
     """Who gets the signal when the supervisor is asked to stop."""
 
     ranks = "ranks"  # each rank, once it listens; torchrun itself would end them after 30 s
-    srun = "srun"  # srun passes SIGUSR1 on to every process; Slurm's SIGTERM reaches them itself
-    step = "step"  # ranks that did not listen yet; Slurm told the others
+    srun = "srun"  # srun forwards SIGUSR1 to every process; Slurm's SIGTERM reaches them directly
+    step = "step"  # ranks that did not handle signals yet; Slurm signalled the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +52,13 @@ class Job:
     """One attempt's command.
 
     Args:
-        expected: names of the processes that will report how they ended, where they are known.
+        expected: names of the processes that will report how they ended, as far as known.
         exits: folder for those reports; None: a new one.
         part_of: the same folder of the larger job, where this is one of its nodes.
-        shielded: the command ignores SIGTERM and SIGUSR1; its ranks are told themselves.
+        shielded: the command ignores SIGTERM and SIGUSR1; its ranks get the signals directly.
         begin_seconds: how long its ranks may take to begin; None: no limit.
         output: descriptor for its output; None: this process's own.
-        late: takes the mark of its processes and returns why they must be ended, or nothing.
+        late: takes the mark of its processes and returns why they must be ended; "" if not.
     """
 
     command: Sequence[str]
@@ -127,7 +127,7 @@ class Stop:
 
 
 def run_once(job: Job, stop: Stop) -> Ended:
-    """Run the command to its end, or end it where that is necessary."""
+    """Run the command until it ends, or end it if that is necessary."""
     mark = secrets.token_hex(8)
     with tempfile.TemporaryDirectory(prefix="holdfast-exits-") as own:
         exits = job.exits or Path(own)
@@ -279,7 +279,7 @@ class _Patience:
     def requests(self, now: float) -> int | None:
         """How many stop requests are due by now; None: some processes are taken for dead."""
         exits = read_exits(self._exits)
-        # torchrun with restarts left would start a finished group again.
+        # A torchrun that has restarts left would start a finished group again.
         if final_code(exits) is not None and self._final_told is None:
             self._final_told = now
         self.is_final = self._final_told is not None and now - self._final_told > _LEAVE_SECONDS

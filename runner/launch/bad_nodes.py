@@ -34,9 +34,9 @@ class BadNodes:
 def choose(
     nodes: Sequence[str], *, count: int, bad: Collection[str], lost: Collection[str]
 ) -> list[str] | None:
-    """``count`` of ``nodes`` in their order, without the lost ones and, if it can be, the bad.
+    """Choose ``count`` of ``nodes``, in their order: no lost ones, and bad ones only if needed.
 
-    A bad node failed once; with nothing better it is tried again. None: too few are left.
+    Returns None if too few nodes are left.
     """
     usable = [node for node in nodes if node not in lost]
     if len(usable) < count:

@@ -31,7 +31,7 @@ class Pods:
         num_ranks: processes a pod, each with a GPU where ``gpus`` is set.
         claim: persistent volume claim for ``out``, shared by all pods; mounted at ``mount``.
         grace_seconds: from SIGTERM to SIGKILL, for the last checkpoint.
-        restarts: of the whole set, after crashes.
+        restarts: restarts of the whole set after crashes.
     """
 
     name: str
@@ -96,7 +96,7 @@ def _set_spec(pods: Pods, overrides: Sequence[str]) -> Manifest:
     return {
         "failurePolicy": {
             "maxRestarts": pods.restarts,
-            # Job failures are told apart by the message about the rule that matched the pod.
+            # The message of a failed Job names the rule that matched the pod.
             "rules": [
                 {
                     "name": "preempted",

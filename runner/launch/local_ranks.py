@@ -1,7 +1,7 @@
 """The ranks of this node, seen by their supervisor: have they begun, did one die unnoticed.
 
-The other ranks of its node report a rank that dies. Where it was alone on its node, or all
-of them died, no other node would hear of it: over NCCL no collective breaks there.
+The other ranks of a node report a rank that dies. If it was alone on its node, or all of them died,
+no other node would notice: over NCCL no collective fails there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runner.launch import process_tree
 from runner.launch.outcome import read_exits
 from runner.system.process import exit_status, host_name, is_alive
 
-# Neighbours notice a death at once and know more of it.
+# Seconds: other ranks of the node notice a death at once, and know more about it.
 _NEIGHBOURS_SECONDS = 3.0
 _SCAN_SECONDS = 1.0  # between looks for processes: every process of the machine is asked
 
@@ -27,7 +27,7 @@ class BegunRanks:
 
     Args:
         exits: the folder in which ranks note that they have begun, and how they ended.
-        mark: of the attempt's processes.
+        mark: the mark of the attempt's processes.
         limit_seconds: how long ranks may take to begin; None: no limit.
     """
 
@@ -101,7 +101,7 @@ class BegunRanks:
             host=host_name(),
             time=now(),
         )
-        # Some signals leave a rank the time for its last words.
+        # Some signals leave a rank time for a fatal log.
         own = read_fatal_log(Path(facts["fatal"]), report) if facts.get("fatal") else None
         with contextlib.suppress(OSError):
             write_report(folder, own or report, for_other=True)

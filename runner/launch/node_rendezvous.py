@@ -1,4 +1,4 @@
-"""What a Slurm job passes to its nodes: who takes part, who is the head, where they meet."""
+"""What a Slurm job passes to its nodes: the nodes, their head, and the rendezvous endpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def announce(addresses: Sequence[tuple[str, str]], port: int, *, file: Path) -> 
     """The environment for every node's process, from (node, address) pairs, head first.
 
     Args:
-        file: takes the names where they are too many for a variable; every node can read it.
+        file: gets the names if they are too many for a variable; every node can read it.
     """
     names = ",".join(f"{node}={address}" for node, address in addresses)
     if len(names) > MOST_BYTES:

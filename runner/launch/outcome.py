@@ -55,7 +55,7 @@ def outcome(exits: Mapping[str, int], returncode: int, *, was_killed: bool = Fal
 
     Args:
         exits: as :func:`read_exits` gives them.
-        returncode: of the started command; negative for a signal.
+        returncode: exit code of the started command; negative for a signal.
         was_killed: the command died of a signal that was not ours, and its ranks ended after it.
     """
     codes = set(exits.values())

@@ -1,7 +1,7 @@
 """Prepares this process and becomes a command: ``python -m runner.launch.prepared JSON COMMAND``.
 
-An exec of its own, because nothing but C may run between fork and exec where there are threads:
-a lock that another thread held stays locked in the child, and ``Popen`` waits for it for ever.
+It is a separate exec, because only C code may run between fork and exec in a process with threads:
+a lock that another thread held stays locked in the child, and ``Popen`` would wait for ever.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def split(command: Sequence[str]) -> tuple[Preparation | None, list[str]]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the command; never returns. Ends with 127, as a shell does, where that fails."""
+    """Become the command; never returns. If that fails, exits with 127 as a shell does."""
     Preparation(**json.loads(arguments[0])).apply()
     for name in _PYTHON_IGNORES:
         if number := getattr(signal, name, None):

@@ -30,7 +30,7 @@ from runner.system.process import parent
 _DUMPS = "flight-recorder-rank"
 _ERROR_FILE = "error.json"
 _ABORT_SECONDS, _SPY_SECONDS = 2.0, 10.0
-_LOOK_SECONDS = 1.0  # between two looks at the GPUs
+_LOOK_SECONDS = 1.0  # seconds between two readings of the GPUs
 _TAIL = 400  # lines that are kept as evidence
 _STACK = re.compile(r'^\s+File "([^"]+)", line (\d+) in (\S+)')
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*most recent call first")
@@ -139,7 +139,7 @@ def settings(folder: Path) -> dict[str, str]:
     """
     dumps = str(folder.absolute() / _DUMPS)
     return {
-        "PYTHONUNBUFFERED": "1",  # else a pipe hears nothing for long
+        "PYTHONUNBUFFERED": "1",  # otherwise a pipe gets no output for long
         "PYTHONFAULTHANDLER": "1",
         # torchrun copies the first failure's here; a script with @record that runs alone, its own.
         "TORCHELASTIC_ERROR_FILE": str(folder.absolute() / _ERROR_FILE),
@@ -151,7 +151,7 @@ def settings(folder: Path) -> dict[str, str]:
 
 
 class _Watchdog:
-    """Ends a script that has made no progress for too long; first asks its ranks where they are.
+    """Ends a script that made no progress for too long; records its ranks' stacks first.
 
     Args:
         gpus_work: whether a GPU of the script runs a kernel at this moment.
@@ -200,7 +200,7 @@ class _Watchdog:
         return ""
 
     def _ask(self, pid: int) -> list[dict[str, object]]:
-        """The frames of one process, outermost first; empty where it does not answer."""
+        """The frames of one process, outermost first; empty if it does not answer."""
         if spy := shutil.which("py-spy"):
             self._spy(spy, pid)
         if not process_tree.catches(pid, signal.SIGABRT):
@@ -210,7 +210,7 @@ class _Watchdog:
         limit = time.monotonic() + _ABORT_SECONDS
         while process_tree.is_there(pid) and time.monotonic() < limit:
             time.sleep(0.02)
-        time.sleep(0.1)  # its last words are in the pipe
+        time.sleep(0.1)  # its last output is in the pipe
         return _frames(self._said.since(before))
 
     def _spy(self, spy: str, pid: int) -> None:
@@ -271,7 +271,7 @@ def _cause(said: Said, watchdog: _Watchdog, folder: Path, ended: Ended) -> RootC
 def _recorded(folder: Path) -> list[Printed]:
     """The exceptions in torchelastic's error file, which has the first failure; empty without it.
 
-    The file is the only account where the output of ranks goes to files (torchrun --redirects).
+    If the output of ranks goes to files (torchrun --redirects), this file is the only source.
     """
     try:
         record = json.loads((folder / _ERROR_FILE).read_text(errors="replace"))

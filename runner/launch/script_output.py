@@ -1,4 +1,4 @@
-"""A script's output: passed on, and read for its progress and the errors it died of."""
+"""Copies a script's output, and finds progress and fatal errors in it."""
 
 from __future__ import annotations
 

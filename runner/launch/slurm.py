@@ -23,7 +23,7 @@ class Batch:
 
     Args:
         nodes, spares: train on ``nodes``; ``spares`` more stand by for one that fails.
-        warning_seconds: before the time limit, for a last checkpoint.
+        warning_seconds: how long before the time limit Slurm warns, for a last checkpoint.
         chained: one of several jobs of one name, one after another.
         options: further sbatch options, name to value.
         python: the interpreter on the nodes.

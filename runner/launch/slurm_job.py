@@ -98,8 +98,8 @@ class SlurmJob:
     def _goes_on(self, code: int, stop: Stop) -> bool:
         """Whether to put the job back into the queue.
 
-        Also when it was warned and failed: its time limit would end it for good. After
-        SIGTERM alone it is being cancelled, or requeued by someone else.
+        A job that was warned and then failed goes back, too: its time limit would end it for good.
+        A job that got SIGTERM alone is being cancelled, or requeued by somebody else.
         """
         if code == EXIT_DONE or code in FINAL:
             return False

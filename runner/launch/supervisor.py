@@ -27,8 +27,8 @@ class Supervisor:
     Args:
         out: the run's directory.
         launch_id: names this launch in every process of it, over all attempts.
-        node: where each node has a supervisor of its own: this one's name. Its attempts are its
-            own then, and ranks do not learn of them: all ranks of a group must see the same.
+        node: this node's name if each node has its own supervisor. Its attempts are then hidden
+            from the ranks, because all ranks of a group must see the same.
         make_job: the command of an attempt (number, diagnose), made anew for each.
         ended: called after every attempt with its number.
         say: prints one line for a person.
@@ -107,7 +107,7 @@ class Supervisor:
         return attempt
 
     def _list_bad_nodes(self, ended: Ended) -> None:
-        """List this node as bad where processes of the attempt survive SIGKILL."""
+        """List this node as bad if processes of the attempt survive SIGKILL."""
         self._is_stuck = bool(ended.stuck) and ended.code != EXIT_DONE
         if ended.stuck:
             pids = ", ".join(map(str, ended.stuck))

@@ -17,7 +17,7 @@ from runner.distributed.env import gpus_asked_for, gpus_on_node
 from runner.system.error import ConfigError
 
 DEFAULT_PORT = 29400
-# Ours runs torchrun's own main.
+# Our agent runs torchrun's own main.
 _TORCHRUN, _AGENT = "torch.distributed.run", "runner.launch.agent"
 # Without a GPU: as many as the smallest machine has cores.
 _RANKS_WITHOUT_GPU = 2
@@ -35,8 +35,8 @@ _RENDEZVOUS = {
 # From this many nodes on, numbered nodes do not agree on numbers: each keep-alive is a turn at one
 # state that all nodes read, decode and write.
 STATIC_FROM_NODES = 64
-_TURN_SECONDS, _SECONDS_A_NODE = 2e-3, 1e-5  # of such a turn
-_MOST_BUSY = 0.25  # of the time; above it, nodes lose their turns to others
+_TURN_SECONDS, _SECONDS_A_NODE = 2e-3, 1e-5  # seconds of such a turn
+_MOST_BUSY = 0.25  # share of the time; above it, nodes lose their turns to others
 
 
 def _rendezvous_settings(num_nodes: int) -> dict[str, int]:
@@ -169,7 +169,7 @@ def _where(agent: Agent) -> list[str]:
 
 
 def environment(given: Mapping[str, str], agent: Agent) -> dict[str, str]:
-    """The command's environment: the given one, with settings that we know better."""
+    """The command's environment: the given one, with our settings for failures."""
     # Kubeflow's variables are defaults of torchrun's options, some of which we leave open.
     variables = {name: value for name, value in given.items() if not name.startswith("PET_")}
     # torchrun would say 1, and the ranks could not tell that from a person's choice.
@@ -196,7 +196,7 @@ def parse_head(text: str) -> tuple[str, int]:
 
 
 def is_here(host: str) -> bool:
-    """Whether this machine has the host's address: only then can a socket be bound to it.
+    """Whether this machine has the host's address, so that a socket can be bound to it.
 
     torchrun compares names instead, and is wrong where the host name means 127.0.0.1.
     """

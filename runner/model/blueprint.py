@@ -93,7 +93,7 @@ class Blueprint(Protocol):
 
     @property
     def untrained_loss(self) -> float:
-        """The loss of a uniform guess, in nats; 0 where that has no meaning."""
+        """The loss of a uniform guess, in nats; 0 if that has no meaning."""
         ...
 
 
@@ -172,7 +172,7 @@ class GuestBlueprint:
         name: its name in the settings.
         make: calls the constructor.
         seed: of its initial values.
-        seq_len, vocab_size: of the data, 0 where it has none.
+        seq_len, vocab_size: those of the data, 0 if it has none.
         fp32: compute the cross-entropy of logits in FP32.
         recompute: none, blocks or selective, see :mod:`runner.model.recompute`.
     """
@@ -275,7 +275,7 @@ class GuestBlueprint:
     def _recomputing(self, network: nn.Module) -> nn.Module:
         """
         Raises:
-            ConfigError: there are no blocks of which to compute anything again.
+            ConfigError: the network has no blocks to recompute.
         """
         if self.recompute == NONE:
             return network
@@ -345,7 +345,7 @@ Places = list[list[tuple[str, str]]]
 
 
 def parameter_places(network: nn.Module) -> Places:
-    """Of each parameter that stands at several places: the names of their modules, and its own."""
+    """The places of each parameter that modules share, as (module name, parameter name)."""
     by_id: dict[int, list[tuple[str, str]]] = {}
     for prefix, module in network.named_modules():
         for name, parameter in module._parameters.items():
@@ -355,7 +355,7 @@ def parameter_places(network: nn.Module) -> Places:
 
 
 def retie(network: nn.Module, places: Places) -> None:
-    """Have these be one parameter each again: ``to_empty`` gives every place its own memory."""
+    """Tie the places of each parameter again, after ``to_empty`` gave each its own memory."""
     for (owner, owned), *others in places:
         parameter = getattr(network.get_submodule(owner), owned)
         for prefix, name in others:
@@ -374,7 +374,7 @@ def _size(modules: Sequence[nn.Module]) -> int:
 
 
 def _shares(network: nn.Module, units: Sequence[nn.Module]) -> bool:
-    """Whether a parameter belongs to two of the units, or to one and to what is outside of all.
+    """Whether a parameter belongs to two units, or to a unit and to modules outside all units.
 
     Each unit gathers its own; such a network is gathered as a whole.
     """

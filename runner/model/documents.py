@@ -1,9 +1,9 @@
 """Attention that does not leave a document: with a mask of all pairs, or without.
 
-A mask is bool ``[B, 1, T, T]``, and of CUDA's kernels those that take one read all of it. torch's
-flex attention is told of blocks of 128 tokens instead: which pairs of blocks have nothing in
-common, which lie in one document, and which have to be looked at, ``[B, T / 128, T / 128]``.
-Nothing of that waits for the device.
+A mask is bool ``[B, 1, T, T]``, and CUDA's kernels read all of it. torch's flex attention gets a
+table of pairs of 128-token blocks instead, ``[B, T / 128, T / 128]``: pairs without common
+documents, pairs within one document, and pairs that need the element-wise test. Building it does
+not wait for the device.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 MASK, FLEX = "mask", "flex"
 _BLOCK: Final = 128
-_LEAST_HEAD_DIM: Final = 16  # flex attention's kernels take no fewer
-# What keeps attention in the documents: None where there are none.
+_LEAST_HEAD_DIM: Final = 16  # tokens; flex attention's kernels take no fewer
+# The mask that keeps attention within documents; None without documents.
 Documents = Tensor | BlockMask | None
 
 
 def document_attention(kind: str, device_type: str, head_dim: int) -> str:
-    """:data:`MASK` or :data:`FLEX`; ``auto`` is settled by what there is.
+    """Choose :data:`MASK` or :data:`FLEX`; ``auto`` takes flex on CUDA if it can be compiled.
 
     Args:
         kind: ``auto``, or one of these.
-        device_type: where it is computed.
+        device_type: type of the device that computes attention.
     """
     if kind != "auto":
         return kind
@@ -66,7 +66,7 @@ def block_mask(segments: Tensor) -> BlockMask:
     """The same as :func:`segment_mask`, for flex attention, in blocks of 128 tokens."""
     rows, length = segments.shape
     num = -(-length // _BLOCK)
-    # The last token stands for those that fill up the last block: they are never looked at.
+    # The last block is filled with copies of the last token, which no query attends to.
     filled = F.pad(segments.float(), (0, num * _BLOCK - length), mode="replicate")
     blocks = filled.view(rows, num, _BLOCK)
     least, most = blocks.amin(dim=2), blocks.amax(dim=2)
@@ -92,14 +92,14 @@ def block_mask(segments: Tensor) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of bool ``[B, N, N]``: how many a row has, and which; the rest of a row has no meaning."""
+    """Number and indices of True in each row of bool ``[B, N, N]``; the rest is arbitrary."""
     counts = blocks.sum(dim=2, dtype=torch.int32)
     which = blocks.to(torch.int8).argsort(dim=2, descending=True, stable=True).to(torch.int32)
     return counts.unsqueeze(1), which.unsqueeze(1)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """Attention ``[B, heads, T, head_dim]``; causal, and within the documents where there are any.
+    """Attention ``[B, heads, T, head_dim]``: causal, and within documents if there are any.
 
     ``key`` and ``value`` may have fewer heads; each then serves a run of consecutive queries.
     """
@@ -126,7 +126,7 @@ def _expand_heads(x: Tensor, groups: int) -> Tensor:
 
 @functools.cache
 def _flex(device_type: str) -> Callable[..., Any]:
-    """Compiled where that makes a kernel of it; else it computes all pairs: slow, and the same."""
+    """Flex attention, compiled if possible; uncompiled it is slow and gives the same result."""
     if device_type == "cuda":
         return torch.compile(flex_attention, dynamic=False)
     return flex_attention

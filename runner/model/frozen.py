@@ -47,7 +47,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def num_frozen_multiplied(model: Decoder) -> int:
-    """Frozen elements of matrices that are multiplied by; an embedding without that is none."""
+    """Number of frozen elements in matrices of products, without a mere embedding look-up."""
     looked_up = set() if model.head is None else {"embedding.weight"}
     return sum(
         parameter.numel()

@@ -18,7 +18,7 @@ from torch import Tensor
 NOT_COUNTED = -100
 _FP32_BYTES = 4
 # Looks at the tokens of a micro-batch: their cross-entropy [B * T], the labels [B, T], log Z
-# [B * T] where it is known, and else the logits [B * T, V]. Changes nothing.
+# [B * T] if known, otherwise the logits [B * T, V]. Must not change them.
 TokenTap = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
@@ -69,7 +69,7 @@ class HeadLosses:
     def __call__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, tap: TokenTap | None = None
     ) -> Tensor:
-        """What :func:`sequence_losses` gives for ``hidden @ weight.T``, as one FP32 ``[2, B]``.
+        """:func:`sequence_losses` of ``hidden @ weight.T``, as one FP32 ``[2, B]``.
 
         ``hidden`` ``[B, T, dim]`` and ``weight`` ``[V, dim]`` of one dtype.
         """
@@ -130,7 +130,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _subtract_at(values: Tensor, columns: Tensor, amounts: Tensor) -> None:
-    """``values[i, columns[i]] -= amounts[i]`` where there is such a column. Nothing waits."""
+    """``values[i, columns[i]] -= amounts[i]`` for columns in range. Does not wait."""
     is_here = (columns >= 0) & (columns < values.shape[1])
     # Not scatter_add_ or index_put_: one place a row, so that nothing is added in any order.
     at = torch.where(is_here, columns, 0).unsqueeze(1)

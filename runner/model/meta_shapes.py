@@ -1,4 +1,4 @@
-"""Computing shapes alone: on the meta device tensors have no values."""
+"""Computes shapes alone, on the meta device, where tensors have no values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class AnswersYes(TorchFunctionMode):
-    """While it is entered, a question to a tensor without values is answered with yes.
+    """While it is entered, a tensor without values is true in a condition.
 
-    Models ask whether nothing is padded, or packed (transformers: a mask's ``all()``): that is so
-    in the usual batch.
+    Models test whether nothing is padded or packed (transformers: a mask's ``all()``), which is
+    true of the usual batch.
     """
 
     def __torch_function__(

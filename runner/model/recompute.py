@@ -1,4 +1,4 @@
-"""Activations that are not kept but computed again in the backward pass: less memory, same bits.
+"""Recomputes activations in the backward pass instead of keeping them: less memory, same bits.
 
 ``selective`` keeps what is costly to compute, the results of products and of attention, and
 computes the rest again: norms, rotations, activation functions, sums.
@@ -34,11 +34,11 @@ _COSTLY: Final = frozenset(
 def recomputed(
     function: Callable[..., Any], *args: Any, selective: bool, is_random: bool, **more: Any
 ) -> Any:
-    """Call ``function``; in the backward pass again, in place of keeping what it computed.
+    """Call ``function``, and call it again in the backward pass instead of keeping activations.
 
     Args:
         selective: keep the results of products and attention.
-        is_random: it draws random numbers, which are to be the same again.
+        is_random: it draws random numbers, which must be the same the second time.
     """
     return checkpoint(
         function,
@@ -51,7 +51,7 @@ def recomputed(
 
 
 def selective_contexts() -> Any:
-    """What torch's ``checkpoint`` asks for: a context of forward, and one of the second time."""
+    """The two contexts for torch's ``checkpoint``: of the forward pass and of the recomputation."""
     return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 
 
@@ -60,7 +60,7 @@ def _policy(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **more: Any) -
 
 
 def recompute_units(units: Iterable[nn.Module], *, selective: bool) -> None:
-    """Have modules from elsewhere compute their forward again in the backward pass."""
+    """Make a user's modules recompute their forward in the backward pass."""
     for unit in units:
         again = partial(recomputed, unit.forward, selective=selective, is_random=True)
         unit.forward = partial(_in_training, unit.forward, again)

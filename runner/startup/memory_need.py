@@ -1,8 +1,8 @@
-"""What a run takes of a rank's memory, and which micro-batches would fit: told at the start.
+"""Computes a rank's need of memory, and the largest micro-batch that would fit.
 
-Weights, gradients and optimizer state are counted from the shards that are there, activations are
-those that one micro-batch has kept for its backward pass. What is gathered in passing follows from
-the engine (docs/engines.md); buffers of the libraries are not in it.
+Weights, gradients and optimizer state are counted from the real shards. Activations are those that
+one micro-batch kept for its backward pass. Gathered weights follow from the engine
+(docs/engines.md). Buffers of libraries are not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EngineFacts:
 
     Args:
         zero_stage: 0 for those on FSDP2.
-        item_bytes: of a weight as it is computed with.
+        item_bytes: bytes of a weight in the computation.
         is_sharded: each rank has a part of the weights only.
         reshards: gathered weights are freed between uses.
         keeps_whole_gradients: until the last micro-batch of a step.
@@ -66,8 +66,8 @@ class MemoryNeed:
     """Bytes of one rank.
 
     Args:
-        gathered: weights as they are computed with, at most at a time.
-        activations: of a micro-batch of ``samples``; None where it was not seen.
+        gathered: largest amount of gathered weights at a time.
+        activations: those of a micro-batch of ``samples``; None if unknown.
         snapshots: in the memory of the host.
     """
 
@@ -81,7 +81,7 @@ class MemoryNeed:
 
     @property
     def fixed(self) -> int:
-        """Whatever the micro-batches are."""
+        """The part that does not depend on the micro-batch."""
         return self.weights + self.gradients + self.optimizer + self.gathered
 
     def fitting(self, room: int) -> int | None:
@@ -91,7 +91,7 @@ class MemoryNeed:
         return max(0, (room - self.fixed) * self.samples // self.activations)
 
     def line(self, room: int) -> str:
-        """In words; ``room`` is what the rank has in bytes."""
+        """One line for the console; ``room`` is the rank's memory in bytes."""
         amounts = [
             ("weights", self.weights),
             ("gradients", self.gradients),
@@ -120,7 +120,7 @@ def memory_need(
     samples: int,
     snapshots: int,
 ) -> MemoryNeed:
-    """Of this rank, which holds ``shards`` of the state."""
+    """The need of this rank, which holds ``shards`` of the state."""
     listed = list(shards)
     num_bytes = {shard.name: shard.local.numel() * shard.local.itemsize for shard in listed}
     own = {s.name.partition("/")[2]: s.local.numel() for s in listed if _is_parameter(s.name)}
@@ -155,7 +155,7 @@ def _gradients(
 
 
 def _gathered(own: Mapping[str, int], whole: Mapping[str, int], facts: EngineFacts) -> int:
-    """At most two layers are gathered at a time, and what belongs to none all the while."""
+    """Bytes of gathered weights: two layers at a time, and always those outside all layers."""
     layers: dict[str, int] = {}
     for name, size in whole.items():
         layer = _LAYER.match(name)
@@ -171,8 +171,8 @@ def _gathered(own: Mapping[str, int], whole: Mapping[str, int], facts: EngineFac
 class SavedActivations:
     """While it is entered: the bytes that autograd keeps for backward, each storage once.
 
-    Parameters are not counted. What a recomputed block keeps but for its input is not seen.
-    ``samples`` is for whoever enters it to set: how many they were.
+    Parameters are not counted, nor what a recomputed block keeps besides its input. The caller
+    sets ``samples``, the number of samples of the micro-batch.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class SavedActivations:
         base = tensor if tensor._base is None else tensor._base
         if not isinstance(base, nn.Parameter):
             storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = storage.nbytes()  # also where there is no memory
+            self._storages[storage._cdata] = storage.nbytes()  # 0 for storages without memory
         return tensor
 
     def __enter__(self) -> SavedActivations:
@@ -205,7 +205,7 @@ class SavedActivations:
 
 
 def room_bytes(device: torch.device, num_local_ranks: int) -> int:
-    """What a rank has: its device's memory, or its share of the machine's."""
+    """Bytes that a rank has: its device's memory, or its share of the machine's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // num_local_ranks

@@ -1,4 +1,4 @@
-"""Resumes a mixture: with which weights each stretch of the stream was read.
+"""Resumes a mixture: finds the weights of each range of the stream.
 
 The journal has a line for each change of weights, with the position from which it holds. What lies
 before that position keeps its weights, whatever checkpoint a later start loads.

@@ -1,4 +1,4 @@
-"""Settles what the first start of a run decides: ``model.precision=auto`` and RoPE scaling.
+"""Resolves what a run's first start decides: ``model.precision=auto`` and RoPE scaling.
 
 A resumed run keeps what it began with; a new one takes what every rank supports.
 """
@@ -95,7 +95,7 @@ def _begun(stored: Mapping[str, Any]) -> str | None:
 
 
 def _message(precision: Precision, began: str | None, lacking: list[int], world_size: int) -> str:
-    """A line about an unexpected choice; empty where all ranks have BF16 and use it."""
+    """A line about an unexpected choice; empty if all ranks have BF16 and use it."""
     if precision is Precision.fp32:
         if began:
             return f"{_KEY}=auto: fp32, as the run began"

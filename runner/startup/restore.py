@@ -1,4 +1,4 @@
-"""The object store at a start: lists it, checks whose it is, and restores a lost run.
+"""The object store at a start: lists it, checks that it is this run's, and restores a lost run.
 
 Rank 0 lists it and tells all ranks; all ranks fetch the files together.
 """
@@ -72,7 +72,7 @@ class RemoteRun:
         for record in sorted(self.seen.stored, key=lambda one: one.serial, reverse=True):
             try:
                 return self.settings_of(folder_name(record))
-            except CorruptCheckpoint:  # reported where it is restored
+            except CorruptCheckpoint:  # reported when it is restored
                 continue
         return {}
 
@@ -231,7 +231,7 @@ class Restorer:
     and the settings as well where ``out`` has lost its journal.
 
     Attributes:
-        show: told how far this rank's share is, in bytes.
+        show: called with the progress of this rank's share, in bytes.
     """
 
     def __init__(

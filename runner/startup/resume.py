@@ -258,7 +258,7 @@ def resume_from(
 
 
 def _last_incarnation(journal: list[dict[str, Any]]) -> int:
-    """The last incarnation that trained: only its snapshots follow from all journal lines.
+    """The last incarnation that trained: only its snapshots agree with all journal lines.
 
     A node that was left out since then may hold older snapshots.
     """

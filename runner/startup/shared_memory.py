@@ -39,7 +39,7 @@ _MOST_THREADS = 8
 
 
 class StateOnDevice(Protocol):
-    """The part of an engine that is needed."""
+    """The part of an engine that the memory tier needs."""
 
     @property
     def device(self) -> torch.device: ...
@@ -190,7 +190,7 @@ def node_needs(
 
 
 def wanted_slots(config: CheckpointConfig) -> int:
-    """Slots of a rank where there is room for them."""
+    """The number of slots of a rank if there is room for them."""
     interval = memory_every(config)
     if isinstance(config.every, int):
         interval = min(interval, config.every)

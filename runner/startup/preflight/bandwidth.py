@@ -18,8 +18,8 @@ _NAME = "bandwidth between GPUs"
 _BYTES = 256 << 20
 _WARMUP, _REPEATS = 3, 10
 _SECONDS = 60.0
-# GB/s of bus bandwidth that eight of them reach over NVLink, as NVIDIA's nccl-tests are reported
-# for the device; a fifth less speaks for a link that is down.
+# GB/s of bus bandwidth of eight GPUs over NVLink, as reported for NVIDIA's nccl-tests. A fifth less
+# suggests that a link is down.
 _USUAL = {"H100 80GB HBM3": 460.0, "A100-SXM4": 230.0}
 _LEAST = 0.8
 
@@ -34,7 +34,7 @@ def bandwidth(subject: Subject) -> Check:
 
 
 def judged(speed: float | None, number: int, device: str) -> Check:
-    """The check of a measured speed in GB/s; None: the processes did not come to an end."""
+    """The check of a measured speed in GB/s; None: the processes failed or took too long."""
     if speed is None:
         return Check(
             name=_NAME,

@@ -23,13 +23,13 @@ from runner.startup.preflight.subject import (
     objective,
 )
 
-_FIRST_NATS, _FIRST_SHARE = 0.5, 0.05  # of ln V
+_FIRST_NATS, _FIRST_SHARE = 0.5, 0.05  # relative to ln V
 _WRONG_NATS, _WRONG_SHARE = 2.0, 0.4
 _STEPS_TO_TRAIN = 4  # in a low-rank pair one gradient is zero at first
 _BY_HEART = 0.1  # nats
 _ROWS, _LENGTH = 4, 32
 _MOST_STEPS, _MOST_SECONDS = 300, 12.0
-_LOW = 5000  # times below the turning point; fine-tuning uses low rates
+_LOW = 5000  # a rate so many times below the turning point is too low; fine-tuning uses low rates
 _FIRST_RATE, _GROWTH, _RANGE_STEPS, _RANGE_SECONDS = 1e-6, 1.13, 110, 12.0
 _TABLES = ("pos", "rotary", "inv_freq", "freqs")  # parameters of positions, which few samples train
 

@@ -1,7 +1,7 @@
 """The short form of preflight, at each start of a run: four forward passes and a step of one batch.
 
-It asks the engine alone, with the weights that were loaded and however they are sharded: the loss
-at chosen places tells what a position sees. Nothing is changed, and nothing follows but a line.
+It uses the engine with the loaded, sharded weights: the loss at chosen positions shows what a
+position attends to. It changes nothing; a failed check is only journalled.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from runner.startup.model_check import Check
 
 _NOT_COUNTED = -100
 _ROWS = 2
-_ROUNDING = 1e-4  # of the loss, where another device's or another shape's kernel is taken
+_ROUNDING = 1e-4  # relative difference of losses computed by kernels of other devices or shapes
 _FIRST_NATS, _FIRST_SHARE = 0.5, 0.05  # of ln V
 _ADAPTERS = ("lora", "adapter", "prompt", "prefix", "ia3", "dora")  # begin with a gradient of 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickSubject:
-    """What is tried.
+    """The batch and numbers that the checks use.
 
     Args:
         batch: samples that are token ids, the same on all ranks, on the host.
@@ -43,7 +43,7 @@ class QuickSubject:
 
 
 def quick_checks(engine: Engine, subject: QuickSubject) -> list[Check]:
-    """The trials. Collective; alike on all ranks."""
+    """Run the checks. Collective; the result is the same on all ranks."""
     checks = [*_looks(engine, subject)]
     if subject.untrained_loss is not None:
         checks.append(_first_loss(engine, subject, subject.untrained_loss))
@@ -52,9 +52,9 @@ def quick_checks(engine: Engine, subject: QuickSubject) -> list[Check]:
 
 
 def _looks(engine: Engine, subject: QuickSubject) -> list[Check]:
-    """Does the loss at earlier places change with a later token, and at later ones with an earlier.
+    """Check that only later losses change with a token.
 
-    Labels that do not count leave the loss of one side alone.
+    Labels that do not count restrict the loss to one side.
     """
     batch = _some(subject.batch)
     length = batch.tokens.shape[1]
@@ -122,7 +122,7 @@ def _gradients(engine: Engine, subject: QuickSubject) -> Check:
     sizes = [float(own[n].abs().max()) if n in own and own[n].numel() else 0.0 for n in trained]
     one = torch.ones((), device=engine.device)
     engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
-    is_some = [float(size != 0) for size in sizes]  # NaN is some, too
+    is_some = [float(size != 0) for size in sizes]  # NaN counts as a gradient
     all_ranks = subject.sum(is_some)
     still = [n for n, number in zip(trained, all_ranks, strict=True) if not number]
     still = [n for n in still if not any(word in n.lower() for word in _ADAPTERS)]
@@ -136,7 +136,7 @@ def _gradients(engine: Engine, subject: QuickSubject) -> Check:
 
 
 def _losses(engine: Engine, batch: MicroBatch, subject: QuickSubject) -> list[float]:
-    """Of each sequence, summed; the mean over ranks, which all compute the same."""
+    """The loss of each sequence: the mean over ranks, which all compute the same batch."""
     evaluated = engine.evaluate([batch.to(engine.device)])
     own = [float(value) for losses in evaluated.losses for value in losses.tolist()]
     *sums, ranks = subject.sum([*own, 1.0])
@@ -155,5 +155,5 @@ def _some(batch: MicroBatch) -> MicroBatch:
 
 
 def failed(checks: Sequence[Check]) -> list[Check]:
-    """Those that do not hold."""
+    """The failed checks."""
     return [check for check in checks if check.holds is False]
