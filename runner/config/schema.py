@@ -131,12 +131,12 @@ class ModelConfig:
 
     _target_: str | None = key(
         None,
-        "a model of your own, such as pkg.Net: called with the other keys of this group, gives a "
+        "a model of your own, such as pkg.Net: called with the other keys of this group, returns a "
         "torch module (see docs/models.md); null: the decoder",
         trajectory=True,
     )
     arguments: Any = key(
-        None, "_target_: its arguments; the same as keys of their own", trajectory=True
+        None, "_target_: further arguments; each may also be a key of this group", trajectory=True
     )
     # Any type: beside _target_ they are arguments, of whatever type that code wants.
     kind: Any = key(
@@ -153,7 +153,7 @@ class ModelConfig:
     )
     init: Any = key(
         "weights",
-        "hf: weights, those of the folder; random: fresh ones, from its config.json alone",
+        "hf: weights: those of the folder; random: fresh ones, from its config.json alone",
         trajectory=True,
         shown="weights | random",
     )
@@ -168,7 +168,10 @@ class ModelConfig:
     layers: int = key(4, "number of blocks", trajectory=True, ge=1)
     heads: int = key(4, "attention heads; must divide dim", trajectory=True, ge=1)
     kv_heads: int | None = key(
-        None, "key/value heads (grouped-query attention); null: as heads", trajectory=True, ge=1
+        None,
+        "key/value heads (grouped-query attention); null: as many as heads",
+        trajectory=True,
+        ge=1,
     )
     ffn_dim: int | None = key(
         None, "hidden width of SwiGLU; null: 8/3 dim rounded up to 64", trajectory=True, ge=1
@@ -182,7 +185,7 @@ class ModelConfig:
     rope_theta: float = key(10000.0, "base of the rotary frequencies", trajectory=True, gt=0)
     rope_scaling: Any = key(
         None,
-        "Llama 3's stretching of the rotary frequencies: {factor: 8, low_freq_factor: 1, "
+        "Llama 3's scaling of the rotary frequencies: {factor: 8, low_freq_factor: 1, "
         "high_freq_factor: 4, original_max_position_embeddings: 8192}; null: none",
         trajectory=True,
         shown="mapping | null",
@@ -197,8 +200,8 @@ class ModelConfig:
     loss_fp32: bool = key(True, "compute the cross-entropy in FP32", trajectory=True)
     loss_chunk_mib: float = key(
         512.0,
-        "logits of a micro-batch that take more than this in FP32 are made in parts of this size, "
-        "and again in backward: less memory, the same losses; 0: always at once",
+        "logits of a micro-batch that take more than this in FP32 are computed in such parts, "
+        "and again in backward: less memory, the same losses; 0: never in parts",
         ge=0,
     )
     precision: Precision = key(
@@ -234,8 +237,8 @@ class ComputeConfig:
     compile: bool | None = key(None, "model.compile: torch.compile each block")
     recompute: Any = key(
         None,
-        "blocks: compute the activations of blocks again in backward, and keep none; selective: "
-        "keep the results of products and attention alone; none: keep all; null: as "
+        "blocks: recompute the activations of blocks in backward and keep none; selective: "
+        "keep only the results of products and attention; none: keep all; null: as "
         "model.activation_checkpointing",
         shown="none \\| blocks \\| selective \\| null",
     )
@@ -245,13 +248,13 @@ class ComputeConfig:
     loss_fp32: bool | None = key(None, "model.loss_fp32: compute the cross-entropy in FP32")
     deterministic: bool = key(
         False,
-        "switch on what a GPU needs to repeat bits (torch, cuBLAS, Inductor, NCCL), where that is "
-        "slower; the start line says whether this machine repeats them",
+        "make a GPU repeat bits (settings of torch, cuBLAS, Inductor and NCCL), which can be "
+        "slower; the start line says whether this machine repeats bits",
         trajectory=True,
     )
     document_attention: DocumentAttention = key(
         DocumentAttention.auto,
-        "the decoder, where data keeps documents apart: mask (of all pairs of tokens), flex "
+        "decoder, if data keeps documents apart: mask (of all pairs of tokens), flex "
         "(torch's flex attention, without one), or auto: flex on CUDA, else mask",
         trajectory=True,
     )
@@ -274,12 +277,12 @@ class DataConfig:
 
     _target_: str | None = key(
         None,
-        "code of your own, such as pkg.open_data: called with the other keys, gives a data set "
+        "code of your own, such as pkg.open_data: called with the other keys, returns a data set "
         "(see docs/data.md); null: as kind says",
         trajectory=True,
     )
     arguments: Any = key(
-        None, "_target_: its arguments; the same as keys of their own", trajectory=True
+        None, "_target_: further arguments; each may also be a key of this group", trajectory=True
     )
     kind: DataKind = key(DataKind.text, "text, tokens, synthetic or hf", trajectory=True)
     path: Any = key(
@@ -290,14 +293,14 @@ class DataConfig:
     val_path: Any = key(
         None,
         "files for the held-out loss, read as path is, or several sets by name "
-        "({wiki: A, code: B}) with a loss each; then nothing of path is held out; null: a share of "
+        "({wiki: A, code: B}), each with a loss; nothing of path is held out then; null: a part of "
         "path (held_out)",
         trajectory=True,
     )
     sources: Any = key(
         None,
-        "a mixture: [{path: A, weight: 2, name: a}, ...]; the other keys of the group hold for all "
-        "of them, and an entry may set kind, field, suffixes, token_dtype and the like for itself",
+        "a mixture: [{path: A, weight: 2, name: a}, ...]; the other keys of the group apply to all "
+        "sources, and an entry may set kind, field, suffixes, token_dtype and the like for itself",
         trajectory=True,
     )
     suffixes: list[str] = key(
@@ -310,18 +313,18 @@ class DataConfig:
     field: str | None = key(
         "text",
         "text: field of a .jsonl line that holds the document; null: such files are plain text. "
-        "hf: column of a row's text, where there is no input_ids",
+        "hf: column of a row's text, if there is no input_ids",
     )
     messages: str | None = key(
         None,
         "hf: column of a row's chat, a list of {role, content}; the tokenizer's chat template "
-        "makes tokens of it, and only what the assistant says is counted",
+        "makes tokens of it, and the loss counts only what the assistant says",
         trajectory=True,
     )
     pack: bool | None = key(
         None,
-        "true: put short samples together into full windows, documents of their own to attention; "
-        "hf and _target_",
+        "true: pack short samples into full windows, without attention between them; "
+        "for hf and _target_",
         trajectory=True,
     )
     tokenizer: str | None = key(
@@ -331,17 +334,17 @@ class DataConfig:
     )
     token_dtype: TokenDtype = key(
         TokenDtype.auto,
-        "tokens: type of a raw file; .npy and .idx say it",
+        "tokens: type of a raw file; .npy and .idx files name theirs",
         trajectory=True,
     )
     vocab_size: int | None = key(
-        None, "tokens, synthetic: number of token ids; tokens need it", trajectory=True, ge=2
+        None, "tokens, synthetic: number of token ids; required for tokens", trajectory=True, ge=2
     )
     seq_len: int = key(256, "tokens the model sees per sequence", trajectory=True, ge=1)
     end_token: int | str | None = key(
         None,
-        "what ends a document. text: id or text of a token; null: as the tokenizer's files say. "
-        "tokens: an id, for isolate_documents",
+        "the token that ends a document. text: its id or text; null: as the tokenizer's files say. "
+        "tokens: its id, for isolate_documents",
         trajectory=True,
     )
     begin_token: int | str | None = key(
@@ -365,11 +368,11 @@ class DataConfig:
     )
     max_unreadable: int = key(
         100,
-        "different samples that cannot be read and are passed over; one more ends the run",
+        "number of different unreadable samples that may be skipped; one more ends the run",
         ge=0,
     )
     retry_seconds: float = key(
-        5.0, "how long a sample that the system refuses is asked for again before it is one", ge=0
+        5.0, "seconds for which reading a sample is retried after an error of the system", ge=0
     )
     workers: int = key(1, "loader processes per rank; 0: load in the training process", ge=0)
     prefetch: int = key(2, "micro-batches each worker keeps ready", ge=1)
@@ -394,8 +397,8 @@ class ParallelConfig:
     )
     reduce_each_micro_batch: bool = key(
         True,
-        "reduce gradients after every micro-batch; false: once a step, for which whole gradients "
-        "are kept (4 bytes a parameter); hsdp: between copies once a step, within each every time",
+        "reduce gradients after every micro-batch; false: once a step, which keeps whole gradients "
+        "(4 bytes a parameter); hsdp: between copies once a step, within a copy every time",
     )
     reshard_after_forward: bool = key(True, "free gathered parameters between uses (ZeRO-3)")
     offload: Offload = key(
@@ -410,7 +413,7 @@ class ParallelConfig:
         120.0, "how long ranks wait for each other at the start before naming the absent", gt=0
     )
     max_ranks: int = key(
-        16384, "more ranks are refused: no more were ever tried, see docs/scale.md", ge=1
+        16384, "more ranks are refused, because no more were ever tried: see docs/scale.md", ge=1
     )
 
 
@@ -428,7 +431,7 @@ class OptimConfig:
         trajectory=True,
     )
     arguments: Any = key(
-        None, "_target_: its arguments; the same as keys of their own", trajectory=True
+        None, "_target_: further arguments; each may also be a key of this group", trajectory=True
     )
     kind: OptimKind = key(OptimKind.adamw, "adamw, sgd, lion or muon", trajectory=True)
     lr: float = key(3e-3, "peak learning rate", trajectory=True, gt=0)
@@ -446,8 +449,8 @@ class OptimConfig:
     )
     groups: Any = key(
         [],
-        "[{match: REGEX, rate: 0.1, weight_decay: 0}, ...]: parameters in whose name match is "
-        "found take this factor of the rate, and this decay; the first that fits",
+        "[{match: REGEX, rate: 0.1, weight_decay: 0}, ...]: parameters whose name contains a match "
+        "get this factor of the rate, and this decay; the first matching rule counts",
         trajectory=True,
     )
     clip: float = key(
@@ -464,12 +467,12 @@ class ScheduleConfig:
 
     _target_: str | None = key(
         None,
-        "a function of your own, such as pkg.rate: called with updates (applied ones) and the "
-        "other keys, gives the learning rate (see docs/optimizers.md); null: as kind says",
+        "a function of your own, such as pkg.rate: called with updates (their number) and the "
+        "other keys, returns the learning rate (see docs/optimizers.md); null: as kind says",
         trajectory=True,
     )
     arguments: Any = key(
-        None, "_target_: its arguments; the same as keys of their own", trajectory=True
+        None, "_target_: further arguments; each may also be a key of this group", trajectory=True
     )
     kind: ScheduleKind = key(
         ScheduleKind.cosine, "cosine, wsd, linear or constant", trajectory=True
@@ -480,7 +483,7 @@ class ScheduleConfig:
     )
     floor: float = key(0.1, "final rate as a share of the peak", trajectory=True, ge=0, le=1)
     total: int | None = key(
-        None, "updates the schedule is laid out for; null: steps", trajectory=True, ge=1
+        None, "number of updates of the whole schedule; null: steps", trajectory=True, ge=1
     )
 
 
@@ -493,13 +496,13 @@ class GuardConfig:
     )
     sync: bool | None = key(
         None,
-        "true: read each step's numbers before the next is begun; false: one step later, so that "
+        "true: read a step's numbers before the next step begins; false: one step later, so that "
         "nothing waits for the device; null: true on CPU, false on CUDA. The run is the same",
     )
-    window: int = key(64, "clean steps the statistics look back on", trajectory=True, ge=4)
+    window: int = key(64, "number of clean steps in the statistics", trajectory=True, ge=4)
     min_history: int = key(
         20,
-        "clean steps before spikes and drifts are judged; non-finite always is",
+        "number of clean steps before spikes and drifts are judged; non-finite values always are",
         trajectory=True,
         ge=4,
     )
@@ -524,7 +527,7 @@ class GuardConfig:
     )
     pair_floor: float = key(
         0.25,
-        "and at least this many nats each (and out of the window's own tail); finds small jumps "
+        "and at least this many nats each (beyond the window's highest losses); finds small jumps "
         "that last, by their second step",
         trajectory=True,
         ge=0,
@@ -543,7 +546,7 @@ class GuardConfig:
     )
     drift_slack: float = key(
         0.12,
-        "drift: nats above the best level of late that are forgiven (at least one robust sigma)",
+        "drift: nats above the best recent level that are forgiven (at least one robust sigma)",
         trajectory=True,
         ge=0,
     )
@@ -556,18 +559,18 @@ class GuardConfig:
     drift_rise: float = key(
         0.2,
         "and the median of the newest 16 losses must lie this many nats above the best level: "
-        "shallower waves, as epochs make them, are left alone",
+        "shallower waves, such as those of epochs, are left alone",
         trajectory=True,
         ge=0,
     )
     persist: int = key(
         3, "bad steps among the last persist_window that force a rollback", trajectory=True, ge=1
     )
-    persist_window: int = key(10, "see persist, in attempted steps", trajectory=True, ge=1)
+    persist_window: int = key(10, "number of attempted steps for persist", trajectory=True, ge=1)
     remedy: RemedyKind = key(
         RemedyKind.verdict,
-        "verdict: a step whose fault passes is computed again and nothing is skipped, of bad data "
-        "only the culprits are (see explain); discard: a bad step is always discarded",
+        "verdict: a step with a transient fault is redone and nothing is skipped, of bad data "
+        "only the culprits are skipped (see explain); discard: a bad step is always discarded",
         trajectory=True,
     )
     skip: bool = key(
@@ -576,35 +579,48 @@ class GuardConfig:
         trajectory=True,
     )
     margin: int = key(
-        1, "steps' worth of samples skipped before the onset as well", trajectory=True, ge=0
+        1, "number of steps before the onset whose samples are skipped, too", trajectory=True, ge=0
     )
     ahead: int = key(
-        0, "steps' worth of samples skipped after the last bad step", trajectory=True, ge=0
+        0,
+        "number of steps after the last bad one whose samples are skipped, too",
+        trajectory=True,
+        ge=0,
     )
     back: int = key(0, "roll back at least this many steps before the onset", trajectory=True, ge=0)
     repeat_window: int = key(
-        200, "trouble within so many steps of the last rollback is a repeat", trajectory=True, ge=1
+        200,
+        "trouble within so many steps after a rollback counts as a repeat",
+        trajectory=True,
+        ge=1,
     )
     widen: float = key(2.0, "each repeat skips this many times as far ahead", trajectory=True, ge=1)
     cooldown: float = key(
         0.5,
-        "learning-rate factor from the second repeat on; where the data is suspected, only at the "
+        "learning-rate factor from the second repeat on; if the data is suspected, only at the "
         "last rollback before a halt",
         trajectory=True,
         gt=0,
         le=1,
     )
-    cooldown_steps: int = key(100, "updates the factor lasts", trajectory=True, ge=0)
+    cooldown_steps: int = key(
+        100, "number of updates for which the factor lasts", trajectory=True, ge=0
+    )
     level_steps: int = key(
         20, "finite, level bad steps in a row that become the new baseline", trajectory=True, ge=2
     )
     level_spread: float = key(
-        0.1, "level: their robust sigma is below this share of their median", trajectory=True, gt=0
+        0.1,
+        "steps are level if their robust sigma is below this share of their median",
+        trajectory=True,
+        gt=0,
     )
     max_rollbacks: int = key(
         5, "rollbacks within budget_window before the run halts", trajectory=True, ge=0
     )
-    budget_window: int = key(1000, "in applied steps", trajectory=True, ge=1)
+    budget_window: int = key(
+        1000, "number of applied steps for max_rollbacks", trajectory=True, ge=1
+    )
     max_discards: int = key(
         100,
         "discarded steps in a row without a rollback before the run halts",
@@ -618,44 +634,46 @@ class CheckpointConfig:
     """The ring."""
 
     every: int | str = key(
-        50, "steps between checkpoints; auto: by what they cost", choices=("auto",), ge=1
+        50, "steps between checkpoints; auto: chosen by their cost", choices=("auto",), ge=1
     )
     auto_most: int = key(1000, "every=auto: at most so many steps; at least clean_after", ge=1)
     mtbf_hours: float | None = key(
         None,
         "every=auto: hours between failures of the whole job, before any is seen; null: 24, or "
-        "6,300 over the nodes where that is less",
+        "6,300 divided by the number of nodes if that is less",
         gt=0,
     )
-    clean_after: int = key(10, "clean steps that prove a checkpoint; at most every", ge=1)
+    clean_after: int = key(10, "clean steps in a row that prove a checkpoint; at most every", ge=1)
     keep: int = key(
         3, "clean checkpoints kept; for a while more, if a rollback may need them", ge=1
     )
-    keep_every: int = key(0, "also keep every such step for good; 0: none", ge=0)
+    keep_every: int = key(
+        0, "also keep the checkpoint of every so many steps for good; 0: none", ge=0
+    )
     keep_best: bool = key(
         False, "also save and keep the checkpoint with the best held-out loss (eval.every)"
     )
-    background: bool = key(True, "write while training goes on")
+    background: bool = key(True, "write in the background during training")
     write_mib_per_second: float = key(
-        0.0, "most that each rank writes to disk while training goes on; 0: no limit", ge=0
+        0.0, "limit of what each rank writes to disk during training; 0: no limit", ge=0
     )
     memory_every: int | None = key(
         None,
-        "steps between snapshots in memory; null: 10 where they fit, or more by what they cost; 0: "
+        "steps between snapshots in memory; null: 10 if they fit, or more if they are costly; 0: "
         "none",
         ge=0,
     )
     memory_slots: int | None = key(
-        None, "snapshots held in memory; null: as many as clean_after needs", ge=2
+        None, "number of snapshots held in memory; null: as many as clean_after needs", ge=2
     )
     memory_limit_gib: float | None = key(
         None, "memory of a node for snapshots; null: half of what is free", gt=0
     )
     memory_mirror: bool = key(False, "also keep each snapshot in the memory of another node")
     remote: str | None = key(
-        None, "fsspec URL that clean checkpoints are copied to: s3://bucket/prefix; null: off"
+        None, "fsspec URL to which clean checkpoints are copied: s3://bucket/prefix; null: off"
     )
-    remote_keep: int = key(3, "clean checkpoints kept at remote, beside keep_every's", ge=1)
+    remote_keep: int = key(3, "clean checkpoints kept at remote, besides those of keep_every", ge=1)
     remote_wait_seconds: float = key(
         60.0,
         "how long a start waits for remote to answer, and an end for uploads to finish",
@@ -683,18 +701,18 @@ class DebugConfig:
     )
     preflight: bool = key(
         True,
-        "each start asks the model on a few samples whether it looks ahead, whether earlier tokens "
-        "matter, whether each trained tensor gets a gradient, and, untrained, for its first loss; "
-        "what does not hold is a line",
+        "each start checks on a few samples whether the model looks ahead, whether earlier tokens "
+        "matter, whether each trained tensor gets a gradient, and an untrained model's first loss; "
+        "a failed check is journalled",
     )
     audit_every: int = key(
         500,
         "updates between audits: all ranks compute one rank's micro-batch, and the bits are "
-        "compared; finds a device that computes wrongly in silence; 0: never",
+        "compared; finds a device that computes wrong numbers without an error; 0: never",
         ge=0,
     )
     check_devices: bool = key(
-        True, "each start tries every rank's device: equal ones must give equal bits; NVML is asked"
+        True, "each start tests every rank's device: equal ones must give equal bits; NVML is asked"
     )
     diagnose_on_crash: bool = key(
         False, "a supervisor restarts once with debug=collectives after an unexplained crash"
@@ -706,10 +724,12 @@ class WatchdogConfig:
     """When a rank that does not move is taken for hung."""
 
     enabled: bool = key(True, "false: only the collectives' own time-out ends a hang")
-    floor_seconds: float = key(120.0, "no step is called hung before this", gt=0)
+    floor_seconds: float = key(120.0, "no step counts as hung before this", gt=0)
     factor: float = key(20.0, "nor before this many times the median step time", ge=1)
     slow_seconds: float = key(
-        1800.0, "the same for start, first step, save, evaluation, rollback", gt=0
+        1800.0,
+        "no start, first step, save, evaluation or rollback counts as hung before this",
+        gt=0,
     )
     settle_seconds: float = key(
         3.0, "how long a rank waits for the others' evidence before it ends", ge=0
@@ -717,11 +737,13 @@ class WatchdogConfig:
     straggler_every: int = key(50, "steps between comparisons of the ranks' speed; 0: never", ge=0)
     straggler_factor: float | None = key(
         None,
-        "slower than the median rank by this factor is worth a line; null: 2, and 1.2 for the "
-        "fixed computation on a GPU, which a throttled one does 10-40 % slower",
+        "a rank slower than the median by this factor is journalled; null: 2, and 1.2 for the "
+        "fixed computation on a GPU, for which a throttled one needs 10-40 % longer",
         gt=1,
     )
-    straggler_checks: int = key(3, "when it is so in this many comparisons in a row", ge=1)
+    straggler_checks: int = key(
+        3, "number of comparisons in a row in which it must be slower", ge=1
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -748,19 +770,20 @@ class TrackConfig:
         "a tracker of your own, such as pkg.Tracker: called with the other keys (see "
         "docs/trackers.md); null: none",
     )
-    arguments: Any = key(None, "_target_: its arguments; the same as keys of their own")
+    arguments: Any = key(None, "_target_: further arguments; each may also be a key of this group")
     log: LogKind = key(
-        LogKind.text, "what is said: text for a person; json: an object a line, for a log pipeline"
+        LogKind.text,
+        "console output: text for a person; json: an object a line, for a log pipeline",
     )
     tensorboard: bool = key(False, "write TensorBoard scalars to out/tensorboard")
     wandb: bool = key(False, "log to Weights & Biases; WANDB_MODE=offline writes to out/wandb")
     mlflow: bool = key(
         False, "log to MLflow at MLFLOW_TRACKING_URI; without one to files in out/mlruns"
     )
-    project: str = key("holdfast", "wandb, mlflow: the project, or experiment, that the run is in")
+    project: str = key("holdfast", "wandb: project of the run; mlflow: its experiment")
     unwritten_seconds: float = key(
         300.0,
-        "how long lines that metrics.jsonl or journal.jsonl cannot take (the disk is full) are "
+        "how long lines that cannot be written to metrics.jsonl or journal.jsonl (full disk) are "
         "kept in memory before the run stops with 75",
         ge=0,
     )
@@ -777,16 +800,16 @@ class TrackConfig:
     )
     read: bool = key(
         True,
-        "read the run's own curve at evaluations, and tell each signature of trouble once in the "
-        "journal; nothing follows from it",
+        "read the run's own curve at evaluations, and journal each signature of trouble "
+        "once; it changes nothing",
     )
     layers_every: int = key(
         50,
-        "updates between measurements inside of the model, which out/layers.jsonl and early "
-        "warnings are of; 0: never",
+        "updates between measurements inside the model, for out/layers.jsonl and early "
+        "warnings; 0: never",
         ge=0,
     )
-    every: int = key(10, "steps between console lines where the output is no terminal", ge=1)
+    every: int = key(10, "steps between console lines if the output is not a terminal", ge=1)
     peak_tflops: float | None = key(
         None, "peak of one device, for MFU; null: from the device's name", gt=0
     )
@@ -798,18 +821,18 @@ class ResumeConfig:
 
     allow: list[str] = key(
         [],
-        "settings, or groups of them, that may change although they change the trajectory: "
+        "settings, or groups of them, that may change although the result changes: "
         "[optim.lr,schedule.total]; each change is journalled",
     )
-    allow_change: bool = key(False, "the same for whatever has changed, the data too")
+    allow_change: bool = key(False, "allow any change of settings and data")
     take_over: bool = key(False, "take the run from a living launch, which then stops")
     stale_seconds: float = key(
         10.0,
-        "an owner that has not moved for so long is gone; one that has ended, at once",
+        "an owner without a heartbeat for so long is gone; one that has ended, at once",
         ge=5,
     )
     without_remote: bool = key(
-        False, "begin in an out without checkpoints although checkpoint.remote does not answer"
+        False, "begin anew in an out without checkpoints although checkpoint.remote does not answer"
     )
 
 
@@ -819,7 +842,7 @@ class RunConfig:
 
     out: str = key("runs/default", "directory of the run; the same command again resumes it")
     steps: int = key(250, "applied updates", ge=1)
-    seed: int = key(0, "of weights, sample order and dropout", trajectory=True, ge=0)
+    seed: int = key(0, "seed of weights, sample order and dropout", trajectory=True, ge=0)
     model: ModelConfig = key(ModelConfig, "the network")
     compute: ComputeConfig = key(ComputeConfig, "how it is computed")
     data: DataConfig = key(DataConfig, "the corpus")
@@ -830,9 +853,9 @@ class RunConfig:
     guard: GuardConfig = key(GuardConfig, "judgement and recovery")
     explain: ExplainKind = key(
         ExplainKind.quick,
-        "quick: find out why a step was bad by computing it again in up to 10 variations, in all "
+        "quick: find out why a step was bad by up to 10 further computations of it, in all "
         "for at most 0.5 % of the run's steps (or 60 if that is more); full: up to 120, and 5 %; "
-        "off: do not ask",
+        "off: never",
         trajectory=True,
     )
     checkpoint: CheckpointConfig = key(CheckpointConfig, "the ring")
