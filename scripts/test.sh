@@ -5,6 +5,8 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Images set it; every interpreter that a test starts would compile the runner again.
+unset PYTHONDONTWRITEBYTECODE
 if [ -z "${NO_SLURM:-}" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
   ! PATH="$PATH:/usr/sbin" command -v slurmctld >/dev/null; then
   echo "installing Slurm for its drills (once)"

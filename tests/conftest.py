@@ -19,6 +19,8 @@ import pytest
 from tests import cost, reaper, run, share, warm
 
 # What pytest calls here.
+pytest_collection = share.pytest_collection
+pytest_make_collect_report = share.pytest_make_collect_report
 pytest_runtestloop = share.pytest_runtestloop
 pytest_runtest_makereport = share.pytest_runtest_makereport
 pytest_runtest_protocol = cost.pytest_runtest_protocol

@@ -5,8 +5,6 @@ A plugin of pytest's that knows nothing of ours; tests/conftest.py takes its hoo
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -23,20 +21,53 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> bool | None:
+    """Nothing yet: a file is imported by the session that runs it, and by no other."""
+    return True if _share(session) else None
+
+
+def _share(session: pytest.Session) -> Path | None:
+    """The folder of all sessions; None where tests are not shared, but run or listed."""
+    share: Path | None = session.config.getoption("--share")
+    return None if session.config.option.collectonly else share
+
+
+def _test_files(session: pytest.Session) -> Iterator[Path]:
+    for word in session.config.args:
+        folder = session.config.invocation_params.dir / word
+        yield from [folder] if folder.is_file() else sorted(folder.rglob("test_*.py"))
+
+
 def _claimed(session: pytest.Session, share: Path) -> Iterator[pytest.Item]:
     """Tests of the files that this session was the first to come to."""
-    for path, items in itertools.groupby(session.items, key=lambda item: item.path):
+    everything: list[pytest.Item] = []
+    for path in _test_files(session):
         claim = share / f"begun-{str(path).replace(os.sep, '.')}"
-        with contextlib.suppress(FileExistsError):
+        try:
             claim.touch(exist_ok=False)
-            yield from items
+        except FileExistsError:
+            continue
+        items = _collect(session, path)
+        everything += items
+        session.items, session.testscollected = everything, len(everything)
+        yield from items
+
+
+def _collect(session: pytest.Session, path: Path) -> list[pytest.Item]:
+    option = session.config.option
+    verbose, option.verbose = option.verbose, -1  # no line about each file
+    try:
+        return list(session.perform_collect([str(path)]))
+    finally:
+        option.verbose = verbose
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """pytest's own loop, but over what is claimed on the way."""
-    share = session.config.getoption("--share")
-    if share is None or session.config.option.collectonly or session.testsfailed:
+    share = _share(session)
+    if share is None:
         return None
     items = _claimed(session, share)
     item = next(items, None)
@@ -52,13 +83,29 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Record files that cannot be imported, as failures are."""
+    report = yield
+    if report.failed:
+        _record(collector.config, collector.nodeid)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Record failures for tests/side_by_side.py."""
     report = yield
-    share = item.config.getoption("--share")
-    if report.failed and share is not None:
-        with (share / f"failed-{os.getpid()}").open("a") as file:
-            file.write(f"{item.nodeid}\n")
+    if report.failed:
+        _record(item.config, item.nodeid)
     return report
+
+
+def _record(config: pytest.Config, name: str) -> None:
+    share = config.getoption("--share")
+    if share is not None:
+        with (share / f"failed-{os.getpid()}").open("a") as file:
+            file.write(f"{name}\n")

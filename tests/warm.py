@@ -20,6 +20,7 @@ import array
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import importlib
 import io
@@ -30,6 +31,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -77,6 +79,13 @@ class WarmPopen(subprocess.Popen[str]):
         _hand_over(self, args, rest, _zygote(any(map(_is_zero, args))))
 
 
+class TerminalPopen(subprocess.Popen[str]):
+    """:class:`WarmPopen` whose output is a terminal, which becomes that of its session."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
+        _hand_over(self, args, rest, _zygote(any(map(_is_zero, args))), terminal=True)
+
+
 class ZeroPopen(subprocess.Popen[str]):
     """:class:`WarmPopen` with DeepSpeed imported, which the program's words do not tell."""
 
@@ -122,19 +131,21 @@ def _is_zero(word: str) -> bool:
     return word.startswith("parallel=zero")
 
 
-def _hand_over(popen: Any, args: Sequence[str], rest: Sequence[Any], to: Any) -> None:
+def _hand_over(
+    popen: Any, args: Sequence[str], rest: Sequence[Any], to: Any, *, terminal: bool = False
+) -> None:
     """Replaces fork and exec in ``Popen``, with the arguments of Python 3.11 to 3.14."""
     # executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
     # p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, ...
-    cwd, env, to_child, to_parent, to_errors = (rest[place] for place in (4, 5, 9, 12, 14))
+    cwd, env, *theirs = (rest[place] for place in (4, 5, 9, 12, 14))
     given = os.environ if env is None else env
-    job: dict[str, Any] = {"args": list(args), "env": dict(given), "cwd": str(cwd or os.getcwd())}
-    pipes = [to_child, to_parent, to_errors]
-    popen.pid = to.begin(job, [own if own != -1 else n for n, own in enumerate(pipes)])
+    job: dict[str, Any] = {
+        **{"args": list(args), "env": dict(given), "cwd": str(cwd or os.getcwd())},
+        "terminal": terminal,
+    }
+    popen.pid = to.begin(job, [own if own != -1 else n for n, own in enumerate(theirs)])
     popen._child_created = True
-    for number in {*pipes} - {-1, getattr(popen, "_devnull", None)}:
-        os.close(number)
-    popen._closed_child_pipe_fds = True
+    popen._close_pipe_fds(*rest[9:15])
 
 
 class _Stub:
@@ -303,6 +314,8 @@ def _become(job: Mapping[str, Any], files: Sequence[int], *, is_launcher: bool) 
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    if job["terminal"]:
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
     os.chdir(job["cwd"])
     os.environ.clear()
     os.environ.update(env)
@@ -312,6 +325,7 @@ def _become(job: Mapping[str, Any], files: Sequence[int], *, is_launcher: bool) 
     if env.get("PYTHONFAULTHANDLER"):
         faulthandler.enable(2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has the session ignore it
     while arguments[0] == "-u":
         arguments = arguments[1:]
     if prepared is not None:

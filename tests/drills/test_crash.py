@@ -153,15 +153,37 @@ def test_all_ranks_at_once(tmp_path: Path, clean: Result) -> None:
     assert_same_run(run, clean)
 
 
+# Once told it touches new memory until the kernel ends it. A limit that leaves nothing would first
+# have system calls fail with ENOMEM, and the rank end by itself.
+HUNGRY = """
+import os, threading, time
+from pathlib import Path
+from runner.__main__ import run
+
+def eat():
+    while not Path({mark!r}).exists():
+        time.sleep(0.01)
+    Path({mark!r}).unlink()  # once
+    hoard = [b"x" * (1 << 20) for _ in range(1024)]
+
+if os.environ["RANK"] == "1":
+    threading.Thread(target=eat, daemon=True).start()
+run()
+"""
+
+
 @pytest.mark.twin
 @pytest.mark.skipif(NO_MEMORY_GROUP is not None, reason=NO_MEMORY_GROUP or "")
 def test_a_rank_that_the_kernel_kills_for_memory(tmp_path: Path, clean: Result) -> None:
     """A real OOM kill: the cause is told apart from any other SIGKILL."""
-    out = tmp_path / "run"
+    out, mark, program = tmp_path / "run", tmp_path / "hungry", tmp_path / "program.py"
+    program.write_text(HUNGRY.format(mark=str(mark)))
+    slow = "faults=[slow@step=10-60,seconds=0.1]"
     with cgroup.MemoryGroup() as group:
-        started = start(out, *QUICK, "faults=[slow@step=10-60,seconds=0.1]", restarts=1)
+        started = start(out, *QUICK, slow, restarts=1, program=program)
         started.until(lambda out: metrics_step(out) >= 15)
-        group.enter(started.ranks()[1], 1 << 16)
+        group.enter(started.ranks()[1], 1 << 26)
+        mark.touch()
         run = started.wait()
     assert run.code == 0, run.tail
     (crash,) = run.journal("crash")
