@@ -60,8 +60,10 @@ def run_sessions(arguments: Sequence[str], share: Path) -> list[int]:
             log = share / f"log-{number}" if number else None
             with contextlib.ExitStack() as files:
                 out = None if log is None else files.enter_context(log.open("wb"))
-                options = [f"--share={share}", *arguments]  # one word: no path to collect
-                process = subprocess.Popen(_pytest(options), stdout=out, stderr=out)
+                # One word each: no path to collect. How many tests come nobody knows beforehand.
+                options = [f"--share={share}", "--override-ini=console_output_style=classic"]
+                command = _pytest([*options, *arguments])
+                process = subprocess.Popen(command, stdout=out, stderr=out)
             began.append((process, log))
         limit = threading.Timer(LIMIT_SECONDS, _end, args=([process for process, _ in began],))
         limit.daemon = True

@@ -44,6 +44,8 @@ def run(folder: Path, *, passes: bool = True) -> subprocess.CompletedProcess[str
     for name in "bc":
         text = OTHER.format(name=name, passes=passes or name != "c")
         (folder / "tests" / f"test_{name}.py").write_text(text)
+    if not passes:
+        (folder / "tests" / "drills" / "test_d.py").write_text("import nowhere")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p tests.share -p no:cacheprovider")
     return subprocess.run(
         [sys.executable, str(ROOT / "tests" / "side_by_side.py"), "-q"],
@@ -100,6 +102,7 @@ def test_a_test_that_is_no_drill_is_not_repeated(tmp_path: Path) -> None:
     assert done.returncode == 1 and "again" not in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "ran").read_text().split().count("c") == 1
     assert "tests/test_c.py::test_it: failed" in done.stdout
+    assert "tests/drills/test_d.py: failed" in done.stdout, "it cannot be imported"
 
 
 @pytest.mark.parametrize(
