@@ -30,15 +30,24 @@ def pack(value: Any, where: str, tensor: PackTensor | None = None) -> Any:
     """
     if value is None or isinstance(value, bool | int | str):
         return value
+    if isinstance(value, np.generic | np.ndarray):  # NumPy's float64 is a float as well
+        return _pack_numpy(value, where)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else _tagged("float", repr(float(value)))
     if isinstance(value, torch.Tensor):
+        _require_values(value, where)
         return _tagged("tensor", (tensor or inline)(value, where))
     if isinstance(value, bytes | bytearray):
         return _tagged("bytes", _text(bytes(value)))
-    if isinstance(value, np.generic | np.ndarray):
-        return _pack_numpy(value, where)
     return _pack_container(value, where, tensor)
+
+
+def _require_values(tensor: torch.Tensor, where: str) -> None:
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    if not is_dense or tensor.is_quantized or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
+        kind = "quantized" if tensor.is_quantized else kind
+        raise ConfigError(f"{where}: is a tensor that cannot be saved ({kind}); dense ones can")
 
 
 def _pack_numpy(value: np.generic | np.ndarray[Any, Any], where: str) -> Any:

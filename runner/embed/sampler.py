@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -110,7 +110,15 @@ class Sampler(TorchSampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if not isinstance(data, int) and not hasattr(data, "__len__"):
+            raise ConfigError(
+                f"Sampler: data is a {type(data).__name__} without len(); give a data set with "
+                "[i] and len, or its number of samples"
+            )
         self.num_samples = data if isinstance(data, int) else len(data)
+        for name, value in (("data", self.num_samples), ("global_size", global_size)):
+            _require_whole(name, value)
+        _require_whole("seed", seed)
         self.global_size, self.seed, self.shuffle = global_size, seed, shuffle
         if not 1 <= global_size <= self.num_samples:
             raise ConfigError(
@@ -131,6 +139,8 @@ class Sampler(TorchSampler[list[int]]):
         self._counted_by: deque[_DrawnBatch] | None = None
         self.positions = (0, 0)
         for pair in skip:
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise ConfigError(f"Sampler: skip={pair!r}: must be ranges of positions, [[a, b]]")
             self._add(*pair)
 
     positions: tuple[int, int]
@@ -147,7 +157,12 @@ class Sampler(TorchSampler[list[int]]):
         return self._place.batches + self._num_left(self._place)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of pass ``epoch``, unless the position is in it already."""
+        """Go to the beginning of pass ``epoch``, unless the position is in it already.
+
+        Raises:
+            ConfigError: it is no number of a pass.
+        """
+        _require_whole("epoch", epoch, least=0)
         if epoch != self._place.epoch:
             self._move(_Position(cursor=self._begin_of(epoch), epoch=epoch))
 
@@ -217,6 +232,8 @@ class Sampler(TorchSampler[list[int]]):
         """
         try:
             position = _Position(**{name: int(state[name]) for name in _Position.__slots__})
+            if min(asdict(position).values()) < 0:
+                raise ValueError(f"negative: {position}")
             skipped = [(int(start), int(stop)) for start, stop in state["skipped"]]
             stored_order = {name: state[name] for name in _ORDER}
         except (LookupError, TypeError, ValueError) as error:
@@ -267,6 +284,8 @@ class Sampler(TorchSampler[list[int]]):
         return rank_and_size
 
     def _add(self, start: int, stop: int) -> None:
+        _require_whole("skip", start)
+        _require_whole("skip", stop)
         try:
             self._ledger.add(start, stop)
         except ValueError as error:
@@ -321,6 +340,13 @@ class Sampler(TorchSampler[list[int]]):
     def _count_batch(self, first: int, place: _Position) -> None:
         self.positions = (first, place.cursor)
         self._place = place
+
+
+def _require_whole(name: str, value: Any, *, least: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ConfigError(f"Sampler: {name}={value!r}: must be an integer")
+    if least is not None and value < least:
+        raise ConfigError(f"Sampler: {name}={value}: must be at least {least}")
 
 
 class _CountedBatches:

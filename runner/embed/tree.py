@@ -19,6 +19,7 @@ from runner.system.error import CheckpointError, ConfigError
 from runner.system.parsing import json_text
 
 _OWN = "rank"  # stored for a tensor that differs between ranks
+_NOTHING = "(no tensor)"
 _SMALL = 1 << 20  # bytes up to which tensors are compared between ranks at every save
 
 
@@ -55,6 +56,8 @@ class TreeState(StagedState):
             ConfigError: something cannot be saved, or is missing on a rank.
         """
         own_parts = self._ranks.all_or_none("reading state_dict()", self._read)
+        if not any(self._ranks.gather(bool(self._live))):
+            self._live[_NOTHING] = torch.zeros(1)  # the ring cannot save no tensor at all
         self._agree()
         slices: dict[str, TensorSlice] = {}
         entries: dict[str, Any] = {}
@@ -191,6 +194,20 @@ class TreeState(StagedState):
                 raise CheckpointError(
                     f"{name!r} refuses its state from the checkpoint ({cause})"
                 ) from error
+        self._require_types()
+
+    def _require_types(self) -> None:
+        """What was loaded has its own type: modules and torch's optimizers cast without a word."""
+        self._read()
+        for name, tensor in self._live.items():
+            stored = self._stored_tensors.get(name)
+            if stored is not None and stored[0] != str(tensor.dtype):
+                raise CheckpointError(
+                    f"{name!r} is {stored[0]} in the checkpoint and became {tensor.dtype} when it "
+                    "was loaded, which changes its values; build it with the same type "
+                    "(torch.optim casts an optimizer's state to the type of the weights: override "
+                    "load_state_dict there), or choose another out"
+                )
 
     def _tensor(self, name: Any) -> torch.Tensor:
         if not isinstance(name, str):
