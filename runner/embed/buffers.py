@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from runner.system.error import ConfigError
 
 _COMPARED = 3  # first steps, in which every buffer is compared with its copy
 
@@ -17,20 +19,44 @@ class _BufferCopy:
     owner: nn.Module
     key: str
     copy: torch.Tensor
+    seen: torch.Tensor  # the buffer itself, as it was copied last
     version: int
     is_changing: bool = False
     older: torch.Tensor | None = None  # what ``copy`` was before; None: the same
+    original: torch.Tensor | None = None  # from before its first change, and so in no checkpoint
 
     @property
     def was_written(self) -> bool:
-        """Whether torch recorded an in-place change. It does not record batch norm's kernels."""
-        return self.is_changing or self.live._version != self.version
+        """Whether it was replaced, or torch recorded an in-place change.
+
+        Torch does not record batch norm's kernels.
+        """
+        if self.is_changing:
+            return True
+        live = self.live
+        return live is not self.seen or live._version != self.version
 
     @property
     def live(self) -> torch.Tensor:
-        buffer = self.owner._buffers[self.key]
-        assert buffer is not None
+        buffer = self.owner._buffers.get(self.key)
+        if buffer is None or buffer.shape != self.copy.shape or buffer.dtype != self.copy.dtype:
+            now = "gone" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
+            raise ConfigError(
+                f"Guard: buffer {self.key!r} of {type(self.owner).__name__} was "
+                f"{self.copy.dtype} {list(self.copy.shape)} and is {now}: the guard undoes changes "
+                "of values, not of shapes; register it with its full size"
+            )
         return buffer
+
+    def note_change(self) -> None:
+        """It changes from now on, and ``copy`` is from before the first change."""
+        if not self.is_changing:
+            self.is_changing, self.original = True, self.copy.clone()
+
+    def remember(self) -> None:
+        """The copy is as the buffer is now."""
+        self.seen = self.live
+        self.version = self.seen._version
 
 
 class Buffers:
@@ -43,33 +69,106 @@ class Buffers:
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
         self._kept: dict[str, _BufferCopy] = {}
         self._num_compared = 0
+        self._modules = list(named)
+        # Registered as None, to be made by a forward pass: name, module, key.
+        self._empty: dict[str, tuple[nn.Module, str]] = {}
+        self._born: dict[str, tuple[nn.Module, str, bool]] = {}  # whether it was registered
+        self._shared: set[tuple[int, str]] = set()  # another name of a buffer that is kept
+        self._sizes = [len(module._buffers) for _, module in named]
         seen: set[int] = set()
         for prefix, module in named:
             for key, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) not in seen:
+                name = _joined(prefix, key)
+                if buffer is None:
+                    self._empty[name] = (module, key)
+                elif id(buffer) in seen:
+                    self._shared.add((id(module), key))
+                else:
                     seen.add(id(buffer))
-                    name = f"{prefix}.{key}" if prefix else key
-                    copy = buffer.detach().clone()
-                    is_changing = isinstance(module, _NormBase) and module.track_running_stats
-                    self._kept[name] = _BufferCopy(module, key, copy, buffer._version, is_changing)
+                    self._kept[name] = _copy_of(module, key, buffer)
+                    self._kept[name].is_changing = (
+                        isinstance(module, _NormBase) and module.track_running_stats
+                    )
+
+    def _unknown(self) -> list[tuple[str, nn.Module, str]]:
+        """Buffers that were made since the last look: name, module, key."""
+        unknown = [
+            (name, module, key)
+            for name, (module, key) in self._empty.items()
+            if module._buffers.get(key) is not None
+        ]
+        sizes = [len(module._buffers) for _, module in self._modules]
+        if sizes != self._sizes:
+            unknown += [
+                (_joined(prefix, key), module, key)
+                for prefix, module in self._modules
+                for key, buffer in module._buffers.items()
+                if buffer is not None
+                and _joined(prefix, key) not in {*self._kept, *self._empty}
+                and (id(module), key) not in self._shared
+            ]
+        return unknown
+
+    def _adopt(self) -> None:
+        """Keep what a forward pass has made; it is saved, because it may depend on data."""
+        unknown = self._unknown()
+        if not unknown:
+            return
+        for name, module, key in unknown:
+            buffer = module._buffers[key]
+            assert buffer is not None
+            self._born[name] = (module, key, self._empty.pop(name, None) is not None)
+            self._kept[name] = _copy_of(module, key, buffer)
+            self._kept[name].is_changing = True
+        self._sizes = [len(module._buffers) for _, module in self._modules]
+
+    def _forget(self, name: str, module: nn.Module, key: str, *, was_registered: bool) -> None:
+        """As if the buffer had not been made."""
+        self._kept.pop(name, None)
+        if was_registered:
+            module._buffers[key] = None
+            self._empty[name] = (module, key)
+        else:
+            module._buffers.pop(key, None)
+
+    def give(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Make a buffer that a checkpoint holds and no forward pass has made here yet."""
+        if name in self._empty:
+            module, key = self._empty[name]
+            near = [*module.parameters(), *module.buffers()]
+            device = near[0].device if near else None
+            module._buffers[key] = torch.zeros(tuple(shape), dtype=dtype, device=device)
+            self._adopt()
+
+    def drop_all_but(self, names: Collection[str]) -> None:
+        """Of what forward passes have made, keep what a checkpoint holds."""
+        for name, (module, key, was_registered) in list(self._born.items()):
+            if name not in names:
+                del self._born[name]
+                self._forget(name, module, key, was_registered=was_registered)
+        self._sizes = [len(module._buffers) for _, module in self._modules]
 
     def capture(self, *, keep_older: bool = False) -> None:
         """Copy the buffers, for :meth:`restore`.
 
         Args:
             keep_older: the copies from before can still be restored, by :meth:`restore_older`.
+
+        Raises:
+            ConfigError: a buffer has another shape than before.
         """
+        self._adopt()
         compare = self._num_compared < _COMPARED
         self._num_compared += 1
         for kept in self._kept.values():
             live = kept.live
             if kept.was_written or (compare and not torch.equal(kept.copy, live)):
-                kept.is_changing = True
+                kept.note_change()
                 if keep_older:
                     kept.older = kept.copy.clone() if kept.older is None else kept.older
                     kept.older.copy_(kept.copy)
                 kept.copy.copy_(live.detach())
-                kept.version = live._version
+                kept.remember()
 
     def restore_older(self) -> None:
         """Undo what was written since the :meth:`capture` before the last."""
@@ -80,21 +179,34 @@ class Buffers:
 
     def restore(self) -> None:
         """Undo changes since :meth:`capture`."""
+        for name, module, key in self._unknown():
+            self._forget(name, module, key, was_registered=name in self._empty)
         for kept in self._kept.values():
-            live = kept.live
             if kept.was_written:
-                kept.is_changing = True
+                kept.note_change()
                 with torch.no_grad():
-                    live.copy_(kept.copy)
-                kept.version = live._version
+                    kept.live.copy_(kept.copy)
+                kept.remember()
 
     def changing(self) -> list[str]:
         """Names of buffers that a forward pass or a checkpoint has changed."""
+        self._adopt()
         return [name for name, kept in self._kept.items() if kept.was_written]
 
     def mark(self, name: str) -> None:
         """Treat a buffer as changing, because a checkpoint or another rank has it changed."""
-        self._kept[name].is_changing = True
+        self._kept[name].note_change()
+
+    def put_back_original(self, saved: Collection[str]) -> None:
+        """A checkpoint without a buffer is from before its first change.
+
+        Args:
+            saved: names of the buffers that the checkpoint holds.
+        """
+        for name, kept in self._kept.items():
+            if name not in saved and kept.original is not None:
+                with torch.no_grad():
+                    kept.live.copy_(kept.original)
 
     def __contains__(self, name: str) -> bool:
         return name in self._kept
@@ -102,3 +214,11 @@ class Buffers:
     def live(self, name: str) -> torch.Tensor:
         """The buffer itself."""
         return self._kept[name].live
+
+
+def _copy_of(module: nn.Module, key: str, buffer: torch.Tensor) -> _BufferCopy:
+    return _BufferCopy(module, key, buffer.detach().clone(), buffer, buffer._version)
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

@@ -6,6 +6,7 @@ An uncaught error of the script's own is reported to the other ranks and to the 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,9 +83,15 @@ def _tell_uncaught(
     An error of ours is raised alike on every rank, and in the journal. At a prompt nothing ends.
     """
     _former_hook(kind, error, trace)
+    is_at_prompt = hasattr(sys, "ps1")
     if isinstance(error, Exception) and not isinstance(error, RunnerError | SystemExit):
-        for run in [] if hasattr(sys, "ps1") else list(_under_watch):
+        for run in [] if is_at_prompt or _is_forked() else list(_under_watch):
             run.group.monitor.uncaught(error)
+
+
+def _is_forked() -> bool:
+    """Whether the script forked this process from the one that opened the run."""
+    return any(run.owner != os.getpid() for run in _under_watch)
 
 
 def _forget(run: OpenRun) -> None:
@@ -94,7 +101,12 @@ def _forget(run: OpenRun) -> None:
 
 
 def close_at_exit(run: OpenRun) -> None:
-    """Release the run directory, without waiting for other ranks."""
+    """Release the run directory, without waiting for other ranks.
+
+    Nothing is done in a process that the script forked from the one that opened it.
+    """
+    if run.owner != os.getpid():
+        return
     _forget(run)
     run.ring.close(wait=True)
     run.reporter.close()

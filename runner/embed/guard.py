@@ -7,6 +7,7 @@ and the optimizer's step stay in the loop.
 from __future__ import annotations
 
 import atexit
+import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,10 +18,12 @@ import torch
 from torch import nn
 
 from runner.checkpoint.state_digest import state_digest
+from runner.config.schema import RunConfig
+from runner.embed.arguments import check_alike, check_arguments, check_clip
 from runner.embed.exits import close_at_exit, journal_errors, watch_for_uncaught
 from runner.embed.gate import DeviceGate, require_gated
 from runner.embed.guarded_steps import GuardedSteps
-from runner.embed.loaders import Exhausted, Source, source_of
+from runner.embed.loaders import Exhausted, OtherBatch, Source, source_of
 from runner.embed.measure import Measurer
 from runner.embed.opening import current_ranks, handle_signals, join, open_run
 from runner.embed.randomness import Randomness
@@ -28,9 +31,11 @@ from runner.embed.rollback_state import DataPosition, RollbackState, Scheduler
 from runner.embed.settings import run_config
 from runner.embed.state import LoopState
 from runner.embed.zero import ZeroMeasurer, ZeroState, engine_in
+from runner.session.group import RankGroup
 from runner.session.summary import RunEnd, RunSize, sum_up
 from runner.system.error import ConfigError
 
+_log = logging.getLogger(__name__)
 _NO_DIGEST_ABOVE = 1 << 28  # elements; above, a digest after each pass would take minutes
 
 
@@ -100,35 +105,29 @@ class Guard:
     ) -> None:
         skip = settings.pop("skip", [])
         config = run_config(out, every=every, accumulate=accumulate, skip=skip, given=settings)
-        if clip is not None and not clip > 0:
-            raise ConfigError(f"clip={clip}: must be greater than 0, or None for no clipping")
-        engine = engine_in(_as_list(model), _as_list(optimizer))
-        if engine is not None and clip is not None:
+        models, optimizers, schedulers = map(_as_list, (model, optimizer, scheduler))
+        check_clip(clip, optimizers)
+        engine = engine_in(models, optimizers)
+        if engine is None:
+            check_arguments(models, optimizers, schedulers)
+        elif clip is not None:
             raise ConfigError(f"clip={clip}: DeepSpeed clips; set its gradient_clipping")
         if config.guard.sync is False:
             if engine is not None:
                 raise ConfigError("sync=False: a DeepSpeed engine is told before it steps")
-            require_gated(_as_list(optimizer), _as_list(scheduler))
+            require_gated(optimizers, schedulers)
         ranks, device, rank_env = current_ranks("Guard")
         group = join(config, ranks, device, rank_env)
         self._position = DataPosition()
-        self._sharded: LoopState
-        if engine is not None:
-            self._sharded = ZeroState(engine, ranks, device)
-            self._measurer: Measurer = ZeroMeasurer(self._sharded, ranks, engine)
-        else:
-            self._sharded = LoopState(_as_list(model), _as_list(optimizer), ranks, device)
-            self._measurer = Measurer(self._sharded, ranks, clip=clip)
-        self._carried = RollbackState(self._sharded, _as_list(scheduler), self._position, ranks)
+        generators = Randomness()
         try:
-            self._run = open_run(
-                config, group, self._sharded, self._carried, command="runner.Guard"
-            )
+            self._open(config, group, models, optimizers, schedulers, engine, clip)
         except BaseException:
             group.monitor.end()
             raise
-        optimizers = self._sharded.optimizers
-        self._gate = DeviceGate(optimizers) if config.guard.sync is False else None
+        # What the script builds between here and the first batch is as in the first start.
+        generators.restore()
+        self._gate = DeviceGate(self._sharded.optimizers) if config.guard.sync is False else None
         self._steps = GuardedSteps(
             self._run, self._sharded, self._carried, self._measurer, self._gate
         )
@@ -143,6 +142,29 @@ class Guard:
         self._again: deque[tuple[int, Any]] = deque()
         self._has_begun = False
         self._is_catching_up = not self._run.resumed.is_fresh
+
+    def _open(
+        self,
+        config: RunConfig,
+        group: RankGroup,
+        models: list[Any],
+        optimizers: list[Any],
+        schedulers: list[Any],
+        engine: Any,
+        clip: float | None,
+    ) -> None:
+        """Open the run directory, and resume the run in it. Collective."""
+        ranks, device = group.ranks, group.device
+        self._sharded: LoopState
+        if engine is not None:
+            self._sharded = ZeroState(engine, ranks, device)
+            self._measurer: Measurer = ZeroMeasurer(self._sharded, ranks, engine)
+        else:
+            self._sharded = LoopState(models, optimizers, ranks, device)
+            check_alike(self._sharded.parameters, optimizers, ranks)
+            self._measurer = Measurer(self._sharded, ranks, clip=clip)
+        self._carried = RollbackState(self._sharded, schedulers, self._position, ranks)
+        self._run = open_run(config, group, self._sharded, self._carried, command="runner.Guard")
 
     # -- for the loop ---------------------------------------------------------------------
 
@@ -164,6 +186,10 @@ class Guard:
         """
         number = len(self._sources)
         self._sources.append(source_of(loader))
+        self._steps.undoes_refused = True
+        self._leave_pass()
+        if steps is None:
+            self._require_equal_lengths(loader)
         if number < self._position.epoch:
             return
         self._begin_pass(number)
@@ -195,7 +221,7 @@ class Guard:
         story = self._steps
         with journal_errors(self._run):
             is_allowed = story.judge(loss, tokens)
-        if story.was_too_early and not (story.has_rolled_back and not self._carried.data_goes_on):
+        if story.was_too_early and not (story.has_rolled_back and self._carried.has_moved):
             self._again.extend(self._in_hand)
         story.was_too_early = False
         self._in_hand.clear()
@@ -359,15 +385,46 @@ class Guard:
             # The checkpoint is from before the first pass.
             place.begun = source.begin()
         else:
-            source.resume(place.begun, place.state, place.drawn, is_over=place.is_over)
+            self._resume(source)
         place.source = source
         self._carried.restore_randomness()
+
+    def _require_equal_lengths(self, loader: Any) -> None:
+        """A rank whose pass ends before the others' would leave them in a collective alone."""
+        try:
+            length = len(loader)
+        except TypeError:
+            length = None
+        lengths = self._run.group.ranks.gather(length)
+        if None not in lengths and len(set(lengths)) > 1:
+            raise ConfigError(
+                f"guard.over: the ranks' loaders have {lengths} batches; all must have equally "
+                "many (DistributedSampler, or drop_last=True)"
+            )
+
+    def _resume(self, source: Source) -> None:
+        """Move the loader to its position of the checkpoint. Collective."""
+        opened, place = self._run, self._position
+
+        def work() -> None:
+            source.resume(place.begun, place.state, place.drawn, is_over=place.is_over)
+
+        try:
+            opened.group.ranks.all_or_none("reading the loader up to where the run was", work)
+        except OtherBatch as error:
+            if not opened.config.resume.allow_change:
+                raise ConfigError(
+                    f"{error}: the run would not be the same. Let it give the same batches at each "
+                    "start: seed its generators, or give it state_dict() and load_state_dict(); "
+                    "allow_change=True goes on with what it gives now"
+                ) from None
+            _log.warning("%s; the run goes on, because of allow_change", error)
 
     def _next(self) -> tuple[Any] | None:
         """The next batch to train on; None when the current pass is over."""
         story, place = self._steps, self._position
         while True:
-            if story.has_rolled_back and not self._carried.data_goes_on:
+            if story.has_rolled_back and self._carried.has_moved:
                 self._again.clear()
                 self._reposition()
             story.has_rolled_back = False
@@ -382,7 +439,7 @@ class Guard:
                 if again >= number:
                     return self._handed_out(again, batch, None)
                 continue
-            before = Randomness() if self._gate or source.reads_by_number else None
+            before = Randomness() if self._gate or source.skips_unread else None
             is_first = not source.drawn
             try:
                 batch = source.read(number - place.start)
@@ -395,7 +452,7 @@ class Guard:
                     return None
                 self._start(place.epoch + 1)  # a rollback had gone back to an earlier pass
                 continue
-            if before is not None and not source.reads_by_number:
+            if before is not None and not source.skips_unread:
                 story.reads_draw = story.reads_draw or not (is_first or before.is_unchanged())
                 before = None
             return self._handed_out(number, batch, before)
@@ -414,6 +471,13 @@ class Guard:
     def _finish_reading(self) -> None:
         with journal_errors(self._run):
             self._steps.finish_reading()
+
+    def _leave_pass(self) -> None:
+        """The pass before may have been left by ``break``, with an update not counted yet."""
+        if self._has_begun:
+            self.settle()
+            self._finish_reading()
+            self._lay_down()
 
     def _lay_down(self) -> None:
         """The loop is left, maybe with batches in hand: the next start is to read them."""

@@ -23,6 +23,7 @@ from runner.embed.measure import Measurer
 from runner.embed.opening import OpenRun, memory_for
 from runner.embed.randomness import Randomness
 from runner.embed.rollback_state import RollbackState
+from runner.embed.scaling import Scalers
 from runner.embed.state import LoopState
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.judge import Verdict
@@ -37,6 +38,14 @@ from runner.train.recovery import Recovery
 from runner.train.step import StepInfo
 
 _AT_ONCE = 4  # steps of a start whose numbers are never read late: they show what changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Refusal:
+    """The state when a step was refused; what the loop changes after that is undone."""
+
+    randomness: Randomness
+    host_side: HostSide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +69,8 @@ class GuardedSteps:
         has_rolled_back: whether a checkpoint was loaded since this was last set to False.
         was_too_early: the batches in hand are to be given once more; until it is set to False.
         reads_draw: reading a batch draws from the random generators of this rank.
+        undoes_refused: what the loop does between a refusal and :meth:`settle` is undone; nothing
+            but its own body may run in between.
 
     Args:
         gate: of the optimizers, where numbers may be read late; None: they are read at once.
@@ -85,6 +96,10 @@ class GuardedSteps:
         self._guard, self._checkpoints = _make_guard(self, run, carried, measurer)
         self.pending: tuple[StepInfo, Verdict] | None = None
         self.has_rolled_back = self.was_too_early = self.reads_draw = False
+        self.undoes_refused = False
+        self._refusal: _Refusal | None = None
+        self._overflow: StepInfo | None = None  # a step that a loss scaler is to skip
+        self._scalers = Scalers(carried.schedulers)
         self._carried = carried
         self._gate = gate
         self._unread: _Unread | None = None
@@ -134,9 +149,9 @@ class GuardedSteps:
         """
         if self._stop is None:
             self._start = number
-            self._measurer.forget_notes()
+            self._measurer.begin_step()
             self._randomness = randomness or Randomness()
-            self._sharded.buffers.capture(keep_older=self._unread is not None)
+            self._sharded.before_batch(keep_older=self._unread is not None)
             self._began = time.monotonic()
             self._run.group.heart.begin_step(self._state.updates + 1)
         self._stop = number + 1
@@ -158,6 +173,15 @@ class GuardedSteps:
 
     def judge(self, loss: torch.Tensor | float, tokens: int) -> bool:
         """Whether the update may be made. Collective."""
+        is_allowed = self._decide(loss, tokens)
+        if not is_allowed and self.undoes_refused:
+            self._refusal = _Refusal(
+                randomness=Randomness(),
+                host_side=HostSide(self._sharded.optimizers, self._carried.schedulers),
+            )
+        return is_allowed
+
+    def _decide(self, loss: torch.Tensor | float, tokens: int) -> bool:
         if self.pending is not None:
             self.settle()
         if self._stop is None:
@@ -174,11 +198,17 @@ class GuardedSteps:
             return True
         info = self._measurer.read(agreed)
         self._note(info)
+        if self.undoes_refused and self._scalers.is_overflow(info.signals):
+            self._measurer.clip(agreed.grad_norm)
+            self._overflow = info
+            return True
         verdict = self._judge_step(info)
         if verdict is not None:
             self._measurer.clip(agreed.grad_norm)
             self.pending = (info, verdict)
             return True
+        if not self.has_rolled_back:
+            self._measurer.require_unchanged()
         self._measurer.forget_gradients()
         if not self.has_rolled_back:
             self._undo_reading()
@@ -230,7 +260,7 @@ class GuardedSteps:
 
     def _undo_reading(self) -> None:
         """Restore buffers and randomness from before this step's batches."""
-        self._sharded.buffers.restore()
+        self._sharded.undo_batch()
         if self._randomness is not None:
             self._randomness.restore()
 
@@ -277,8 +307,7 @@ class GuardedSteps:
         self.was_too_early = is_in_hand
         self._measurer.forget_gradients()
         if not self.has_rolled_back:
-            buffers = self._sharded.buffers
-            buffers.restore_older() if is_in_hand else buffers.restore()
+            self._sharded.undo_batch(older=is_in_hand)
             unread.host_side.restore()
             if unread.randomness is not None:
                 unread.randomness.restore()
@@ -299,6 +328,13 @@ class GuardedSteps:
 
     def settle(self) -> None:
         """Count the update that the loop was allowed to make; prove and save. Collective."""
+        self._undo_after_refusal()
+        if self._overflow is not None:
+            info, self._overflow = self._overflow, None
+            self._state.cursor = info.signals.stop
+            self._forget_batches()
+            if info.stop_requested:
+                self._leave()
         if self.pending is None:
             return
         (info, verdict), self.pending = self.pending, None
@@ -306,6 +342,18 @@ class GuardedSteps:
         self._count(replace(info, seconds=time.monotonic() - self._began), verdict)
         if info.stop_requested:
             self._leave()
+
+    def _undo_after_refusal(self) -> None:
+        """A loop may step its schedule or evaluate after a refusal too: a batch that is skipped
+        leaves no trace of that."""
+        refusal, self._refusal = self._refusal, None
+        if refusal is None:
+            return
+        self._scalers.forget_step()
+        refusal.host_side.restore()
+        refusal.randomness.restore()
+        self._sharded.undo_batch()
+        self._measurer.forget_late_gradients()
 
     def _count(self, info: StepInfo, verdict: Verdict) -> None:
         state = self._state

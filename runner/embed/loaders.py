@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from runner.embed.batch_identity import batch_digest
 from runner.embed.randomness import Randomness, generators_of
 from runner.embed.sampler import Sampler, keeps_own_position
 from runner.system.error import ConfigError
@@ -19,6 +21,7 @@ from runner.system.error import ConfigError
 # By these the wrappers of Accelerate and of Lightning Fabric count their passes, and shuffle each
 # pass in an order of its own. Pinned by tests/mechanism/test_integrations.py.
 _PASSES = ("iteration", "_num_iter_calls")
+_NUM_DRAWS = 4  # a state takes 10 KB in a checkpoint
 
 
 class Exhausted(Exception):
@@ -34,10 +37,21 @@ class Source(Protocol):
 
     is_over: bool  # there is no further batch
     rereads: bool  # batches can be read again
-    reads_by_number: bool  # skipping a batch reads nothing
+    reads_by_number: bool  # any batch can be read at any time
+    skips_unread: bool  # a batch that is skipped is not read
 
     @property
     def drawn(self) -> int: ...
+    @property
+    def last_draw(self) -> int | None:
+        """The newest batch whose reading drew from the global random generators."""
+        ...
+
+    @property
+    def can_begin_again(self) -> bool:
+        """Whether the loader can be read from its beginning once more in this process."""
+        ...
+
     def begin(self) -> Any:
         """Begin the pass. Returns what :meth:`resume` needs to begin it again."""
         ...
@@ -79,7 +93,7 @@ def source_of(loader: Any) -> Source:
         )
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
         return Indexed(loader)
-    if keeps_own_position(loader):
+    if keeps_own_position(loader) and not _loses_a_buffer(loader):
         return Resumable(loader)
     if hasattr(kind, "__iter__"):
         return Plain(loader)
@@ -88,12 +102,30 @@ def source_of(loader: Any) -> Source:
     )
 
 
+def _loses_a_buffer(loader: Any) -> bool:
+    """Whether it streams a Hugging Face dataset through a shuffle buffer.
+
+    Its ``state_dict`` has not what lies in the buffer: after a load those samples are missing. By
+    private names, which tests/mechanism/test_integrations.py pins.
+    """
+    for holder in (loader, getattr(loader, "dataset", None)):
+        link = getattr(holder, "_ex_iterable", None)
+        while link is not None:
+            if type(link).__name__ == "BufferShuffledExamplesIterable":
+                return True
+            link = getattr(link, "ex_iterable", None)
+    return False
+
+
 class Indexed:
     """A loader with ``[i]`` and ``len``, which returns the same batch each time."""
 
     is_over = False  # its length tells
     rereads = True
     reads_by_number = True
+    skips_unread = True
+    last_draw: int | None = None
+    can_begin_again = True
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -125,6 +157,15 @@ class _Sequential:
 
     rereads = False
     reads_by_number = False
+    skips_unread = False
+
+    @property
+    def last_draw(self) -> int | None:
+        return None
+
+    @property
+    def can_begin_again(self) -> bool:
+        return True
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -150,8 +191,23 @@ class _Sequential:
         return False
 
 
+class OtherBatch(ConfigError):
+    """A loader that was read again did not give the batch that it gave before."""
+
+
 class Plain(_Sequential):
-    """Any iterable. A restart reads it from the beginning up to the run's position."""
+    """Any iterable. A restart reads it from the beginning up to the run's position.
+
+    Where reading drew from the global random generators (an endless generator over a DataLoader
+    that shuffles) their states are kept of the last few times, and set again for these reads.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        # Number of a batch, and the generators from before it was read.
+        self._draws: deque[tuple[int, Randomness]] = deque(maxlen=_NUM_DRAWS)
+        self._last = ""  # digest of the last batch
+        self._drew_to_begin = False
 
     def begin(self) -> dict[str, Any]:
         """Return the state of all that may shuffle; DataLoader draws seeds when it begins."""
@@ -159,26 +215,73 @@ class Plain(_Sequential):
             "random": Randomness().to_json(),
             "generators": [g.get_state() for g in generators_of(self._loader)],
             "passes": {name: getattr(self._loader, name) for name in self._counters()},
+            "workers": _has_workers(self._loader),
         }
+        self._draws.clear()
+        before = Randomness()
         self._begin(iter(self._loader), drawn=0)
+        self._drew_to_begin = not before.is_unchanged()
         return begun
 
-    def state(self) -> None:
-        return None
+    @property
+    def last_draw(self) -> int | None:
+        newest = max((number for number, _ in self._draws), default=None)
+        return 0 if newest is None and self._drew_to_begin else newest
+
+    @property
+    def can_begin_again(self) -> bool:
+        return not isinstance(self._loader, Iterator)
+
+    def read(self, number: int) -> Any:
+        while True:
+            before = Randomness()
+            batch = super().read(self.drawn)
+            if not before.is_unchanged():
+                self._draws.append((self.drawn - 1, before))
+            if self.drawn > number:
+                self._last = batch_digest(batch)
+                return batch
+
+    def state(self) -> Any:
+        draws = [[number, randomness.to_json()] for number, randomness in self._draws]
+        return {"draws": draws, "last": self._last}
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
+        # The first pass of a process draws a seed for workers that stay.
+        if begun.get("workers") and not _has_workers(self._loader):
+            iter(self._loader)
+        elif _has_workers(self._loader) and not begun.get("workers"):
+            self._loader._iterator = None
         Randomness.from_json(begun["random"]).restore()
-        for generator, old in zip(generators_of(self._loader), begun["generators"], strict=True):
+        for generator, old in zip(generators_of(self._loader), begun["generators"], strict=False):
             generator.set_state(old)
         passes = begun.get("passes", {})  # none in a checkpoint of an older version
         for name in set(passes) & set(self._counters()):
             setattr(self._loader, name, passes[name])
         self._begin(iter(self._loader), drawn=0)
-        if drawn:
-            self.read(drawn - 1)
+        state = state or {}  # None in a checkpoint of an older version
+        draws = {number: Randomness.from_json(one) for number, one in state.get("draws", [])}
+        while self.drawn < drawn:
+            if self.drawn in draws:
+                draws[self.drawn].restore()
+            try:
+                batch = super().read(self.drawn)
+            except Exhausted as exhausted:
+                raise OtherBatch(
+                    f"guard.over: the loader has {exhausted.count} batches, and the run has read "
+                    f"{drawn} of it"
+                ) from None
+            if self.drawn == drawn and state.get("last", "") not in ("", batch_digest(batch)):
+                raise OtherBatch(
+                    f"guard.over: read again from the beginning, the loader does not give the "
+                    f"batch {drawn - 1} that it gave before"
+                )
+        self._draws.extend(draws.items())
+        self._last = state.get("last", "")
 
     def give_back(self, count: int) -> bool:
         self.drawn -= count
+        self._last = ""
         return True
 
     def _counters(self) -> list[str]:
@@ -189,6 +292,7 @@ class Sampled(_Sequential):
     """A DataLoader with our sampler, which can start at any batch."""
 
     rereads = True
+    skips_unread = True
 
     def __init__(self, loader: Any, sampler: Sampler) -> None:
         super().__init__(loader)
@@ -238,6 +342,8 @@ class Resumable(_Sequential):
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self._loader.load_state_dict(state)
         _let_begin_again(self._loader, state, is_over=is_over)
+        if is_over:
+            _end_pass(self._loader)
         self._held = None
         # If the pass is over, do not call iter: that begins the next pass, and may draw an order.
         iterator = iter(()) if is_over else iter(self._loader)
@@ -247,6 +353,22 @@ class Resumable(_Sequential):
             self._held = state
             iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
         self._begin(iterator, drawn=drawn, is_over=is_over)
+
+
+def _end_pass(loader: Any) -> None:
+    """Have torchdata's loader take the state of a pass's end now.
+
+    Else it does so when the next pass begins, and draws a seed twice then. By names of its own,
+    which tests/mechanism/test_strange_loops.py pins.
+    """
+    if getattr(loader, "next_iter_state", None) is not None and hasattr(loader, "_get_iterator"):
+        loader._get_iterator()
+        loader.next_iter_state = None
+
+
+def _has_workers(loader: Any) -> bool:
+    """Whether an earlier pass of this process has left it workers (``persistent_workers``)."""
+    return getattr(loader, "_iterator", None) is not None
 
 
 def _let_begin_again(loader: Any, state: Any, *, is_over: bool) -> None:

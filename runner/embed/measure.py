@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
 from runner.distributed.agreement import FINGERPRINT_SIZE, Ranks
 from runner.embed.agreed import AgreedStep, on_device
 from runner.embed.geometry import local
+from runner.embed.loop_order import LoopOrder
 from runner.embed.state import LoopState
 from runner.policy.decision.signals import Limits, StepSignals
+from runner.system.error import ConfigError
 from runner.train.gate import is_within
 from runner.train.host_numbers import HostNumbers
 from runner.train.step import StepInfo, Suspect
@@ -61,14 +63,26 @@ class Measurer:
         self._norm: torch.Tensor | None = None
         self._sizes: list[int] = []
         self._trained: list[tuple[torch.Tensor, int]] = []
+        self._plain_square = 0.0  # of the gradients of plain tensors, while they are compared
+        self._order: LoopOrder | None = LoopOrder(state.parameters, ranks)
 
     def note(self, loss: torch.Tensor | float, number: int) -> None:
         """The loss of batch ``number``, whose gradients others of the same step are added to."""
         self._noted[number] = _scalar(loss, self._state.compute_device)
 
-    def forget_notes(self) -> None:
-        """Another step begins."""
+    def begin_step(self) -> None:
+        """Another step begins: its first batch was read."""
         self._noted = {}
+        if self._order is not None:
+            self._order.begin()
+
+    def require_unchanged(self) -> None:
+        """
+        Raises:
+            ConfigError: a weight has changed since the step began.
+        """
+        if self._order is not None:
+            self._order.require_unchanged()
 
     def launch(
         self,
@@ -94,6 +108,10 @@ class Measurer:
         ranks, device = self._ranks, self._state.compute_device
         value = self._loss_of_step(loss, batches)
         square = self._square().to(device)
+        if self._order is not None and self._order.is_compared:
+            self._order.require_unchanged()
+            if ranks.world_size > 1:
+                self._order.require_alike(self._plain_square)
         is_bad = (~torch.isfinite(value)) | (~torch.isfinite(square))
         own = torch.stack([value, square, is_bad.double()])
         rest = [*map(float, flags), *ranks.fingerprint(identity)]
@@ -176,16 +194,33 @@ class Measurer:
         for parameter, copies in self._parameters():
             grad = parameter.grad
             if grad is not None:
-                is_sharded = is_sharded or isinstance(grad, DTensor)
-                by_copies[copies].append(local(grad))
+                is_sharded = is_sharded or isinstance(grad, DTensor) or grad.is_sparse
+                by_copies[copies].append(_values(parameter))
         self._norm = None
+        if self._order is not None and self._order.is_compared:
+            self._plain_square = self._square_of_plain()
         shares = []
         for copies, grads in by_copies.items():
             norm = get_total_norm(grads)
             if not is_sharded:
                 self._norm = norm  # the same bits that torch's own clipping uses
             shares.append(norm.double().square() / copies)
-        return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
+        if not shares:
+            raise ConfigError(
+                "guard.ok: no parameter of the optimizers has a gradient. Call it after "
+                "loss.backward() and before the optimizer's step and zero_grad(). An optimizer "
+                "that steps in backward (by a hook) cannot be guarded. fully_shard(model) comes "
+                "before its optimizer and before Guard(...)"
+            )
+        return torch.stack(shares).sum()
+
+    def _square_of_plain(self) -> float:
+        grads = [
+            _values(parameter)
+            for parameter, _ in self._parameters()
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor)
+        ]
+        return float(get_total_norm(grads)) ** 2 if grads else 0.0
 
     def clip(self, grad_norm: torch.Tensor) -> None:
         """Clip the gradients that were measured last, as torch does."""
@@ -195,8 +230,12 @@ class Measurer:
         if self._norm is not None:
             clip_grads_with_norm_(trained, self._clip, self._norm)
             return
+        if not any(p.grad is not None and p.grad.is_sparse for p in trained):
+            # Sharded: torch adds the shards' norms in its own way, so in a collective of its own.
+            clip_grad_norm_(trained, self._clip)
+            return
         factor = (self._clip / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
-        grads = [local(p.grad) for p in trained if p.grad is not None]
+        grads = [_values(p) for p in trained if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
@@ -204,6 +243,10 @@ class Measurer:
         """Drop the gradients of a step that is not applied."""
         for parameter, _ in self._parameters():
             parameter.grad = None
+
+    def forget_late_gradients(self) -> None:
+        """Drop gradients that the loop computed after its step was refused."""
+        self.forget_gradients()
 
     def suspects(self, plan: BatchPlan) -> list[Suspect]:
         """The ranks whose last loss was not finite, or else those with the highest. Collective."""
@@ -234,11 +277,38 @@ class Measurer:
         return bad[0] if bad else max(losses, key=lambda number: losses[number])
 
 
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter's gradient; of a sparse one the rows that it has."""
+    grad = parameter.grad
+    assert grad is not None
+    if grad.is_sparse:
+        if not grad.is_coalesced():
+            parameter.grad = grad = grad.coalesce()
+        return grad._values()
+    return local(grad)
+
+
 def _scalar(loss: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """The mean loss as an FP64 scalar on ``device``."""
+    """The mean loss as an FP64 scalar on ``device``.
+
+    Raises:
+        ConfigError: it is no number.
+    """
     if not isinstance(loss, torch.Tensor):
-        return torch.tensor(float(loss), dtype=torch.float64, device=device)
+        try:
+            return torch.tensor(float(loss), dtype=torch.float64, device=device)
+        except (TypeError, ValueError):
+            raise _no_loss(f"{type(loss).__name__} {loss!r:.60}") from None
     value = loss.detach()
     if isinstance(value, DTensor):
         value = value.full_tensor()
+    if not value.numel() or value.is_complex():
+        raise _no_loss(f"a tensor of shape {list(value.shape)}, {value.dtype}")
     return value.double().mean().to(device)
+
+
+def _no_loss(what: str) -> ConfigError:
+    return ConfigError(
+        f"guard.ok: the loss is {what}; give a real number, or a tensor of them with a scalar or "
+        "one value for each sample"
+    )

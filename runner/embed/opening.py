@@ -5,6 +5,7 @@ It has the same files, lease, journal and ring as ``python -m runner``, but no e
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -85,7 +86,8 @@ def current_ranks(caller: str) -> tuple[Ranks, torch.device, RankEnv]:
 
 def join(config: RunConfig, ranks: Ranks, device: torch.device, rank_env: RankEnv) -> RankGroup:
     """This rank's group, with a monitor that keeps the lease alive."""
-    run_dir, launch = RunDir(Path(config.out)), launch_from(variables())
+    # Absolute: the script may change its working directory.
+    run_dir, launch = RunDir(Path(config.out).absolute()), launch_from(variables())
     stop = parts.stop_request(config, launch)
     monitor: RankMonitor = parts.rank_monitor(config, rank_env, launch, run_dir, stop)
     monitor.start()
@@ -114,7 +116,21 @@ def handle_signals(group: RankGroup) -> None:
     for number in _SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
             name = signal.Signals(number).name
-            signal.signal(number, lambda *_, name=name: group.stop.ask(name))
+            signal.signal(number, _asker(group, name))
+
+
+def _asker(group: RankGroup, name: str) -> Callable[[int, object], None]:
+    """A signal handler that requests a stop; a process that the script forks dies of the signal."""
+    owner = os.getpid()
+
+    def ask(number: int, frame: object) -> None:
+        if os.getpid() == owner:
+            group.stop.ask(name)
+            return
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    return ask
 
 
 class PendingTensors:
@@ -151,7 +167,7 @@ class PendingTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
-    """The opened run of a user's loop, before its first step."""
+    """The opened run of a user's loop, before its first step; ``owner``: the process's id."""
 
     config: RunConfig
     group: RankGroup
@@ -165,6 +181,7 @@ class OpenRun:
     sharded: StagedState
     loads: PendingTensors
     memory: MemoryParts
+    owner: int
 
 
 def _tensors_in(train_state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -243,6 +260,7 @@ def open_run(
         sharded=sharded,
         loads=pending,
         memory=memory,
+        owner=os.getpid(),
     )
 
 

@@ -64,16 +64,52 @@ class Randomness:
         return randomness
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a DataLoader and its samplers own."""
-    generators: list[torch.Generator] = []
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    for holder in (
-        loader,
-        getattr(loader, "sampler", None),
-        getattr(batch_sampler, "sampler", None),
-    ):
-        own = getattr(holder, "generator", None)
-        if isinstance(own, torch.Generator) and all(own is not one for one in generators):
-            generators.append(own)
+class OwnGenerator:
+    """A generator that belongs to a loader: torch's, NumPy's or Python's."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def get_state(self) -> Any:
+        """Its state, which the codec of checkpoints can save."""
+        if isinstance(self.generator, random.Random):
+            return self.generator.getstate()
+        if isinstance(self.generator, np.random.Generator):
+            return dict(self.generator.bit_generator.state)
+        return self.generator.get_state()
+
+    def set_state(self, state: Any) -> None:
+        """Inverse of :meth:`get_state`."""
+        if isinstance(self.generator, random.Random):
+            self.generator.setstate(state)
+        elif isinstance(self.generator, np.random.Generator):
+            self.generator.bit_generator.state = state
+        else:
+            self.generator.set_state(state)
+
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+# Where loaders, and what is wrapped around them (tqdm, Accelerate), keep what they read from.
+_PARTS = ("sampler", "batch_sampler", "dataset", "iterable", "loader", "dataloader")
+_DEPTH = 4
+
+
+def generators_of(loader: Any) -> list[OwnGenerator]:
+    """The generators that a loader, its samplers and its data set own, in a fixed order."""
+    generators: list[OwnGenerator] = []
+    seen: set[int] = set()
+
+    def look(holder: Any, depth: int) -> None:
+        own = getattr(holder, "__dict__", None)
+        if not isinstance(own, dict) or id(holder) in seen:
+            return
+        seen.add(id(holder))
+        for value in own.values():
+            if isinstance(value, _GENERATORS) and id(value) not in seen:
+                seen.add(id(value))
+                generators.append(OwnGenerator(value))
+        for name in _PARTS if depth else ():
+            look(own.get(name), depth - 1)
+
+    look(loader, _DEPTH)
     return generators

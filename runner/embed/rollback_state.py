@@ -13,7 +13,7 @@ from runner.embed.codec import pack, unpack
 from runner.embed.loaders import Source
 from runner.embed.randomness import Randomness
 from runner.embed.state import LoopState
-from runner.system.error import CheckpointError
+from runner.system.error import CheckpointError, RunnerError
 
 
 class Scheduler(Protocol):
@@ -61,12 +61,22 @@ class DataPosition:
         self.is_over = bool(stored.get("over", False))
         self.begun, self.state = unpack(stored["begun"]), unpack(stored["state"])
 
+    def forget_last_batch(self) -> None:
+        """The position is another rank's, whose batches may be others."""
+        if isinstance(self.state, dict) and "last" in self.state:
+            self.state["last"] = ""
+
+
+class CannotReadAgain(RunnerError):
+    """The run can only go on from its checkpoint in another process."""
+
 
 class RollbackState:
     """Saves and restores this state, see :class:`runner.train.state.Carried`.
 
     Attributes:
-        data_goes_on: whether a rollback leaves the data position as it is.
+        data_goes_on: whether a rollback skips all that was read since, and need not read it again.
+        has_moved: whether the last rollback has set the data position back.
         schedulers: the loop's.
     """
 
@@ -78,6 +88,7 @@ class RollbackState:
         ranks: Ranks,
     ) -> None:
         self.data_goes_on = False
+        self.has_moved = False
         self._state = state
         self.schedulers = schedulers
         self._position = position
@@ -109,9 +120,38 @@ class RollbackState:
         self._state.apply(state)
         self._last = state
         self.repeat()
-        if not self.data_goes_on:
-            self._position.load_json(self._own()["data"])
+        place = self._own()["data"]
+        self.has_moved = not self.data_goes_on or self._must_read_again(place)
+        if self.has_moved:
+            self._position.load_json(place)
+            if len(state["ranks"]) != self._ranks.world_size:
+                self._position.forget_last_batch()
         self._state.capture()
+
+    def _must_read_again(self, place: Mapping[str, Any]) -> bool:
+        """Whether reading has drawn from the random generators since the checkpoint. Collective.
+
+        The generators go back, and data that goes on would not have drawn: what follows would not
+        be what a run reads that was told to skip all that. So it is read again, and passed over.
+
+        Raises:
+            CannotReadAgain: the loader is an iterator, which has no beginning.
+        """
+        position, source = self._position, self._position.source
+        if source is None:
+            return False
+        drew = source.last_draw is not None and (
+            position.start + source.last_draw >= place["start"] + place["drawn"]
+        )
+        wanted = any(self._ranks.gather(drew))
+        if wanted and not all(self._ranks.gather(source.can_begin_again)):
+            raise CannotReadAgain(
+                "went back to a checkpoint, and reading the data draws from the random generators "
+                "of the process, so that it has to be read again; but the loader is an iterator "
+                "(a generator), which has no beginning. Start the same script again: it goes on "
+                "from the checkpoint, exactly. Or give guard.over what can be iterated over again"
+            )
+        return wanted
 
     def repeat(self) -> None:
         """Restore schedulers, learning rates and randomness again, but no tensors.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -47,12 +48,16 @@ def run_config(
     Raises:
         ConfigError: an unknown key, or a value that cannot be.
     """
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate!r}: must be an integer of at least 1")
+    if isinstance(skip, str) or not isinstance(skip, Iterable):
+        raise ConfigError(f"skip={skip!r}: must be ranges of batch numbers, [[400, 432]]")
     config = RunConfig(out=str(out))
     config.model.precision = Precision.fp32  # unused: the script chooses it
     config.parallel.kind = ParallelKind.ddp
     config.schedule.kind = ScheduleKind.constant
     config.batch.global_size = config.batch.micro_size = accumulate
-    config.data.skip = [list(pair) for pair in skip]
+    config.data.skip = [list(pair) if isinstance(pair, Iterable) else pair for pair in skip]
     config.watchdog.enabled = False
     config.guard.cooldown_steps = 0
     config.checkpoint.every = every
@@ -60,8 +65,6 @@ def run_config(
         config.checkpoint.clean_after = max(1, min(config.checkpoint.clean_after, every))
     for key, value in given.items():
         _set(config, key, value)
-    if accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate}: must be at least 1 batch per step")
     check(config, world_size=1)
     return config
 

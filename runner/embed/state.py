@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from runner.distributed.agreement import Ranks
 from runner.embed.buffers import Buffers
-from runner.embed.codec import pack, unpack
+from runner.embed.codec import dtype_of, inline, outline, pack, unpack
+from runner.embed.extra_state import ExtraState
 from runner.embed.fp32_encoding import encode
 from runner.embed.geometry import Geometry, local
+from runner.embed.groups import Modes, ParameterGroups
 from runner.embed.single_process import SingleProcessRanks
 from runner.embed.staged_state import StagedState, TensorSlice, home_of, tensor_slice
 from runner.system.error import CheckpointError
@@ -60,9 +62,12 @@ class LoopState(StagedState):
             for prefix, model in _prefixed(models)
             for name, module in model.named_modules()
         ]
-        self.buffers = Buffers([(plain_name(f"{name}.").rstrip("."), m) for name, m in named])
         self.parameters = self._named_parameters(models)
         self._names = {id(p): name for name, p in self.parameters.items()}
+        plain = [(plain_name(f"{name}.").rstrip("."), module) for name, module in named]
+        self.modes = Modes(plain, self.parameters)
+        self.buffers, self.extra = Buffers(plain), ExtraState(plain)
+        self._groups = [ParameterGroups(one, self._names, self.parameters) for one in optimizers]
 
     @property
     def compute_device(self) -> torch.device:
@@ -89,9 +94,31 @@ class LoopState(StagedState):
                     yield number, group_number, index, parameter
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that the optimizers update, in the models' order."""
+        """The parameters that the optimizers update, in the models' order.
+
+        Raises:
+            ConfigError: an optimizer was given a parameter that the guard does not know.
+        """
+        for groups in self._groups:
+            groups.members()
         optimized = {id(parameter) for *_, parameter in self._optimized()}
         return [p for p in self.parameters.values() if id(p) in optimized]
+
+    # -- discarding -----------------------------------------------------------------------
+
+    def before_batch(self, *, keep_older: bool) -> None:
+        """Remember what a forward pass may change; see :meth:`Buffers.capture`."""
+        self.buffers.capture(keep_older=keep_older)
+        self.extra.capture()
+
+    def undo_batch(self, *, older: bool = False) -> None:
+        """Undo forward passes since the last :meth:`before_batch`, or the one before."""
+        if older:
+            self.buffers.restore_older()
+            self.extra.restore_older()
+        else:
+            self.buffers.restore()
+            self.extra.restore()
 
     # -- saving ---------------------------------------------------------------------------
 
@@ -111,7 +138,8 @@ class LoopState(StagedState):
             tensors[name] = [str(tensor.dtype), list(slice_.geometry.shape), like, home_of(tensor)]
 
         for name, parameter in self.parameters.items():
-            add(f"param/{name}", parameter, name)
+            if parameter.numel():  # the ring cannot hold an empty tensor
+                add(f"param/{name}", parameter, name)
         for name in self._changing_buffers():
             slice_ = self._buffer_slice(name, self._ranks.rank, self._ranks.world_size)
             slices[slice_.name] = slice_
@@ -120,6 +148,8 @@ class LoopState(StagedState):
             "optimizers": [self._pack_optimizer(n, add) for n in range(len(self.optimizers))],
             "tensors": dict(sorted(tensors.items())),
             "world_size": self._ranks.world_size,
+            "modes": self.modes.to_json(),
+            "modules": self.extra.to_json(),
         }
         self._set_slices(slices)
         return captured
@@ -152,6 +182,7 @@ class LoopState(StagedState):
 
     def _pack_optimizer(self, number: int, add: Callable[..., None]) -> dict[str, Any]:
         optimizer = self.optimizers[number]
+        members = self._groups[number].to_json()
         states = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -168,12 +199,14 @@ class LoopState(StagedState):
                     lambda t, where: _add(add, t, where),
                 )
             )
-        return {"states": states, "groups": groups}
+        return {"states": states, "groups": groups, **members}
 
     def _pack_state(
         self, number: int, name: str, parameter: torch.Tensor, add: Callable[..., None]
     ) -> Any:
-        def tensor(value: torch.Tensor, where: str) -> str:
+        def tensor(value: torch.Tensor, where: str) -> Any:
+            if not value.numel():
+                return inline(value, where)
             is_like = value.shape == parameter.shape and (
                 isinstance(value, DTensor) == isinstance(parameter, DTensor)
             )
@@ -186,8 +219,12 @@ class LoopState(StagedState):
     # -- loading --------------------------------------------------------------------------
 
     def expect(self, tensors: Mapping[str, Any]) -> None:
+        for name, (dtype, shape, _, home) in tensors.items():
+            if home == "buffer":
+                self.buffers.give(name.removeprefix("buffer/"), shape[1:], dtype_of(dtype))
         super().expect(tensors)
-        missing = sorted({f"param/{name}" for name in self.parameters} - set(self._loading))
+        needed = {f"param/{name}" for name, p in self.parameters.items() if p.numel()}
+        missing = sorted(needed - set(self._loading))
         if missing:
             raise CheckpointError(
                 f"the checkpoint is of another model: it has no {missing[0]!r}"
@@ -223,9 +260,11 @@ class LoopState(StagedState):
         try:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():
-                    self._fill(parameter, f"param/{name}")
+                    if parameter.numel():
+                        self._fill(parameter, f"param/{name}")
                     parameter.grad = None
                 self._apply_buffers()
+                self.extra.load_json(stored.get("modules", {}))
                 self.apply_options(stored)
                 for number, optimizer in enumerate(self.optimizers):
                     self._apply_states(optimizer, stored["optimizers"][number]["states"])
@@ -236,8 +275,10 @@ class LoopState(StagedState):
             self._loading = {}
 
     def apply_options(self, stored: Mapping[str, Any]) -> None:
-        """Load only the optimizers' options, such as the learning rate."""
+        """Load only the optimizers' options, such as the learning rate, and modes of modules."""
+        self.modes.load_json(stored.get("modes", {}))
         for number, optimizer in enumerate(self.optimizers):
+            self._groups[number].load_json(stored["optimizers"][number])
             groups = stored["optimizers"][number]["groups"]
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in options.items():
@@ -254,6 +295,9 @@ class LoopState(StagedState):
         return unpack(stored, tensor)
 
     def _apply_buffers(self) -> None:
+        saved = {name.removeprefix("buffer/") for name in self._loading}
+        self.buffers.drop_all_but(saved)
+        self.buffers.put_back_original(saved)
         for name in self._loading:
             if name.startswith("buffer/"):
                 key = name.removeprefix("buffer/")
@@ -262,6 +306,10 @@ class LoopState(StagedState):
         self.buffers.capture()
 
     def _apply_states(self, optimizer: torch.optim.Optimizer, stored: Mapping[str, Any]) -> None:
+        grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for parameter in self.parameters.values():
+            if id(parameter) not in grouped:  # of a group that was added after the checkpoint
+                optimizer.state.pop(parameter, None)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
@@ -277,7 +325,9 @@ class LoopState(StagedState):
             key: value for key, value in live.items() if id(value) in reuse
         }
 
-        def tensor(name: str) -> torch.Tensor:
+        def tensor(name: Any) -> torch.Tensor:
+            if not isinstance(name, str):
+                return outline(name)
             key = name.rpartition(".")[2]
             existing, slice_ = by_key.get(key), self._loading[name]
             if (

@@ -131,12 +131,16 @@ class ZeroMeasurer(Measurer):
 
     def __init__(self, state: ZeroState, ranks: Ranks, engine: Any) -> None:
         super().__init__(state, ranks, clip=None)
+        self._order = None  # DeepSpeed has reduced the gradients, and holds the weights
         self._engine = engine
         self._stage = stage_of(engine.optimizer)
 
     def _square(self) -> torch.Tensor:
         gradients = [gradient.float() for gradient in self._stage.gradients()]
         return squared_norm(gradients, self._state.device)
+
+    def forget_late_gradients(self) -> None:
+        """None: DeepSpeed has ended the step."""
 
     def forget_gradients(self) -> None:
         """Make DeepSpeed skip the step as on an overflow; nothing else changes. Collective.

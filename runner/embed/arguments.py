@@ -1,0 +1,130 @@
+"""What a guard is given, checked before it opens the run: kinds of models and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from runner.distributed.agreement import Ranks
+from runner.system.error import ConfigError
+
+# Optimizers whose state lies in another object, or on other ranks; by name, so that nothing is
+# imported.
+_REFUSED_OPTIMIZERS = {
+    "ZeroRedundancyOptimizer": "each rank holds the state of a part of the parameters in an "
+    "optimizer of its own; use FSDP2 (fully_shard), or a DeepSpeed engine of stage 1",
+    "PostLocalSGDOptimizer": "the ranks' weights differ between its averages",
+    "DistributedOptimizer": "its parameters lie in other processes",
+}
+
+
+def check_arguments(
+    models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]
+) -> None:
+    """
+    Raises:
+        ConfigError: an argument is of a kind that cannot be guarded.
+    """
+    for what, given in (("model", models), ("optimizer", optimizers)):
+        if not given:
+            raise ConfigError(f"Guard: {what}= is empty; give the loop's {what}, or several")
+    for model in models:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"Guard: model={_kind(model)}: must be a torch.nn.Module, or several in a list"
+            )
+        _check_modules(model)
+    for optimizer in optimizers:
+        _check_optimizer(optimizer, optimizers)
+    for scheduler in schedulers:
+        if not (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")):
+            raise ConfigError(
+                f"Guard: scheduler={_kind(scheduler)}: needs state_dict() and load_state_dict()"
+            )
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ConfigError(
+                f"Guard: {name or 'the model'} is FSDP1 (FullyShardedDataParallel), whose "
+                "parameters are views of flat buffers; use FSDP2 (torch.distributed.fsdp."
+                "fully_shard)"
+            )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter) or parameter.is_meta:
+            raise ConfigError(
+                f"Guard: parameter {name!r} has no values yet; "
+                "run one batch through the model, or load its weights, before Guard(...)"
+            )
+
+
+def _check_optimizer(optimizer: Any, given: Sequence[Any]) -> None:
+    name = type(optimizer).__name__
+    if name in _REFUSED_OPTIMIZERS:
+        raise ConfigError(f"Guard: optimizer={name}: {_REFUSED_OPTIMIZERS[name]}")
+    if not all(hasattr(optimizer, needed) for needed in ("param_groups", "state", "step")):
+        raise ConfigError(
+            f"Guard: optimizer={_kind(optimizer)}: must be a torch.optim.Optimizer, or several in "
+            "a list"
+        )
+    for key, inner in vars(optimizer).items():
+        is_another = isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
+        if is_another and all(inner is not one for one in given):
+            raise ConfigError(
+                f"Guard: optimizer={name}: has an optimizer with a state of its own, .{key} "
+                f"({type(inner).__name__}), that would not be saved; give both: "
+                f"optimizer=[{name.lower()}, {name.lower()}.{key}]"
+            )
+
+
+def check_clip(clip: Any, optimizers: Sequence[Any]) -> None:
+    """
+    Raises:
+        ConfigError: it is no bound, or an optimizer computes gradients after they were clipped.
+    """
+    if clip is None:
+        return
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0:
+        raise ConfigError(f"clip={clip!r}: must be greater than 0, or None for no clipping")
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"clip={clip}: {type(optimizer).__name__} computes its gradients again in "
+                "step(closure), where nothing clips them; leave clip out, and clip in the closure"
+            )
+
+
+def check_alike(
+    parameters: dict[str, torch.Tensor], optimizers: Sequence[Any], ranks: Ranks
+) -> None:
+    """All ranks train the same parameters. Collective.
+
+    Raises:
+        ConfigError: a parameter has another name, shape or dtype on some rank.
+    """
+    own = {name: f"{p.dtype} {list(p.shape)}" for name, p in parameters.items()}
+    own["(number of optimizers)"] = str(len(optimizers))
+    by_rank = ranks.gather(own)
+    for rank, other in enumerate(by_rank):
+        different = sorted(
+            name
+            for name in {*own, *by_rank[0], *other}
+            if other.get(name, "none") != by_rank[0].get(name, "none")
+        )
+        if different:
+            name = different[0]
+            raise ConfigError(
+                f"Guard: {name!r} is {by_rank[0].get(name, 'none')} on rank 0, "
+                f"{other.get(name, 'none')} on rank {rank}: all ranks must train the same "
+                "parameters; pipeline stages, and experts that only some ranks have, cannot be "
+                "guarded"
+            )
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
