@@ -209,7 +209,9 @@ def guarded(out: Path) -> Path:
     model = nn.Linear(2, 3)
     guard = Guard(out, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     for batch in guard.over([torch.ones(1, 2)]):
-        guard.ok(model(batch).sum())
+        loss = model(batch).sum()
+        loss.backward()
+        guard.ok(loss)
     guard.close()
     return out
 

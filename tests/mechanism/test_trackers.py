@@ -111,19 +111,42 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert attempts == list(range(1, 17))
     steps = [item["step"] for item in history if "step" in item]
     assert steps == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5]
+    for mark in ("discard", "rollback"):  # where it happened, in each of the two starts
+        marks = [item["attempt"] for item in history if f"incident/{mark}" in item]
+        assert marks == [5, 13]
+    alerts = [record.alert for record in offline(tmp_path, "alert")]
+    assert [one.title for one in alerts].count("rollback") == 2
+    assert all("loss nan" in one.text and "go back" in one.text for one in alerts)
+    settings = {item.key: item.value_json for item in told_first(offline(tmp_path, "run"))}
+    assert settings["optim.lr"] == "0.1" and settings["digest"] == '"d1"'
+    ends = [items_of(record.summary.update) for record in offline(tmp_path, "summary")]
+    assert any(end.get("final_loss") == 0.5 and end.get("skipped") == "[[3, 5]]" for end in ends)
 
 
-def offline_rows(out: Path) -> Iterator[dict[str, Any]]:
-    """What wandb has put down for a later sync: the items of each row of the history."""
+def told_first(runs: Iterator[Any]) -> Any:
+    return next(runs).run.config.update
+
+
+def items_of(items: Any) -> dict[str, Any]:
+    return {one.key or one.nested_key[0]: json.loads(one.value_json) for one in items}
+
+
+def offline(out: Path, kind: str) -> Iterator[Any]:
+    """What wandb has put down for a later sync: its records of one kind."""
     from wandb.proto import wandb_internal_pb2
 
     for path in sorted(out.glob("wandb/offline-run-*/*.wandb")):
         for data in records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                yield {one.key or one.nested_key[0]: json.loads(one.value_json) for one in items}
+            if record.WhichOneof("record_type") == kind:
+                yield record
+
+
+def offline_rows(out: Path) -> Iterator[dict[str, Any]]:
+    """The items of each row of the history."""
+    for record in offline(out, "history"):
+        yield items_of(record.history.item)
 
 
 def records(data: bytes) -> Iterator[bytes]:
