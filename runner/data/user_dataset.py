@@ -68,8 +68,12 @@ def adapt(
             f"{name} gives {type(dataset).__name__}, which lacks len() or [i]; a run reads samples "
             "by number, so that it can skip and repeat them: give a map-style data set"
         )
-    if len(dataset) < 1:
-        raise DataError(f"{name} has {len(dataset)} samples; training needs at least 1")
+    try:
+        size = len(dataset)
+    except Exception as error:
+        raise DataError(f"{name}: len() fails with {type(error).__name__}: {error}") from None
+    if size < 1:
+        raise DataError(f"{name} has {size} samples; training needs at least 1")
     index, item = _first_readable(dataset, name)
     _require_same(dataset, index, item, name)
     collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
@@ -106,6 +110,7 @@ class Adapted:
     ) -> None:
         self.vocab_size = vocab_size
         self._dataset = dataset
+        self._size = len(dataset)  # from now on, although a file may grow
         self._seq_len = seq_len
         self._name = name
         self._each = each
@@ -113,7 +118,7 @@ class Adapted:
         self._print: str | None = None
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return self._size
 
     def __getitem__(self, index: int) -> Sample:
         return _padded(self.unpadded(index), self._seq_len)
@@ -142,7 +147,7 @@ class Adapted:
 
     def fingerprint(self) -> str:
         if self._print is None:
-            contents = _fingerprint(self._dataset, self._name)
+            contents = _fingerprint(self._dataset, self._name, self._size)
             self._print = digest([contents, self.vocab_size, self._seq_len])
         return self._print
 
@@ -154,13 +159,14 @@ class AdaptedRecords:
         self.vocab_size = vocab_size
         self.example = example
         self._dataset = dataset
+        self._size = len(dataset)  # as above
         self._name = name
         self._collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
-        self._kind = None if self._collate else _kind(_tensors(example.item, name))
+        self._kind = None if self._collate else _kind(_tensors(example.item, f"a sample of {name}"))
         self._print: str | None = None
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return self._size
 
     def __getitem__(self, index: int) -> Record:
         if not 0 <= index < len(self):
@@ -202,7 +208,9 @@ class AdaptedRecords:
 
     def fingerprint(self) -> str:
         if self._print is None:
-            self._print = digest([_fingerprint(self._dataset, self._name), self.vocab_size])
+            self._print = digest(
+                [_fingerprint(self._dataset, self._name, self._size), self.vocab_size]
+            )
         return self._print
 
 
@@ -377,13 +385,13 @@ def _describe(dataset: MapStyle, index: int, name: str) -> str:
     return str(own(int(index))) if own else f"{name} sample {index}"
 
 
-def _fingerprint(dataset: MapStyle, name: str) -> str:
+def _fingerprint(dataset: MapStyle, name: str, size: int) -> str:
     """The data set's own fingerprint, or one of its length and of samples spread over it."""
     own = getattr(dataset, "fingerprint", None)
     if own is not None:
         return str(own())
-    hashed = hashlib.sha256(f"{name} {len(dataset)}".encode())
-    for index, _ in spread(len(dataset), block=1, whole=False):
+    hashed = hashlib.sha256(f"{name} {size}".encode())
+    for index, _ in spread(size, block=1, whole=False):
         try:
             hashed.update(_contents(dataset[index]))
         except Exception as error:  # it is skipped when its turn comes
