@@ -31,12 +31,13 @@ from runner.model.pretrained import (
     build,
     is_adapter,
     kept_buffers,
+    layout_on_disk,
     read_config,
     read_tree,
-    stored_renames,
 )
 from runner.model.recompute import NONE
 from runner.model.recorded import record
+from runner.model.stored_layout import part_shape
 from runner.run_dir.paths import RunDir
 from runner.system.error import ConfigError, DataError
 from runner.system.files import write_json
@@ -99,15 +100,18 @@ class HfExport:
     def _whole(self, entry: Entry, model: _Model) -> Layout:
         """All weights, with their adapters merged."""
         shapes = shapes_in(entry)
-        tensors = {}
+        tensors: dict[str, Output] = {}
         for name, shape in shapes.items():
             layer = name.removesuffix(_ADAPTED)
             if is_adapter(name):
                 continue
+            if experts := model.experts(name, shape):
+                tensors |= experts
+                continue
             output = as_it_is(name, shape)
             if name.endswith(_ADAPTED) and f"{layer}.lora_A.{_ADAPTER}.weight" in shapes:
                 output = Output(shape=shape, make=partial(model.merged, layer))
-            tensors[base_name(name)] = output
+            tensors[model.stored_name(base_name(name))] = output
         return Layout(
             stem="model",
             tensors={**tensors, **model.buffers()},
@@ -151,7 +155,24 @@ class _Model:
         self._lora = lora
         config = read_config(self._files)
         self._network = record(lambda: build(config, lora, recompute=NONE)).network
-        stored_renames(self._network)  # raises for layouts that are not written
+        self._layout = layout_on_disk(self._network)  # raises for one that is not written
+
+    def stored_name(self, name: str) -> str:
+        """The name of a tensor on disk: other programs know models with experts by these."""
+        return self._layout.stored(name) if self._layout.fusions else name
+
+    def experts(self, name: str, shape: tuple[int, ...]) -> dict[str, Output]:
+        """The tensors that a parameter with several experts is stored as; empty if it has none."""
+        own = base_name(name)
+        fusion = self._layout.fusion_of(own)
+        if fusion is None or not shape:
+            return {}
+        names = [self.stored_name(one) for one in fusion.names(own, shape[0])]
+        cut = _Cut(name, part_shape(shape, len(names)))
+        return {
+            stored: Output(shape=cut.shape, make=partial(cut, number))
+            for number, stored in enumerate(names)
+        }
 
     def merged(self, layer: str, read: Read) -> torch.Tensor:
         """The weight of an adapted layer with its adapter added, FP32, as PEFT adds it."""
@@ -196,6 +217,23 @@ class _Model:
         if copy_tokenizer(self._files, folder):
             return []
         return [f"no tokenizer: {self._path} had none"]
+
+
+class _Cut:
+    """Cuts a parameter into equal parts; keeps it between two of them."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self._name = name
+        self._whole: torch.Tensor | None = None
+
+    def __call__(self, number: int, read: Read) -> torch.Tensor:
+        if self._whole is None:
+            self._whole = read(self._name).view(-1, *self.shape)
+        part = self._whole[number].clone()
+        if number == len(self._whole) - 1:
+            self._whole = None
+        return part
 
 
 def _constant(values: torch.Tensor, read: Read) -> torch.Tensor:

@@ -61,7 +61,8 @@ def compose(overrides: Sequence[str], *, config_dir: str | None = None) -> RunCo
         ConfigError: an unknown key or group, a value of the wrong type, a broken override.
     """
     _store_schema()
-    arguments = [_quote_faults(text) for text in overrides]
+    is_guest = any(re.match(r"\+*model\._target_=(?!null$)", text) for text in overrides)
+    arguments = [_quote_faults(_as_argument(text) if is_guest else text) for text in overrides]
     for text in arguments:
         _reject_launcher_keys(text)
         _reject_deletion(text)
@@ -198,6 +199,14 @@ def _given_by_user(group: str, overrides: Sequence[str], config_dir: str | None)
             tree = OmegaConf.load(preset) if preset.is_file() else OmegaConf.create()
             given |= {str(key) for key in tree}
     return given
+
+
+def _as_argument(text: str) -> str:
+    """A key of the decoder beside ``model._target_``: an argument of any type."""
+    match = re.match(r"\+*model\.(\w+)([.=].*)", text, re.DOTALL)
+    if match is None or match[1] not in DECODER_KEYS:
+        return text
+    return f"++model.arguments.{match[1]}{match[2]}"
 
 
 def _quote_faults(text: str) -> str:

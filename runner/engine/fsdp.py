@@ -39,6 +39,7 @@ from runner.engine.protocol import (
     Watch,
     unwatched,
 )
+from runner.engine.scalars import give_dimension, scalar_names
 from runner.engine.wider_precision import NoNarrowing, WiderTwin
 
 
@@ -76,6 +77,7 @@ def shard_model(
     layout: Layout,
 ) -> None:
     """Wrap each block, then the root; sums instead of averages, FP32 reduction."""
+    give_dimension(model)
     precision = MixedPrecisionPolicy(
         param_dtype=None if layout.dtype is torch.float32 else layout.dtype,
         reduce_dtype=torch.promote_types(layout.dtype, torch.float32),
@@ -102,6 +104,9 @@ def shard_model(
             # calls are needed: gloo has no PREMUL_SUM, and the factor is per module.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.13
+                # Ranks may use other parameters (experts, branches). They must reduce the same.
+                module.set_reduce_scatter_unused_params(True)
 
 
 class FsdpEngine:
@@ -151,6 +156,7 @@ class FsdpEngine:
         )
         self._network = network = model.get_submodule("network")
         self._parameters = dict(sorted(network.named_parameters()))
+        self._scalars = scalar_names(network)
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
         # The optimizer gets the shards as plain tensors: the update is element by element, and
         # DTensor's dispatch would cost the host several times the rest of a step.
@@ -297,7 +303,8 @@ class FsdpEngine:
         if name in uncut:
             return uncut[name].detach().cpu()
         parameter = name.partition("/")[2]
-        return self._whole(parameter, self._tensors()[name])[0].detach().cpu()
+        whole = self._whole(parameter, self._tensors()[name])[0].detach().cpu()
+        return whole.view(()) if parameter in self._scalars else whole
 
     def _whole(self, name: str, local: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Gather a tensor sharded like a parameter; also returns this rank's first row."""
@@ -380,12 +387,13 @@ class FsdpEngine:
         )
 
     def _shard(self, name: str, local: torch.Tensor) -> Shard:
-        parameter = self._parameters[name.partition("/")[2]]
+        own_name = name.partition("/")[2]
+        parameter = self._parameters[own_name]
         rows_before = self._first_own_row(parameter) if isinstance(parameter, DTensor) else 0
         per_row = math.prod(parameter.shape[1:])
         return Shard(
             name=name,
-            shape=tuple(parameter.shape),
+            shape=() if own_name in self._scalars else tuple(parameter.shape),
             start=rows_before * per_row,
             local=local.view(-1),
         )

@@ -40,6 +40,7 @@ from runner.engine.protocol import (
     Watch,
     unwatched,
 )
+from runner.engine.scalars import give_dimension, scalar_names
 from runner.engine.wider_precision import WiderTwin
 from runner.system.environment import changeable
 from runner.system.error import CheckpointError, ConfigError
@@ -180,9 +181,19 @@ def build_module(make: Callable[[], nn.Module], plan: ZeroPlan, device: torch.de
     _check_settings(deepspeed, plan)
     if plan.stage < 3:
         with torch.device(device):
-            return make()
-    with deepspeed.zero.Init(config_dict_or_path=deepspeed_settings(plan)):
-        module = make()
+            module = make()
+        give_dimension(module)  # DeepSpeed sends parameters as bytes
+        return module
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=deepspeed_settings(plan)):
+            module = make()
+    except ConfigError as error:
+        # It has been made without DeepSpeed before.
+        raise ConfigError(
+            f"{error}; DeepSpeed's stage 3 runs the constructor with tensors in BF16, and takes no "
+            "parameter without a dimension ([1] in place of []): change that, or use "
+            "parallel=fsdp, which shards as much"
+        ) from error
     _check_types(module)
     return module
 
@@ -268,7 +279,11 @@ class ZeroEngine:
         self._objective = module
         self._network = network = module.get_submodule("network")
         self._parameters = dict(sorted(network.named_parameters()))
-        self._shapes = {name: _whole_shape(p) for name, p in self._parameters.items()}
+        scalars = scalar_names(network)
+        self._shapes = {
+            name: () if name in scalars else _whole_shape(parameter)
+            for name, parameter in self._parameters.items()
+        }
         self._frozen = {
             name: _Slice.of(math.prod(self._shapes[name]), self._home)
             for name, parameter in self._parameters.items()

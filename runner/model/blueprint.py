@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner.model.decoder import Decoder, DecoderShape, flops_per_token, num_parameters
@@ -173,7 +174,7 @@ class GuestBlueprint:
         make: calls the constructor.
         seed: of its initial values.
         seq_len, vocab_size: those of the data, 0 if it has none.
-        fp32: compute the cross-entropy of logits in FP32.
+        head_losses: computes the loss of its logits.
         recompute: none, blocks or selective, see :mod:`runner.model.recompute`.
     """
 
@@ -183,7 +184,7 @@ class GuestBlueprint:
     seq_len: int
     vocab_size: int
     frozen: Sequence[str]
-    fp32: bool
+    head_losses: HeadLosses
     recompute: str = NONE
 
     @property
@@ -232,6 +233,18 @@ class GuestBlueprint:
             raise ConfigError(
                 f"{self.setting}: gives {type(network).__name__}; it must give a torch.nn.Module"
             )
+        for name, module in network.named_modules():
+            if any(is_lazy(parameter) for parameter in module._parameters.values()):
+                raise ConfigError(
+                    f"{self.setting}: {name} is a {type(module).__name__}, whose weights have no "
+                    "shape before the first batch, and they are cut into shards before that: give "
+                    "its sizes (nn.Linear in place of nn.LazyLinear)"
+                )
+            if getattr(module, "sparse", False) is True:
+                raise ConfigError(
+                    f"{self.setting}: {name} is a {type(module).__name__} with sparse=True; sparse "
+                    "gradients cannot be reduced over ranks, or gated: give sparse=False"
+                )
         return network
 
     def _settle(self, network: nn.Module) -> None:
@@ -243,6 +256,12 @@ class GuestBlueprint:
                 raise ConfigError(
                     f"{self.setting}: the parameter {name} is {parameter.dtype}; only "
                     "floating-point ones are trained: make it a buffer"
+                )
+            if not parameter.numel():
+                raise ConfigError(
+                    f"{self.setting}: the parameter {name} of shape {list(parameter.shape)} has no "
+                    "elements, so there is nothing to cut into shards: leave it out, or make it a "
+                    "buffer"
                 )
         freeze(network, self.frozen)
         if not any(parameter.requires_grad for parameter in parameters.values()):
@@ -263,13 +282,16 @@ class GuestBlueprint:
     def on_meta(self) -> nn.Module:
         network = self.again().network
         for parameter in network.parameters():
-            # Masters are FP32 whatever the constructor made of them.
-            parameter.data = parameter.data.float()
+            # Masters are FP32 and contiguous whatever the constructor made of them.
+            parameter.data = parameter.data.float().contiguous()
         return self._recomputing(network)
 
     def made(self) -> nn.Module:
         network = self._checked()
         freeze(network, self.frozen)
+        for parameter in network.parameters():
+            if not parameter.is_contiguous():  # DeepSpeed takes views of them
+                parameter.data = parameter.data.contiguous()
         return self._recomputing(network)
 
     def _recomputing(self, network: nn.Module) -> nn.Module:
@@ -297,7 +319,12 @@ class GuestBlueprint:
                 put_tensor(network.get_submodule(owner), own, value)
 
     def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
-        return GuestObjective(network, fp32=self.fp32, dtype=torch.bfloat16 if bf16 else None)
+        return GuestObjective(
+            network,
+            head_losses=self.head_losses,
+            dtype=torch.bfloat16 if bf16 else None,
+            vocab_size=self.vocab_size,
+        )
 
     def units(self, network: nn.Module) -> Sequence[nn.Module]:
         method = getattr(network, "blocks", None)
@@ -305,7 +332,7 @@ class GuestBlueprint:
             units = list(method())
             _check_units(self.setting, network, units)
         else:
-            lists = [list(m) for m in network.modules() if isinstance(m, nn.ModuleList)]
+            lists = [list(m) for n, m in network.named_modules() if _is_list_of_blocks(n, m)]
             units = max(lists, key=_size, default=[])
         return [] if _shares(network, units) else units
 
@@ -357,7 +384,7 @@ def parameter_places(network: nn.Module) -> Places:
 def retie(network: nn.Module, places: Places) -> None:
     """Tie the places of each parameter again, after ``to_empty`` gave each its own memory."""
     for (owner, owned), *others in places:
-        parameter = getattr(network.get_submodule(owner), owned)
+        parameter = network.get_submodule(owner)._parameters[owned]
         for prefix, name in others:
             setattr(network.get_submodule(prefix), name, parameter)
 
@@ -371,6 +398,11 @@ def _parameters(network: nn.Module) -> dict[str, Parameter]:
 
 def _size(modules: Sequence[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def _is_list_of_blocks(name: str, module: nn.Module) -> bool:
+    """Whether each forward pass calls all modules of a list: experts are called by some tokens."""
+    return isinstance(module, nn.ModuleList) and "expert" not in name.rpartition(".")[2].lower()
 
 
 def _shares(network: nn.Module, units: Sequence[nn.Module]) -> bool:

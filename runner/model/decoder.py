@@ -359,7 +359,7 @@ class Decoder(nn.Module):
         weight = self.embedding.weight if self.head is None else self.head.weight
         losses = self._head_losses
         if targets is not None and losses is not None and losses.is_wanted(x, weight):
-            return losses(x, weight, targets, self.tap)
+            return losses(x.to(weight.dtype), weight, targets, self.tap)  # as autocast casts it
         return F.linear(x, weight)
 
     def _prepare(self, tokens: Tensor) -> None:

@@ -59,22 +59,25 @@ class HeadLosses:
     most_bytes: int
 
     def is_wanted(self, hidden: Tensor, weight: Tensor) -> bool:
-        """Whether the logits of ``hidden`` ``[B, T, dim]`` are too large at once.
-
-        Under autocast the two have different dtypes; that is left to torch.
-        """
+        """Whether the logits of ``hidden`` ``[B, T, dim]`` are too large at once."""
         num_bytes = hidden.shape[:-1].numel() * weight.shape[0] * _FP32_BYTES
-        return 0 < self.most_bytes < num_bytes and hidden.dtype == weight.dtype
+        return 0 < self.most_bytes < num_bytes
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, tap: TokenTap | None = None
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        tap: TokenTap | None = None,
+        *,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """:func:`sequence_losses` of ``hidden @ weight.T``, as one FP32 ``[2, B]``.
+        """:func:`sequence_losses` of ``hidden @ weight.T + bias``, as one FP32 ``[2, B]``.
 
-        ``hidden`` ``[B, T, dim]`` and ``weight`` ``[V, dim]`` of one dtype.
+        ``hidden`` ``[B, T, dim]``, ``weight`` ``[V, dim]`` and ``bias`` ``[V]`` of one dtype.
         """
         losses, log_sums = _HeadLoss.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, 1), weight, targets.flatten(), self.fp32, self.most_bytes
+            hidden.flatten(0, 1), weight, bias, targets.flatten(), self.fp32, self.most_bytes
         )
         if tap is not None:
             tap(losses.detach(), targets, log_sums.detach(), None)
@@ -83,7 +86,9 @@ class HeadLosses:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """``(hidden [N, dim], weight [V, dim], targets [N])`` to cross-entropy and log Z, FP32 [N].
+    """``(hidden [N, dim], weight [V, dim], bias [V], targets [N])`` to cross-entropy and log Z.
+
+    Both FP32 [N].
 
     Forward goes by tokens, backward by rows of ``weight``: each part of its gradient is then one
     product over all tokens, as without parts, and is rounded once. The gradient of ``hidden`` is
@@ -92,32 +97,40 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, fp32: bool, most_bytes: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        fp32: bool,
+        most_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_sums = torch.empty_like(losses)
         size = max(1, most_bytes // (_FP32_BYTES * len(weight)))
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
-            logits = F.linear(hidden[part], weight)
+            logits = F.linear(hidden[part], weight, bias)
             logits = logits.float() if fp32 else logits
             losses[part] = _cross_entropy(logits, targets[part])
             log_sums[part] = torch.logsumexp(logits, dim=-1)
-        ctx.save_for_backward(hidden, weight, targets, log_sums)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums)
         ctx.size = max(1, most_bytes // (_FP32_BYTES * len(hidden)))
         return losses, log_sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_sums = ctx.saved_tensors
+        hidden, weight, bias, targets, log_sums = ctx.saved_tensors
         counted = targets != NOT_COUNTED
         of_loss = torch.where(counted, grads[0], 0.0)
         of_softmax = (of_loss + grads[1]).unsqueeze(1)
         for_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         for_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        for_bias = torch.empty_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for start in range(0, len(weight), ctx.size):
-            rows = weight[start : start + ctx.size]
-            grad = F.linear(hidden, rows).float()
+            part = slice(start, start + ctx.size)
+            rows = weight[part]
+            grad = F.linear(hidden, rows, None if bias is None else bias[part]).float()
             grad.sub_(log_sums.unsqueeze(1)).exp_().mul_(of_softmax)
             # A token that does not count adds nothing, whatever its logits are.
             grad.masked_fill_(~counted.unsqueeze(1), 0.0)
@@ -125,8 +138,10 @@ class _HeadLoss(torch.autograd.Function):
             grad = grad.to(hidden.dtype)
             for_hidden += grad @ rows
             if for_weight is not None:
-                torch.mm(grad.T, hidden, out=for_weight[start : start + ctx.size])
-        return for_hidden.to(hidden.dtype), for_weight, None, None, None
+                torch.mm(grad.T, hidden, out=for_weight[part])
+            if for_bias is not None:
+                for_bias[part] = grad.sum(0, dtype=torch.float32).to(for_bias.dtype)
+        return for_hidden.to(hidden.dtype), for_weight, for_bias, None, None, None
 
 
 def _subtract_at(values: Tensor, columns: Tensor, amounts: Tensor) -> None:

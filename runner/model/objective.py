@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from runner.model.decoder import Decoder
-from runner.model.loss import NOT_COUNTED, TokenTap, sequence_losses
+from runner.model.deferred_logits import DeferredLogits, defer_logits, head_of
+from runner.model.loss import NOT_COUNTED, HeadLosses, TokenTap, sequence_losses
+from runner.model.mixed_types import mix_types
 from runner.system.error import ConfigError
 
 Batch = Mapping[str, Tensor]
@@ -23,6 +25,7 @@ Batch = Mapping[str, Tensor]
 Losses = tuple[Tensor, Tensor, Tensor]
 
 INPUT, LABELS, SEGMENTS, REAL = "input_ids", "labels", "segments", "real"
+LOGITS = "logits"
 
 
 class DecoderObjective(nn.Module):
@@ -54,17 +57,36 @@ class GuestObjective(nn.Module):
     """A user's network: its own ``losses(batch)``, or logits from ``forward(input_ids)``.
 
     Args:
-        fp32: compute the cross-entropy of logits in FP32.
+        head_losses: computes the loss of logits in parts where they are too large.
         dtype: for floating-point tensors of a batch; None leaves them.
+        vocab_size: of the data, 0 where it has none.
+
+    Attributes:
+        logits_bytes: of the largest logits of a sample that were held whole, FP32, although they
+            may be too large.
     """
 
-    def __init__(self, network: nn.Module, *, fp32: bool, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        head_losses: HeadLosses,
+        dtype: torch.dtype | None,
+        vocab_size: int = 0,
+    ) -> None:
         super().__init__()
         self.network = network
-        self._fp32 = fp32
+        self.logits_bytes = 0
+        self._head_losses = head_losses
         self._dtype = dtype
+        head = None if has_own_losses(network) else head_of(network, vocab_size)
+        if head is not None:
+            defer_logits(head, head_losses.is_wanted)
+        self._is_deferred = head is not None
         self._more = accepted_by(network.forward)
         self._tap: TokenTap | None = None
+        if dtype is not None:
+            mix_types()
         config = getattr(network, "config", None)
         if getattr(config, "use_cache", None):
             # otherwise transformers keeps keys and values of every layer, for generation
@@ -107,15 +129,26 @@ class GuestObjective(nn.Module):
             )
         more = {n: t for n, t in batch.items() if n in self._more and n not in (INPUT, LABELS)}
         output = self.network(batch[INPUT], **more)
-        logits = getattr(output, "logits", output)
+        logits = logits_of(output)
         labels = batch[LABELS]
+        counts = (labels != NOT_COUNTED).sum(dim=1)
+        if isinstance(logits, DeferredLogits):
+            parts = logits.parts() if logits.shape[:-1] == labels.shape else None
+            if parts is not None:
+                hidden, weight, bias = parts
+                losses = self._head_losses(hidden, weight, labels, self._tap, bias=bias)
+                return losses[1].clone(), counts  # no views leave a sharded module
+            logits = logits.whole()
         if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
             raise ConfigError(
                 f"model._target_: forward gives {_shape(logits)}; it must give logits [B, T, V], "
                 f"and labels are {list(labels.shape)}; or give the model a method losses(batch)"
             )
-        losses, _ = sequence_losses(logits, labels, fp32=self._fp32, z_loss=0.0, tap=self._tap)
-        return losses, (labels != NOT_COUNTED).sum(dim=1)
+        if not self._is_deferred:
+            self.logits_bytes = max(self.logits_bytes, 4 * logits[0].numel())
+        fp32 = self._head_losses.fp32
+        losses, _ = sequence_losses(logits, labels, fp32=fp32, z_loss=0.0, tap=self._tap)
+        return losses, counts
 
     def _cast(self, tensor: Tensor) -> Tensor:
         is_cast = self._dtype is not None and tensor.is_floating_point()
@@ -142,6 +175,17 @@ def has_own_losses(network: nn.Module) -> bool:
 def accepted_by(function: Callable[..., Any]) -> frozenset[str]:
     """The names of a function's parameters."""
     return frozenset(inspect.signature(function).parameters)
+
+
+def logits_of(output: Any) -> Any:
+    """What forward gives, its ``.logits``, its ``["logits"]``, or the first of several."""
+    if isinstance(output, DeferredLogits):
+        return output
+    if isinstance(output, Mapping) and LOGITS in output:
+        return output[LOGITS]
+    if hasattr(output, LOGITS):
+        return getattr(output, LOGITS)
+    return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def _shape(value: Any) -> str:

@@ -8,6 +8,7 @@ downloaded and no code in the folder is run. Must not know how weights are store
 from __future__ import annotations
 
 import copy
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 
 from runner.model.blueprint import GuestBlueprint
 from runner.model.documents import segment_mask
+from runner.model.loss import HeadLosses
 from runner.model.objective import SEGMENTS, Batch, GuestObjective, Losses, accepted_by
 from runner.model.recompute import NONE, SELECTIVE, selective_contexts
 from runner.model.recorded import named_tensors, put_tensor
+from runner.model.stored_layout import StoredLayout, part_shape, parts_of, stored_layout
 from runner.system.error import ConfigError, MissingPackage
 from runner.system.extras import install_command
 from runner.system.files import read_bounded
@@ -199,28 +202,16 @@ def is_adapter(name: str) -> bool:
     return _ADAPTER in name
 
 
-def stored_renames(network: nn.Module) -> list[tuple[str, str]]:
-    """Patterns that rename a file's tensors to the parameters of a model.
-
-    Raises:
-        ConfigError: transformers cuts or merges the tensors of such a model when it loads them.
-    """
+def layout_on_disk(network: nn.Module) -> StoredLayout:
+    """How files of such a model name and cut its tensors; raises as :func:`stored_layout`."""
     try:
         from transformers import conversion_mapping
     except ImportError:  # a release that has none
-        return []
+        return StoredLayout(renames=(), fusions=())
     base: Any = base_network(network)
-    renames = []
-    for transform in conversion_mapping.get_model_conversion_mapping(base):
-        if type(transform).__name__ != "WeightRenaming":
-            raise ConfigError(
-                f"model.path: transformers keeps weights of model_type={base.config.model_type} "
-                "in another layout on disk than in memory, which is neither read nor written here; "
-                "model.init=random and an export without --format work"
-            )
-        sources, targets = transform.source_patterns, transform.target_patterns
-        renames += [(source, targets[0]) for source in sources]
-    return renames
+    return stored_layout(
+        conversion_mapping.get_model_conversion_mapping(base), base.config.model_type
+    )
 
 
 class PretrainedObjective(GuestObjective):
@@ -230,8 +221,15 @@ class PretrainedObjective(GuestObjective):
     ``[B, 1, T, T]`` and ``position_ids`` int64 ``[B, T]`` that begin anew in each.
     """
 
-    def __init__(self, network: nn.Module, *, fp32: bool, dtype: torch.dtype | None) -> None:
-        super().__init__(network, fp32=fp32, dtype=dtype)
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        head_losses: HeadLosses,
+        dtype: torch.dtype | None,
+        vocab_size: int = 0,
+    ) -> None:
+        super().__init__(network, head_losses=head_losses, dtype=dtype, vocab_size=vocab_size)
         self._more = accepted_by(base_network(network).forward)  # PEFT's own hides them
 
     def forward(self, batch: Batch) -> Losses:
@@ -273,8 +271,8 @@ class PretrainedBlueprint(GuestBlueprint):
         return None if self.open_weights is None else self.open_weights()
 
     @cached_property
-    def _stored_names(self) -> Mapping[str, str]:
-        """The stored tensor's name for each parameter."""
+    def _stored_names(self) -> Mapping[str, Sequence[str]]:
+        """The names of the stored tensors that make each parameter, in the order of its memory."""
         weights = self._weights
         return {} if weights is None else match(self.twin.network, weights.shapes, self.setting)
 
@@ -289,7 +287,7 @@ class PretrainedBlueprint(GuestBlueprint):
         stored = self._stored_names.get(name)
         if stored is None or self._weights is None:
             return super().initial(seed, name, shape, start, count)
-        return self._weights.read(stored, start, count)
+        return _read_parts(self._weights, stored, start, count)
 
     def finish(self, network: nn.Module, device: torch.device) -> None:
         super().finish(network, device)
@@ -303,7 +301,12 @@ class PretrainedBlueprint(GuestBlueprint):
             put_tensor(network.get_submodule(owner), own, value)
 
     def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
-        return PretrainedObjective(network, fp32=self.fp32, dtype=torch.bfloat16 if bf16 else None)
+        return PretrainedObjective(
+            network,
+            head_losses=self.head_losses,
+            dtype=torch.bfloat16 if bf16 else None,
+            vocab_size=self.vocab_size,
+        )
 
     def takes_segments(self) -> bool:
         """Whether attention can stay within documents: the model takes masks, has none itself."""
@@ -313,6 +316,18 @@ class PretrainedBlueprint(GuestBlueprint):
         is_hidden = window is not None and window < self.seq_len
         takes = {"attention_mask", "position_ids"} <= accepted_by(base.forward)
         return takes and config._attn_implementation == "sdpa" and not is_hidden
+
+
+def _read_parts(weights: Weights, names: Sequence[str], start: int, count: int) -> Tensor:
+    """Elements ``[start, start + count)`` of several tensors one after another."""
+    parts, before = [], 0
+    for name in names:
+        size = math.prod(weights.shapes[name])
+        first, last = max(start - before, 0), min(start + count - before, size)
+        if first < last:
+            parts.append(weights.read(name, first, last - first))
+        before += size
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
 
 
 def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
@@ -328,8 +343,10 @@ def kept_buffers(network: nn.Module) -> dict[str, Tensor]:
 
 def match(
     network: nn.Module, stored: Mapping[str, tuple[int, ...]], model_name: str
-) -> Mapping[str, str]:
-    """Match each parameter of the network with its stored tensor; adapters have none.
+) -> Mapping[str, Sequence[str]]:
+    """Match each parameter of the network with its stored tensors; adapters have none.
+
+    One each, but for experts that are one parameter in memory.
 
     Names must be the network's, or lack (or have) the prefix of its inner model, as files of that
     alone do.
@@ -341,16 +358,26 @@ def match(
     prefix = f"{getattr(base, 'base_model_prefix', '')}."
     places = _places(network)
     known = {base_name(name) for name in network.state_dict() if not is_adapter(name)}
-    names = _named(known, stored.keys(), prefix, stored_renames(network))
-    matched, missing, misshapen = {}, [], []
+    layout = layout_on_disk(network)
+    known |= {
+        part
+        for own, (aliases, shape) in places.items()
+        if (fusion := layout.fusion_of(aliases[0])) and shape
+        for part in fusion.names(aliases[0], shape[0])
+    }
+    names = _named(known, stored.keys(), prefix, layout)
+    matched: dict[str, Sequence[str]] = {}
+    missing, misshapen = [], []
     for own, (aliases, shape) in places.items():
         name = next((names[alias] for alias in aliases if alias in names), None)
-        if name is None:
+        parts = [name] if name else parts_of(aliases[0], shape, layout, names)
+        if parts is None:
             missing.append(aliases[0])
-        elif stored[name] != shape:
-            misshapen.append(f"{name} {list(stored[name])}, needed {list(shape)}")
-        else:
-            matched[own] = name
+            continue
+        needed = shape if name else part_shape(shape, len(parts))
+        wrong = [part for part in parts if stored[part] != needed]
+        misshapen += [f"{part} {list(stored[part])}, needed {list(needed)}" for part in wrong]
+        matched[own] = parts
     ignored = [*_COMPUTED, *(getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ())]
     unexpected = [
         name
@@ -385,14 +412,12 @@ def _places(network: nn.Module) -> dict[str, tuple[list[str], tuple[int, ...]]]:
 
 
 def _named(
-    known: set[str], stored: Iterable[str], prefix: str, renames: Sequence[tuple[str, str]]
+    known: set[str], stored: Iterable[str], prefix: str, layout: StoredLayout
 ) -> dict[str, str]:
     """Map the network's names to those in the files, as far as they exist."""
     names = {}
     for name in stored:
-        renamed = name
-        for pattern, replacement in renames:
-            renamed = re.sub(pattern, replacement, renamed)
+        renamed = layout.renamed(name)
         for candidate in (name, f"{prefix}{name}", name.removeprefix(prefix), renamed):
             if candidate in known:
                 names[candidate] = name

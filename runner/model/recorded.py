@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -143,6 +144,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if isinstance((kwargs or {}).get("generator"), torch.Generator):
+            # Meta tensors draw nothing, so what the next one gets from it is not known.
+            raise NotImplementedError("it draws from a generator of its own")
         noted = pytree.tree_map(_kept, (args, dict(kwargs or {})))
         result = func(*args, **(kwargs or {}))
         outputs = _windows(result)
@@ -166,9 +170,21 @@ def record(make: Callable[[], nn.Module]) -> Recording:
     """
     operations: list[_Operation] = []
     modes = FakeTensorMode(allow_non_fake_inputs=True), _Recorder(operations)
-    with fixed_seeds("record"), _without_values(operations), modes[0], modes[1]:
+    with fixed_seeds("record"), _quiet(), _without_values(operations), modes[0], modes[1]:
         network = make()
     return Recording(network, operations, _to_meta(network))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's trace of each operation that needs values: the caller handles the error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -189,8 +205,10 @@ def _without_values(operations: list[_Operation]) -> Iterator[None]:
 
     def swap(one: Tensor, other: Tensor) -> None:
         # ``nn.Module.to`` does so with meta tensors even where nothing changes (PEFT calls it).
-        if not _is_fake(one) or _Window.of(one) != _Window.of(other):
+        if not _is_fake(one):
             swapped(one, other)  # type: ignore[no-untyped-call]
+        elif _Window.of(one) != _Window.of(other):  # a parameter of another dtype
+            one.data = other.data
 
     name = "_no_grad_trunc_normal_"
     drawn, swapped = getattr(nn.init, name), torch.utils.swap_tensors

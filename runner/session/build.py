@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from runner.checkpoint.ring import Ring
+from runner.config.schema import RunConfig
 from runner.data.feed import few
 from runner.engine.protocol import Engine
 from runner.engine.randomness import same_randomness
@@ -136,3 +138,18 @@ def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:
             "the model must not depend on the rank, the machine or the clock"
         )
     refuse_or_say(checks, network.setting, group.console.say)
+    _say_large_logits(config, engine, network.setting, group.console.say)
+
+
+def _say_large_logits(
+    config: RunConfig, engine: Engine, setting: str, say: Callable[[str], None]
+) -> None:
+    """Say what logits take that cannot be made in parts; the trials have computed some."""
+    one = getattr(engine.objective, "logits_bytes", 0)
+    mib = one * config.batch.micro_size / (1 << 20)
+    if 0 < config.model.loss_chunk_mib < mib:
+        say(
+            f"{setting}: the logits of a micro-batch are held whole, {mib:,.0f} MiB in FP32 and as "
+            "much for their gradient: they can be made in parts (model.loss_chunk_mib) where "
+            "get_output_embeddings() gives a plain nn.Linear, and not with parallel=zero3"
+        )

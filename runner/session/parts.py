@@ -49,7 +49,6 @@ from runner.model.blueprint import (
     retie,
 )
 from runner.model.decoder import DecoderShape, RopeScaling, default_ffn_dim
-from runner.model.loss import HeadLosses
 from runner.model.recompute import SELECTIVE
 from runner.observe.throughput import Throughput, peak_tflops
 from runner.observe.tracker import BackgroundTracker, TensorBoardTracker
@@ -69,7 +68,7 @@ from runner.session.corpus import open_validation as open_validation
 from runner.session.corpus import prepare_data as prepare_data
 from runner.session.corpus import sample_stream as sample_stream
 from runner.session.optim import adamw_settings, optimizer_settings
-from runner.session.pretrained import pretrained_blueprint
+from runner.session.pretrained import head_losses, pretrained_blueprint
 from runner.startup.resume import Resumed
 from runner.startup.shared_memory import memory_every
 from runner.system.error import ConfigError
@@ -229,7 +228,7 @@ def blueprint(config: RunConfig, dataset: Dataset, files: Path | None = None) ->
         seq_len=config.data.seq_len,
         vocab_size=vocab_size,
         frozen=model.frozen,
-        fp32=model.loss_fp32,
+        head_losses=head_losses(model, z_loss=0.0),
         recompute=recompute_kind(config),
     )
     return _with_segments(config, guest)
@@ -252,11 +251,7 @@ def _with_segments(config: RunConfig, guest: GuestBlueprint) -> GuestBlueprint:
 def decoder_blueprint(config: RunConfig, shape: DecoderShape) -> DecoderBlueprint:
     """Make the decoder with the configured loss."""
     model = config.model
-    losses = HeadLosses(
-        fp32=model.loss_fp32,
-        z_loss=model.z_loss,
-        most_bytes=round(model.loss_chunk_mib * (1 << 20)),
-    )
+    losses = head_losses(model, z_loss=model.z_loss)
     return DecoderBlueprint(shape=shape, head_losses=losses, frozen=model.frozen)
 
 
@@ -479,6 +474,8 @@ def _zero(
         extra=config.parallel.deepspeed or {},
     )
     check_plan(plan)
+    # Once before stage 3 patches constructors: classes that are imported meanwhile lose their own.
+    blueprint.parameters()
     network = build_module(blueprint.made, plan, device)
     model = blueprint.objective(network, bf16=True)
     embedding = blueprint.probe(network)

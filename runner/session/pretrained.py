@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Final
 
 from runner.config.network import is_hf, lora_of, recompute_kind
-from runner.config.schema import RunConfig
+from runner.config.schema import ModelConfig, RunConfig
 from runner.convert.pretrained import PretrainedWeights
 from runner.convert.tokenizer_files import FILES, copy_tokenizer
 from runner.data.dataset import Dataset, RecordDataset
+from runner.model.loss import HeadLosses
 from runner.model.pretrained import (
     CONFIG,
     Lora,
@@ -72,8 +73,14 @@ def pretrained_blueprint(
         seq_len=config.data.seq_len,
         vocab_size=inner.vocab_size,
         frozen=model.frozen,
-        fp32=model.loss_fp32,
+        head_losses=head_losses(model, z_loss=0.0),
     )
+
+
+def head_losses(model: ModelConfig, *, z_loss: float) -> HeadLosses:
+    """How the loss of large logits is computed."""
+    most_bytes = round(model.loss_chunk_mib * (1 << 20))
+    return HeadLosses(fp32=model.loss_fp32, z_loss=z_loss, most_bytes=most_bytes)
 
 
 def keep_small_files(config: RunConfig, run_dir: RunDir) -> None:

@@ -6,17 +6,25 @@ Owns the trials and their messages. Every start runs :func:`quick_checks`;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from runner.data.feed import MicroBatch
-from runner.engine.protocol import Engine, LocalSums, MicroStep
+from runner.engine.protocol import Batch, Engine, LocalSums, MicroStep
 from runner.model.blueprint import GuestBlueprint
 from runner.system.error import ConfigError
 
 _SEED = 1
+_SEEDS = 3
+_CLOSE = 5e-3  # of a loss; BF16 and other shapes round by less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +125,133 @@ def quick_checks(
         same_weights(network),
         builds_without_memory(network),
         *repeated_step(engine, works),
+        *samples_alone(engine, works),
     ]
+
+
+def samples_alone(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
+    """Evaluate each sample without the others, and compare losses and calls. Collective."""
+    gathered = _gathered(engine.network)
+    batch = works[0].batch
+    batches = _repeats(batch)
+    calls: list[list[tuple[str, str]]] = []
+    losses = []
+    with _noted(gathered, calls):
+        for one in batches:
+            calls.append([])
+            losses.append(_evaluated(engine, one)[0])
+    checks = [_independent(torch.stack(losses), _evaluated(engine, batch))]
+    if gathered:
+        shapes = {str([list(t.shape) for t in one.inputs().values()]) for one in batches}
+        uneven = _differing(calls, has_shapes=len(shapes) == 1)
+        checks.append(_equal_calls(uneven | _dropped(engine, works, gathered)))
+    return checks
+
+
+def _independent(alone: torch.Tensor, together: torch.Tensor) -> Check:
+    """Whether a sample's loss depends on the others of its micro-batch."""
+    difference = float(((alone - together).abs() / together.abs().clamp(min=1e-6)).max())
+    holds = difference <= _CLOSE
+    return Check(
+        name="samples are independent",
+        holds=holds,
+        found="a sample has the same loss beside other samples"
+        if holds
+        else f"a sample's loss depends on the others of its micro-batch (by {difference:.2g} of "
+        "it), as in a contrastive loss: poison, kill and resume are exact on the same number of "
+        "ranks, but another number, or a micro-batch halved for memory, trains another objective",
+        remedy="keep batch.micro_size and the number of ranks; micro-batches are not put together",
+        is_warning=True,
+    )
+
+
+def _equal_calls(uneven: set[str]) -> Check:
+    """Whether each sample calls the same parts, where each call gathers a part.
+
+    A rank that calls an expert, and another one that calls the next, would gather each other's
+    weights: both are collectives of one size.
+    """
+    return Check(
+        name="each sample calls the same parts",
+        holds=not uneven,
+        found=f"{', '.join(sorted(uneven)[:3])} is not called alike for each sample, and each call "
+        "gathers its weights from all ranks, which must do so together"
+        if uneven
+        else "the modules that are gathered one by one are called alike for all samples",
+        remedy="give the model a method blocks() that returns the modules to gather, without "
+        "experts or layers that are left out at random ([]: all at once); or use "
+        "parallel=ddp or zero1, which gather nothing in forward",
+        is_fatal=True,
+    )
+
+
+def _dropped(
+    engine: Engine, works: Sequence[MicroStep], gathered: Mapping[nn.Module, str]
+) -> set[str]:
+    """Modules that some seeds leave out in training."""
+    calls: list[list[tuple[str, str]]] = []
+    with _noted(gathered, calls):
+        for seed in range(_SEED, _SEED + _SEEDS):
+            calls.append([])
+            _step(engine, [replace(work, seed=seed) for work in works])
+    return _differing(calls, has_shapes=True)
+
+
+def _gathered(network: nn.Module) -> dict[nn.Module, str]:
+    """Modules whose call gathers their weights, by FSDP2 or by DeepSpeed's stage 3."""
+    return {
+        module: name
+        for name, module in network.named_modules()
+        if (isinstance(module, FSDPModule) and dist.get_world_size() > 1)
+        or any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False))
+    }
+
+
+def _repeats(batch: Batch) -> list[Batch]:
+    """For each sample a batch of it alone, of the same size."""
+    rows = len(next(iter(batch.inputs().values())))
+    return [_Rows(batch, [row] * rows) for row in range(rows)]
+
+
+class _Rows:
+    """Some rows of a batch."""
+
+    def __init__(self, batch: Batch, rows: list[int]) -> None:
+        self._batch = batch
+        self._rows = rows
+
+    @property
+    def real(self) -> torch.Tensor | None:
+        return None if self._batch.real is None else self._batch.real[self._rows]
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        return {name: tensor[self._rows] for name, tensor in self._batch.inputs().items()}
+
+
+@contextlib.contextmanager
+def _noted(
+    modules: Mapping[nn.Module, str], calls: Sequence[list[tuple[str, str]]]
+) -> Iterator[None]:
+    """Note name and shapes of each call of these modules in the last list of ``calls``."""
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        shapes = [list(arg.shape) for arg in args if isinstance(arg, torch.Tensor)]
+        calls[-1].append((modules[module], str(shapes)))
+
+    hooks = [module.register_forward_pre_hook(note) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _differing(calls: Sequence[Sequence[tuple[str, str]]], *, has_shapes: bool) -> set[str]:
+    """Names whose calls are not alike in all lists."""
+    counted = [Counter(call if has_shapes else call[0] for call in one) for one in calls]
+    every = set().union(*counted)
+    uneven = {key for key in every if len({one[key] for one in counted}) > 1}
+    return {key if isinstance(key, str) else key[0] for key in uneven}
 
 
 def refuse_or_say(checks: Sequence[Check], model: str, say: Callable[[str], None]) -> None:
@@ -143,17 +277,29 @@ def works_of(batch: MicroBatch, number: int, device: torch.device) -> list[Micro
     return [MicroStep(batch=batch.to(device), seed=_SEED) for _ in range(number)]
 
 
-def _step(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
-    """Compute one step without applying it, and return its numbers."""
+@contextlib.contextmanager
+def _in_words(what: str) -> Iterator[None]:
     try:
-        sums: LocalSums = engine.accumulate(works)
+        yield
     except ConfigError:
         raise
     except Exception as error:  # from the user's forward
         cause = " ".join(str(error).split())[:500]
         raise ConfigError(
-            f"the model: a step on two samples fails with {type(error).__name__}: {cause}"
+            f"the model: {what} on two samples fails with {type(error).__name__}: {cause}"
         ) from error
+
+
+def _evaluated(engine: Engine, batch: Batch) -> torch.Tensor:
+    """The loss of each sample, FP64."""
+    with _in_words("an evaluation"):
+        return engine.evaluate([batch]).losses[0].detach().double()
+
+
+def _step(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
+    """Compute one step without applying it, and return its numbers."""
+    with _in_words("a step"):
+        sums: LocalSums = engine.accumulate(works)
     numbers = [sums.loss, sums.grad_square, *sums.sequences.losses, *sums.sequences.gradient_norms]
     copies = [part.detach().clone().double() for part in numbers]
     device = engine.device

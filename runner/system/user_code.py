@@ -82,15 +82,29 @@ def bound_target(
     parameters = _parameters(function)
     passed = {name: value for name, value in offered.items() if name in parameters}
     passed.update(arguments)
+    first = _only_by_position(parameters, passed)
+    rest = {name: value for name, value in passed.items() if name not in first}
     try:
         if parameters:
-            inspect.signature(function).bind(**passed)
+            inspect.signature(function).bind(*first.values(), **rest)
     except TypeError as error:
         raise ConfigError(
             f"{key}={target}: {error}; it takes ({', '.join(parameters)}), given "
             f"{', '.join(passed) or 'nothing'}"
         ) from None
-    return lambda: function(**passed)
+    return lambda: function(*first.values(), **rest)
+
+
+def _only_by_position(
+    parameters: Mapping[str, inspect.Parameter], passed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Values of the leading parameters that take no name (``def f(size, /)``)."""
+    first: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        if parameter.kind is not parameter.POSITIONAL_ONLY or name not in passed:
+            break
+        first[name] = passed[name]
+    return first
 
 
 def parameters_of(key: str, target: str) -> Mapping[str, inspect.Parameter]:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 
 from runner.data.cursor import SampleStream
 from runner.data.permutation import held_out
@@ -48,11 +49,11 @@ def differing(run: Result, other: Result) -> str:
     return "the steps that count are equal\n"
 
 
-def assert_every_sample_once(run: Result) -> None:
+def assert_every_sample_once(run: Result, *, samples: int = SAMPLES, batch: int = BATCH) -> None:
     """Each training sample before the end is in exactly one step that counts, or skipped."""
     cursor = run.summary["cursor"]
     stream = SampleStream(
-        num_samples=SAMPLES, seed=SEED, held_out_share=HELD_OUT, global_size=BATCH
+        num_samples=samples, seed=SEED, held_out_share=HELD_OUT, global_size=batch
     )
     positions = np.arange(cursor, dtype=np.int64)
     readable = ~held_out(stream.indices(positions), share=HELD_OUT)
@@ -62,12 +63,19 @@ def assert_every_sample_once(run: Result) -> None:
     for step, line in run.counted().items():
         start, stop = line["samples"]
         count = int(readable[start:stop].sum())
-        assert count == BATCH, f"step {step} read {count} samples of {start}-{stop}\n{run.tail}"
+        assert count == batch, f"step {step} read {count} samples of {start}-{stop}\n{run.tail}"
         used[start:stop] += readable[start:stop]
     wrong = positions[used != readable]
     assert not len(wrong), f"not used exactly once: {wrong[:20]}\n{run.tail}"
     assert len(run.counted()) == run.summary["steps"]
     assert run.summary["samples_used"] == int(used.sum())
+
+
+def assert_follows(run: Result, other: Result, *, within: float = 0.02) -> None:
+    """The same samples at the same rates; losses as different sums round."""
+    for mine, theirs in zip(run.metrics(), other.metrics(), strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=within), mine
+        assert (mine["cursor"], mine["lr"]) == (theirs["cursor"], theirs["lr"])
 
 
 def same_rates(run: Result, other: Result) -> bool:

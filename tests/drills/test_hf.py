@@ -219,11 +219,12 @@ def test_poisoned_as_told_and_killed_as_not(
 
 
 @pytest.mark.full
-def test_a_mixture_of_experts_is_a_guest_like_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["fsdp", "zero1", "zero3"])
+def test_a_mixture_of_experts_is_a_guest_like_others(tmp_path: Path, engine: str) -> None:
     """From a config alone: which experts a token takes is part of the step, and repeats."""
     folder = hf_folder.experts(tmp_path / "model")
     settings = ["model=hf", f"model.path={folder}", "model.init=random", *SYNTHETIC]
-    settings += ["parallel=fsdp", *SHORT]
+    settings += [f"parallel={engine}", *SHORT]
     poisoned = finish(tmp_path / "poisoned", *settings, "faults=[poison@samples=420-470]")
     assert poisoned.journal("rollback") or poisoned.journal("discard"), poisoned.tail
     skip = skip_override(poisoned.summary["skipped"])
@@ -241,6 +242,12 @@ def test_a_mixture_of_experts_is_a_guest_like_others(tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     weights = load_file(tmp_path / "weights" / "model.safetensors")
     assert not theirs.load_state_dict(weights, strict=False).unexpected_keys
+    assert main(["export", str(whole.out), str(tmp_path / "hf"), "--format", "hf"]) == 0
+    again = hf_folder.loaded(tmp_path / "hf").state_dict()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    assert any(
+        ".experts.3.w1.weight" in name for name in load_file(tmp_path / "hf/model.safetensors")
+    )
 
 
 @pytest.mark.full

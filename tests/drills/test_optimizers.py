@@ -9,8 +9,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from runner.command.export import export_command
-from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
-from tests.drills.test_guests import POISON, SHORT, assert_follows
+from tests.drills.compare import (
+    assert_every_sample_once,
+    assert_follows,
+    assert_same_end,
+    assert_same_run,
+)
+from tests.drills.test_guests import POISON, SHORT
 from tests.run import Result, finish, metrics_step, skip_override, start, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

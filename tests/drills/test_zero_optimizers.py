@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.drills.compare import assert_every_sample_once, assert_same_end, assert_same_run
-from tests.drills.test_guests import POISON, SHORT, assert_follows
+from tests.drills.compare import (
+    assert_every_sample_once,
+    assert_follows,
+    assert_same_end,
+    assert_same_run,
+)
+from tests.drills.test_guests import POISON, SHORT
 from tests.drills.test_optimizers import OPTIMIZERS
 from tests.drills.test_zero import on
 from tests.run import Result, finish, metrics_step, skip_override, start, train

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from runner.command.export_hf import _Model
+from runner.command.export_layout import Output
 from runner.config.compose import compose
 from runner.config.schema import RunConfig
 from runner.config.validate import check
@@ -21,6 +25,8 @@ from runner.distributed.env import place_from
 from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.pretrained import PretrainedBlueprint, positions_within
+from runner.model.stored_layout import stored_layout
+from runner.run_dir.paths import RunDir
 from runner.session import parts
 from runner.system.error import ConfigError
 from tests import hf_folder
@@ -301,17 +307,58 @@ def test_files_may_have_names_of_an_older_release(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(tmp_path, hf_folder.ids()), expected)
 
 
-def test_tensors_that_are_merged_when_they_are_loaded_are_refused(tmp_path: Path) -> None:
-    from transformers import MixtralConfig, MixtralForCausalLM
+def experts_of(kind: str, folder: Path) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = MixtralConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        num_local_experts=2, bos_token_id=None, eos_token_id=0, sliding_window=None,
+        bos_token_id=None, eos_token_id=0, sliding_window=None, moe_intermediate_size=12,
+        num_local_experts=3, num_experts=3, num_experts_per_tok=2, initializer_range=0.2,
     )  # fmt: skip
-    MixtralForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="model_type=mixtral in another layout on disk than in"):
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.full)])
+def test_experts_that_are_stored_one_by_one_are_read_a_range_at_a_time_and_written_again(
+    tmp_path: Path, kind: str
+) -> None:
+    stored = load_file(experts_of(kind, tmp_path) / "model.safetensors")
+    assert sum(".experts." in name for name in stored) == 2 * 3 * 3
+    expected = hf_folder.loaded(tmp_path)(hf_folder.ids()).logits
+    torch.testing.assert_close(logits(tmp_path, hf_folder.ids()), expected)
+    network = blueprint(tmp_path)
+    name = next(name for name in network.parameters() if name.endswith("gate_up_proj"))
+    shape = network.parameters()[name].shape
+    whole = network.initial(0, name, shape, 0, math.prod(shape))
+    assert torch.equal(network.initial(0, name, shape, 100, 450), whole[100:550])
+    model = _Model(RunDir(tmp_path / "none"), str(tmp_path), None)
+    written: dict[str, Tensor] = {}
+    for name, one in network.parameters().items():
+        value = network.initial(0, name, one.shape, 0, math.prod(one.shape)).view(one.shape)
+        outputs = model.experts(name, one.shape) or {
+            model.stored_name(name): Output(shape=one.shape, make=lambda read: read(""))
+        }
+        written |= {
+            own: output.make(lambda _, value=value: value) for own, output in outputs.items()
+        }
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+    del stored[next(name for name in stored if ".experts.1." in name)]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"missing: .*(gate_up|down)_proj"):
         build(tmp_path)
+
+
+def test_tensors_that_are_changed_otherwise_when_they_are_loaded_are_refused() -> None:
+    split = SimpleNamespace(
+        source_patterns=["qkv"],
+        target_patterns=["q", "k", "v"],
+        operations=[SimpleNamespace(dim=0)],
+    )
+    with pytest.raises(ConfigError, match="model_type=odd in another layout on disk than in"):
+        stored_layout([split], "odd")
 
 
 def test_the_folders_tokenizer_is_taken(folder: Path, tmp_path: Path) -> None:

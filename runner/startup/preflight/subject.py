@@ -15,6 +15,7 @@ from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.protocol import Batch
 from runner.model.blueprint import Blueprint
 from runner.model.decoder import Decoder
+from runner.model.loss import HeadLosses
 from runner.model.objective import (
     INPUT,
     LABELS,
@@ -23,6 +24,7 @@ from runner.model.objective import (
     GuestObjective,
     accepted_by,
     has_own_losses,
+    logits_of,
 )
 from runner.startup.model_check import Check
 
@@ -94,13 +96,18 @@ class Subject:
         return tensors
 
 
+def _whole(fp32: bool) -> HeadLosses:
+    """The loss of logits that are always held whole."""
+    return HeadLosses(fp32=fp32, z_loss=0.0, most_bytes=0)
+
+
 def objective(
     network: nn.Module, *, dtype: torch.dtype | None = None, fp32: bool = True
 ) -> nn.Module:
     """The network under the run's loss, without the z-loss."""
     if isinstance(network, Decoder):
         return DecoderObjective(network, fp32=fp32, z_loss=0.0)
-    return GuestObjective(network, fp32=fp32, dtype=dtype)
+    return GuestObjective(network, head_losses=_whole(fp32), dtype=dtype)
 
 
 def mean_loss(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -122,12 +129,14 @@ def answers(network: nn.Module, inputs: Inputs, begin: int, end: int) -> Tensor:
     if has_own_losses(network):
         labels = torch.full_like(inputs[LABELS], -100)
         labels[:, begin:end] = inputs[LABELS][:, begin:end]
-        sums, _, _ = GuestObjective(network, fp32=True, dtype=None)({**inputs, LABELS: labels})
+        sums, _, _ = GuestObjective(network, head_losses=_whole(fp32=True), dtype=None)(
+            {**inputs, LABELS: labels}
+        )
         own: Tensor = sums
         return own
     names = accepted_by(network.forward) - {INPUT, LABELS}
     output = network(inputs[INPUT], **{n: t for n, t in inputs.items() if n in names})
-    given: Tensor = getattr(output, "logits", output)
+    given: Tensor = logits_of(output)
     return given[:, begin:end]
 
 
