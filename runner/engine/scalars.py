@@ -16,7 +16,7 @@ _NAMES: Final = "_scalar_parameters"
 
 def give_dimension(model: nn.Module) -> None:
     """Make each parameter of shape ``[]`` one of shape ``[1]``; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
         names = [
             name
@@ -26,7 +26,7 @@ def give_dimension(model: nn.Module) -> None:
         for name in names:
             old: Any = module._parameters[name]
             new = nn.Parameter(old.detach().view(1), old.requires_grad)
-            module._parameters[name] = made.setdefault(id(old), new)
+            module._parameters[name] = replacements.setdefault(id(old), new)
         if names:
             _show_views(module, frozenset(names))
 
