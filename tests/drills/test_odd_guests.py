@@ -41,19 +41,20 @@ TRAINS = {
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("engine", "ranks"), [("single", 0), ("fsdp", 2), ("zero1", 2)])
 @pytest.mark.parametrize("name", TRAINS)
-def test_it_is_as_safe_as_the_host(tmp_path: Path, name: str) -> None:
+def test_it_is_as_safe_as_the_host(tmp_path: Path, name: str, engine: str, ranks: int) -> None:
     model, *more = TRAINS[name]
-    how = [*SHORT, f"model._target_={ODD}{model}", *more]
-    poisoned = finish(tmp_path / "poisoned", *how, "faults=[poison@samples=120-140]", ranks=0)
+    how = [*SHORT, f"model._target_={ODD}{model}", *more, f"parallel={engine}"]
+    poisoned = finish(tmp_path / "poisoned", *how, "faults=[poison@samples=120-140]", ranks=ranks)
     assert poisoned.journal("rollback"), poisoned.tail
     skip = skip_override(poisoned.summary["skipped"])
-    assert_same_end(poisoned, finish(tmp_path / "never", *how, skip, ranks=0))
-    whole = finish(tmp_path / "whole", *how, ranks=0)
+    assert_same_end(poisoned, finish(tmp_path / "never", *how, skip, ranks=ranks))
+    whole = finish(tmp_path / "whole", *how, ranks=ranks)
     kill = "faults=[kill@step=15,rank=0]"
-    killed = train(tmp_path / "killed", *how, kill, ranks=0)
+    killed = train(tmp_path / "killed", *how, kill, ranks=ranks)
     assert killed.code != 0
-    assert_same_run(finish(tmp_path / "killed", *how, kill, ranks=0), whole)
+    assert_same_run(finish(tmp_path / "killed", *how, kill, ranks=ranks), whole)
 
 
 @pytest.mark.full
