@@ -43,7 +43,7 @@ from runner.system.extras import is_installed
 
 _CPU = torch.device("cpu")
 _ROWS = 4
-_IN_PROCESS, _SHORT_RUNS = 9, 10  # checks and runs, about
+_IN_PROCESS, _SHORT_RUNS = 10, 10  # checks and runs, about
 _CLOSE = 1e-4  # relative; sums in another order
 _RATE = 1e-3
 # Overrides for the short runs; they come after the user's settings and take precedence.

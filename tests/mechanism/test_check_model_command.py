@@ -12,6 +12,7 @@ TRIALS = [
     "builds without memory",
     "same step twice, bit for bit",
     "forward changes no buffer",
+    "samples are independent",
     "no other random source",
     "the loss is a sum per sample",
     "padding adds nothing",
