@@ -119,8 +119,8 @@ def test_every_command_is_told_in_the_pages() -> None:
 # Named in examples: arguments of a user's code, attributes of the guard, options of other tools.
 _OF_OTHERS = {
     "data.root", "model.hidden", "model.width", "optim.alpha", "track.url",
-    "guard.ok", "guard.over", "guard.note", "guard.skipped", "guard.close", "batch.safetensors",
-    "--shm-size", "--arg", "--dependency",
+    "guard.ok", "guard.updates", "guard.over", "guard.note", "guard.skipped", "guard.close",
+    "batch.safetensors", "--shm-size", "--arg", "--dependency",
     "docs/records/NAME.json", "scripts/bench/results/cpu.json",
 }  # fmt: skip
 _KEY = re.compile(r"(?<![\w./-])[a-z_]+\.[a-z_]+\b(?![(/])")
