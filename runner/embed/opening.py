@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,23 +29,21 @@ from runner.embed.staged_state import StagedState
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.backlog import Backlog
 from runner.observe.console import Console
-from runner.observe.goodput import Past, past
+from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics
 from runner.observe.throughput import Throughput
-from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Record, Tier
-from runner.run_dir.build_info import ranks_on, versions
 from runner.run_dir.paths import RunDir, keep_for_owner
 from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.opening import acquire_lease, open_journal, open_slots
 from runner.session.phases import Inventory, Lease, RunJournal
 from runner.session.side_lines import ring_lines
+from runner.session.start_line import start_incident, time_before
 from runner.startup.resume import Resumed, resume_from, scan
 from runner.system.environment import variables
 from runner.system.error import ConfigError
-from runner.system.json_lines import iter_lines
-from runner.system.process import host_name, own_process, pid_namespace
+from runner.system.process import own_process, pid_namespace
 from runner.train.report import Outputs, Reporter
 from runner.train.state import Carried, TrainState
 
@@ -238,14 +235,14 @@ def open_run(
     ring.before_load = lambda record: pending.announce(record, lease, group)
     state = TrainState(judge_rules(config), remedy_rules(config), carried)
     resumed = resume_from(inventory, group.run_dir, ring, run_journal.journal, state)
-    earlier_time = _past(group, resumed, inventory.journal)
-    reporter = _reporter(group, lease, run_journal, resumed, ring, earlier_time)
+    spent = time_before(group, resumed, inventory.journal)
+    reporter = _reporter(group, lease, run_journal, resumed, ring, spent)
     backlog.add(reporter.metrics_file)
-    hosts = ranks.gather(host_name())
-    before = ranks.from_first(
-        {"lost": earlier_time.lost, "idle_seconds": earlier_time.idle_seconds}
+    run_journal.journal.add(
+        start_incident(
+            group, lease, resumed, spent, reason=command, parallel=command, data=_FINGERPRINT
+        )
     )
-    run_journal.journal.add(_start_incident(lease, group, resumed, hosts, before, command))
     ring.begin()
     return OpenRun(
         config=config,
@@ -264,27 +261,13 @@ def open_run(
     )
 
 
-def _past(group: RankGroup, resumed: Resumed, journal: list[dict[str, Any]]) -> Past:
-    """The time account before this start; only the first rank reads it."""
-    if not group.is_first:
-        return past([], [], [])
-    path, length = group.run_dir.metrics, resumed.metrics_bytes
-    return past(
-        iter_lines(path, stop=length),
-        iter_lines(path, start=length),
-        journal,
-        summary=group.run_dir.stored_summary(),
-        now=time.time(),
-    )
-
-
 def _reporter(
     group: RankGroup,
     lease: Lease,
     run_journal: RunJournal,
     resumed: Resumed,
     ring: Ring,
-    earlier_time: Past,
+    spent: Past,
 ) -> Reporter:
     """The reporter: metrics on rank 0, no trackers and no live line."""
     journal = run_journal.journal
@@ -306,7 +289,7 @@ def _reporter(
             history=journal.history,
             ring=ring,
             total_steps=0,
-            past=earlier_time,
+            past=spent,
             began=journal.began,
         ),
     )
@@ -342,32 +325,3 @@ def _memory_of_newest(
 def memory_for(lease: Lease, group: RankGroup, sharded: StagedState) -> MemoryParts:
     """Slots in memory for the current tensors of ``sharded``. Collective."""
     return open_slots(lease, group, sharded, identity(lease))
-
-
-def _start_incident(
-    lease: Lease,
-    group: RankGroup,
-    resumed: Resumed,
-    hosts: list[str],
-    before: dict[str, Any],
-    command: str,
-) -> Incident:
-    return Incident(
-        kind="start",
-        step=resumed.step,
-        decision=f"go on from step {resumed.step}" if resumed.step else "begin",
-        reason=command,
-        detail={
-            "incarnation": lease.run_lease.number,
-            "world_size": group.place.world_size,
-            "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
-            "parallel": command,
-            "device": group.device.type,
-            **versions(),
-            "settings": lease.config_digest,
-            "data": _FINGERPRINT,
-            "debug": {},
-            **before,
-            "tier": resumed.tier.value if resumed.step else None,
-        },
-    )

@@ -22,7 +22,7 @@ from runner.engine.adamw import AdamWSettings, adamw_over, make_state, set_gate
 from runner.engine.lion import Lion, opened
 from runner.engine.muon import Muon, Whole, is_hidden_matrix
 from runner.engine.optimizer_traits import Make
-from runner.engine.user_optimizer import Foreign
+from runner.engine.user_optimizer import UserOptimizer
 
 Groups = list[dict[str, Any]]
 _COUNT = "step"  # torch's name of the number of updates
@@ -158,9 +158,9 @@ class ShardOptimizer:
         self._updates = torch.zeros((), device=device)
         self._averages = {n: torch.zeros_like(s) for n, s in shards.items() if settings.ema}
         self._of: dict[str, Optimizer] = {}
-        self._foreign: Foreign | None = None
+        self._user: UserOptimizer | None = None
         if settings.make is not None and shards:
-            self._foreign = Foreign(
+            self._user = UserOptimizer(
                 shards,
                 shapes,
                 self._groups(list(shards)),
@@ -173,7 +173,7 @@ class ShardOptimizer:
         matrices = [n for n in shards if is_muon and is_hidden_matrix(n, self._num_dims[n])]
         if matrices:
             self._add(matrices, partial(Muon, momentum=settings.momentum, whole=whole))
-        remaining = [name for name in shards if name not in self._of and self._foreign is None]
+        remaining = [name for name in shards if name not in self._of and self._user is None]
         if remaining:
             self._add(remaining, self._make_rest)
         self._optimizers = list(dict.fromkeys(self._of.values()))
@@ -182,14 +182,14 @@ class ShardOptimizer:
     @property
     def waits_for_host(self) -> bool:
         """Whether the gate is read before each step."""
-        return self._foreign is not None and not self._foreign.is_gated
+        return self._user is not None and not self._user.is_gated
 
     def step(self, *, skip: Tensor, grad_scale: Tensor, learning_rate: float) -> None:
         """Update from gradients divided by ``grad_scale``, unless ``skip`` is 1; FP32 scalars."""
         for factor, rate in self._rates.items():
             rate.fill_(learning_rate * factor)
-        if self._foreign is not None:
-            self._foreign.step(skip=skip, grad_scale=grad_scale, learning_rate=learning_rate)
+        if self._user is not None:
+            self._user.step(skip=skip, grad_scale=grad_scale, learning_rate=learning_rate)
         for optimizer in self._optimizers:
             set_gate(optimizer, skip=skip, grad_scale=grad_scale)
             optimizer.step()
@@ -212,8 +212,8 @@ class ShardOptimizer:
 
         Without an average, holds the evaluation weights of a user's optimizer.
         """
-        if not self._averages and self._foreign is not None:
-            with self._foreign.evaluated() as is_other:
+        if not self._averages and self._user is not None:
+            with self._user.evaluated() as is_other:
                 yield is_other
             return
         has_average = bool(self._averages) and bool(self._updates.item())
@@ -236,18 +236,18 @@ class ShardOptimizer:
             for kind in kinds
             if kind != AVERAGE
         }
-        if self._foreign is not None:
-            tensors |= self._foreign.tensors()
+        if self._user is not None:
+            tensors |= self._user.tensors()
         return tensors | {f"{AVERAGE}/{name}": average for name, average in self._averages.items()}
 
     def uncut(self, *, is_loaded: bool = False) -> dict[str, Tensor]:
-        """State that every rank has whole, by "kind/name"; see :meth:`Foreign.uncut`."""
-        return {} if self._foreign is None else self._foreign.uncut(is_loaded=is_loaded)
+        """State that every rank has whole, by "kind/name"; see :meth:`UserOptimizer.uncut`."""
+        return {} if self._user is None else self._user.uncut(is_loaded=is_loaded)
 
     def update_counts(self) -> dict[str, int]:
         """Applied updates by name. Waits once."""
-        if self._foreign is not None:
-            own = self._foreign.counts(self._updates)
+        if self._user is not None:
+            own = self._user.counts(self._updates)
         else:
             own = [self._state(name).get(_COUNT, self._updates) for name in self._shards]
         counts = [torch.as_tensor(count).to(self._device, torch.float32) for count in own]
@@ -257,8 +257,8 @@ class ShardOptimizer:
 
     def set_update_counts(self, counts: Mapping[str, int]) -> None:
         """Set the update counts after a load."""
-        if self._foreign is not None:
-            self._foreign.finish_load(counts)
+        if self._user is not None:
+            self._user.finish_load(counts)
         for name in self._of:
             state = self._state(name)
             if _COUNT in state:

@@ -54,18 +54,14 @@ class _Unit:
     begins: list[dict[str, Any]]
 
 
-class Foreign:
+class UserOptimizer:
     """See the module's docstring.
 
     Args:
-        shards: by name, FP32; ``.grad`` is read.
-        shapes: shapes of the whole parameters.
         groups: torch parameter groups with ``names`` and ``rate`` added.
-        is_cut: whether a shard may be only part of its parameter.
 
-    Raises:
-        ConfigError: the optimizer cannot work on shards, or has state that a checkpoint cannot
-            hold.
+    The other arguments, and what is raised, are those of
+    :class:`runner.engine.optimizer.ShardOptimizer`.
     """
 
     def __init__(

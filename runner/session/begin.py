@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -18,12 +16,11 @@ from runner.engine.protocol import MicroStep
 from runner.fault.inject import FaultInjector
 from runner.health.device_check import check_devices
 from runner.observe.alert import CommandAlerts
-from runner.observe.goodput import Past, past
+from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics
 from runner.policy.decision.history import Incident
 from runner.policy.retention.records import Tier
 from runner.report.writer import PageWriter
-from runner.run_dir.build_info import ranks_on, versions
 from runner.session import parts
 from runner.session.actors import make_actors, make_loop
 from runner.session.layers import Columns, make_layers
@@ -31,13 +28,13 @@ from runner.session.memory_line import memory_line
 from runner.session.phases import Machinery, Opened, Run
 from runner.session.quick import quick_preflight
 from runner.session.side_lines import rank_times, ring_lines
+from runner.session.start_line import start_incident, time_before
 from runner.startup.memory_need import SavedActivations
 from runner.startup.mixture import settle_mixture
 from runner.startup.resume import Resumed
 from runner.system import output
 from runner.system.error import RankError
 from runner.system.json_lines import iter_lines
-from runner.system.process import host_name
 from runner.train.corpus_check import CorpusCheck, ResumedOn, known_digest
 from runner.train.curve_reader import CurveReader
 from runner.train.report import Outputs, Reporter, Tracker
@@ -50,8 +47,7 @@ _YES_NO = {True: "yes", False: "no"}
 def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     """Write the journal line of this start, and make the actors. Collective."""
     group, lease, corpus = opened.group, opened.lease, opened.corpus
-    hosts = group.ranks.gather(host_name())
-    past = _past(opened, resumed)
+    spent = time_before(group, resumed, opened.inventory.found.journal)
     feed = parts.feed(lease.config, corpus.dataset, corpus.stream, group.place, group.device)
     saved = SavedActivations()
     is_to_train = resumed.step < lease.config.steps
@@ -61,18 +57,23 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
         group.console.say(memory_line(opened, machinery, saved))
     columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
     layers = make_layers(opened, machinery, resumed)
-    Columns(columns, layers, opened.written.report)
+    all_columns = Columns(columns, layers, opened.written.report)
     recomputed = _recorded(opened, resumed)
     reporter = group.ranks.all_or_none(
         "opening the metrics",
-        lambda: _reporter(
-            opened, machinery, resumed, past, Columns(columns, layers, opened.written.report), pages
-        ),
+        lambda: _reporter(opened, machinery, resumed, spent, all_columns, pages),
     )
     machinery.backlog.add(reporter.metrics_file)
     # After the reporter has cut the metrics, so that lost lines are journalled once.
-    before = group.ranks.from_first({"lost": past.lost, "idle_seconds": past.idle_seconds})
-    start = _start_incident(opened, resumed, hosts, before)
+    start = start_incident(
+        group,
+        lease,
+        resumed,
+        spent,
+        reason="command",
+        parallel=lease.config.parallel.kind.value,
+        data=corpus.dataset.fingerprint(),
+    )
     start = replace(start, detail={**start.detail, "repeats_bits": repeats})
     reporter.also_applied(_resume_check(opened, resumed, recomputed, start).applied)
     opened.written.journal.add(start)
@@ -91,20 +92,6 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
         pages.begin()
     return Run(
         opened=opened, machinery=machinery, feed=feed, reporter=reporter, loop=loop, pages=pages
-    )
-
-
-def _past(opened: Opened, resumed: Resumed) -> Past:
-    """Read on rank 0 how the run's time was spent before this start."""
-    if not opened.group.is_first:
-        return past([], [], [])
-    path, length = opened.group.run_dir.metrics, resumed.metrics_bytes
-    return past(
-        iter_lines(path, stop=length),
-        iter_lines(path, start=length),
-        opened.inventory.found.journal,
-        summary=opened.group.run_dir.stored_summary(),
-        now=time.time(),
     )
 
 
@@ -154,7 +141,7 @@ def _reporter(
     opened: Opened,
     machinery: Machinery,
     resumed: Resumed,
-    past: Past,
+    spent: Past,
     columns: Columns,
     pages: PageWriter | None,
 ) -> Reporter:
@@ -167,14 +154,7 @@ def _reporter(
             length=resumed.metrics_bytes,
             check=check,
         ),
-        trackers=[
-            *(
-                parts.trackers(config, group.run_dir, resumed, lease.run_lease)
-                if group.is_first
-                else ()
-            ),
-            *opened.written.trackers,
-        ],
+        trackers=_trackers(opened, resumed),
         console=group.console,
         lost=lambda: _losses(pages, opened.written.alerts) if group.is_first else (),
         journal=journal.add,
@@ -198,17 +178,17 @@ def _reporter(
         history=journal.history,
         ring=machinery.ring,
         total_steps=config.steps,
-        past=past,
+        past=spent,
         began=journal.began,
     )
 
 
 def _trackers(opened: Opened, resumed: Resumed) -> list[Tracker]:
-    group, lease = opened.group, opened.lease
+    """The trackers of this rank: those in files are rank 0's alone."""
+    group, lease, others = opened.group, opened.lease, opened.written.trackers
     if not group.is_first:
-        return []
-    files = parts.trackers(lease.config, group.run_dir, resumed, lease.run_lease)
-    return [*files, *opened.written.trackers]
+        return [*others]
+    return [*parts.trackers(lease.config, group.run_dir, resumed, lease.run_lease), *others]
 
 
 def _curve_reader(opened: Opened, resumed: Resumed) -> CurveReader | None:
@@ -232,34 +212,6 @@ def _losses(*outputs: PageWriter | CommandAlerts | None) -> list[output.Loss]:
     """List the outputs whose lost lines become incidents."""
     lost = [one.loss for one in outputs if one is not None]
     return [*output.losses(), *(loss for loss in lost if loss is not None)]
-
-
-def _start_incident(
-    opened: Opened, resumed: Resumed, hosts: list[str], before: dict[str, Any]
-) -> Incident:
-    group, lease = opened.group, opened.lease
-    return Incident(
-        kind="start",
-        step=resumed.step,
-        decision=f"go on from step {resumed.step}" if resumed.step else "begin",
-        reason="command",
-        detail={
-            "incarnation": lease.run_lease.number,
-            "world_size": group.place.world_size,
-            "hosts": {host: ranks_on(host, hosts) for host in dict.fromkeys(hosts)},
-            "parallel": lease.config.parallel.kind.value,
-            "device": group.device.type,
-            **versions(),
-            **{
-                name: version for name, version in group.device_versions.items() if name != "device"
-            },
-            "settings": lease.config_digest,
-            "data": opened.corpus.dataset.fingerprint(),
-            "debug": dict(group.debug),
-            **before,
-            "tier": resumed.tier.value if resumed.step else None,
-        },
-    )
 
 
 def _check_devices(opened: Opened, faults: FaultInjector, step: int) -> None:

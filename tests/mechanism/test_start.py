@@ -21,7 +21,7 @@ from runner.launch import local_ranks as begun_module
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.prepared import Preparation
 from runner.system.process import host_name
-from tests.mechanism.test_witness import take_run, until, watched
+from tests.mechanism.test_witness import endings, take_run, until, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -29,17 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 def test_a_stage_of_the_start_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codes: list[int] = []
-    said: list[str] = []
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        raise SystemExit(code)
-
-    monkeypatch.setattr(module, "leave", leave)
-    monkeypatch.setattr(module, "end_within", lambda *_: lambda: None)
-    monkeypatch.setattr(module, "_TICK_SECONDS", 0.02)
-    monkeypatch.setattr(module._log, "error", lambda words, *values: said.append(words % values))
+    codes, said = endings(monkeypatch)
     one = watched(tmp_path, has_agent=False)
     one.expect("meeting the other ranks", 1000)
     one.start()

@@ -14,12 +14,12 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from runner.distributed.env import RankEnv
-from runner.health import rank_monitor, start_watch
+from runner.health import start_watch
 from runner.health.start_watch import StartWatch
 from runner.system.process import host_name, own_process, pid_namespace
 from tests import warm
 from tests.mechanism.test_meet import free_port
-from tests.mechanism.test_witness import until, watched
+from tests.mechanism.test_witness import endings, until, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
@@ -111,17 +111,7 @@ def test_a_lost_store_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_neighbour_that_dies_ends_this_rank_and_is_told(
     tmp_path: Path, store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codes: list[int] = []
-    said: list[str] = []
-
-    def leave(code: int) -> None:
-        codes.append(code)
-        raise SystemExit(code)
-
-    monkeypatch.setattr(rank_monitor, "leave", leave)
-    monkeypatch.setattr(rank_monitor, "end_within", lambda *_: lambda: None)
-    monkeypatch.setattr(rank_monitor, "_TICK_SECONDS", 0.02)
-    monkeypatch.setattr(rank_monitor._log, "error", lambda words, *v: said.append(words % v))
+    codes, said = endings(monkeypatch)
     neighbour = subprocess.Popen(["sleep", "1000"])
     try:
         process = own_process() | {"pid": neighbour.pid}

@@ -97,6 +97,25 @@ def watched(
     )
 
 
+def endings(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[str]]:
+    """Exit codes with which monitors end this process from now on, and their last messages."""
+    codes: list[int] = []
+    messages: list[str] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise SystemExit(code)
+
+    def error(text: str, *values: object) -> None:
+        messages.append(text % values)
+
+    monkeypatch.setattr(witness_module, "leave", leave)
+    monkeypatch.setattr(witness_module, "end_within", lambda *_: lambda: None)
+    monkeypatch.setattr(witness_module, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(witness_module._log, "error", error)
+    return codes, messages
+
+
 def take_run(out: Path, one: RankMonitor, peers: Sequence[Facts] = ()) -> None:
     alone = JobEnv(job=None, order=(0, 0), step="", end_time=None, has_agent=False)
     made = acquire(
