@@ -20,6 +20,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -565,13 +566,42 @@ class _Stage(Protocol):
         ...
 
 
+# What this file uses of DeepSpeed's optimizers, most of it private.
+OF_OPTIMIZERS = {
+    "BF16_Optimizer": (
+        "fp32_groups_flat_partition",
+        "fp32_groups_gradient_flat_partition",
+        "get_grads_for_norm",
+        "update_lp_params",
+    ),
+    "DeepSpeedZeroOptimizer": (
+        "averaged_gradients",
+        "scaled_global_norm",
+        "single_partition_of_fp32_groups",
+        "update_lp_params",
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+        "_get_norm_groups",
+        "_reassign_or_swap_out_partitioned_parameters",
+        "checkpoint_event_epilogue",
+        "checkpoint_event_prologue",
+        "fp32_partitioned_groups_flat",
+        "get_param_id",
+        "grad_partitions_flat_buffer",
+        "grad_position",
+        "sub_group_to_group_id",
+    ),
+}
+
+
 def stage_of(wrapped: Any) -> _Stage:
     """
     Args:
         wrapped: the DeepSpeed optimizer around torch's.
 
     Raises:
-        ConfigError: its class is not supported.
+        ConfigError: its class is not supported, or this version of DeepSpeed lacks what is used.
     """
     kinds: dict[str, Callable[[Any], _Stage]] = {
         "BF16_Optimizer": _StageOne,
@@ -583,6 +613,12 @@ def stage_of(wrapped: Any) -> _Stage:
         raise ConfigError(
             f"parallel.deepspeed: selects DeepSpeed's {name}, and only {', '.join(kinds)} are "
             "supported: remove the setting that selects it"
+        )
+    missing = [one for one in OF_OPTIMIZERS[name] if not hasattr(wrapped, one)]
+    if missing:
+        raise ConfigError(
+            f"DeepSpeed {version('deepspeed')}: its {name} has no {', '.join(missing)}, which "
+            "parallel=zero* uses: install deepspeed==0.19.8, with which it was tested"
         )
     return kinds[name](wrapped)
 

@@ -23,6 +23,7 @@ from runner.engine.adamw import AdamWSettings
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import MicroStep
 from runner.engine.zero import (
+    OF_OPTIMIZERS,
     PASSED,
     REFUSED,
     REFUSED_OFFLOAD,
@@ -336,6 +337,18 @@ def test_it_is_imported_only_when_asked_for() -> None:
         "sys.exit('deepspeed' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_deepspeed_that_moved_a_name_is_refused_at_the_start() -> None:
+    """An upgrade within the supported range may: the tests do not run where it is installed."""
+    for kind, names in OF_OPTIMIZERS.items():
+        used = {path.split(".")[1] for path in USED[kind] if path.startswith("optimizer.")}
+        assert set(names) == used
+        whole = type(kind, (), dict.fromkeys(names))
+        stage_of(whole())
+        delattr(whole, names[0])
+        with pytest.raises(ConfigError, match=rf"DeepSpeed 0.*{kind} has no {names[0]}, which"):
+            stage_of(whole())
 
 
 def test_the_names_above_are_all_that_the_engine_uses() -> None:
