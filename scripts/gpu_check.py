@@ -378,6 +378,30 @@ def sums_of_large_states(machine: Machine) -> str:
     return "the GPU sums as the CPU does"
 
 
+def offloads_and_compiles(machine: Machine) -> str:
+    """Each killed once: what is page-locked or compiled must come back as well."""
+    machine.needs(2)
+    fault = "faults=[kill@step=25,rank=0]"
+    for name, setting in (("offload", "parallel.offload=cpu"), ("compile", "model.compile=true")):
+        ended = machine.done(name, setting, fault, restarts=1)
+        if ended.summary["status"] != "done" or ended.summary["restarts"] != 1:
+            raise Failed(f"{setting}: {ended.summary['status']}, {ended.text[-_TAIL:]}")
+        machine.measured[f"seconds_{name}"] = round(ended.seconds, 1)
+    return "parallel.offload=cpu, then model.compile=true: killed once, 40 steps each"
+
+
+def bandwidth_is_measured(machine: Machine) -> str:
+    from runner.startup.preflight.bandwidth import all_reduce_speed
+
+    machine.needs(2)
+    backend = "nccl" if machine.device == "cuda" else "gloo"
+    measured = all_reduce_speed(backend, machine.ranks, 1 << 24)
+    if measured is None:
+        raise Failed("its processes failed, or took longer than a minute")
+    machine.measured["gb_per_second"] = round(measured, 2)
+    return f"{measured:.1f} GB/s"
+
+
 def deepspeed_zero(machine: Machine) -> str:
     machine.needs(2)
     try:
@@ -478,6 +502,18 @@ CLAIMS = (
         words="no step makes the host wait for the device",
         check=in_one_process,
         seconds=120,
+    ),
+    Claim(
+        name="variants",
+        words="offloaded and compiled runs train and resume",
+        check=offloads_and_compiles,
+        seconds=60,
+    ),
+    Claim(
+        name="links",
+        words="preflight measures an all-reduce between the GPUs",
+        check=bandwidth_is_measured,
+        seconds=20,
     ),
     Claim(name="zero", words="DeepSpeed ZeRO trains", check=deepspeed_zero, seconds=120),
 )
