@@ -206,8 +206,10 @@ class Guard:
 
         Call it once per step on every rank, after ``backward`` and before the optimizer's step.
         False means that the step was discarded, or the run has already gone back to a checkpoint;
-        the gradients are gone. With ``sync=False`` True leaves it to the device whether the
-        update is made, and False may also mean that the step's batches come once more.
+        the gradients are gone. After a resume of three or more ranks with plain gradients the first
+        step is computed twice: it is False, and the batches come once more. With ``sync=False``
+        True leaves it to the device whether the update is made, and False may also mean that the
+        step's batches come once more.
 
         Args:
             loss: this rank's, a scalar or a tensor whose mean it is; the guard judges the mean
@@ -460,11 +462,8 @@ class Guard:
     def _handed_out(self, number: int, batch: Any, before: Randomness | None) -> tuple[Any]:
         self._steps.begin_batch(number, before)
         # What can be read again by its number need not be held.
-        if (
-            self._gate is not None
-            and self._position.source
-            and not self._position.source.reads_by_number
-        ):
+        source, may_repeat = self._position.source, self._gate or self._steps.computes_twice
+        if may_repeat and source and not source.reads_by_number:
             self._in_hand.append((number, batch))
         return (batch,)
 

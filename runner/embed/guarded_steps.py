@@ -69,6 +69,7 @@ class GuardedSteps:
         has_rolled_back: whether a checkpoint was loaded since this was last set to False.
         was_too_early: the batches in hand are to be given once more; until it is set to False.
         reads_draw: reading a batch draws from the random generators of this rank.
+        computes_twice: the first step of this start is to be computed once more.
         undoes_refused: what the loop does between a refusal and :meth:`settle` is undone; nothing
             but its own body may run in between.
 
@@ -97,6 +98,7 @@ class GuardedSteps:
         self.pending: tuple[StepInfo, Verdict] | None = None
         self.has_rolled_back = self.was_too_early = self.reads_draw = False
         self.undoes_refused = False
+        self.computes_twice = run.state.updates > 0 and measurer.adds_differently_at_first()
         self._refusal: _Refusal | None = None
         self._overflow: StepInfo | None = None  # a step that a loss scaler is to skip
         self._scalers = Scalers(carried.schedulers)
@@ -173,7 +175,7 @@ class GuardedSteps:
 
     def judge(self, loss: torch.Tensor | float, tokens: int) -> bool:
         """Whether the update may be made. Collective."""
-        is_allowed = self._decide(loss, tokens)
+        is_allowed = not self._gives_again() and self._decide(loss, tokens)
         if not is_allowed and self.undoes_refused:
             self._refusal = _Refusal(
                 randomness=Randomness(),
@@ -216,6 +218,17 @@ class GuardedSteps:
         if info.stop_requested:
             self._leave()
         return False
+
+    def _gives_again(self) -> bool:
+        """Undo the first step of a start: the next backward is as one in the midst of a run."""
+        if not (self.computes_twice and self.undoes_refused and self._stop is not None):
+            return False
+        self.computes_twice = False
+        self._measurer.forget_gradients()
+        self._undo_reading()
+        self._forget_batches()
+        self.was_too_early = True
+        return True
 
     def _launched(self, loss: torch.Tensor | float, tokens: int, stop: int) -> AgreedStep:
         run, state = self._run, self._state

@@ -31,6 +31,7 @@ _LOSS, _GRAD_SQUARE, _NONFINITE, _STOP, _KEPT, _TOKENS, _DRAWN = range(7)
 _FINGERPRINT = 7
 _JOBS = _FINGERPRINT + FINGERPRINT_SIZE
 _OWN = -4  # behind the ring's jobs: this rank's loss, the mean, the norm, the gate
+_TWO = 2
 _NUM_LOUDEST = 3
 _CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -69,6 +70,15 @@ class Measurer:
     def note(self, loss: torch.Tensor | float, number: int) -> None:
         """The loss of batch ``number``, whose gradients others of the same step are added to."""
         self._noted[number] = _scalar(loss, self._state.compute_device)
+
+    def adds_differently_at_first(self) -> bool:
+        """Whether a process's first backward may add the ranks' gradients in another order.
+
+        DistributedDataParallel makes its buckets anew after the first. Of two ranks it is a + b.
+        """
+        return self._ranks.world_size > _TWO and any(
+            not isinstance(parameter, DTensor) for parameter, _ in self._parameters()
+        )
 
     def begin_step(self) -> None:
         """Another step begins: its first batch was read."""

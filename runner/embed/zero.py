@@ -139,6 +139,10 @@ class ZeroMeasurer(Measurer):
         gradients = [gradient.float() for gradient in self._stage.gradients()]
         return squared_norm(gradients, self._state.device)
 
+    def adds_differently_at_first(self) -> bool:
+        """False: DeepSpeed's buckets stay as they are."""
+        return False
+
     def forget_late_gradients(self) -> None:
         """None: DeepSpeed has ended the step."""
 

@@ -92,6 +92,15 @@ def test_nan_in_the_loss_of_an_early_batch_of_one_rank_discards_the_step_on_all(
     assert [line["sample_ids"] for line in bad] == [["batch 6"], ["batch 20"], ["batch 30"]]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["ddp", "sampler"])
+def test_on_three_ranks_buckets_are_as_before_the_restart(tmp_path: Path, layout: str) -> None:
+    ends = run(tmp_path, layout, "poison", "told", ranks=3, restarts=1, KILL_AT="26")
+    assert ends["poison"] == ends["told"]
+    starts = read_lines(tmp_path / f"{layout}-poison" / "journal.jsonl")
+    assert sum(line["kind"] == "start" for line in starts) == 2
+
+
 def test_a_killed_rank_and_a_restart_change_nothing(tmp_path: Path) -> None:
     ends = run(tmp_path, "fsdp", "poison", "told", restarts=1, KILL_AT="26")
     assert ends["poison"] == ends["told"]
