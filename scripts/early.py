@@ -1,11 +1,12 @@
 """Trials of the early warnings: slow divergences and healthy trainings, in one process.
 
-    python scripts/early.py --slow 20 --healthy 10 --steps 800
+    python scripts/early.py --slow 20 --healthy 10 --steps 800 --rows FILE.jsonl
 
 A slow divergence is a healthy training whose rate is ramped up until the loss rises; the event is
 the step at which the running median of the loss lies 0.2 nats above its best; a training that never
 rises is left out. Prints a JSON line a training, and at the end how many were warned of 50 steps
-before, and how many warnings and alarms healthy steps had.
+before, and how many warnings and alarms healthy steps had. With ``--rows`` the trainings that the
+file has are not made again, so that it can be done in pieces (``--seconds``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -176,13 +178,13 @@ class Counts:
     false_warnings: int = 0
     false_alarms: int = 0
 
-    def add(self, kind: str, outcome: dict[str, Any]) -> None:
+    def add(self, row: dict[str, Any]) -> None:
         """Count one training."""
-        warned, event = outcome["warned"], outcome["event"]
+        warned, event = row["warned"], row["event"]
         num_alarms = sum(is_alarm for _, is_alarm, _ in warned)
-        if kind == "healthy":
+        if row["kind"] == "healthy":
             self.healthy_trainings += 1
-            self.healthy_steps += len(outcome["losses"])
+            self.healthy_steps += row["steps"]
             self.false_warnings += len(warned)
             self.false_alarms += num_alarms
         elif event is not None:
@@ -197,6 +199,20 @@ class Counts:
         return is_early and self.false_alarms * 100_000 <= self.healthy_steps
 
 
+def _row(kind: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Make one training."""
+    is_slow = kind == "slow"
+    steps = 4 * options.steps if is_slow else options.steps
+    trial = make_trial(seed, is_slow=is_slow, steps=steps)
+    outcome = run(trial, options.every)
+    row = {
+        "kind": kind, "seed": trial.seed, "overrides": trial.overrides, "rate": trial.rate,
+        "steps": len(outcome["losses"]), "event": outcome["event"],
+        "warned": outcome["warned"],
+    }  # fmt: skip
+    return {**row, "looks": outcome["looks"]} if options.looks else row
+
+
 def main() -> int:
     """Run the trials; 0 when the bounds hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -207,28 +223,28 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin none after these")
     parser.add_argument("--looks", action="store_true", help="print what was measured, too")
+    parser.add_argument("--rows", type=Path, help="JSON lines to go on from, and to append to")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     began, counts = time.monotonic(), Counts()
+    has_rows = options.rows and options.rows.exists()
+    lines = options.rows.read_text().splitlines() if has_rows else []
+    rows: dict[int, dict[str, Any]] = {row["seed"]: row for row in map(json.loads, lines)}
     for number in itertools.count(options.first):
         is_slow = counts.divergences < options.slow
         is_enough = counts.healthy_trainings >= options.healthy
         if (is_enough and not is_slow) or time.monotonic() - began > options.seconds:
             break
         kind, seed = ("slow", number) if is_slow else ("healthy", _HEALTHY + number)
-        steps = 4 * options.steps if is_slow else options.steps
-        trial = make_trial(seed, is_slow=is_slow, steps=steps)
-        outcome = run(trial, options.every)
-        counts.add(kind, outcome)
-        line = {
-            "kind": kind, "seed": trial.seed, "overrides": trial.overrides, "rate": trial.rate,
-            "steps": len(outcome["losses"]), "event": outcome["event"],
-            "warned": outcome["warned"],
-        }  # fmt: skip
-        if options.looks:
-            line["looks"] = outcome["looks"]
-        print(json.dumps(line), flush=True)
+        if seed not in rows:
+            rows[seed] = _row(kind, seed, options)
+            if options.rows:
+                with options.rows.open("a") as file:
+                    file.write(json.dumps(rows[seed]) + "\n")
+        counts.add(rows[seed])
+        if not options.rows:
+            print(json.dumps(rows[seed]), flush=True)
     print(json.dumps(asdict(counts)))
     dist.destroy_process_group()
     return 0 if counts.holds else 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,9 @@ from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Attempt, Bench
 from runner.explain.reading import Reading
 from runner.policy.decision.signals import Limits
+
+# Computes readings with the weights of the newest clean checkpoint; None if there is none.
+Earlier = Callable[[Callable[[], Sequence[Reading]]], Sequence[Reading] | None]
 
 NOT_RECOMPUTED = "F, G: nothing was computed again from a checkpoint yet"
 
@@ -25,6 +28,7 @@ class Case:
         later: a batch far after it.
         overflowed: the step before it was bad only in the run's precision.
         came_again: it was bad before, and all steps since a clean checkpoint repeated exactly.
+        earlier: see :data:`Earlier`; None if that would cost too much.
     """
 
     attempt: Attempt
@@ -33,6 +37,7 @@ class Case:
     most_steps: int
     overflowed: bool = False
     came_again: bool = False
+    earlier: Earlier | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -58,6 +58,7 @@ class Finding:
         not_tried: what else could have been tried, and why it was not.
         steps: how many computations of a step it took.
         numbers: the numbers of each probe.
+        fallback: the finding, should the weights turn out not to be at fault.
     """
 
     cause: Cause
@@ -76,6 +77,7 @@ class Finding:
     bundle: int | None = None  # number of the evidence on disk
     numbers: Mapping[str, Any] = field(default_factory=dict)
     layers: Mapping[str, Any] = field(default_factory=dict)  # the largest outputs, from probe I
+    fallback: Finding | None = None
 
     def describe(self) -> str:
         """Cause and reason in one sentence."""
@@ -83,8 +85,8 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The finding for the journal, without the probes' numbers."""
-        fields = asdict(replace(self, numbers={}, layers={}))
-        del fields["numbers"], fields["layers"]
+        fields = asdict(replace(self, numbers={}, layers={}, fallback=None))
+        del fields["numbers"], fields["layers"], fields["fallback"]
         return fields | {
             "cause": self.cause.value,
             "remedy": self.remedy.value,

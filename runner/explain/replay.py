@@ -13,6 +13,7 @@ from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import MicroBatch
 from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing
 from runner.explain.culprits import Culprits
+from runner.explain.earlier_weights import doubt_culprits
 from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Bench
 from runner.explain.reading import (
@@ -206,7 +207,8 @@ class Replay:
         level = usual(known)
         assert level is not None, "a good reading is finite"
         culprits = Culprits(self._bench, case, evidence, known=known, level=level)
-        return culprits.find([reading for reading in (again, rotated) if reading is not None])
+        finding = culprits.find([reading for reading in (again, rotated) if reading is not None])
+        return doubt_culprits(self._bench, case, evidence, indices=indices, finding=finding)
 
     def _repeat(self, case: Case, evidence: Evidence, again: Reading) -> Finding:
         """Repeat a step that was bad twice, but good when ranks swapped their samples."""

@@ -18,6 +18,7 @@ from runner.session import parts
 from runner.session.phases import Actors, Machinery, Opened
 from runner.system.json_lines import iter_lines
 from runner.system.process import host_name
+from runner.train.clean_weights import CleanWeights
 from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules
 from runner.train.guard import Guard
 from runner.train.rate_probe import RateProbe
@@ -109,7 +110,9 @@ def _repeated_steps(
             ring=ring,
             history=history,
             fresh=lambda: TrainState(parts.judge_rules(config), rules),
+            known=replay.known_now,
         ),
+        clean_weights=CleanWeights(machinery.engine, ring),
         report=written.report,
         bundles=bundles,
     )

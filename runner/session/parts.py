@@ -77,7 +77,7 @@ from runner.train.explaining import ExplainRules
 from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes, SnapshotInterval
 
 # Limits on replayed steps: for one incident, and for all as a share of the run's steps.
-_EXPLAINING = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (120, 0.05)}
+_EXPLAINING = {ExplainKind.quick: (10, 0.005), ExplainKind.full: (300, 0.05)}
 _LEAST_INCIDENTS = 6  # incidents that any run may replay, however short
 
 Report = Callable[[Incident], None]
@@ -122,6 +122,7 @@ def explain_rules(config: RunConfig) -> ExplainRules | None:
     return ExplainRules(
         an_incident=an_incident,
         in_all=max(_LEAST_INCIDENTS * an_incident, round(share * config.steps)),
+        may_load=kind is ExplainKind.full,
     )
 
 

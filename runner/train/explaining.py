@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from runner.data.cursor import BatchPlan
 from runner.explain.bundle import Bundles, ExplainedStep
-from runner.explain.case import Case
+from runner.explain.case import Case, Earlier
 from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Attempt
 from runner.explain.replay import Replay
@@ -52,10 +53,14 @@ class Stepper(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainRules:
-    """Limits on replayed steps: for one incident, and for the whole run."""
+    """Limits on replayed steps: for one incident, and for the whole run.
+
+    ``may_load``: whether a checkpoint may be loaded to compare its weights.
+    """
 
     an_incident: int
     in_all: int
+    may_load: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +176,7 @@ class ExplainingGuard:
                 most_steps=self._rules.an_incident,
                 overflowed=self._overflowed(signals),
                 came_again=came_again,
+                earlier=self._earlier(info, state),
             )
         )
         if self._repeated is not None and came_again and finding.remedy is Remedy.go_back:
@@ -178,6 +184,12 @@ class ExplainingGuard:
             finding = self._repeated.rate(info, state, finding, most_steps=remaining)
         self._reporter.stalled("discarded", time.monotonic() - began)
         return replace(finding, bundle=self._journal.num_lines)
+
+    def _earlier(self, info: StepInfo, state: TrainState) -> Earlier | None:
+        """Computes with the weights of a clean checkpoint; None if loading it costs too much."""
+        if self._repeated is None or not self._rules.may_load:
+            return None
+        return partial(self._repeated.compute_earlier, info, state)
 
     def _is_of_a_mix(self, signals: StepSignals) -> bool:
         """Whether the previous step was discarded because of a new data mix."""

@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-import torch
-
-from runner.checkpoint.protocol import Restored
 from runner.engine.protocol import Engine
+from runner.explain.reading import Reading, Usual, outstanding, usual
 from runner.policy.decision.history import History
 from runner.policy.decision.judge import Kind
 from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record
+from runner.train.clean_weights import HostCopy, Ring
 from runner.train.state import TrainState
 from runner.train.step import Stepper
 from runner.train.step_runner import StepPlanner
@@ -26,15 +24,10 @@ from runner.train.step_runner import StepPlanner
 # Trials divide the rate by powers of this, so that the largest curing rate is known to a factor of
 # three.
 _DIVISOR, _MOST_POWERS = 3.0, 6
-_MOST_RUNS = 4  # three bisections of the powers, and the control
+_MOST_RATES = 3  # bisections of the powers
 _BEYOND = 2  # steps after the bad one that must be clean as well
-
-
-class Ring(Protocol):
-    """The part of :class:`runner.checkpoint.ring.Ring` used here."""
-
-    def restore(self, candidates: Sequence[Record]) -> Restored: ...
-    def before_update(self) -> None: ...
+# If single samples stood out, a rate that is too high may spare the samples of a few steps.
+_BEYOND_SUSPECTS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +47,34 @@ class RateResult:
     shortfall: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """One way from the checkpoint past the bad step.
+
+    Args:
+        factor: on the learning rate.
+        replaces: replace one sample of each batch.
+        without: stream positions that are left out as well.
+        cursor: where to begin; None for where the checkpoint does.
+        beyond: steps after the bad one that must be clean as well.
+        watches: no known sample may stand out from the bad step on. Single samples tell of bad
+            weights before the gate does.
+    """
+
+    factor: float = 1.0
+    replaces: bool = False
+    without: tuple[int, ...] = ()
+    cursor: int | None = None
+    beyond: int = _BEYOND
+    watches: bool = False
+
+
 class RateProbe:
     """Computes steps again from a checkpoint.
 
     Args:
         fresh: makes an empty state to load into.
+        known: reads known samples with the weights as they are; None without any. Collective.
     """
 
     def __init__(
@@ -70,6 +86,7 @@ class RateProbe:
         ring: Ring,
         history: History,
         fresh: Callable[[], TrainState],
+        known: Callable[[], Reading | None],
     ) -> None:
         self._engine = engine
         self._stepper = stepper
@@ -77,64 +94,88 @@ class RateProbe:
         self._ring = ring
         self._history = history
         self._fresh = fresh
+        self._known = known
         self._num_steps = 0
 
-    def try_rates(self, record: Record, bad: StepSignals, *, most_steps: int) -> RateResult:
+    def try_rates(
+        self, record: Record, bad: StepSignals, *, without: Sequence[int] = (), most_steps: int
+    ) -> RateResult:
         """Test whether a lower rate passes the bad step. Collective; restores the state.
 
         Args:
             record: the checkpoint to start from.
+            without: stream positions of suspected samples, which the control leaves out.
             most_steps: limit on computed steps.
         """
-        length = bad.step - record.step + _BEYOND
-        if length * _MOST_RUNS > most_steps:
+        way = bad.step - record.step
+        if without:
+            watched = _BEYOND_SUSPECTS + 1 + 1  # each step from the bad one on, and before all
+            needed = _MOST_RATES * (way + _BEYOND) + 2 * (way + _BEYOND_SUSPECTS)
+            needed += (_MOST_RATES + 2) * watched
+        else:
+            needed = (_MOST_RATES + 1) * (way + _BEYOND)
+        if needed > most_steps:
             return RateResult(
-                shortfall=f"G: {length} steps at each of {_MOST_RUNS} rates, {most_steps} "
-                "computations are left (explain=full)"
+                shortfall=f"G: takes up to {needed} computations, {most_steps} are left "
+                "(explain=full)"
             )
         self._num_steps = 0
         with self._stepper.aside():
             copy = HostCopy(self._engine)
             try:
-                return self._tried(record, bad.step)
+                return self._tried(record, bad, without)
             finally:
                 self._ring.before_update()
                 copy.put_back(self._engine)
 
-    def _tried(self, record: Record, bad: int) -> RateResult:
+    def _tried(self, record: Record, bad: StepSignals, without: Sequence[int]) -> RateResult:
         # Bisect the powers: 0 does not cure, and the last one is untested.
         bad_power, good_power = 0, _MOST_POWERS + 1
         while good_power - bad_power > 1:
             power = (bad_power + good_power) // 2
-            if self._is_cured(record, bad, factor=_DIVISOR**-power):
+            course = Course(factor=_DIVISOR**-power, watches=bool(without))
+            if self._is_cured(record, bad.step, course):
                 good_power = power
             else:
                 bad_power = power
         if good_power > _MOST_POWERS:
             return RateResult(steps=self._num_steps, shortfall="G: no tested lower rate cures it")
-        control = self._is_cured(record, bad, factor=1.0, leaves_out=True)
+        control = self._control_cures(record, bad, without)
         factor = _DIVISOR**-good_power
         return RateResult(factor=factor, control_cures=control, steps=self._num_steps)
 
-    def _is_cured(
-        self, record: Record, bad: int, *, factor: float, leaves_out: bool = False
-    ) -> bool:
-        """Whether all steps through the bad one and a few more are clean.
+    def _control_cures(self, record: Record, bad: StepSignals, without: Sequence[int]) -> bool:
+        """Whether other samples at the full rate pass the bad step.
 
-        Args:
-            leaves_out: the control: replace one sample of each batch.
+        With suspects: the same samples without them, or samples so far away that they cannot belong
+        to one bad range.
         """
+        if not without:
+            return self._is_cured(record, bad.step, Course(replaces=True))
+        alike = Course(replaces=True, beyond=_BEYOND_SUSPECTS, watches=True)
+        others = (
+            replace(alike, without=tuple(without)),
+            replace(alike, cursor=2 * bad.stop - record.cursor),
+        )
+        return any(self._is_cured(record, bad.step, course) for course in others)
+
+    def _is_cured(self, record: Record, bad: int, course: Course) -> bool:
+        """Whether all steps through the bad one and a few more are clean."""
         restored, state = self._ring.restore([record]), self._fresh()
         state.load_json(restored.train_state)
         ledger = self._history.ledger.copy()
-        while state.updates < bad + _BEYOND:
+        for position in course.without:
+            ledger.add(position, position + 1)
+        state.cursor = state.cursor if course.cursor is None else course.cursor
+        level = self._level() if course.watches else None
+        while state.updates < bad + course.beyond:
             batch = self._planner.stream.plan(state.cursor, ledger)
-            if leaves_out:
+            if course.replaces:
                 position = int(batch.positions[0])
                 ledger.add(position, position + 1)
                 batch = self._planner.stream.plan(state.cursor, ledger)
             plan = self._planner.plan(batch, state.updates, state.baseline.bounds)
-            plan = replace(plan, learning_rate=plan.learning_rate * factor)
+            plan = replace(plan, learning_rate=plan.learning_rate * course.factor)
             info = self._stepper.read(self._stepper.launch(plan, ledger))
             self._num_steps += 1
             signals = info.signals
@@ -143,21 +184,17 @@ class RateProbe:
             if state.baseline.judge(signals).kind is not Kind.clean:
                 return False
             state.advance(signals)
+            if level is not None and state.updates >= bad and self._stands_out(level):
+                return False
         return True
 
+    def _level(self) -> Usual | None:
+        """Of known samples, with the weights as they are."""
+        known = self._known()
+        self._num_steps += 1
+        return None if known is None else usual(known)
 
-class HostCopy:
-    """A copy of an engine's state in host memory."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._shards = [shard.local.detach().to("cpu", copy=True) for shard in engine.shards()]
-        self._counts = engine.update_counts()
-        self._buffers = {n: b.detach().to("cpu", copy=True) for n, b in engine.buffers().items()}
-
-    @torch.no_grad()
-    def put_back(self, engine: Engine) -> None:
-        for shard, kept in zip(engine.shards(), self._shards, strict=True):
-            shard.local.copy_(kept)
-        for name, buffer in engine.buffers().items():
-            buffer.copy_(self._buffers[name])
-        engine.finish_load(self._counts)
+    def _stands_out(self, level: Usual) -> bool:
+        known = self._known()
+        self._num_steps += 1
+        return known is not None and bool(outstanding(known, level))

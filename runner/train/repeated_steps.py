@@ -7,7 +7,7 @@ lower rates (:mod:`runner.train.rate_probe`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from runner.explain.bundle import Bundles
@@ -18,6 +18,7 @@ from runner.policy.decision.history import Incident
 from runner.policy.decision.repeated_steps import Outcome, Recorded, StepComparison
 from runner.policy.decision.signals import Limits, StepSignals
 from runner.policy.retention.records import Record
+from runner.train.clean_weights import CleanWeights
 from runner.train.rate_probe import RateProbe
 from runner.train.state import TrainState
 from runner.train.step import StepInfo
@@ -44,6 +45,7 @@ class RepeatedSteps:
         is_exact: bool,
         target: Callable[[StepSignals, TrainState], Record | None],
         rate_probe: RateProbe,
+        clean_weights: CleanWeights,
         report: Callable[[Incident], None],
         bundles: Bundles | None,
     ) -> None:
@@ -52,6 +54,7 @@ class RepeatedSteps:
         self._is_exact = is_exact
         self._target = target
         self._rate_probe = rate_probe
+        self._clean_weights = clean_weights
         self._report = report
         self._bundles = bundles
         self._comparison: StepComparison | None = None
@@ -130,6 +133,16 @@ class RepeatedSteps:
             )
         )
 
+    def compute_earlier(
+        self,
+        info: StepInfo,
+        state: TrainState,
+        compute: Callable[[], Sequence[Reading]],
+    ) -> Sequence[Reading] | None:
+        """Call ``compute`` with the weights that a rollback would load. Collective."""
+        record = self._target(info.signals, state)
+        return None if record is None else self._clean_weights.compute(record, compute)
+
     def rate(
         self, info: StepInfo, state: TrainState, finding: Finding, *, most_steps: int
     ) -> Finding:
@@ -137,12 +150,22 @@ class RepeatedSteps:
         record = self._target(info.signals, state)
         self._came_again = None  # once is enough
         if record is None:
-            return finding
-        tried = self._rate_probe.try_rates(record, info.signals, most_steps=most_steps)
+            return finding.fallback or finding
+        fallback = finding.fallback or finding
+        tried = self._rate_probe.try_rates(
+            record, info.signals, without=fallback.positions, most_steps=most_steps
+        )
         steps = finding.steps + tried.steps
         if tried.factor is None or tried.control_cures:
             why_not = tried.shortfall or "G: other samples at the same rate are good as well"
-            return replace(finding, steps=steps, not_tried=(*finding.not_tried, why_not))
+            return replace(
+                fallback,
+                steps=steps,
+                hosts=finding.hosts,
+                not_tried=(*finding.not_tried, why_not),
+                numbers=finding.numbers,
+                layers=finding.layers,
+            )
         return replace(
             finding,
             cause=Cause.rate,
@@ -155,4 +178,5 @@ class RepeatedSteps:
             rate_factor=tried.factor,
             steps=steps,
             not_tried=(),
+            fallback=None,
         )

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="trials of each kind and layout")
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="layouts whose name contains one of a;b")
+    parser.add_argument("--only", default="", help="layouts: whole name, or parts a;b")
     parser.add_argument("--kinds", default="", help="kinds whose name contains one of a;b")
     parser.add_argument("--runs", type=int, default=100, help="healthy ones")
     parser.add_argument("--name", default="", help=argparse.SUPPRESS)
@@ -112,7 +112,8 @@ def main() -> None:
     if options.what == "worker":
         worker(options.name, options)
     elif options.what == "run":
-        for name in LAYOUTS:
+        whole = [options.only] if options.only in LAYOUTS else LAYOUTS
+        for name in whole:
             if _is_wanted(name, options.only):
                 run_layout(name, options)
     elif options.what == "healthy":

@@ -21,7 +21,8 @@ from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record
 from runner.session.phases import Run
 from runner.system.error import RunnerError
-from runner.train.rate_probe import HostCopy, RateProbe, RateResult
+from runner.train.clean_weights import HostCopy
+from runner.train.rate_probe import Course, RateProbe, RateResult
 from scripts.explain_trials.kinds import Scene
 from scripts.explain_trials.layouts import START, Layout
 from scripts.explain_trials.outcome import HEALTHY, NOTHING, Outcome, Trial, judge
@@ -116,6 +117,7 @@ class Bed:
             rise=limits.loss - self._usual_loss,
             loss=self._usual_loss,
             has_images=self.layout.has_images,
+            is_learnt=self.layout.is_learnt,
             is_decoder=self.layout.is_decoder,
             is_bf16=self.layout.is_bf16,
         )
@@ -214,8 +216,10 @@ class _FinerRates:
         self._try_rates = rate_probe.try_rates
         self._rate_probe.try_rates = self._tried
 
-    def _tried(self, record: Record, bad: StepSignals, *, most_steps: int) -> RateResult:
-        result = self._try_rates(record, bad, most_steps=most_steps)
+    def _tried(
+        self, record: Record, bad: StepSignals, *, without: Sequence[int], most_steps: int
+    ) -> RateResult:
+        result = self._try_rates(record, bad, without=without, most_steps=most_steps)
         if result.factor is None or result.control_cures:
             return result
         rate_probe = self._rate_probe
@@ -224,7 +228,8 @@ class _FinerRates:
             cured = [0]
             for power in range(1, _MOST_FINER + 1):
                 factor = result.factor * _FINER**power
-                if factor < 1.0 and rate_probe._is_cured(record, bad.step, factor=factor):
+                course = Course(factor=factor, watches=bool(without))
+                if factor < 1.0 and rate_probe._is_cured(record, bad.step, course):
                     cured.append(power)
             rate_probe._ring.before_update()
             kept.put_back(rate_probe._engine)

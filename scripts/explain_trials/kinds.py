@@ -25,6 +25,7 @@ class Scene:
         rise: nats per token by which the loss may rise before the gate is closed.
         loss: what is usual, nats per token.
         has_images: the samples are a guest's pictures.
+        is_learnt: losses are nearly nothing: four times that is nothing as well.
         is_decoder: the model is the runner's own.
         is_bf16: what it computes in.
     """
@@ -37,6 +38,7 @@ class Scene:
     rise: float
     loss: float
     has_images: bool
+    is_learnt: bool
     is_decoder: bool
     is_bf16: bool
 
@@ -98,7 +100,7 @@ def _samples(scene: Scene, dice: random.Random) -> Iterator[Trial]:
         kind="two, each too little alone", group="pair", positions=pair,
         faults=tuple(f"spike@samples={p},scale={half:.4g}" for p in pair),
     )  # fmt: skip
-    if not scene.has_images:  # of a picture that is learnt already four times the loss is nothing
+    if not scene.is_learnt:
         many = tuple(sorted(dice.sample(list(scene.batch), 20)))
         yield data(
             kind="20 of 32, mildly", group="many", positions=many,
@@ -120,6 +122,8 @@ def _pictures(scene: Scene, dice: random.Random) -> Iterator[Trial]:
     )
     pair = tuple(sorted((one, two)))
     yield data(kind="two pictures of NaN", group="pair", positions=pair, tampering=("pixels NaN",))
+    many = tuple(sorted(dice.sample(list(scene.batch), len(scene.batch) // 2)))
+    yield data(kind="half of the pictures misnamed", positions=many, tampering=("misnamed",))
     yield Trial(
         kind="pictures x 3", causes=(HEALTHY,), positions=tuple(scene.batch),
         tampering=("pixels x 3",),

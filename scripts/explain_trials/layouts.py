@@ -36,6 +36,11 @@ class Layout:
         return not any(word.startswith("model._target_") for word in self.settings)
 
     @property
+    def is_learnt(self) -> bool:
+        """Whether losses fall to nearly nothing, so that some times as much closes no gate."""
+        return any("data._target_" in word for word in self.settings)
+
+    @property
     def has_images(self) -> bool:
         return any("Images" in word for word in self.settings)
 
@@ -73,6 +78,25 @@ LAYOUTS: dict[str, Layout] = {
     "fsdp, 3 ranks, BF16": Layout(ranks=3, settings=_own("model.precision=bf16")),
     "fsdp, 3 ranks, a guest's model": Layout(
         ranks=3, settings=_guest("Recurrent", *_TOKENS), modules=("embedding", "gru"), last="gru"
+    ),
+    # No rule was tuned on these three.
+    "fsdp, 2 ranks, convolutions": Layout(
+        ranks=2,
+        settings=_guest("Convolved", *_TOKENS),
+        modules=("embedding", "stages.0", "stages.1"),
+        last="stages.1",
+    ),
+    "fsdp, 2 ranks, preferences": Layout(
+        ranks=2,
+        settings=_guest("Preferring", "model.vocab_size=16", "data._target_=tests.guests.Pairs"),
+        modules=_TIED,
+        last="embedding",
+    ),
+    "fsdp, 3 ranks, a Hugging Face Llama": Layout(
+        ranks=3,
+        settings=_guest("llama", *_TOKENS),
+        modules=("model.embed_tokens", "model.layers.0.mlp", "model.layers.1.self_attn"),
+        last="model.norm",
     ),
     "fsdp, 2 ranks, noise 1e-6": Layout(ranks=2, settings=_own(), noise=1e-6),
     "fsdp, 3 ranks, noise 1e-6": Layout(ranks=3, settings=_own(), noise=1e-6),

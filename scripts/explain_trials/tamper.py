@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runner.session.phases import Run
-from scripts.explain_trials.guests import CHANGED
+from scripts.explain_trials.guests import CHANGED, MISNAMED
 from scripts.explain_trials.outcome import Trial
 
 _FOR_EVER = 10**9
@@ -49,6 +49,9 @@ class Tampering:
             changed = self._indices(trial.positions)
             CHANGED.update(dict.fromkeys(changed, _PIXELS[name]))
             stack.callback(CHANGED.clear)
+        elif name == "misnamed":
+            MISNAMED.update(self._indices(trial.positions))
+            stack.callback(MISNAMED.clear)
         elif name in _STATE:
             prefix, change = _STATE[name]
             self._spoil(prefix, change, is_mine=not trial.ranks or self._rank in trial.ranks)

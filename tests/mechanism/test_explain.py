@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -339,7 +339,16 @@ class Positions(dict[int, int]):
     """Of a batch; what is read again has ones. Stands in for micro-batches."""
 
 
-def explained(world: World, monkeypatch: pytest.MonkeyPatch, most_steps: int = 10) -> Finding:
+def explained(
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    most_steps: int = 10,
+    checkpoint: World | None = None,
+) -> Finding:
+    """
+    Args:
+        checkpoint: the same computations with the weights of the clean checkpoint.
+    """
     monkeypatch.setattr(
         "runner.explain.culprits.without_samples",
         lambda batches, gone: Positions({p: f for p, f in batches.items() if p not in gone}),
@@ -358,7 +367,22 @@ def explained(world: World, monkeypatch: pytest.MonkeyPatch, most_steps: int = 1
     plan = BatchPlan(positions=everybody, indices=everybody)
     attempt = Attempt(plan=plan, batches=batches, seeds=(), sums=nothing)
     later = BatchPlan(positions=everybody + world.size, indices=everybody + world.size)
-    case = Case(attempt=attempt, limits=LIMITS, later=later, most_steps=most_steps)
+
+    def earlier(compute: Callable[[], Sequence[Reading]]) -> Sequence[Reading] | None:
+        assert checkpoint is not None
+        now = world.state, world.bad
+        world.state, world.bad = checkpoint.state, checkpoint.bad
+        readings = compute()
+        world.state, world.bad = now
+        return readings
+
+    case = Case(
+        attempt=attempt,
+        limits=LIMITS,
+        later=later,
+        most_steps=most_steps,
+        earlier=None if checkpoint is None else earlier,
+    )
     found = replay.explain(case)
     assert found.steps == world.num_steps <= most_steps
     assert bool(given) is (found.cause is Cause.misread)
@@ -563,6 +587,21 @@ def test_a_step_near_its_limit_is_no_numerics(monkeypatch: pytest.MonkeyPatch) -
     assert explained(near, monkeypatch).cause is not Cause.numerics
     flipped = explained(World(overflows=math.inf, strayed=True), monkeypatch)
     assert flipped.cause is not Cause.numerics and not flipped.module
+
+
+@pytest.mark.parametrize("bad", [{3: 60.0}, {3: math.nan}, {3: 60.0, 5: 70.0}])
+def test_samples_that_are_bad_with_these_weights_only_are_no_culprits_yet(
+    bad: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known samples may still be good while weights become bad."""
+    found = explained(World(bad=bad), monkeypatch, checkpoint=World(state=0.3))
+    assert (found.cause, found.remedy) == (Cause.unclear, Remedy.go_back)
+    assert not found.positions and "fallback" not in found.to_json()
+    assert found.fallback is not None and found.fallback.positions == tuple(sorted(bad))
+    known = explained(World(bad=bad), monkeypatch, checkpoint=World(state=0.3, bad=bad))
+    assert (known.cause, known.remedy, known.fallback) == (Cause.data, Remedy.skip, None)
+    few = explained(World(bad=bad), monkeypatch, 5, checkpoint=World(bad=bad))
+    assert few.cause is Cause.data and "no computation is left" in few.not_tried[-1]
 
 
 def test_nothing_stands_out(monkeypatch: pytest.MonkeyPatch) -> None:

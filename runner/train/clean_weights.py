@@ -1,0 +1,67 @@
+"""Probe D: computes something with the weights of a clean checkpoint, at the cursor of a bad step.
+
+The state is copied to host memory, and restored bit for bit afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from runner.checkpoint.protocol import Restored
+from runner.engine.protocol import Engine
+from runner.explain.reading import Reading
+from runner.policy.retention.records import Record
+from runner.system.error import CheckpointError, ReadError
+
+
+class Ring(Protocol):
+    """The part of :class:`runner.checkpoint.ring.Ring` used here."""
+
+    def restore(self, candidates: Sequence[Record]) -> Restored: ...
+    def before_update(self) -> None: ...
+
+
+class HostCopy:
+    """A copy of an engine's state in host memory."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._shards = [shard.local.detach().to("cpu", copy=True) for shard in engine.shards()]
+        self._counts = engine.update_counts()
+        self._buffers = {n: b.detach().to("cpu", copy=True) for n, b in engine.buffers().items()}
+
+    @torch.no_grad()
+    def put_back(self, engine: Engine) -> None:
+        for shard, kept in zip(engine.shards(), self._shards, strict=True):
+            shard.local.copy_(kept)
+        for name, buffer in engine.buffers().items():
+            buffer.copy_(self._buffers[name])
+        engine.finish_load(self._counts)
+
+
+class CleanWeights:
+    """Puts the weights of a clean checkpoint in place for a while."""
+
+    def __init__(self, engine: Engine, ring: Ring) -> None:
+        self._engine = engine
+        self._ring = ring
+
+    def compute(
+        self, record: Record, compute: Callable[[], Sequence[Reading]]
+    ) -> Sequence[Reading] | None:
+        """Call ``compute`` with the weights of ``record``; None if it cannot be loaded.
+
+        Collective.
+        """
+        copy = HostCopy(self._engine)
+        try:
+            self._ring.restore([record])
+        except (CheckpointError, ReadError):  # the same on all ranks
+            return None
+        else:
+            return compute()
+        finally:
+            self._ring.before_update()
+            copy.put_back(self._engine)
