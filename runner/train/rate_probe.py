@@ -113,7 +113,7 @@ class RateProbe:
             needed = _MOST_RATES * (way + _BEYOND) + 2 * (way + _BEYOND_SUSPECTS)
             needed += (_MOST_RATES + 2) * watched
         else:
-            needed = (_MOST_RATES + 1) * (way + _BEYOND)
+            needed = (_MOST_RATES + 1) * (way + _BEYOND) + _BEYOND + 2
         if needed > most_steps:
             return RateResult(
                 shortfall=f"G: takes up to {needed} computations, {most_steps} are left "
@@ -151,7 +151,7 @@ class RateProbe:
         to one bad range.
         """
         if not without:
-            return self._is_cured(record, bad.step, Course(replaces=True))
+            return self._is_cured(record, bad.step, Course(replaces=True, watches=True))
         alike = Course(replaces=True, beyond=_BEYOND_SUSPECTS, watches=True)
         others = (
             replace(alike, without=tuple(without)),
