@@ -190,6 +190,7 @@ class Replay:
         if self._bench.world_size > 1:
             rotated = evidence.note("B", self._bench.rotated(case.attempt.plan, 1))
             ranks = _sticky_ranks([again, rotated], known, self._bench.world_size)
+            ranks = ranks or _where_samples_turn_bad(again, rotated, known)
             if ranks:
                 return _differing_copy(ranks) if self._bench.copies_differ() else _sticky(ranks)
             if rotated.is_good(case.limits):
@@ -350,6 +351,25 @@ def _sticky_ranks(readings: Sequence[Reading], known: Reading, world_size: int) 
     return tuple(sorted(suspects)) if all(one == suspects for one in bad) else ()
 
 
+def _where_samples_turn_bad(again: Reading, rotated: Reading, known: Reading) -> tuple[int, ...]:
+    """The one rank on which samples stand out that do not on any other, both ways; else empty.
+
+    A device may make some samples worse and others better, so that known ones do not tell.
+    """
+    level = usual(known)
+    if level is None:
+        return ()
+    sets = [outstanding(reading, level) for reading in (again, rotated)]
+    ranks = [ranks_of(one, of_one) for one, of_one in zip((again, rotated), sets, strict=True)]
+    is_one = all(sets) and ranks[0] == ranks[1] and len(ranks[0]) == 1
+    moves = all(
+        relative_difference(again.rows[p].loss, rotated.rows[p].loss) > _FAR_LOSS
+        and again.rows[p].rank != rotated.rows[p].rank
+        for p in sets[0] | sets[1]
+    )
+    return tuple(ranks[0]) if is_one and moves and not sets[0] & sets[1] else ()
+
+
 def _nonfinite_ranks(readings: Sequence[Reading], world_size: int) -> tuple[int, ...]:
     """The ranks with NaN or Inf in every reading, if no other rank has any in one of them.
 
@@ -412,8 +432,7 @@ def _sticky(ranks: Sequence[int]) -> Finding:
     return Finding(
         cause=Cause.sticky,
         remedy=Remedy.ladder,
-        why=f"all samples are bad on {who}: its own, its neighbours' and known good ones; on "
-        "other ranks they are good",
+        why=f"samples are bad on {who}, its own and its neighbours'; on other ranks they are good",
         refutation="it follows the samples to another rank",
         is_tried=True,
         ranks=tuple(ranks),

@@ -223,6 +223,7 @@ class World:
     """What a computation of samples on ranks comes to; stands in for a :class:`Bench`.
 
     ``bad`` are positions whose loss is what it says; ``sick`` ranks all of whose samples are NaN;
+    ``skewed`` a rank that makes every fifth position worse and all others better;
     ``hidden`` groups that together give a gradient of weights that no sample's number tells of;
     ``weights_only`` a rank whose weights' gradients are; ``passing`` is used up by the first
     computation; ``state`` is added to each loss;
@@ -235,6 +236,7 @@ class World:
     known_level: float = 2.0
     hidden: list[set[int]] = field(default_factory=list)
     sick: int | tuple[int, ...] | None = None
+    skewed: int | None = None
     weights_only: int | None = None
     passing: list[int] = field(default_factory=list)
     state: float = 0.0
@@ -317,6 +319,8 @@ class World:
             level += self.overflows or 0.0
             if position in self.misread and not fresh:
                 level = 9.0
+            if rank == self.skewed:
+                level = 0.0 if position < 0 or position % 5 else 90.0
             sick = self.sick if isinstance(self.sick, tuple) else (self.sick,)
             if rank in (*sick, passing):
                 level = math.nan
@@ -482,6 +486,15 @@ def test_a_rank_that_stays_bad(
     assert found.hosts == (f"node{sick}",)
     alone = explained(World(world_size=ranks, sick=sick, one_host=True), monkeypatch)
     assert (alone.cause, alone.ranks, alone.remedy) == (Cause.sticky, (sick,), Remedy.ladder)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_that_makes_some_samples_better(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It follows the rank: no sample that stands out there does so on the next one."""
+    found = explained(World(world_size=ranks, size=12, skewed=1), monkeypatch)
+    assert (found.cause, found.ranks) == (Cause.sticky, (1,))
+    both = explained(World(world_size=ranks, size=12, skewed=1, bad={4: 90.0}), monkeypatch)
+    assert both.ranks == ()
 
 
 def test_a_copy_of_the_weights_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
