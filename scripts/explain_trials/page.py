@@ -30,10 +30,13 @@ contained pictures multiplied by four, which are harmless once they are learned;
 out. "The process ended" means that the trial itself failed: a bit of a GRU's gradient could not be
 flipped (now it can), and the trials had an error.
 
-The verdict "rate" misses its goal. With a tiny network for pictures, whose losses differ a
-thousandfold, one sample stands out before the known samples are bad, and is named. A rate that
-grows from step to step exceeds the gate's limit by so little that no sample stands out: three of
-these incidents ended as unclear.
+In seeds 1 and 2 the verdict "rate" misses its goal. With a tiny network for pictures, whose losses
+differ a thousandfold, one sample stands out before the known samples are bad, and was named. A rate
+that grows from step to step exceeded the budget of probe G. Both were corrected with these seeds and
+with the rates of seed 5, which are not in the file. Seed 6 came after that. It has three more
+layouts, on which no rule was tuned: convolutions, preferences and a Hugging Face Llama. It found
+that a rank which makes most samples better and a few worse passes as bad data; that was corrected
+after it.
 """
 
 
