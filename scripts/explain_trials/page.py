@@ -32,8 +32,8 @@ flipped (now it can), and the trials had an error.
 
 In seeds 1 and 2 the verdict "rate" misses its goal. With a tiny network for pictures, whose losses
 differ a thousandfold, one sample stands out before the known samples are bad, and was named. A rate
-that grows from step to step exceeded the budget of probe G. Both were corrected with these seeds and
-with the rates of seed 5, which are not in the file. Seed 6 came after that. It has three more
+that grows from step to step exceeded the budget of probe G. Both were corrected with these seeds,
+and with the rates of seed 5, which are not in the file. Seed 6 came after that. It has three more
 layouts, on which no rule was tuned: convolutions, preferences and a Hugging Face Llama. It found
 that a rank which makes most samples better and a few worse passes as bad data; that was corrected
 after it.
