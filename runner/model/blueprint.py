@@ -324,6 +324,7 @@ class GuestBlueprint:
             head_losses=self.head_losses,
             dtype=torch.bfloat16 if bf16 else None,
             vocab_size=self.vocab_size,
+            units=self.units(network),
         )
 
     def units(self, network: nn.Module) -> Sequence[nn.Module]:

@@ -8,14 +8,13 @@ not know the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
 class DeferredLogits:
@@ -35,23 +34,15 @@ class DeferredLogits:
         return torch.Size([*self._hidden.shape[:-1], self._head.out_features])
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Input, weight and bias of the layer, of one dtype; None where the weight is cut again."""
+        """Input, weight and bias of the layer, of one dtype; None if the tensor exists already."""
         weight, bias = self._head.weight, self._head.bias
-        if self._whole is not None or isinstance(weight, DTensor):
-            return None
         # As autocast does with the layer.
-        return self._hidden.to(weight.dtype), weight, bias
+        return None if self._whole is not None else (self._hidden.to(weight.dtype), weight, bias)
 
     def whole(self) -> Tensor:
         """The logits ``[B, T, V]``."""
         if self._whole is None:
-            head = self._head
-            if isinstance(head.weight, DTensor):  # a unit of its own; its hooks gather it
-                with real_logits(head):
-                    self._whole = head(self._hidden)
-            else:
-                self._whole = F.linear(self._hidden, head.weight, head.bias)
-        assert self._whole is not None
+            self._whole = F.linear(self._hidden, self._head.weight, self._head.bias)
         return self._whole
 
     @classmethod
@@ -95,23 +86,13 @@ def _forward(head: nn.Linear, is_wanted: Callable[[Tensor, Tensor], bool], hidde
     return F.linear(hidden, head.weight, head.bias)
 
 
-class real_logits:
-    """While it is entered, a head computes as torch's class does."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        self._head = head
-
-    def __enter__(self) -> None:
-        self._deferring = self._head.__dict__.pop("forward")
-
-    def __exit__(self, *error: object) -> None:
-        self._head.forward = self._deferring  # type: ignore[method-assign]
-
-
-def head_of(network: nn.Module, vocab_size: int) -> nn.Linear | None:
+def head_of(
+    network: nn.Module, vocab_size: int, units: Sequence[nn.Module] = ()
+) -> nn.Linear | None:
     """The layer that makes logits, if it is known and is a plain ``nn.Linear``.
 
-    What ``get_output_embeddings()`` gives, or else the only layer with ``vocab_size`` outputs.
+    What ``get_output_embeddings()`` gives, or else the only layer with ``vocab_size`` outputs. Not
+    one inside of a unit that is gathered by itself, whose weights are gone when it has returned.
     """
     method = getattr(network, "get_output_embeddings", None)
     try:
@@ -122,7 +103,8 @@ def head_of(network: nn.Module, vocab_size: int) -> nn.Linear | None:
         linear = [m for m in network.modules() if isinstance(m, nn.Linear)]
         heads = [layer for layer in linear if layer.out_features == vocab_size]
         module = heads[0] if len(heads) == 1 else None
-    if type(module) is not nn.Linear or "forward" in vars(module):
+    is_inside = any(module is one for unit in units for one in unit.modules())
+    if type(module) is not nn.Linear or "forward" in vars(module) or is_inside:
         return None
     # DeepSpeed's stage 3 frees the weight when the layer has returned.
     is_freed = any(hasattr(parameter, "ds_id") for parameter in module.parameters())

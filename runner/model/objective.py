@@ -7,7 +7,7 @@ how it is sharded, or the use of the sums.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,6 +60,7 @@ class GuestObjective(nn.Module):
         head_losses: computes the loss of logits in parts where they are too large.
         dtype: for floating-point tensors of a batch; None leaves them.
         vocab_size: of the data, 0 where it has none.
+        units: modules that are gathered one by one.
 
     Attributes:
         logits_bytes: of the largest logits of a sample that were held whole, FP32, although they
@@ -73,13 +74,14 @@ class GuestObjective(nn.Module):
         head_losses: HeadLosses,
         dtype: torch.dtype | None,
         vocab_size: int = 0,
+        units: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__()
         self.network = network
         self.logits_bytes = 0
         self._head_losses = head_losses
         self._dtype = dtype
-        head = None if has_own_losses(network) else head_of(network, vocab_size)
+        head = None if has_own_losses(network) else head_of(network, vocab_size, units)
         if head is not None:
             defer_logits(head, head_losses.is_wanted)
         self._is_deferred = head is not None

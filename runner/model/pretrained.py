@@ -228,8 +228,11 @@ class PretrainedObjective(GuestObjective):
         head_losses: HeadLosses,
         dtype: torch.dtype | None,
         vocab_size: int = 0,
+        units: Sequence[nn.Module] = (),
     ) -> None:
-        super().__init__(network, head_losses=head_losses, dtype=dtype, vocab_size=vocab_size)
+        super().__init__(
+            network, head_losses=head_losses, dtype=dtype, vocab_size=vocab_size, units=units
+        )
         self._more = accepted_by(base_network(network).forward)  # PEFT's own hides them
 
     def forward(self, batch: Batch) -> Losses:
@@ -306,6 +309,7 @@ class PretrainedBlueprint(GuestBlueprint):
             head_losses=self.head_losses,
             dtype=torch.bfloat16 if bf16 else None,
             vocab_size=self.vocab_size,
+            units=self.units(network),
         )
 
     def takes_segments(self) -> bool:

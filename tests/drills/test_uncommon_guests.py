@@ -74,6 +74,18 @@ def test_it_is_as_safe_as_the_host(tmp_path: Path, name: str, engine: str) -> No
         assert_follows(run, whole, within=within)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["fsdp", "zero1"])
+def test_logits_in_parts_are_the_same_run(tmp_path: Path, engine: str) -> None:
+    how = [*SHORT, f"model._target_={MAKES}TiedBuffered", *TOKENS, f"parallel={engine}"]
+    whole = finish(tmp_path / "whole", *how)
+    parts = finish(tmp_path / "parts", *how, "model.loss_chunk_mib=0.0003")
+    assert_follows(parts, whole)
+    assert "held whole" not in parts.text
+    held = train(tmp_path / "held", *how, "model.loss_chunk_mib=0.0003", "parallel=zero3")
+    assert "the logits of a micro-batch are held whole" in held.text, held.tail
+
+
 @pytest.mark.parametrize(
     ("model", "more", "words"),
     [

@@ -16,6 +16,7 @@ from runner.distributed.env import place_from
 from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.model.blueprint import GuestBlueprint
+from runner.model.deferred_logits import head_of
 from runner.model.loss import HeadLosses
 from runner.model.objective import GuestObjective
 from runner.session import parts
@@ -173,3 +174,9 @@ def test_logits_that_no_known_layer_makes_are_told() -> None:
     network.extra = nn.Linear(1, VOCAB)  # a second candidate
     _, _, objective = gradients(network, most=600)
     assert objective.logits_bytes == 4 * 12 * VOCAB
+
+
+def test_a_layer_in_a_unit_that_is_gathered_alone_is_left_as_it_is() -> None:
+    network = uncommon_guests.Strided(VOCAB)
+    assert head_of(network, VOCAB) is network.head
+    assert head_of(network, VOCAB, [nn.ModuleList([network.head])]) is None
