@@ -128,7 +128,7 @@ class Rows:
         if not long:
             return ""
         return (
-            f"{long} of {len(looked)} rows looked at have more than data.seq_len + 1 = "
+            f"{long} of {len(looked)} inspected rows have more than data.seq_len + 1 = "
             f"{self._seq_len + 1} tokens, and are cut there"
         )
 

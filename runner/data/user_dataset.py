@@ -234,7 +234,7 @@ def _require_same(dataset: MapStyle, index: int, item: Any, name: str) -> None:
     if _contents(item) == _contents(dataset[index]):
         return
     raise DataError(
-        f"{name} sample {index} is another one when it is read again, so no step could be repeated "
+        f"{name} sample {index} differs when it is read again, so no step could be repeated "
         "and no run resumed exactly; draw what is random in it from a generator seeded by the index"
     )
 

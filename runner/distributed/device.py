@@ -58,7 +58,7 @@ def _why_there_should_be_one(environment: Mapping[str, str]) -> str:
     if torch.version.cuda is None or "CUDA_VISIBLE_DEVICES" in environment:
         return ""
     num_gpus = num_gpus_here()
-    return f"the driver knows {num_gpus}; it may have failed (nvidia-smi tells)" if num_gpus else ""
+    return f"the driver knows {num_gpus}; see nvidia-smi, it may have failed" if num_gpus else ""
 
 
 def num_gpus_here() -> int:

@@ -84,7 +84,7 @@ def allow_connections(num_connections: int, process: int) -> None:
         soft, hard = resource.prlimit(process, resource.RLIMIT_NOFILE)
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise StartError(
-                f"process {process} keeps the meeting point of all ranks and may have "
+                f"process {process} hosts the rendezvous store of all ranks and may have "
                 f"{hard} open files; {needed} are needed: raise ulimit -Hn on its node",
                 is_local=True,
             )
@@ -154,11 +154,11 @@ def _reach(place: RankEnv, seconds: float) -> None:
 def _unreachable(place: RankEnv, seconds: float, error: Exception) -> StartError:
     where = f"{variables().get('MASTER_ADDR')}:{variables().get('MASTER_PORT')}"
     if _hosts_store(place):
-        problem = f"cannot open the meeting point MASTER_ADDR:MASTER_PORT={where}"
+        problem = f"cannot open the rendezvous store at MASTER_ADDR:MASTER_PORT={where}"
         advice = "another program may have the port: choose another MASTER_PORT on all ranks"
     else:
         problem = (
-            f"cannot reach the meeting point MASTER_ADDR:MASTER_PORT={where} within "
+            f"cannot reach the rendezvous store at MASTER_ADDR:MASTER_PORT={where} within "
             f"parallel.start_seconds={seconds:g}"
         )
         advice = (
@@ -331,7 +331,7 @@ def _follow(store: Store, place: RankEnv, introduction: str, seconds: float) -> 
     except DistStoreError:
         return store, f"rank {place.rank}: rank 0 is absent after {seconds:g} s"
     except RuntimeError as error:  # the store's host is gone
-        return store, f"rank {place.rank}: lost the meeting point ({first_line(error)})"
+        return store, f"rank {place.rank}: lost the rendezvous store ({first_line(error)})"
 
 
 def difference(versions: Sequence[Mapping[str, Any]]) -> str:

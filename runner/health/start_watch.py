@@ -83,7 +83,7 @@ class StartWatch:
             self._watch(self._connect())
         except RuntimeError as error:  # DistStoreError as well: the store's host is gone
             if not self._is_over.is_set():
-                self.problem = f"lost the meeting point ({first_line(error)})"
+                self.problem = f"lost the rendezvous store ({first_line(error)})"
 
     def _watch(self, store: Store) -> None:
         beats, missed, seen = 0, 0, b""

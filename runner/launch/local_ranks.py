@@ -56,7 +56,7 @@ class BegunRanks:
         if self._there_since is None or clock - self._there_since < self._limit:
             return ""
         return (
-            f"{host_name()}: its ranks are there for {self._limit:g} s and none has begun "
+            f"{host_name()}: its ranks have existed for {self._limit:g} s and none has begun "
             "(parallel.start_seconds + parallel.timeout_seconds + watchdog.slow_seconds)"
         )
 

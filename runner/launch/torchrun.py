@@ -227,8 +227,8 @@ def num_ranks_here(environment: Mapping[str, str]) -> int:
     if given is not None and visible != given:
         raise ConfigError(
             f"{socket.gethostname()}: the job has {given} GPUs on this node (SLURM_GPUS_ON_NODE) "
-            f"and torch sees {visible}: one may have failed (nvidia-smi tells); --nproc N starts N "
-            "ranks all the same"
+            f"and torch sees {visible}: one may have failed (see nvidia-smi); --nproc N starts N "
+            "ranks anyway"
         )
     requested = gpus_asked_for(environment)
     if not visible and requested:

@@ -267,7 +267,7 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
     if config.parallel.offload is Offload.cpu and group.device.type == "cuda":
         say(
             "parallel.offload=cpu: weights and moments are in host memory; each step waits until "
-            "gradients are there and the host has applied the update"
+            "gradients have arrived and the host has applied the update"
         )
     elif machinery.engine.waits_for_host:
         say(

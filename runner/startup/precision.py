@@ -101,7 +101,7 @@ def _message(precision: Precision, began: str | None, lacking: list[int], world_
             return f"{_KEY}=auto: fp32, as the run began"
         return (
             f"{_KEY}=auto: fp32, since {_who(lacking, world_size)} no BF16 instructions; "
-            f"{_KEY}=bf16 asks for BF16 all the same (emulated, several times slower)"
+            f"{_KEY}=bf16 uses BF16 anyway (emulated, several times slower)"
         )
     if not lacking:
         return ""

@@ -86,7 +86,7 @@ def test_a_meeting_point_that_is_not_there(host: str) -> None:
     process = started(1, 2, port, host)
     text = process.communicate(timeout=60)[0]
     assert process.returncode == 1
-    told = [line for line in text.splitlines() if "cannot reach the meeting point" in line]
+    told = [line for line in text.splitlines() if "cannot reach the rendezvous store" in line]
     assert told and f"{host}:{port}" in told[0] and "parallel.start_seconds=3" in told[0], text
     assert "Traceback" not in text
 
@@ -116,7 +116,7 @@ def test_a_meeting_point_that_is_something_else(answer: bytes | None) -> None:
             process.kill()
             over.set()
     assert process.returncode == 1, text
-    assert len(text.splitlines()) == 1 and "cannot reach the meeting point" in text, text
+    assert len(text.splitlines()) == 1 and "cannot reach the rendezvous store" in text, text
     assert "another program's" in text, text
 
 
@@ -126,7 +126,7 @@ def test_a_port_that_is_taken() -> None:
         process = started(0, 2, server.getsockname()[1])
         text = process.communicate(timeout=60)[0]
     assert process.returncode == 1, text
-    assert len(text.splitlines()) == 1 and "cannot open the meeting point" in text, text
+    assert len(text.splitlines()) == 1 and "cannot open the rendezvous store" in text, text
     assert "choose another MASTER_PORT" in text, text
 
 

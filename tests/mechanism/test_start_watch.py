@@ -105,7 +105,7 @@ def test_a_lost_store_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         host.kill()
         host.wait()
     until(lambda: bool(one.problem))
-    assert "lost the meeting point" in one.problem
+    assert "lost the rendezvous store" in one.problem
 
 
 def test_a_neighbour_that_dies_ends_this_rank_and_is_told(

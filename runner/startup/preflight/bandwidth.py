@@ -40,7 +40,7 @@ def judged(speed: float | None, number: int, device: str) -> Check:
             name=_NAME,
             holds=False,
             found=f"{number} processes did not sum a buffer together within {_SECONDS:.0f} s",
-            remedy="NCCL_DEBUG=INFO tells which link or library; a run would hang as well",
+            remedy="NCCL_DEBUG=INFO shows which link or library; a run would hang as well",
         )
     usual = next((known for name, known in _USUAL.items() if name in device), None)
     compared = "" if usual is None else f"; eight of this kind reach about {usual:.0f}"

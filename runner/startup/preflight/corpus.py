@@ -205,7 +205,7 @@ def _duplicates(dataset: Dataset, read: Sequence[_Read]) -> Check:
         key = one.tokens.tobytes()
         if seen.setdefault(key, one.index) != one.index:
             twice.append(one.index)
-    message = f"{len(twice)} of {len(read)} windows are there twice"
+    message = f"{len(twice)} of {len(read)} windows occur twice"
     return Check(
         name="training windows differ",
         holds=len(twice) <= _SHARE * len(read),
@@ -245,7 +245,7 @@ def _contamination(corpus: Corpus) -> Check:
     ]
     share = len(seen) / len(known)
     finding = (
-        f"{100 * share:.2g} % of {len(known)} pieces of {chunk} tokens stand in {num_read} of "
+        f"{100 * share:.2g} % of {len(known)} pieces of {chunk} tokens are found in {num_read} of "
     )
     finding += f"{len(corpus.training)} training windows"
     return Check(

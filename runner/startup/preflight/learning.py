@@ -139,7 +139,7 @@ def by_heart(subject: Subject) -> Check:
         holds=holds,
         found=f"the loss of {_shape(inputs)} went from {start:.4g} to {best:.3g} in {steps} "
         f"updates at a rate of {rate:g}",
-        remedy="what is wired wrongly cannot be learned: labels, masks, detached or frozen parts, "
+        remedy="check the connections of the model: labels, masks, detached or frozen parts, "
         "an output that is not the sum of what was computed",
     )
 

@@ -67,8 +67,8 @@ def gradients(subject: Subject) -> Check:
         found=f"of {named(wrong)} it is {worst:.2g} off"
         if wrong
         else f"{count} of {len(trained)} tensors agree to {worst:.1g} (worst: {where}){rough}",
-        remedy="a backward of one's own (autograd.Function, custom kernel) gives another gradient "
-        "than its forward has; try torch.autograd.gradcheck on it",
+        remedy="a custom backward (autograd.Function, custom kernel) does not match its forward; "
+        "try torch.autograd.gradcheck on it",
     )
 
 

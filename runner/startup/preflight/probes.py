@@ -35,7 +35,7 @@ def future(subject: Subject) -> Check:
     holds = leaked <= _ROUNDING * seen
     message = "another token changes nothing before it"
     if leaked:
-        message = f"another token at position {at} changes what is said before it by {leaked:.2g}"
+        message = f"another token at position {at} changes the output before it by {leaked:.2g}"
     return Check(
         name=name,
         holds=holds,
@@ -64,7 +64,7 @@ def context(subject: Subject) -> Check:
     return Check(
         name="earlier tokens matter",
         holds=later > _ROUNDING * own,
-        found=f"another token changes what is said after it by {later:.2g}, at least {far} "
+        found=f"another token changes the output after it by {later:.2g}, at least {far} "
         "positions on"
         if later > _ROUNDING * own
         else f"another token changes nothing after it ({later:.2g}; {own:.2g} at its own place)",
@@ -86,10 +86,10 @@ def own_token(subject: Subject) -> Check:
     return Check(
         name="the label of a position is predicted from its token",
         holds=own > 0 and own > 1e-3 * later,
-        found=f"another token changes what is said at its own place by {own:.2g}"
+        found=f"another token changes the output at its own position by {own:.2g}"
         if own > 0
-        else "a token has no part in what is said at its own place",
-        remedy="labels[b, t] is what follows input_ids[b, t] already: no shift in the model; or "
+        else "a token does not affect the output at its own position",
+        remedy="labels[b, t] is already the token after input_ids[b, t]: no shift in the model; or "
         "the input never reaches the output",
     )
 
