@@ -152,7 +152,7 @@ class FaultyGroup(_Wrapped):
     def all_reduce(self, packed: torch.Tensor) -> None:
         wrong = self._faults.wrong_collective()
         if wrong == "other_shape":
-            packed = torch.cat([packed, packed[:1]])
+            packed = torch.cat([packed, packed])  # one longer, gloo may abort both ranks
         if wrong == "other_collective":
             dist.broadcast(packed, src=dist.get_rank())
         elif wrong != "skip_collective":
