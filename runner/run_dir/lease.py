@@ -237,6 +237,10 @@ def _describe(claim: dict[str, Any]) -> str:
     return f"host {claim.get('host')}, process {claim.get('pid')}{job}, since {when}"
 
 
+def _is_own(claim: dict[str, Any]) -> bool:
+    return bool(claim) and all(claim.get(key) == value for key, value in own_process().items())
+
+
 def _wait_for_its_end(
     folder: Path, number: int, launch: JobEnv, stale_seconds: float, say: Callable[[str], None]
 ) -> None:
@@ -262,8 +266,12 @@ def _wait_for_its_end(
         raise ConfigError(
             f"out={folder.parent}: is in use by a living run ({_describe(claim)})"
             + (", of which this launch has the name but is no restart" if same else "")
-            + ". End that one first, or choose another out; resume.take_over=true stops it and "
-            "continues here"
+            + (
+                ": this process itself. Call close() of its Guard or Ring first"
+                if _is_own(claim)
+                else ". End that one first, or choose another out; resume.take_over=true stops it "
+                "and continues here"
+            )
         )
     if alive:
         # The process exists, but has not moved for longer than the watchdog allows.
