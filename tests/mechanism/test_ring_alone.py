@@ -193,6 +193,40 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
             ring.save(-1)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.ones(2).to_sparse(), "sparse_coo"),
+        (torch.ones(2, device="meta"), "meta"),
+    ],
+)
+def test_a_tensor_without_values_of_its_own_is_named(
+    tmp_path: Path, tensor: torch.Tensor, kind: str
+) -> None:
+    with (
+        Ring(tmp_path / "a", {"box": Box({"x": tensor})}) as ring,
+        pytest.raises(ConfigError, match=rf"box\.x: .*{kind}"),
+    ):
+        ring.save(1)
+
+
+def test_plain_values_alone_and_those_of_numpy(tmp_path: Path) -> None:
+    with Ring(tmp_path / "a", {"box": Box({"count": np.float64(2.5), "name": None})}) as ring:
+        ring.save(1)
+        assert ring.prove() == []
+    box = Box({})
+    with Ring(tmp_path / "a", {"box": box}) as ring:
+        assert ring.step == 1
+    assert type(box.state["count"]) is np.float64
+
+
+def test_a_load_that_would_cast_is_refused(tmp_path: Path) -> None:
+    with Ring(tmp_path / "a", {"model": nn.Linear(2, 3)}) as ring:
+        ring.save(1)
+    with pytest.raises(CheckpointError, match=r"float32 in the checkpoint and became .*bfloat16"):
+        Ring(tmp_path / "a", {"model": nn.Linear(2, 3).bfloat16()})
+
+
 def test_other_parts_and_other_shapes_are_refused(tmp_path: Path) -> None:
     with Ring(tmp_path / "a", {"model": nn.Linear(2, 3)}) as ring:
         ring.save(1)

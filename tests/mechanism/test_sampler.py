@@ -188,13 +188,18 @@ def test_a_loader_that_keeps_its_state(workers: int) -> None:
         one.batch_sampler.over(one)
 
 
-BAD = {"global_size": 0, "skip": [(5, 5)], "rank": 1, "world_size": 2}
+BAD: list[tuple[str, Any]] = [
+    ("global_size", 0), ("global_size", 2.0), ("skip", [(5, 5)]), ("skip", [(0.5, 5)]),
+    ("skip", [3]), ("rank", 1), ("world_size", 2), ("seed", "a"), ("data", iter([])),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", BAD)
-def test_what_cannot_be_is_named(key: str) -> None:
+@pytest.mark.parametrize(("key", "value"), BAD)
+def test_what_cannot_be_is_named(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=r"Sampler.*"):
-        Sampler(N, **{"global_size": G, key: BAD[key]})
+        Sampler(**{"data": N, "global_size": G, key: value})
+    with pytest.raises(ConfigError, match="epoch=-1"):
+        Sampler(N, global_size=G).set_epoch(-1)
 
 
 def test_a_state_of_another_order_is_refused() -> None:
