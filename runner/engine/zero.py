@@ -304,6 +304,9 @@ class ZeroEngine:
             )
         self._stage = stage_of(wrapped)
         self._stage.switch_norm_off()
+        if isinstance(self._stage, _StageTwo):
+            for parameter in trained.values():
+                mark_ordered(parameter)
         self._optimizer.take(self._stage.flats(), self._stage.groups())
         self._forward = Forward(
             self._engine,
@@ -486,6 +489,11 @@ class ZeroEngine:
 
     def _refresh(self) -> None:
         self._stage.refresh([(self._parameters[name], held) for name, held in self._frozen.items()])
+
+
+def mark_ordered(parameter: nn.Parameter) -> None:
+    """Mark a parameter whose gradient stage 2 reduces in backward, in the order of its use."""
+    parameter.is_reduced_in_order = True  # type: ignore[attr-defined]
 
 
 def _number(name: str, values: torch.Tensor) -> Shard:

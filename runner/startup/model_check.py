@@ -177,7 +177,7 @@ def _equal_calls(uneven: set[str]) -> Check:
         name="each sample calls the same parts",
         holds=not uneven,
         found=f"{', '.join(sorted(uneven)[:3])} is not called alike for each sample, and each call "
-        "gathers its weights from all ranks, which must do so together"
+        "gathers its weights or reduces its gradient, which all ranks must do together"
         if uneven
         else "the modules that are gathered one by one are called alike for all samples",
         remedy="give the model a method blocks() that returns the modules to gather, without "
@@ -200,13 +200,20 @@ def _dropped(
 
 
 def _gathered(network: nn.Module) -> dict[nn.Module, str]:
-    """Modules whose call gathers their weights, by FSDP2 or by DeepSpeed's stage 3."""
+    """Modules whose call is collective, with FSDP2 or with DeepSpeed's stages 2 and 3."""
+    if dist.get_world_size() == 1:
+        return {}
     return {
         module: name
         for name, module in network.named_modules()
-        if (isinstance(module, FSDPModule) and dist.get_world_size() > 1)
-        or any(hasattr(parameter, "ds_id") for parameter in module.parameters(recurse=False))
+        if isinstance(module, FSDPModule)
+        or any(_is_collective(parameter) for parameter in module.parameters(recurse=False))
     }
+
+
+def _is_collective(parameter: nn.Parameter) -> bool:
+    """Whether DeepSpeed gathers it (stage 3), or reduces its gradient in backward (stage 2)."""
+    return hasattr(parameter, "ds_id") or hasattr(parameter, "is_reduced_in_order")
 
 
 def _repeats(batch: Batch) -> list[Batch]:
