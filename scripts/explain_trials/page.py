@@ -148,7 +148,9 @@ def _healthy(healthy: Sequence[HealthyRun]) -> str:
 
 {len(healthy)} runs of {STEPS} steps (goal: 100), each repeated with `explain=off`:
 {warnings} early warnings (goal: at most 1), {explained} analysed steps (goal: none), and the same
-state at the end, bit for bit, in {_share(same, healthy)} (goal: all)."""
+state at the end, bit for bit, in {_share(same, healthy)} (goal: all).
+A step is computed again only if the guard found it bad. Without `explain` such a step is discarded,
+so these runs end differently."""
 
 
 def _of_cause(asked: Sequence[Outcome], cause: str) -> tuple[float, str]:
