@@ -80,7 +80,7 @@ class NoGuard:
 
 def guarded(loop: Callable[[Given], Any], out: Path, **settings: Any) -> tuple[Any, Guard]:
     """What the loop ends with after starts that end without a word."""
-    for number in range(len(ENDS) + 2):
+    for number in range(len(ENDS) + 8):  # a rollback may end a start as well
         guards: list[Guard] = []
         left = ENDS[number] if number < len(ENDS) else -1
 
