@@ -28,11 +28,11 @@ class Scalers:
         ]
 
     def is_overflow(self, signals: StepSignals) -> bool:
-        """Whether a scaler is to skip the step: gradients overflowed, the loss is finite."""
+        """Whether a scaler is to skip the step: gradients are Inf, the loss is finite."""
         return (
             bool(self._scalers)
             and math.isfinite(signals.loss)
-            and not math.isfinite(signals.grad_norm)
+            and math.isinf(signals.grad_norm)  # NaN comes from data
             and all(one.get_scale() >= _LOWEST_SCALE for one in self._scalers)
         )
 
