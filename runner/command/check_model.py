@@ -251,7 +251,14 @@ def _samples(dataset: Dataset) -> Check:
 
 
 def _first_samples(dataset: Dataset) -> list[str]:
-    return [repr(_plain(dataset[index])) for index in range(min(len(dataset), _ROWS))]
+    return [_read(dataset, index) for index in range(min(len(dataset), _ROWS))]
+
+
+def _read(dataset: Dataset, index: int) -> str:
+    try:
+        return repr(_plain(dataset[index]))
+    except Exception as error:  # a run skips it
+        return f"{type(error).__name__}: {error}"
 
 
 def _plain(value: Any) -> Any:
