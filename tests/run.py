@@ -44,6 +44,8 @@ TINY = (
     "guard.remedy=discard",
     # tests/drills/test_quick_preflight.py is of it; here it would be a tenth of a second each.
     "debug.preflight=false",
+    # tests/drills/test_demo.py is of the page; here it would be a fifth of a second each.
+    "track.report_minutes=null",
     "parallel.timeout_seconds=60",
 )
 

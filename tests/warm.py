@@ -43,7 +43,10 @@ from runner.launch.prepared import split
 _TORCHRUNS = ("torch.distributed.run", "runner.launch.agent")
 _MODULES = ("runner", *_TORCHRUNS)
 # torch._dynamo comes with the first wrapper of FSDP2 or of an optimizer.
-_IMPORTS = ("torch._dynamo", *_TORCHRUNS, "runner.__main__", "runner.session.session")
+_IMPORTS = (
+    *("torch._dynamo", "numpy.ma", *_TORCHRUNS),
+    *("runner.__main__", "runner.session.session", "runner.report.page"),
+)
 # The optimizer's module brings torch._inductor: five seconds a rank.
 _IMPORTS_OF_ZERO = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # prctl(2)

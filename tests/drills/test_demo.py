@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def healed_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the demo's first run leaves, from processes that have torch imported."""
     out = tmp_path_factory.mktemp("demo") / "healed"
-    return finish(out, *demo.SETTINGS, demo.FAULTS, restarts=1).out
+    return finish(out, *demo.SETTINGS, demo.FAULTS, "track.report_minutes=0", restarts=1).out
 
 
 @pytest.fixture(scope="module")
