@@ -6,15 +6,12 @@ the moments. All rows of a number of ranks run in one process group.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import traceback
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,10 +43,10 @@ from runner.session import parts
 from runner.session.optim import schedule
 from runner.system.process import die_with_parent
 from runner.train.step import InFlightStep, Stepper, StepPlan, StepRules
+from tests import warm
 from tests.reference import Documents, Reference, Trained, is_bf16_only
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 STEPS = 10
 NEAR = 1e-5
 OPEN = Bounds(usual=Limits(), after_high=Limits())
@@ -344,13 +341,10 @@ def run_rows(names: list[str]) -> None:
 
 
 def run_ranks(told: list[str]) -> None:
-    """``ROW`` after ``RANKS``, one after the other; torch is imported once for all ranks."""
+    """``ROW`` after ``RANKS``, one after the other; what is imported, is so once for all ranks."""
     wanted: dict[int, list[str]] = {}
     for ranks, name in zip(told[::2], told[1::2], strict=True):
         wanted.setdefault(int(ranks), []).append(name)
-    if any("zero" in name for name in told):
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        importlib.import_module("deepspeed")
     for ranks, names in wanted.items():
         with socket.create_server(("127.0.0.1", 0)) as server:
             os.environ["MASTER_PORT"] = str(server.getsockname()[1])
@@ -392,15 +386,9 @@ def told(request: pytest.FixtureRequest) -> dict[tuple[int, str], dict[int, str]
         for row, on in rows(ranks)
         if (on or full) and f"test_it_trains_as_the_formulas_say[{ranks}-{row.name}]" in selected
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", __name__, *(str(word) for pair in wanted for word in pair)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
+    command = [sys.executable, "-m", __name__, *(str(word) for pair in wanted for word in pair)]
+    zero = any("zero" in name for _, name in wanted)
+    done = warm.finished(command, timeout=1200, zero=zero)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found: dict[tuple[int, str], dict[int, str]] = {pair: {} for pair in wanted}
     for line in done.stdout.splitlines():
