@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.run import finish, metrics_step
 
 ROOT = Path(__file__).parents[2]
@@ -53,18 +53,18 @@ def test_the_example_of_an_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_example_of_an_own_loop(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "own_loop.py"), str(tmp_path / "run")]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    done = warm.finished(command, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "skipped batches [(100, 101)], 299 updates" in done.stdout
     assert float(done.stdout.rpartition("loss ")[2]) < 0.5
     killed = tmp_path / "killed"
-    process = subprocess.Popen([*command[:2], str(killed)], env=env, stdout=subprocess.DEVNULL)
+    again = [*command[:2], str(killed)]
+    process = warm.WarmPopen(again, stdout=subprocess.DEVNULL, text=True)
     while metrics_step(killed) < 150:
         assert process.poll() is None, "it ended before it could be killed"
     process.kill()
     process.wait()
-    subprocess.run([*command[:2], str(killed)], env=env, check=True, stdout=subprocess.DEVNULL)
+    assert warm.finished(again, timeout=300).returncode == 0
     digests = {
         json.loads((out / "summary.json").read_text())["state_digest"]
         for out in (tmp_path / "run", killed)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests import warm
 from tests.run import Result, finish, train
 
 ROOT = Path(__file__).parents[2]
@@ -63,10 +64,8 @@ def test_what_a_newcomer_reads(real_text: Result) -> None:
 
 
 def test_its_weights_load_elsewhere(real_text: Result, tmp_path: Path) -> None:
-    done = shell(
-        sys.executable, "-m", "runner", "ring", str(real_text.out), "--verify",
-        "--export", str(tmp_path / "weights"), cwd=tmp_path,
-    )  # fmt: skip
+    words = ["ring", str(real_text.out), "--verify", "--export", str(tmp_path / "weights")]
+    done = warm.finished([sys.executable, "-m", "runner", *words], timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     weights = load_file(tmp_path / "weights" / "model.safetensors")
     assert weights["embedding.weight"].shape == (257, 128)
