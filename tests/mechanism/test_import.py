@@ -33,7 +33,6 @@ from runner.system.error import ConfigError
 from tests import warm
 from tests.run import TINY, finish
 
-ROOT = Path(__file__).parents[2]
 STAGES = ("zero1", "zero2", "zero3")
 Weights = dict[str, torch.Tensor]
 
@@ -759,13 +758,15 @@ def test_a_deepspeed_file_that_means_harm_is_refused(
     assert_nothing_left(tmp_path)
 
 
-def test_reading_imports_no_deepspeed(deepspeed_places: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from runner.convert.sources import open_source; "
-        f"open_source(Path({str(deepspeed_places / 'zero2')!r})); "
-        "sys.exit('deepspeed' in sys.modules)"
+def test_reading_imports_no_deepspeed(deepspeed_places: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom pathlib import Path\nfrom runner.convert.sources import open_source\n"
+        f"open_source(Path({str(deepspeed_places / 'zero2')!r}))\n"
+        "sys.exit('deepspeed' in sys.modules)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    done = warm.finished([sys.executable, str(program)], timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_latest_that_leads_out_is_refused(deepspeed_copy: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 from runner.observe.console import Console
 from runner.policy.decision.history import Incident
 from runner.system import log
+from tests import warm
 from tests.mechanism.test_console import INCIDENT, PROGRESS
 from tests.run import TINY, finish
 
@@ -212,13 +212,7 @@ def test_what_is_wrong_with_the_settings_is_said_in_the_format_that_they_ask_for
     word: str,
 ) -> None:
     """By a process of its own, in which the package's entry is called ``__main__``."""
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", word, "steps=none"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = warm.finished([sys.executable, "-m", "runner", word, "steps=none"], timeout=60)
     assert done.returncode == 2 and done.stdout == ""
     if word.endswith("text"):
         assert done.stderr.startswith("error: steps=none: ") and done.stderr.count("\n") == 1

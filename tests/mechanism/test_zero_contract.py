@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +41,7 @@ from runner.model.frozen import freeze
 from runner.model.loss import sequence_losses
 from runner.model.objective import DecoderObjective
 from runner.system.error import CheckpointError, ConfigError
+from tests import warm
 
 CPU = torch.device("cpu")
 SHAPE = DecoderShape(vocab_size=16, dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, seq_len=8)
@@ -330,13 +330,15 @@ def test_an_engine_that_cannot_be_guarded_is_refused(
         Guard(tmp_path, model=engine, optimizer=bare["optimizer"])
 
 
-def test_it_is_imported_only_when_asked_for() -> None:
+def test_it_is_imported_only_when_asked_for(tmp_path: Path) -> None:
     """It takes seconds, and needs a compiler on some machines."""
-    code = (
-        "import sys, runner.session.session, runner.engine.zero; "
-        "sys.exit('deepspeed' in sys.modules)"
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, runner.session.session, runner.engine.zero\n"
+        "sys.exit('deepspeed' in sys.modules)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    done = warm.finished([sys.executable, str(program)], timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_deepspeed_that_moved_a_name_is_refused_at_the_start() -> None:
