@@ -403,7 +403,10 @@ def _size(modules: Sequence[nn.Module]) -> int:
 
 def _is_list_of_blocks(name: str, module: nn.Module) -> bool:
     """Whether each forward pass calls all modules of a list: experts are called by some tokens."""
-    return isinstance(module, nn.ModuleList) and "expert" not in name.rpartition(".")[2].lower()
+    if not isinstance(module, nn.ModuleList) or "expert" in name.rpartition(".")[2].lower():
+        return False
+    # A list of lists is called by nobody; those inside are looked at by themselves.
+    return all(type(one).forward is not nn.Module.forward for one in module)
 
 
 def _shares(network: nn.Module, units: Sequence[nn.Module]) -> bool:
