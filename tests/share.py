@@ -41,26 +41,24 @@ def _test_files(session: pytest.Session) -> Iterator[Path]:
 
 def _claimed(session: pytest.Session, share: Path) -> Iterator[pytest.Item]:
     """Tests of the files that this session was the first to come to."""
+    names = [str(path) for path in _test_files(session)]
+    # One collection for the whole session: fixtures of a conftest.py belong to its folder's node,
+    # which a second collection would replace. The modules in it are not imported yet.
+    modules = list(session.perform_collect(names, genitems=False))
     everything: list[pytest.Item] = []
-    for path in _test_files(session):
-        claim = share / f"begun-{str(path).replace(os.sep, '.')}"
+    for module in modules:
+        claim = share / f"begun-{str(module.path).replace(os.sep, '.')}"
         try:
             claim.touch(exist_ok=False)
         except FileExistsError:
             continue
-        items = _collect(session, path)
+        items = list(session.genitems(module))
+        session.config.hook.pytest_collection_modifyitems(
+            session=session, config=session.config, items=items
+        )
         everything += items
         session.items, session.testscollected = everything, len(everything)
         yield from items
-
-
-def _collect(session: pytest.Session, path: Path) -> list[pytest.Item]:
-    option = session.config.option
-    verbose, option.verbose = option.verbose, -1  # no line about each file
-    try:
-        return list(session.perform_collect([str(path)]))
-    finally:
-        option.verbose = verbose
 
 
 @pytest.hookimpl(tryfirst=True)

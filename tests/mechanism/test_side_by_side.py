@@ -18,7 +18,7 @@ PLAIN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 DRILL = """
 from pathlib import Path
 
-def test_seldom():
+def test_seldom(folder):
     first = not Path("tried").exists()
     Path("tried").touch()
     assert not first, "the words of the first failure"
@@ -30,25 +30,36 @@ def test_well():
 OTHER = """
 from pathlib import Path
 
-def test_it():
+def test_it(folder):
     with Path("ran").open("a") as file:
         file.write("{name}\\n")
     assert {passes}
 """
+SHARED = """
+import pytest
+
+@pytest.fixture(scope="session")
+def folder():
+    return "."
+"""
 
 
-def run(folder: Path, *, passes: bool = True) -> subprocess.CompletedProcess[str]:
-    """In a folder with tests of its own, and with --share."""
+def make_tests(folder: Path, *, passes: bool = True) -> None:
+    """A drill and two files of other tests, all with a fixture of one conftest.py."""
     (folder / "tests" / "drills").mkdir(parents=True)
     (folder / "tests" / "drills" / "test_a.py").write_text(DRILL)
+    (folder / "tests" / "conftest.py").write_text(SHARED)
     for name in "bc":
         text = OTHER.format(name=name, passes=passes or name != "c")
         (folder / "tests" / f"test_{name}.py").write_text(text)
     if not passes:
         (folder / "tests" / "drills" / "test_d.py").write_text("import nowhere")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p tests.share -p no:cacheprovider")
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "side_by_side.py"), "-q"],
+        [sys.executable, *(command or (str(ROOT / "tests" / "side_by_side.py"), "-q"))],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"} | PLAIN,
         capture_output=True,
@@ -59,6 +70,7 @@ def run(folder: Path, *, passes: bool = True) -> subprocess.CompletedProcess[str
 
 
 def test_each_file_is_run_once_and_a_drill_that_fails_once_is_told(tmp_path: Path) -> None:
+    make_tests(tmp_path)
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted((tmp_path / "ran").read_text().split()) == ["b", "c", "drill"]
@@ -67,6 +79,14 @@ def test_each_file_is_run_once_and_a_drill_that_fails_once_is_told(tmp_path: Pat
     first, _, again = done.stdout.partition(f"{name}: failed; run once more, alone")
     assert "the words of the first failure" in first
     assert "1 passed" in again, "no other test is repeated"
+
+
+def test_one_session_finds_the_fixtures_of_all_its_files(tmp_path: Path) -> None:
+    make_tests(tmp_path)
+    (tmp_path / "tried").touch()
+    (tmp_path / "share").mkdir()
+    done = run(tmp_path, "-m", "pytest", "--share=share", "tests")
+    assert "4 passed" in done.stdout, done.stdout + done.stderr
 
 
 HANGS = """
@@ -98,7 +118,8 @@ def test_sessions_that_hang_are_ended_and_say_where(tmp_path: Path) -> None:
 
 
 def test_a_test_that_is_no_drill_is_not_repeated(tmp_path: Path) -> None:
-    done = run(tmp_path, passes=False)
+    make_tests(tmp_path, passes=False)
+    done = run(tmp_path)
     assert done.returncode == 1 and "again" not in done.stdout, done.stdout + done.stderr
     assert (tmp_path / "ran").read_text().split().count("c") == 1
     assert "tests/test_c.py::test_it: failed" in done.stdout
