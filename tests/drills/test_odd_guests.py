@@ -40,6 +40,7 @@ TRAINS = {
 }
 
 
+@pytest.mark.twin
 @pytest.mark.full
 @pytest.mark.parametrize(("engine", "ranks"), [("single", 0), ("fsdp", 2), ("zero1", 2)])
 @pytest.mark.parametrize("name", TRAINS)

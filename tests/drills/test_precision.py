@@ -43,7 +43,7 @@ def test_a_mixed_cluster_begins_alike_and_a_better_one_goes_on_so(
     begun = finish(out, *AUTO, "steps=30", "schedule.total=60", program=program)
     assert stored_precision(begun) == "fp32"
     assert begun.text.count("auto: fp32, since the processors of rank 1 have no BF16") == 1
-    assert "model.precision=bf16 asks" in begun.text
+    assert "model.precision=bf16 uses" in begun.text
     monkeypatch.setenv("NATIVE", "01")
     ended = finish(out, *AUTO, program=program)
     assert ended.text.count("auto: fp32, as the run began") == 1

@@ -50,6 +50,7 @@ TRAINS = {
 }
 
 
+@pytest.mark.twin
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["fsdp", "zero1", "ddp"])
 @pytest.mark.parametrize("name", TRAINS)

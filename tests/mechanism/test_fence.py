@@ -79,6 +79,13 @@ def test_numbers_count_up_after_orderly_ends(tmp_path: Path) -> None:
     assert newest_number(tmp_path) == 3
 
 
+@pytest.fixture
+def others_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims of this process count as those of another one."""
+    monkeypatch.setattr(lease, "_is_own", lambda _claim: False)
+
+
+@pytest.mark.usefixtures("others_claims")
 def test_a_living_owner_is_left_alone(tmp_path: Path) -> None:
     fence = taken(tmp_path)
     with beating(fence):
@@ -119,6 +126,12 @@ def test_the_launcher_may_replace_its_own(tmp_path: Path) -> None:
         taken(tmp_path, job("slurm 7"))
 
 
+def test_this_process_is_not_told_to_end_itself(tmp_path: Path) -> None:
+    with beating(taken(tmp_path)), pytest.raises(ConfigError, match=r"itself\. Call close\(\)"):
+        taken(tmp_path)
+
+
+@pytest.mark.usefixtures("others_claims")
 def test_a_second_launch_of_the_same_name_is_no_restart(tmp_path: Path) -> None:
     first = replace(job("torchrun x"), agents=("a", "b"))
     old = taken(tmp_path, first)

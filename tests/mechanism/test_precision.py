@@ -110,7 +110,7 @@ BF16, FP32, AUTO = (compose([f"model.precision={name}"]) for name in ("bf16", "f
     ("natives", "stored", "overrides", "settings", "words"),
     [
         ([True, True], {}, [], BF16, []),
-        ([False], {}, [], FP32, ["fp32", "the processor has no BF16", "model.precision=bf16 asks"]),
+        ([False], {}, [], FP32, ["fp32", "the processor has no BF16", "model.precision=bf16 uses"]),
         ([True, False, True], {}, [], FP32, ["processors of rank 1 have no BF16"]),
         ([False] * 9 + [True], {}, [], FP32, ["rank 0, 1, 2, 3, 4, 5, 6, 7 and others have"]),
         # As the run began, on whatever machine it is taken up.
@@ -118,7 +118,7 @@ BF16, FP32, AUTO = (compose([f"model.precision={name}"]) for name in ("bf16", "f
         ([True], {"model.precision": "bf16"}, [], BF16, []),
         ([True], {"model.precision": "fp32"}, [], FP32, ["fp32, as the run began"]),
         # An import has stored what it was told; no step has been taken.
-        ([False], {"model.precision": "auto"}, [], FP32, ["asks for BF16"]),
+        ([False], {"model.precision": "auto"}, [], FP32, ["uses BF16 anyway"]),
         # What is asked for is not discussed.
         ([False], {"model.precision": "fp32"}, ["model.precision=bf16"], BF16, []),
         ([True], {}, ["model.precision=fp32"], FP32, []),
