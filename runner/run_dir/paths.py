@@ -33,6 +33,7 @@ _LATER = {
     "optim.momentum": 0.95,
     "optim.groups": [],
 }
+_SYNTHETIC_VOCABULARY = 64
 # Another value changes the tensors, so that no checkpoint of the run can be loaded.
 _RESHAPING = frozenset(
     [
@@ -264,6 +265,10 @@ def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, t
     for name, value in _LATER.items():
         stored.setdefault(name, value)
     current = trajectory(config)
+    if stored.get("data.kind") == "synthetic" and not config.data._target_:
+        # configs/data/synthetic.yaml once gave the number that is the default without it.
+        for sizes in (stored, current):
+            sizes["data.vocab_size"] = sizes.get("data.vocab_size") or _SYNTHETIC_VOCABULARY
     taken_away = {name: None for name in stored if _ARGUMENT.match(name) and name not in current}
     return {
         name: (stored.get(name), value)

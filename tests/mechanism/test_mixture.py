@@ -266,6 +266,7 @@ def test_sources_of_several_kinds_become_one_data_set(tmp_path: Path) -> None:
         f"[{{path: {tmp_path}/ready.npy, kind: tokens, weight: 3}},"
         "{name: made, samples: 200, seed: 5}]",
         "data.seq_len=8",
+        "data.vocab_size=64",
     )
     check(config, world_size=1)
     dataset = parts.open_dataset(config)
@@ -280,6 +281,7 @@ def test_sources_of_several_kinds_become_one_data_set(tmp_path: Path) -> None:
         "[{name: made, samples: 200, seed: 5, weight: 9},"
         f"{{path: {tmp_path}/ready.npy, kind: tokens}}]",
         "data.seq_len=8",
+        "data.vocab_size=64",
     )
     assert parts.open_dataset(heavier).fingerprint() == dataset.fingerprint(), "weights are apart"
 
@@ -294,6 +296,16 @@ def test_a_stored_mixture_is_compared_whole(tmp_path: Path) -> None:
     changed = run_dir.settings_changed(other)
     assert set(changed) == {"data.sources"}
     run_dir.refuse_change(changed, other)
+
+
+def test_a_stored_vocabulary_of_synthetic_data_is_its_default(tmp_path: Path) -> None:
+    """configs/data/synthetic.yaml once set it, and a guest's data set was given it, too."""
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.create()
+    run_dir.store_config(compose(["data=synthetic", "data.vocab_size=64"]))
+    assert run_dir.settings_changed(compose(["data=synthetic"])) == {}
+    other = run_dir.settings_changed(compose(["data=synthetic", "data.vocab_size=60"]))
+    assert other == {"data.vocab_size": (64, 60)}
 
 
 BASE = compose(["data=synthetic"])
