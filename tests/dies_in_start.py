@@ -11,13 +11,21 @@ import signal
 import sys
 import time
 
+from torch.distributed.distributed_c10d import _get_default_store
+
 from runner.__main__ import main
 from runner.health import start_watch
 from runner.session import opening
 
 
 def _never_returns(*_: object) -> None:
+    store = _get_default_store()
+    arrived = store.add("arrived", 1)
     if os.environ["RANK"] == os.environ["DIES"]:
+        # While another rank still connects, gloo itself would break there.
+        while arrived < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.05)
+            arrived = store.add("arrived", 0)
         os.kill(os.getpid(), signal.SIGKILL)
     while True:
         time.sleep(1)

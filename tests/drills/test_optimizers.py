@@ -42,7 +42,8 @@ OPTIMIZERS = {
     "schedule-free": ("optim._target_=tests.optimizers.ScheduleFree", "optim.lr=1.0"),
 }
 FOREIGN = ("rmsprop", "adafactor", "eight-bit", "schedule-free")
-NAMES = ["muon", *(pytest.param(name, marks=FULL) for name in ("lion", "sgd", *FOREIGN))]
+# tests/drills/test_zero_optimizers.py has one that is always run.
+NAMES = [pytest.param(name, marks=FULL) for name in ("muon", "lion", "sgd", *FOREIGN)]
 OTHERS = ["eight-bit", *(pytest.param(n, marks=FULL) for n in OPTIMIZERS if n != "eight-bit")]
 
 
