@@ -74,7 +74,11 @@ def test_ranks_and_restarts_tell_the_same(tmp_path: Path) -> None:
     assert one.code == three.code == 0, three.tail
     assert [line["attempt"] for line in looks(three.out).values()] == [1, 2, 2, 2]
     for step, line in looks(one.out).items():
-        assert line["model"] == pytest.approx(looks(three.out)[step]["model"], rel=2e-2)
+        numbers, others = dict(line["model"]), dict(looks(three.out)[step]["model"])
+        # Estimated from some elements of each shard, and other ranks have other shards.
+        moved = numbers.pop("update_ratio")
+        assert moved == pytest.approx(others.pop("update_ratio"), rel=0.15)
+        assert numbers == pytest.approx(others, rel=2e-2)
 
 
 @pytest.mark.full
