@@ -42,6 +42,9 @@ def key(
     return field(default=default, metadata=metadata)
 
 
+SYNTHETIC_VOCABULARY = 64  # of kind: synthetic, where vocab_size is not given
+
+
 class DataKind(Enum):
     text = "text"
     tokens = "tokens"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -186,6 +186,7 @@ class GuestBlueprint:
     frozen: Sequence[str]
     head_losses: HeadLosses
     recompute: str = NONE
+    objective_type: ClassVar[type[GuestObjective]] = GuestObjective
 
     @property
     def setting(self) -> str:
@@ -319,7 +320,7 @@ class GuestBlueprint:
                 put_tensor(network.get_submodule(owner), own, value)
 
     def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
-        return GuestObjective(
+        return self.objective_type(
             network,
             head_losses=self.head_losses,
             dtype=torch.bfloat16 if bf16 else None,

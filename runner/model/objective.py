@@ -85,7 +85,7 @@ class GuestObjective(nn.Module):
         if head is not None:
             defer_logits(head, head_losses.is_wanted)
         self._is_deferred = head is not None
-        self._more = accepted_by(network.forward)
+        self._more = self._accepted()
         self._tap: TokenTap | None = None
         if dtype is not None:
             mix_types()
@@ -93,6 +93,9 @@ class GuestObjective(nn.Module):
         if getattr(config, "use_cache", None):
             # otherwise transformers keeps keys and values of every layer, for generation
             config.use_cache = False  # type: ignore[union-attr]
+
+    def _accepted(self) -> frozenset[str]:
+        return accepted_by(self.network.forward)
 
     def listen(self, tap: TokenTap | None) -> None:
         """As :class:`DecoderObjective`; a network's own losses have no tokens."""

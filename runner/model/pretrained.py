@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from runner.model.blueprint import GuestBlueprint
 from runner.model.documents import segment_mask
-from runner.model.loss import HeadLosses
 from runner.model.objective import SEGMENTS, Batch, GuestObjective, Losses, accepted_by
 from runner.model.recompute import NONE, SELECTIVE, selective_contexts
 from runner.model.recorded import named_tensors, put_tensor
@@ -221,19 +220,8 @@ class PretrainedObjective(GuestObjective):
     ``[B, 1, T, T]`` and ``position_ids`` int64 ``[B, T]`` that begin anew in each.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        *,
-        head_losses: HeadLosses,
-        dtype: torch.dtype | None,
-        vocab_size: int = 0,
-        units: Sequence[nn.Module] = (),
-    ) -> None:
-        super().__init__(
-            network, head_losses=head_losses, dtype=dtype, vocab_size=vocab_size, units=units
-        )
-        self._more = accepted_by(base_network(network).forward)  # PEFT's own hides them
+    def _accepted(self) -> frozenset[str]:
+        return accepted_by(base_network(self.network).forward)  # PEFT's own hides them
 
     def forward(self, batch: Batch) -> Losses:
         given = dict(batch)
@@ -264,6 +252,7 @@ class PretrainedBlueprint(GuestBlueprint):
 
     path: str
     open_weights: Callable[[], Weights] | None
+    objective_type: ClassVar[type[GuestObjective]] = PretrainedObjective
 
     @property
     def setting(self) -> str:
@@ -302,15 +291,6 @@ class PretrainedBlueprint(GuestBlueprint):
             owner, _, own = name.rpartition(".")
             value = values.view(tensor.shape).to(device=device, dtype=tensor.dtype)
             put_tensor(network.get_submodule(owner), own, value)
-
-    def objective(self, network: nn.Module, *, bf16: bool) -> nn.Module:
-        return PretrainedObjective(
-            network,
-            head_losses=self.head_losses,
-            dtype=torch.bfloat16 if bf16 else None,
-            vocab_size=self.vocab_size,
-            units=self.units(network),
-        )
 
     def takes_segments(self) -> bool:
         """Whether attention can stay within documents: the model takes masks, has none itself."""

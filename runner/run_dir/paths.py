@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.compose import digest, flat, from_yaml, to_yaml, trajectory
-from runner.config.schema import ResumeConfig, RunConfig
+from runner.config.schema import SYNTHETIC_VOCABULARY, ResumeConfig, RunConfig
 from runner.system.error import ConfigError
 from runner.system.files import make_folder, read_bounded, write_durably
 from runner.system.parsing import parse_json
@@ -33,7 +33,6 @@ _LATER = {
     "optim.momentum": 0.95,
     "optim.groups": [],
 }
-_SYNTHETIC_VOCABULARY = 64
 # Another value changes the tensors, so that no checkpoint of the run can be loaded.
 _RESHAPING = frozenset(
     [
@@ -268,7 +267,7 @@ def settings_differing(stored: dict[str, Any], config: RunConfig) -> dict[str, t
     if stored.get("data.kind") == "synthetic" and not config.data._target_:
         # configs/data/synthetic.yaml once gave the number that is the default without it.
         for sizes in (stored, current):
-            sizes["data.vocab_size"] = sizes.get("data.vocab_size") or _SYNTHETIC_VOCABULARY
+            sizes["data.vocab_size"] = sizes.get("data.vocab_size") or SYNTHETIC_VOCABULARY
     taken_away = {name: None for name in stored if _ARGUMENT.match(name) and name not in current}
     return {
         name: (stored.get(name), value)

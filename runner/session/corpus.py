@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.config.schema import DataConfig, DataKind, RunConfig
+from runner.config.schema import SYNTHETIC_VOCABULARY, DataConfig, DataKind, RunConfig
 from runner.config.sources import held_out_sets, sources_of
 from runner.data.claim import Owners
 from runner.data.corpus_digest import Progress, notes_in
@@ -186,7 +186,7 @@ def _open(data: DataConfig, seed: int, place: str) -> Dataset:
         return Packed(_unpadded(dataset), Path(place), seq_len=data.seq_len)
     if data.kind is DataKind.synthetic:
         return SyntheticLanguage(
-            vocab_size=data.vocab_size or 64,
+            vocab_size=data.vocab_size or SYNTHETIC_VOCABULARY,
             samples=data.samples,
             seq_len=data.seq_len,
             seed=seed,

@@ -12,20 +12,11 @@ from tests.drills.compare import (
     assert_same_end,
     assert_same_run,
 )
+from tests.drills.test_odd_guests import ODD, SHORT
 from tests.run import finish, skip_override, train
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-MAKES, ODD = "tests.uncommon_guests.", "tests.odd_guests."
-SHORT = (
-    "steps=24",
-    "schedule.total=24",
-    "data.seq_len=8",
-    "guard.min_history=8",
-    "batch.global_size=8",
-    "batch.micro_size=2",
-    "checkpoint.every=6",
-    "checkpoint.clean_after=4",
-)
+MAKES = "tests.uncommon_guests."
 TOKENS = (f"data._target_={ODD}Tokens",)
 PAIRS = ("data._target_=tests.guests.Pairs", "model.vocab_size=16")
 IMAGES = (f"data._target_={MAKES}Bytes",)
