@@ -1,7 +1,8 @@
 """Watches the processes of the other ranks of this machine: which died, and how.
 
 Only a parent learns how a process ended; but until the parent has asked, ``/proc`` shows it to
-every process. torchrun asks ten times a second, so a thread here waits for the deaths themselves.
+every process, and newer kernels tell whoever has a pidfd at any time. torchrun asks ten times a
+second, so a thread here waits for the deaths themselves.
 Over NCCL this is how a death is noticed, because no collective fails when a peer is gone.
 """
 
@@ -21,7 +22,7 @@ from runner.system.exit_codes import (
     EXIT_NO_CHECKPOINT,
     EXIT_PREEMPTED,
 )
-from runner.system.process import exit_status, is_alive
+from runner.system.process import exit_status, exit_status_by_pidfd, is_alive
 
 # With these codes a rank has reported its error, and the others end in the same way.
 IN_ORDER = (EXIT_DONE, EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT, EXIT_PREEMPTED)
@@ -68,7 +69,7 @@ class PeerProcesses:
         left = len(self._open)
         while left or self._looked_at:
             for descriptor, _ in poll.poll(_LOOK_MILLISECONDS if self._looked_at else None):
-                self._note(self._open[descriptor])
+                self._note(self._open[descriptor], exit_status_by_pidfd(descriptor))
                 poll.unregister(descriptor)
                 os.close(descriptor)
                 left -= 1
@@ -77,8 +78,9 @@ class PeerProcesses:
                     self._note(rank)
                     self._looked_at.discard(rank)
 
-    def _note(self, rank: int) -> None:
-        status = exit_status(int(self._processes[rank]["pid"]))
+    def _note(self, rank: int, status: int | None = None) -> None:
+        if status is None:
+            status = exit_status(int(self._processes[rank]["pid"]))
         # The parent may have reaped it first; the rank leaves its code for a supervisor.
         self.deaths[rank] = (
             recorded_exit(variables(), rank_name(rank)) if status is None else status

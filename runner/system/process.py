@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import signal
 import socket
 import stat
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -19,6 +21,10 @@ from types import FrameType
 # Fields of /proc/PID/stat after the command's name, see proc(5).
 _STATE, _PARENT, _STARTED, _EXIT_CODE = 0, 1, 19, -1
 _PR_SET_PDEATHSIG = 1
+# linux/pidfd.h: struct pidfd_info begins with a mask (64 bits); what follows is not needed here, up
+# to the status as wait(2) has it, its last four bytes.
+_PIDFD_INFO_BYTES, _PIDFD_INFO_EXIT = 64, 1 << 3
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO_BYTES << 16 | 0xFF << 8 | 11
 _LIBC = ctypes.CDLL(None)  # not after a fork: loading takes locks that another thread may hold
 
 # Read before anything slow: the parent may be gone when torch is imported.
@@ -75,6 +81,26 @@ def exit_status(pid: int) -> int | None:
     if not fields or not _has_ended(fields):
         return None
     return os.waitstatus_to_exitcode(int(fields[_EXIT_CODE]))
+
+
+def exit_status_by_pidfd(descriptor: int) -> int | None:
+    """How a process ended: its exit code, or minus the signal; also after its parent has asked.
+
+    Args:
+        descriptor: its pidfd, opened while it was alive.
+
+    Returns:
+        None: it is alive, or this kernel does not tell (before Linux 6.15).
+    """
+    info = bytearray(_PIDFD_INFO_BYTES)
+    struct.pack_into("=Q", info, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    (mask,) = struct.unpack_from("=Q", info, 0)
+    (status,) = struct.unpack_from("=i", info, _PIDFD_INFO_BYTES - 4)
+    return os.waitstatus_to_exitcode(status) if mask & _PIDFD_INFO_EXIT else None
 
 
 def own_process() -> dict[str, str | int]:

@@ -17,7 +17,12 @@ from runner.health.peer_processes import IN_ORDER
 from runner.health.preemption import StopRequest
 from runner.health.rank_report import Report, read_reports
 from runner.run_dir.paths import RunDir
-from runner.system.process import own_process, pid_namespace, started_at
+from runner.system.process import (
+    exit_status_by_pidfd,
+    own_process,
+    pid_namespace,
+    started_at,
+)
 from tests.mechanism.test_witness import take_run, until, watched
 
 # The watchdog's thread is ended where a rank would be.
@@ -170,3 +175,18 @@ def test_process_numbers_of_another_container_are_not_looked_up(
     one.start()
     one.end()
     assert not left
+
+
+@pytest.mark.parametrize("status", [-signal.SIGKILL, 7, 0])
+def test_how_a_process_ended_is_told_after_its_parent_has_asked(peer: Peer, status: int) -> None:
+    descriptor = os.pidfd_open(peer.process.pid)
+    try:
+        assert exit_status_by_pidfd(descriptor) is None, "it is alive"
+        peer.end(status)
+        assert peer.process.wait(20) == status
+        known = exit_status_by_pidfd(descriptor)
+        if known is None:
+            pytest.skip(f"Linux {os.uname().release} does not tell; 6.15 does")
+        assert known == status
+    finally:
+        os.close(descriptor)
