@@ -26,10 +26,14 @@ TIMINGS = ("seconds", "tokens_per_second", "data_wait_seconds", "time", "stalls"
 # As real runs do, a drill looks at held-out samples now and then: few, so that it costs little.
 EVALUATED = ("eval.every=8", "eval.samples=8")
 
+# The second layer of model=tiny takes a quarter of a drill's time. Drills about layers ask for it.
+ONE_LAYER, TWO_LAYERS = "model.layers=1", "model.layers=2"
+
 # A model and a language that learn in seconds; the guard is armed early. In FP32, which is fast on
 # every processor.
 TINY = (
     "model=tiny",
+    ONE_LAYER,
     "model.precision=fp32",
     "data=synthetic",
     "data.workers=0",
@@ -105,7 +109,7 @@ def command(
 ) -> list[str]:
     """The command; ``program`` is a script that calls the runner after preparations."""
     arguments = [*(["-m", "runner"] if program is None else [str(program)])]
-    arguments += [f"out={out}", *TINY, *_bf16_for_zero(overrides), *unbroken(overrides)]
+    arguments += [f"out={out}", *_tiny(overrides), *_bf16_for_zero(overrides), *unbroken(overrides)]
     if ranks == 0:  # no launcher at all
         return [sys.executable, *arguments]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -137,6 +141,12 @@ def unbroken(overrides: Sequence[str]) -> list[str]:
         return [*result, f"faults=[{more}]"]
     result[faults[-1]] = result[faults[-1]].replace("faults=[", f"faults=[{more},", 1)
     return result
+
+
+def _tiny(overrides: Sequence[str]) -> list[str]:
+    """TINY; another model has its own number of layers."""
+    is_other = any(word.startswith(("model=", "model._target_=")) for word in overrides)
+    return [word for word in TINY if word != ONE_LAYER or not is_other]
 
 
 def _bf16_for_zero(overrides: Sequence[str]) -> list[str]:

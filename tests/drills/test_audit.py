@@ -51,12 +51,12 @@ def test_a_silent_fault_in_the_gradient_of_one_weight_is_found_and_named(
 ) -> None:
     """Neither the loss nor the gradient that leaves the blocks shows it."""
     words = [*SMALL, *settings, "batch.global_size=12", f"debug.audit_every={EVERY}"]
-    wrong = f"faults=[wrong_grad@step=7,rank={rank},module=blocks.1.ffn.down]"
+    wrong = f"faults=[wrong_grad@step=7,rank={rank},module=blocks.0.ffn.down]"
     hit = train(tmp_path / "hit", *words, wrong, ranks=ranks)
     assert hit.code == 0, hit.tail
     (line,) = hit.journal("audit")
     assert line["step"] == 10 and line["ranks"] == [rank], line
-    assert "in the gradients of blocks.1.ffn.down.weight:" in line["reason"]
+    assert "in the gradients of blocks.0.ffn.down.weight:" in line["reason"]
     assert not hit.journal("discard")
 
 

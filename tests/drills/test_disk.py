@@ -57,7 +57,7 @@ def unchangeable(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "size", ["1600k", *(pytest.param(f"{k}k", marks=pytest.mark.full) for k in (300, 700, 2200))]
+    "size", ["900k", *(pytest.param(f"{k}k", marks=pytest.mark.full) for k in (200, 400, 1000))]
 )
 def test_a_full_disk(tmp_path: Path, clean: Result, size: str) -> None:
     """It runs as long as it can, ends in words, and goes on once there is room."""

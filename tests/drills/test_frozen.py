@@ -10,10 +10,11 @@ import torch
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import read_range
 from tests.drills.compare import assert_every_sample_once
-from tests.run import Result, finish, train
+from tests.run import TWO_LAYERS, Result, finish, train
 
 # The input, a matrix, and norms: ZeRO-3 keeps those gathered. What is tied stays tied.
 FROZEN = (
+    TWO_LAYERS,
     "model.precision=bf16",
     "model.frozen=[embedding,blocks.0.attention.query,ffn_norm]",
     "schedule.total=60",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.run import Result, read_lines, train
+from tests.run import TWO_LAYERS, Result, read_lines, train
 
-SMALL = ("steps=24", "model.dim=32", "model.heads=2", "batch.global_size=8", "data.seq_len=32")
+SMALL = (TWO_LAYERS, "steps=24", "batch.global_size=8", "data.seq_len=32")
 EVERY = 6
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from runner.__main__ import main
 from tests.drills.compare import assert_every_sample_once, assert_same_end
-from tests.run import TINY, Result, finish, skip_override, train
+from tests.run import TINY, TWO_LAYERS, Result, finish, skip_override, train
 from tests.warm import finished
 
 VERDICT = "guard.remedy=verdict"
@@ -129,6 +129,7 @@ def assert_evidence(run: Result, line: dict[str, Any], capsys: pytest.CaptureFix
     assert len(capsys.readouterr().out.split("\n\n")[0].splitlines()) == 2
 
 
+LAYERS = (VERDICT, TWO_LAYERS)
 OVERFLOW = "faults=[overflow@step=28-30,module=blocks.1.ffn]"
 
 
@@ -154,7 +155,7 @@ def test_what_overflows_is_computed_in_a_wider_precision(
 ) -> None:
     """The module is named and nothing is skipped; a rank's death behind it changes nothing."""
     ranks = 4 if "parallel=hsdp" in settings else 2
-    hit = finish(tmp_path / "hit", VERDICT, OVERFLOW, *settings, ranks=ranks)
+    hit = finish(tmp_path / "hit", *LAYERS, OVERFLOW, *settings, ranks=ranks)
     lines = redone(hit)
     assert [line["step"] for line in lines] == [28, 29, 30], hit.tail
     assert_numerics(lines)
@@ -165,7 +166,7 @@ def test_what_overflows_is_computed_in_a_wider_precision(
     assert layers["blocks.0.ffn"][0] is not None and layers["blocks.1.ffn"][0] is None
     assert hit.summary["skipped"] == [] and hit.summary["discarded_steps"] == 0
     kill = OVERFLOW.replace("]", ",kill@step=32,rank=1]")
-    again = finish(tmp_path / "killed", VERDICT, kill, *settings, ranks=ranks, restarts=1)
+    again = finish(tmp_path / "killed", *LAYERS, kill, *settings, ranks=ranks, restarts=1)
     assert again.summary["restarts"] == 1 and len(redone(again)) == 3, again.tail
     assert_same_end(again, hit)
 
@@ -175,7 +176,7 @@ def test_what_overflows_is_computed_in_a_wider_precision(
 def test_an_engine_that_takes_no_other_precision_names_the_module(
     tmp_path: Path, engine: str
 ) -> None:
-    hit = train(tmp_path / "hit", VERDICT, OVERFLOW, f"parallel={engine}", "guard.max_rollbacks=0")
+    hit = train(tmp_path / "hit", *LAYERS, OVERFLOW, f"parallel={engine}", "guard.max_rollbacks=0")
     lines = [line for line in hit.journal() if isinstance(line["detail"].get("cause"), dict)]
     assert lines, hit.tail
     assert_numerics(lines)

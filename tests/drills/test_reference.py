@@ -10,11 +10,11 @@ from runner.config.compose import compose
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from tests.reference import Reference
-from tests.run import TINY, finish
+from tests.run import TINY, TWO_LAYERS, finish
 
 # Below some norms and above others; a warm-up, a decay and a floor within the steps.
 SETTINGS = (
-    "model.precision=fp32",
+    TWO_LAYERS,
     "steps=16",
     "schedule.warmup=4",
     "schedule.floor=0.3",

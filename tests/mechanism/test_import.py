@@ -583,7 +583,7 @@ def test_weights_that_do_not_fit_are_refused(
         (("--rename", "norm"), "REGEX=REPLACEMENT"),
         (("--rename", "(=x"), "--rename"),
         (("--rename", r"norm=\7"), "--rename"),
-        (("--rename", "blocks.[01]=one"), "both called"),
+        (("--rename", "(query|key)=one"), "both called"),
         (("model.dim=64",), "needed"),
         (("modle.dim=64",), "unknown key"),
         (("--bogus",), "import --help"),

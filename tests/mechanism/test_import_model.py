@@ -26,10 +26,12 @@ from runner.convert.model_config import read_model
 from runner.model.decoder import Decoder
 from runner.session import parts
 from runner.system.error import ConfigError
-from tests.run import TINY, finish
+from tests.run import ONE_LAYER, TINY, TWO_LAYERS, finish
 
 Weights = dict[str, Tensor]
 Tree = dict[str, Any]
+
+SETTINGS = tuple(word for word in TINY if word != ONE_LAYER)  # the files tell how many
 
 # Far from the defaults of this project in everything that can be set.
 LLAMA: Tree = {
@@ -157,7 +159,7 @@ def import_(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Import:
     """The command in this process, into ``tmp_path/run``; gives exit code and what it said."""
 
     def run(source: Path, *arguments: str) -> tuple[int, str]:
-        code = main(["import", str(source), f"out={tmp_path / 'run'}", *TINY, SEQ, *arguments])
+        code = main(["import", str(source), f"out={tmp_path / 'run'}", *SETTINGS, SEQ, *arguments])
         told = capsys.readouterr()
         return code, told.out + told.err
 
@@ -172,7 +174,7 @@ def added(text: str) -> list[str]:
 
 def decoder_of(out: Path, settings: list[str]) -> Decoder:
     """The decoder of these settings, with the weights in the run's only checkpoint."""
-    config = compose([*TINY, SEQ, *settings])
+    config = compose([*SETTINGS, SEQ, *settings])
     model = Decoder(parts.model_shape(config, parts.open_dataset(config)))
     (entry,), damaged = CheckpointDirectory(out / "ring").entries()
     assert not damaged
@@ -215,13 +217,13 @@ def test_a_run_trains_from_what_the_command_says(import_: Import, tmp_path: Path
     assert code == 0, text
     assert "model.dim=48" not in added(text), "was given"
     shared = ("model.precision=fp32", SEQ, "steps=2", "batch.global_size=4", "schedule.warmup=1")
-    refused_code = main(["import", str(tmp_path / "weights"), f"out={tmp_path / 'run'}", *TINY])
+    refused_code = main(["import", str(tmp_path / "weights"), f"out={tmp_path / 'run'}", *SETTINGS])
     assert refused_code == 2, "a run is there"
     again = tmp_path / "again"
-    told = ["import", str(tmp_path / "weights"), f"out={again}", *TINY, *shared]
+    told = ["import", str(tmp_path / "weights"), f"out={again}", *SETTINGS, *shared]
     assert main(told) == 0
-    result = finish(again, *shared, *added(text), "model.dim=48", ranks=0)
-    config = compose([*TINY, *shared, *added(text), "model.dim=48"])
+    result = finish(again, TWO_LAYERS, *shared, *added(text), "model.dim=48", ranks=0)
+    config = compose([*SETTINGS, *shared, *added(text), "model.dim=48"])
     dataset = parts.open_dataset(config)
     indices = parts.sample_stream(config, dataset).indices(range(4))
     rows = torch.stack([torch.as_tensor(dataset[int(i)].tokens).long() for i in indices])
