@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import secrets
@@ -64,6 +65,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     assert left.stdin is not None
     left.stdin.close()
     left.wait(20)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_are_short() -> None:
+    """Have collections pass over what is imported: half a second each, and DeepSpeed asks for many.
+
+    What earlier modules left in circles stays with it.
+    """
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from runner.distributed.device import FoundDevice, find_device
 from runner.distributed.env import RankEnv
@@ -103,6 +104,35 @@ def _require_own_gpus(facts_by_rank: Sequence[Facts]) -> None:
             "one of its own), or use parallel.device=cpu",
             is_local=True,
         )
+
+
+class Departure:
+    """Tells whether an error that ends this rank ends every rank.
+
+    By the store: others may wait in a collective, and one of this rank would be taken for it.
+
+    Args:
+        store: of this group alone.
+    """
+
+    def __init__(self, store: Store, world_size: int) -> None:
+        self._store = PrefixStore("departure", store)
+        self._world_size = world_size
+
+    def announce(self) -> None:
+        """Announce that this rank leaves, for a rank that waits in :meth:`is_common`."""
+        with contextlib.suppress(RuntimeError):  # DistStoreError as well: the host is gone
+            if self._store.add("ranks", 1) == self._world_size:
+                self._store.set("all", "1")
+
+    def is_common(self, seconds: float) -> bool:
+        """Announce that this rank leaves, and whether all ranks do so within ``seconds``."""
+        self.announce()
+        try:
+            self._store.wait(["all"], timedelta(seconds=seconds))
+        except RuntimeError:
+            return False
+        return True
 
 
 def end_group(have_met: Callable[[], None] = lambda: None) -> None:

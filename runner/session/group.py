@@ -17,7 +17,7 @@ from runner.distributed.agreement import Ranks
 from runner.distributed.debug import debug_settings, is_torchruns_own, keep_dump, set_debug
 from runner.distributed.device import device_name, device_versions, find_device
 from runner.distributed.env import JobEnv, RankEnv, launch_from
-from runner.distributed.process_group import end_group, start_group, take_device
+from runner.distributed.process_group import Departure, end_group, start_group, take_device
 from runner.distributed.rendezvous import Facts
 from runner.engine.determinism import be_deterministic
 from runner.health.heartbeat import Heartbeat
@@ -34,6 +34,8 @@ from runner.system.process import own_process, pid_namespace
 
 # The rendezvous has its own limit and names missing ranks.
 _MEET_SECONDS = 60.0
+# An error that all ranks have agreed on ends them within this time of each other.
+_DEPARTURE_SECONDS = 20.0
 _log = logging.getLogger(__name__)
 
 
@@ -117,7 +119,11 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         parallel.start_seconds + _MEET_SECONDS,
     )
 
+    departure: Departure | None = None
+
     def have_met(room: Store, near: Sequence[Facts]) -> None:
+        nonlocal departure
+        departure = Departure(room, place.world_size)
         monitor.expect(
             "connecting to the other ranks, all of which have started (parallel.timeout_seconds; "
             "NCCL_SOCKET_IFNAME selects the interface, debug=nccl logs more)",
@@ -138,7 +144,8 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         monitor.expect(
             "taking the run directory (watchdog.slow_seconds)", config.watchdog.slow_seconds
         )
-        with _telling(monitor):
+        assert departure is not None  # since the ranks have met
+        with _telling(monitor, departure):
             group = _group(config, place, launch, device, stop, monitor, debug, peers)
             yield replace(group, device_versions=device_versions(found_device) | switched)
     except RunnerError:
@@ -198,14 +205,19 @@ def _group(
 
 
 @contextmanager
-def _telling(monitor: RankMonitor) -> Iterator[None]:
+def _telling(monitor: RankMonitor, departure: Departure) -> Iterator[None]:
     """Report an error of this rank alone before it propagates."""
     try:
         yield
+        departure.announce()
     except Superseded as error:
         monitor.failed(error)
         raise
-    except RunnerError:
+    except RunnerError as error:
+        if not departure.is_common(_DEPARTURE_SECONDS):
+            alone = RuntimeError(f"of this rank alone: {type(error).__name__}: {error}")
+            monitor.failed(alone)
+            raise alone from error
         raise
     except Exception as error:
         monitor.failed(error)

@@ -264,3 +264,17 @@ def test_a_rank_whose_device_fails_in_a_collective_is_named(tmp_path: Path) -> N
     assert crash["ranks"] == [1] and crash["detail"]["cause"] == "exception", crash
     assert "unhandled cuda error" in crash["reason"], crash
     assert "Cuda failure 999 'unknown error' in agree of step 12" in crash["reason"], crash
+
+
+@pytest.mark.twin
+def test_an_error_that_should_be_every_ranks_is_told_where_it_is_not(tmp_path: Path) -> None:
+    """A rank that cannot begin would wait for the others, who wait for it elsewhere."""
+    settings = ("parallel.timeout_seconds=3600", "watchdog.slow_seconds=3600", "steps=5")
+    fault = "faults=[wrong_grad@step=3,rank=1,module=blocks.9]"
+    run = train(tmp_path / "run", *settings, fault, ranks=3)
+    assert run.code == 1, run.tail
+    (crash,) = run.journal("crash")
+    assert crash["ranks"] == [1], crash
+    words = "of this rank alone: ConfigError: faults: module=blocks.9: the model has embedding"
+    assert words in crash["reason"], crash
+    assert not left_behind(run.out), run.tail
