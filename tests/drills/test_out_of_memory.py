@@ -12,7 +12,7 @@ from tests.drills.test_supervise import launch
 from tests.run import finish
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-SHORT = ("steps=40", "schedule.total=40", "batch.micro_size=8")
+SHORT = ("steps=24", "schedule.total=24", "batch.micro_size=8")
 
 
 @pytest.mark.twin
@@ -28,7 +28,7 @@ def test_micro_batches_are_halved_until_they_fit(
 ) -> None:
     told = (*SHORT, f"parallel={engine}", f"model.precision={precision}")
     whole = finish(tmp_path / "whole", *told)
-    run = launch(tmp_path / "run", *told, "faults=[oom@step=20,rank=1,rows=2]").wait()
+    run = launch(tmp_path / "run", *told, "faults=[oom@step=12,rank=1,rows=2]").wait()
     assert run.code == 0, run.tail
     attempts, _ = read_lines(run.out / "attempts.jsonl")
     assert [(one["code"], one["cause"]) for one in attempts] == [
@@ -45,6 +45,6 @@ def test_micro_batches_are_halved_until_they_fit(
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=rounding), mine
         assert (mine["cursor"], mine["lr"]) == (theirs["cursor"], theirs["lr"])
     # Whoever starts it again is told; the settings are the user's.
-    again = finish(run.out, *told, "steps=44")
+    again = finish(run.out, *told, "steps=26")
     assert "micro-batches of 2 sequences, not 8" in again.text, again.tail
     assert "micro_size: 8" in (run.out / "config.yaml").read_text()

@@ -221,6 +221,7 @@ def test_a_killed_rank_is_started_again_in_its_allocation(submit: Submit, clean:
 
 
 @pytest.mark.twin
+@pytest.mark.full
 def test_a_cut_off_node_publishes_nothing(
     cluster: Cluster, submit: Submit, clean_alone: Result
 ) -> None:
