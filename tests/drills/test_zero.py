@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.drills.compare import assert_every_sample_once, assert_same_end
+from tests.drills.compare import assert_every_sample_once, assert_same_end, in_order
 from tests.run import TWO_LAYERS, Result, finish, skip_override, train
 
 STAGES = ["zero1", "zero2", "zero3"]
@@ -90,7 +90,12 @@ def test_offloaded_to_the_cpu_it_is_the_same_run(tmp_path: Path, stage: str) -> 
     verdicts = {line["detail"]["verdict"] for line in hit.journal("discard")}
     assert verdicts == {"NonFinite", "Spike"} and len(hit.journal("rollback")) == 1, hit.tail
     told = finish(tmp_path / "told", *engine, UP_TO_60, skip_override(hit.summary["skipped"]))
-    assert_same_end(hit, told)
+    if stage == "zero1":  # another optimizer of DeepSpeed's, which sums in another order
+        for mine, theirs in zip(in_order(hit), in_order(told), strict=True):
+            assert mine["loss"] == pytest.approx(theirs["loss"], abs=BF16_NOISE), mine
+            assert (mine["samples"], mine["lr"]) == (theirs["samples"], theirs["lr"]), mine
+    else:
+        assert_same_end(hit, told)
     assert_every_sample_once(hit)
 
 
