@@ -136,8 +136,9 @@ class Working:
             else f"{done / 2**30:.2f} of {total / 2**30:.2f} GiB",
         ]
         if rate > 0:
-            pace = f"{rate:,.0f} {self._unit}/s" if self._unit else f"{rate / 2**20:,.0f} MiB/s"
-            parts += [pace, f"ETA {duration((total - done) / rate)}"]
+            amount, unit = (rate, self._unit) if self._unit else (rate / 2**20, "MiB")
+            pace = f"{amount:,.0f}" if amount >= 10 else f"{amount:.2g}"
+            parts += [f"{pace} {unit}/s", f"ETA {duration((total - done) / rate)}"]
         return "  ".join(parts)
 
 

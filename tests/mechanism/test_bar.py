@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from runner.observe.bar import Bar
+from runner.observe.console import Working
 
 
 def shown(*, is_terminal: bool, seconds: float, unit: str = "") -> str:
@@ -39,3 +40,11 @@ def test_a_pipe_gets_a_line_each_half_minute() -> None:
 def test_other_things_are_counted_too() -> None:
     text = shown(is_terminal=True, seconds=100, unit="rows")
     assert "52,428,800 of 104,857,600 rows  1,048,576 rows/s  ETA 50s" in text
+
+
+def test_what_takes_seconds_each_has_a_pace_too() -> None:
+    now = [0.0]
+    working = Working("short runs", lambda: now[0], unit="runs")
+    working.begin(0)
+    now[0] = 45.0
+    assert working.text(3, 10).endswith("3 of 10 runs  0.067 runs/s  ETA 1m45s")
