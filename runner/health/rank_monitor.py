@@ -41,6 +41,7 @@ from runner.health.node_reports import (
 from runner.health.peer_processes import PeerProcesses
 from runner.health.preemption import StopRequest
 from runner.health.rank_report import (
+    CAUSE,
     Report,
     has_reports,
     now,
@@ -72,7 +73,6 @@ from runner.system.process import (
 _log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.5
-_CAUSE = "cause.json"
 _JOURNAL_SECONDS = 5.0
 _SHARED_SECONDS = 1.0  # between looks at a folder that all ranks share
 _SECONDS_A_RANK = 3e-4  # added to the wait for evidence, for each rank of a large job
@@ -478,7 +478,7 @@ class RankMonitor:
         own = self._place.rank
         is_teller = own == min((rank for rank, is_own in by_rank.items() if is_own), default=own)
         # A rank with an exception of its own has reported it already.
-        is_teller = is_teller and not (self._folder() / _CAUSE).exists()
+        is_teller = is_teller and not (self._folder() / CAUSE).exists()
         if is_teller or self._place.is_first:
             cause = find_root_cause(read_reports(self._folder()), self._place.world_size)
             if is_teller:
@@ -497,11 +497,11 @@ class RankMonitor:
                 merge_node(folder, first)
             num_nodes = -(-self._place.world_size // self._place.local_world_size)
             while time.monotonic() < limit:
-                is_over = (folder / _CAUSE).exists() and not self._place.is_first
+                is_over = (folder / CAUSE).exists() and not self._place.is_first
                 if is_over or (first == 0 and len(reported_nodes(folder)) >= num_nodes):
                     break
                 time.sleep(0.1 + 1e-4 * num_nodes)
-            is_told = (folder / _CAUSE).exists()
+            is_told = (folder / CAUSE).exists()
             is_teller = not is_told and first == min(reported_nodes(folder), default=first)
             if is_teller or self._place.is_first:
                 cause = find_root_cause(read_all_reports(folder), self._place.world_size)
@@ -519,7 +519,7 @@ class RankMonitor:
         _log.info("evidence of each rank: %s", folder)
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / _CAUSE, to_json(cause))
+            write_json(folder / CAUSE, to_json(cause))
 
     def _wait_for_reports(self, num_ranks: int, seconds: float) -> dict[int, bool]:
         """Ranks with a report, and whether it is their own."""

@@ -3,6 +3,7 @@
 out/incidents/000003/rank-00001.json         incarnation 3, rank 1
 out/incidents/000003/rank-00001.early.json   the same, written before NCCL is asked
 out/incidents/000003/rank-00000.seen.json    rank 0 is dead; another rank of its node wrote it
+out/incidents/000003/cause.json              what the reports came to; the ranks end
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _REPORT_BYTES = 1 << 26
 _FATAL_BYTES = 1 << 24
 _MOST_RANKS = 1 << 20
 _SEEN, _EARLY = "seen.json", "early.json"
+CAUSE = "cause.json"
 
 Frame = dict[str, Any]  # {"file", "line", "function"}
 

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from runner.distributed.env import rank_name, read_begun
-from runner.health.rank_report import Report, has_reports, now, read_fatal_log, write_report
+from runner.health.rank_report import (
+    CAUSE,
+    Report,
+    now,
+    read_fatal_log,
+    reported,
+    write_report,
+)
 from runner.launch import process_tree
 from runner.launch.outcome import read_exits
 from runner.system.process import exit_status, host_name, is_alive
@@ -61,7 +68,9 @@ class BegunRanks:
         )
 
     def look(self, *, is_over: bool = False) -> None:
-        """Report dead ranks to the other nodes, unless somebody already has.
+        """Report dead ranks to the other nodes, unless they or the cause are reported already.
+
+        The other nodes wait ``watchdog.settle_seconds`` for a report after their collective broke.
 
         Args:
             is_over: whether what started them has ended, so that nobody else can report them.
@@ -78,7 +87,8 @@ class BegunRanks:
                     continue
                 self._dead_since[name] = clock
                 self._status[name] = exit_status(int(facts["process"]["pid"]))
-            if is_over or clock - self._dead_since[name] > _NEIGHBOURS_SECONDS:
+            is_due = clock - self._dead_since[name] > _NEIGHBOURS_SECONDS
+            if is_over or is_due or not any(is_alive(one["process"]) for one in begun.values()):
                 self._tell(rank, facts, self._status[name])
 
     def _others_elsewhere(self, facts: dict[str, Any]) -> bool:
@@ -86,7 +96,7 @@ class BegunRanks:
 
     def _tell(self, rank: int, facts: dict[str, Any], status: int | None) -> None:
         folder = Path(facts["incident"])
-        if has_reports(folder):
+        if rank in reported(folder) or (folder / CAUSE).exists():
             return
         message = "gone without a report: SIGKILL, out of memory, or ended by its launcher"
         if status is not None:

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runner.distributed.env import tell_begun
 from runner.health import rank_monitor as module
-from runner.health.rank_report import Report, read_reports, write_report
+from runner.health.rank_report import CAUSE, Report, read_reports, write_report
 from runner.health.root_cause import find_root_cause
 from runner.launch import local_ranks as begun_module
 from runner.launch.attempt import Ended, Job, Stop, run_once
@@ -61,6 +62,7 @@ def test_a_rank_that_has_begun_is_not_ended_by_the_start(
 LOCKED = """
 import ctypes, sys
 from pathlib import Path
+from typing import Any
 from runner.health import rank_monitor as module
 from tests.mechanism.test_witness import watched
 module._TELL_SECONDS = 0.5
@@ -208,7 +210,14 @@ def test_a_command_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
     assert "error: /no/such/command: No such file" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("case", ["alone in the world", "in order", "told by another"])
+SEEN: dict[str, Any] = {
+    **{"world_size": 2, "kind": "called", "step": 7, "phase": "agree", "message": "m"}
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["alone in the world", "in order", "told by another", "the cause is told"]
+)
 def test_who_needs_no_supervisor_to_tell(case: str, tmp_path: Path) -> None:
     folder = tmp_path / "incident"
     body, world_size = KILLED, 2
@@ -216,12 +225,22 @@ def test_who_needs_no_supervisor_to_tell(case: str, tmp_path: Path) -> None:
         world_size = 1
     elif case == "in order":
         body = BEGINS + "tell_exit(os.environ, 'rank-1', 75)"
+    elif case == "told by another":
+        write_report(folder, Report(rank=1, **SEEN), for_other=True)
     else:
-        write_report(
-            folder, Report(rank=0, world_size=2, kind="called", step=7, phase="agree", message="m")
-        )
+        write_report(folder, Report(rank=0, **SEEN))
+        (folder / CAUSE).write_text("{}")
     attempt(tmp_path, body, world_size)
-    assert [told.rank for told in read_reports(folder)] == ([0] if "another" in case else [])
+    expected = {"told by another": [1], "the cause is told": [0]}.get(case, [])
+    assert [told.rank for told in read_reports(folder)] == expected
+
+
+def test_what_another_rank_says_of_itself_is_not_enough(tmp_path: Path) -> None:
+    """It has lost contact, and waits for a report of who is gone."""
+    folder = tmp_path / "incident"
+    write_report(folder, Report(rank=0, **SEEN | {"kind": "lost_contact"}))
+    attempt(tmp_path, ABORTED)
+    assert [told.rank for told in read_reports(folder)] == [0, 1]
 
 
 def test_a_torn_mark_is_no_rank(tmp_path: Path) -> None:
