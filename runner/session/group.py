@@ -96,16 +96,7 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
     as_json = config.track.log is LogKind.json
     log.begin(as_json=as_json, rank=place.rank, step=lambda: heart.step)
     monitor.start()
-    settings = debug_settings(
-        config.debug.kind.value, subsystems=config.debug.nccl_subsystems, folder=run_dir.debug
-    )
-    if device.type == "cuda" and place.is_first and is_torchruns_own(variables()):
-        _log.info(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 instead of torchrun's 1, which would remove the "
-            "evidence of a hang"
-        )
-    debug = set_debug(changeable(), settings)
-    keep_dump(run_dir.debug, place.rank)
+    debug = _collective_debug(config, place, device, run_dir)
     facts: dict[str, Any] = {
         "rank": place.rank,
         "process": own_process(),
@@ -118,7 +109,6 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         "rendezvous with the other ranks (parallel.start_seconds)",
         parallel.start_seconds + _MEET_SECONDS,
     )
-
     departure: Departure | None = None
 
     def have_met(room: Store, near: Sequence[Facts]) -> None:
@@ -152,6 +142,23 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         monitor.end()
         raise
     monitor.end()
+
+
+def _collective_debug(
+    config: RunConfig, place: RankEnv, device: torch.device, run_dir: RunDir
+) -> dict[str, str]:
+    """Turn the debugging of collectives on; returns the settings in effect."""
+    settings = debug_settings(
+        config.debug.kind.value, subsystems=config.debug.nccl_subsystems, folder=run_dir.debug
+    )
+    if device.type == "cuda" and place.is_first and is_torchruns_own(variables()):
+        _log.info(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING=3 instead of torchrun's 1, which would remove the "
+            "evidence of a hang"
+        )
+    debug = set_debug(changeable(), settings)
+    keep_dump(run_dir.debug, place.rank)
+    return debug
 
 
 def refuse_untried(config: RunConfig, place: RankEnv) -> None:
