@@ -16,7 +16,7 @@ from runner.config.compose import compose
 from runner.session import parts
 from tests import hf_folder
 from tests.drills.compare import assert_same_end, assert_same_run
-from tests.run import Result, finish, metrics_step, skip_override, start, train
+from tests.run import TWO_LAYERS, Result, finish, metrics_step, skip_override, start, train
 
 for package in ("transformers", "datasets", "peft"):
     pytest.importorskip(package)
@@ -137,7 +137,7 @@ def test_the_decoder_tuned_on_chats_is_a_llama(
     tmp_path: Path, folder: Path, engine: str, ranks: int
 ) -> None:
     told = [text for text in tuned(tmp_path, folder) if not text.startswith("model")]
-    told += [f"data.tokenizer={folder}", f"parallel={engine}", "model.kv_heads=1"]
+    told += [f"data.tokenizer={folder}", f"parallel={engine}", "model.kv_heads=1", TWO_LAYERS]
     scaling = "factor: 4, low_freq_factor: 1, high_freq_factor: 4"
     told += [f"model.rope_scaling={{{scaling}, original_max_position_embeddings: 16}}"]
     run = finish(tmp_path / "run", *told, ranks=ranks)
