@@ -43,7 +43,9 @@ def _breaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 _SHARED = Path("/dev/shm")
-_OF_PROCESS = re.compile(r"(?:torch|psm|sem)_?[^0-9]*([0-9]+)")  # torch_PID_NUMBER_NUMBER
+# torch_PID_NUMBER_NUMBER. Names of multiprocessing (sem.mp-, psm_) are random: they may be those of
+# another session.
+_OF_PROCESS = re.compile(r"torch_([0-9]+)")
 
 
 @pytest.fixture
