@@ -47,7 +47,7 @@ def start_group(
     facts: Facts | None = None,
     problem: str = "",
     have_met: Callable[[Store, Sequence[Facts]], None] = lambda room, facts: None,
-) -> list[Facts]:
+) -> tuple[list[Facts], Departure]:
     """Make the default group: gloo on CPU, NCCL (and gloo) on CUDA.
 
     Args:
@@ -58,7 +58,7 @@ def start_group(
             group and the facts of this node's ranks.
 
     Returns:
-        The facts of the ranks of this node.
+        The facts of the ranks of this node, and what tells whether all ranks leave together.
 
     Raises:
         StartError: ranks are absent, and are named; or two ranks share one GPU.
@@ -87,7 +87,7 @@ def start_group(
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
-    return facts_by_rank
+    return facts_by_rank, Departure(room, place.world_size)
 
 
 def _require_own_gpus(facts_by_rank: Sequence[Facts]) -> None:

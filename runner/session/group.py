@@ -109,11 +109,8 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         "rendezvous with the other ranks (parallel.start_seconds)",
         parallel.start_seconds + _MEET_SECONDS,
     )
-    departure: Departure | None = None
 
     def have_met(room: Store, near: Sequence[Facts]) -> None:
-        nonlocal departure
-        departure = Departure(room, place.world_size)
         monitor.expect(
             "connecting to the other ranks, all of which have started (parallel.timeout_seconds; "
             "NCCL_SOCKET_IFNAME selects the interface, debug=nccl logs more)",
@@ -122,7 +119,7 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         monitor.watch_start(room, near)
 
     try:
-        peers = start_group(
+        peers, departure = start_group(
             place,
             device,
             timeout_seconds=parallel.timeout_seconds,
@@ -134,7 +131,6 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         monitor.expect(
             "taking the run directory (watchdog.slow_seconds)", config.watchdog.slow_seconds
         )
-        assert departure is not None  # since the ranks have met
         with _telling(monitor, departure):
             group = _group(config, place, launch, device, stop, monitor, debug, peers)
             yield replace(group, device_versions=device_versions(found_device) | switched)
