@@ -228,6 +228,14 @@ class Images:
         return {"image": (noise + pattern).astype(np.float32), "kind": kind}
 
 
+class Hashed(Images):
+    """Images whose brightness is the hash of a string: another in each process."""
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        sample = super().__getitem__(i)
+        return {**sample, "image": sample["image"] + hash(f"image {i}") % 1000}
+
+
 class Pairs:
     """Two sequences a sample: one that counts up, and one of any numbers."""
 

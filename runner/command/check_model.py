@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from runner.command.arguments import Parser
+from runner.command.check_samples import sample_checks
 from runner.command.checks import print_checks
 from runner.command.demo import skip_override
 from runner.config.compose import compose
@@ -43,7 +45,7 @@ from runner.system.extras import is_installed
 
 _CPU = torch.device("cpu")
 _ROWS = 4
-_IN_PROCESS, _SHORT_RUNS = 10, 10  # checks and runs, about
+_IN_PROCESS, _SHORT_RUNS = 12, 10  # checks and runs, about
 _CLOSE = 1e-4  # relative; sums in another order
 _RATE = 1e-3
 # Overrides for the short runs; they come after the user's settings and take precedence.
@@ -76,10 +78,8 @@ def check_model_command(arguments: Sequence[str]) -> int:
     """Parse, run the trials, print a table; returns 0 if all trials that could run hold, else 2."""
     options = _parser().parse_args(arguments)
     began = time.monotonic()
-    config = compose(
-        [*options.overrides, "parallel=single", "parallel.device=cpu"],
-        config_dir=options.config_dir,
-    )
+    settings = [*options.overrides, "parallel=single", "parallel.device=cpu"]
+    config = compose(settings, config_dir=options.config_dir)
     check_settings(config, world_size=1)
     if config.model.precision.value == "auto":
         config.model.precision = type(config.model.precision).fp32
@@ -91,7 +91,8 @@ def check_model_command(arguments: Sequence[str]) -> int:
                 config, progress=lambda what, done, total: bar.at(done, total)
             )
         with Bar("trying the model", _IN_PROCESS, unit="checks") as bar:
-            for check in _in_process(config, dataset):
+            tried = _in_process(config, dataset)
+            for check in chain(tried, sample_checks(dataset, settings, options.config_dir)):
                 checks.append(check)
                 bar.at(len(checks), max(_IN_PROCESS, len(checks) + 1))
     finally:
@@ -129,7 +130,6 @@ def _in_process(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
     yield from _sums(engine, batch)
     yield _gradients(engine, micro_steps)
     yield _reload(config, network, engine, micro_steps)
-    yield _samples(dataset)
     yield _memory(config, network, engine, micro_steps)
 
 
@@ -237,38 +237,6 @@ def _reload(
         else "something other than weights and moments affects the next step",
         remedy="keep no state in attributes of the module that training changes",
     )
-
-
-def _samples(dataset: Dataset) -> Check:
-    once, again = (_first_samples(dataset) for _ in range(2))
-    word = "same" if once == again else "not the same"
-    return Check(
-        name="a sample is the same when it is read again",
-        holds=once == again,
-        found=f"the first samples, read twice, are {word}",
-        remedy="augmentation must draw from a generator seeded by the sample's number",
-    )
-
-
-def _first_samples(dataset: Dataset) -> list[str]:
-    return [_read(dataset, index) for index in range(min(len(dataset), _ROWS))]
-
-
-def _read(dataset: Dataset, index: int) -> str:
-    try:
-        return repr(_plain(dataset[index]))
-    except Exception as error:  # a run skips it
-        return f"{type(error).__name__}: {error}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if hasattr(value, "__slots__"):
-        return [_plain(getattr(value, name)) for name in value.__slots__]
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _losses(engine: Engine, micro_steps: Sequence[MicroStep]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -231,7 +232,7 @@ def _first_readable(dataset: MapStyle, name: str) -> tuple[int, Any]:
 
 
 def _require_same(dataset: MapStyle, index: int, item: Any, name: str) -> None:
-    if _contents(item) == _contents(dataset[index]):
+    if contents(item) == contents(dataset[index]):
         return
     raise DataError(
         f"{name} sample {index} differs when it is read again, so no step could be repeated "
@@ -393,22 +394,23 @@ def _fingerprint(dataset: MapStyle, name: str, size: int) -> str:
     hashed = hashlib.sha256(f"{name} {size}".encode())
     for index, _ in spread(size, block=1, whole=False):
         try:
-            hashed.update(_contents(dataset[index]))
+            hashed.update(contents(dataset[index]))
         except Exception as error:  # it is skipped when its turn comes
             hashed.update(type(error).__name__.encode())
     return hashed.hexdigest()
 
 
-def _contents(item: Any) -> bytes:
-    """SHA-256 of a sample's contents, whatever their type."""
+def contents(item: Any) -> bytes:
+    """SHA-256 of a sample's contents; of an object that is neither numbers nor a dataclass and has
+    no ``tobytes``, of its type alone."""
     hashed = hashlib.sha256()
     _hash(hashed, item)
     return hashed.digest()
 
 
 def _hash(hashed: Any, item: Any) -> None:
-    if isinstance(item, Sample):
-        item = {"tokens": item.tokens, "labels": item.labels, "segments": item.segments}
+    if is_dataclass(item):  # a Sample, a Record, or the user's own
+        item = {field.name: getattr(item, field.name) for field in fields(item)}
     if isinstance(item, Mapping):
         hashed.update(f"{{{len(item)}".encode())
         for name in sorted(item, key=str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,12 +17,19 @@ from runner.data.cursor import SampleStream
 from runner.data.dataset import NOT_COUNTED, RecordDataset, Sample
 from runner.data.feed import Feed, Loading, MicroBatch, RankShare
 from runner.data.mixture import Mixed
-from runner.data.user_dataset import adapt
+from runner.data.user_dataset import adapt, contents
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from runner.system.error import ConfigError, DataError
 
 SEQ_LEN = 4
+
+
+@dataclass
+class Scan:
+    """A sample that only the data set's own collate understands."""
+
+    pixels: Any
 
 
 def refused(call: Callable[[], Any], *words: str) -> None:
@@ -91,6 +99,11 @@ def test_the_default_fingerprint_sees_contents_and_length() -> None:
     rows = [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 7]], [[1, 2, 3]], [[0, 2, 3], [4, 5, 6]]]
     found = {adapt(each, vocab_size=9, seq_len=2).fingerprint() for each in rows}
     assert len(found) == 4
+
+
+def test_the_contents_of_a_dataclass_count() -> None:
+    assert contents(Scan(pixels=np.ones(2))) == contents(Scan(pixels=np.ones(2)))
+    assert contents(Scan(pixels=np.ones(2))) != contents(Scan(pixels=np.zeros(2)))
 
 
 def test_short_samples_are_padded_and_labels_say_what_counts() -> None:
