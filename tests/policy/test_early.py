@@ -50,6 +50,15 @@ def test_one_sign_alone_is_no_alarm() -> None:
     assert not warning.is_alarm and signals([warning]) == [["residual_rms"]]
 
 
+def test_signs_that_rise_together_in_healthy_trainings_too_are_no_alarm() -> None:
+    warnings = course(
+        residual_rms=[0.6, 1.1, 1.2, 6.3, 7.0, 8.0, 9.0],
+        grad_ratio=[20.0, 18.0, 19.0, 90.0, 110.0, 120.0, 115.0],
+    )
+    assert signals(warnings) == [["residual_rms"], ["grad_ratio"]]
+    assert not any(one.is_alarm for one in warnings)
+
+
 def test_two_signs_at_one_look_are_no_alarm_yet() -> None:
     """Of two numbers that jump together, and are back at the next look."""
     (warning,) = course(

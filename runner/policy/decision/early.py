@@ -2,14 +2,15 @@
 
 A number is compared with its own past, for absolute levels do not travel between models; a least
 level only keeps small numbers from being called large because they were smaller. One sign alone is
-a warning; an alarm takes two that stand together, at two looks in a row.
+a warning; an alarm takes two that stand together, at two looks in a row, and are not one and the
+same thing.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -62,6 +63,9 @@ RULES: Mapping[str, Rule] = {
     "attention_logit": Rule(factor=4.0, least=50.0, meaning="the largest attention logit", looks=2),
     "logsumexp": Rule(factor=4.0, least=20.0, meaning="log Z of the output"),
 }
+# These two rise together in the first hundreds of steps of healthy trainings too: one piece of
+# evidence, not two.
+_TOGETHER = frozenset({"residual_rms", "grad_ratio"})
 _ALARM = ""
 _AGREE = 2  # looks in a row at which two signs stand together
 
@@ -106,14 +110,14 @@ class Sign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
-    """What is new: signs, or that some ``agreeing`` ones of them stand together."""
+    """What is new: signs, or that the ``agreeing`` ones (none or several) stand together."""
 
     signs: Sequence[Sign]
     agreeing: tuple[str, ...]
 
     @property
     def is_alarm(self) -> bool:
-        return len(self.agreeing) > 1
+        return bool(self.agreeing)
 
     @property
     def sentence(self) -> str:
@@ -144,14 +148,14 @@ class EarlyWarnings:
         signs = {name: sign for name, sign in by_name.items() if sign is not None}
         self._past.append((look, signs))
         lasting = {name: signs[name] for name in signs if self._holds(name, RULES[name].looks)}
-        agreeing = tuple(name for name in signs if self._holds(name, _AGREE))
-        now = [*lasting, *([_ALARM] if len(agreeing) > 1 else [])]
+        agreeing = _independent(name for name in signs if self._holds(name, _AGREE))
+        now = [*lasting, *([_ALARM] if agreeing else [])]
         new = [name for name in now if self._last.get(name, -math.inf) < look.step - self._apart]
         self._last |= dict.fromkeys(now, look.step)
         if not new:
             return None
         fresh = [lasting[name] for name in new if name != _ALARM] or list(lasting.values())
-        return Warned(signs=fresh, agreeing=agreeing if len(agreeing) > 1 else ())
+        return Warned(signs=fresh, agreeing=agreeing)
 
     @property
     def _apart(self) -> int:
@@ -186,3 +190,9 @@ class EarlyWarnings:
 
     def _slope(self, begin: tuple[int, float], end: tuple[int, float]) -> float:
         return (end[1] - begin[1]) / (self.rules.exposure(end[0]) - self.rules.exposure(begin[0]))
+
+
+def _independent(names: Iterable[str]) -> tuple[str, ...]:
+    """The names, if they are more than one piece of evidence; else none."""
+    all_names = tuple(names)
+    return all_names if len(all_names) > 1 and not _TOGETHER.issuperset(all_names) else ()
