@@ -40,18 +40,6 @@ def make_actors(
     if layers is not None:
         stepper.watch(layers.watch)
     best = best_checkpoint(opened, machinery, resumed)
-    periodic = Periodic(
-        evaluate=evaluation(opened, machinery, feed, columns, best),
-        evaluate_every=config.eval.every,
-        inspect=inspections(opened, machinery, resumed, feed, stepper, reporter),
-        inspect_every=(
-            config.watchdog.straggler_every,
-            config.debug.replica_check_every,
-            config.debug.audit_every,
-        ),
-        reporter=reporter,
-        heart=group.heart,
-    )
     saves = SaveSchedule(
         disk=parts.cadence(
             config,
@@ -66,6 +54,15 @@ def make_actors(
         if machinery.tier.memory
         else None,
         best=best,
+    )
+    checks = inspections(opened, machinery, resumed, feed, stepper, reporter, saves)
+    periodic = Periodic(
+        evaluate=evaluation(opened, machinery, feed, columns, best),
+        evaluate_every=config.eval.every,
+        inspect=checks.look,
+        is_inspection_due=checks.is_due,
+        reporter=reporter,
+        heart=group.heart,
     )
     planner = StepPlanner(
         stream=opened.corpus.stream,

@@ -12,37 +12,23 @@ are compiled.
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
 from runner.distributed.agreement import Ranks
-from runner.engine.protocol import Engine, MicroStep
-from runner.engine.randomness import same_randomness
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.history import Incident
+from runner.policy.odd_ranks import ByRank, Opinion, differing, named, opinion_on
 from runner.policy.restart import HARDWARE
 from runner.system.error import RankError
-from runner.system.parsing import json_text
-from runner.train.own_gradients import OwnGradients
+from runner.train.agreed_numbers import AgreedNumbers
+from runner.train.same_batch import SameBatch
 
 KIND = "audit"
-_NOISE = 1e-2  # relative tolerance if the machine does not repeat bits
 _REPEATS = 3  # computations before a rank is named
-_DIGEST_BYTES = 6  # what a double holds exactly
-_NAMED_GRADIENTS = 3
-
-
-class Feed(Protocol):
-    """The part of :class:`runner.data.feed.Feed` used here."""
-
-    def read_again(self, plan: BatchPlan, rank: int) -> tuple[MicroBatch, ...]: ...
 
 
 class Steps(Protocol):
@@ -57,39 +43,22 @@ class AuditRules:
     """
     Args:
         every: in updates.
-        takes_whole_step: whether the engine computes only whole steps.
-        repeats_bits: whether this machine gives the same bits for the same computation.
-        seed: dropout seed.
-        host, kind: host and kind of this rank's device; devices of one kind give equal bits.
+        until: the update at which the run ends.
+        host: of this rank.
         incarnation: number of this start.
     """
 
     every: int
-    takes_whole_step: bool
-    repeats_bits: bool
-    seed: int
+    until: int
     host: str
-    kind: str
     incarnation: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opinion:
-    """The result of a comparison: ``odd`` ranks differ from ``most``; between two ranks nothing
-    shows which is wrong."""
-
-    odd: tuple[int, ...] = ()
-    is_clear: bool = False
-
-    @property
-    def agrees(self) -> bool:
-        return not self.odd
 
 
 class Auditor:
     """Compares the ranks.
 
     Args:
+        agreed: what the ranks agreed on, to tell which of two is wrong.
         report: receives incidents.
         distrust: called with the last step at which all agreed: checkpoints of later steps must not
             be used again.
@@ -98,30 +67,53 @@ class Auditor:
     def __init__(
         self,
         *,
-        engine: Engine,
-        feed: Feed,
+        same: SameBatch,
         steps: Steps,
         ranks: Ranks,
         heart: Heartbeat,
         rules: AuditRules,
+        agreed: AgreedNumbers,
         report: Callable[[Incident], None],
         distrust: Callable[[int], None],
     ) -> None:
-        self._engine = engine
-        self._feed = feed
+        self._same = same
         self._steps = steps
         self._ranks = ranks
         self._heart = heart
         self._rules = rules
         self._report = report
+        self._agreed = agreed
         self._distrust = distrust
-        self._gradients = OwnGradients(engine.network)
-        self._good_step = 0
+        self._begun = self._good_step = 0
         self._known: set[tuple[int, ...]] = set()
 
     def begin(self, good_step: int) -> None:
         """Record that the run resumes at ``good_step``, where no fault is known."""
-        self._good_step = good_step
+        self._begun = self._good_step = good_step
+        self._agreed.keep_from_before(lambda: self._good_step)
+
+    def is_due(self, updates: int) -> bool:
+        """Whether :meth:`look` uses the state after exactly ``updates`` updates."""
+        if self._ranks.world_size < 2:
+            return False
+        is_regular = updates % self._rules.every == 0
+        return is_regular or self._is_start(updates) or self._is_for_checkpoint(updates)
+
+    def _is_start(self, updates: int) -> bool:
+        """Whether two ranks compute with the weights of this start, because an audit will follow.
+
+        Not before the first step: it settles which micro-batches fit into memory.
+        """
+        if self._ranks.world_size != 2 or self._agreed.newest_step is not None:
+            return False
+        return updates == self._begun + 1 and self._begun + self._rules.every <= self._rules.until
+
+    def _is_for_checkpoint(self, updates: int) -> bool:
+        """Whether two ranks are compared where audits and checkpoints do not coincide."""
+        newest = self._agreed.newest_step
+        if self._ranks.world_size != 2 or newest is None:
+            return False
+        return updates - newest >= self._rules.every and self._agreed.is_saved(updates)
 
     def look(self, updates: int) -> None:
         """Audit if it is due. Collective.
@@ -131,70 +123,44 @@ class Auditor:
                 all.
         """
         plan = self._steps.newest_plan
-        if updates % self._rules.every or self._ranks.world_size < 2 or plan is None:
+        self._good_step = min(self._good_step, updates - 1)  # less after a rollback
+        if plan is None or not self.is_due(updates):
             return
         self._heart.enter("explain")
-        batches = self._batches(plan, updates // self._rules.every)
+        batches = self._same.batches(plan, updates // self._rules.every)
         if batches is None:
             return
-        computed = [self._compare_ranks(batches)]
-        if opinion_on(computed[0], exactly=self._rules.repeats_bits).agrees:
+        if self._is_start(updates):
+            self._agreed.begin(self._begun, batches)
+            if updates % self._rules.every:
+                return
+        computed = [self._same.compute(batches)]
+        if self._opinion(computed[0]).agrees:
             self._good_step = updates
+            self._agreed.note_if_saved(updates, batches, computed[0])
             return
         where: list[Mapping[str, Any]] = []
         while len(computed) < _REPEATS:
-            computed.append(self._compare_ranks(batches))
-            where = self._ranks.gather(self._by_parameter())
-        self._judge(updates, computed, where)
+            computed.append(self._same.compute(batches))
+            where = self._ranks.gather(self._same.by_parameter())
+        self._judge(updates, computed, where, batches)
 
-    def _batches(self, plan: BatchPlan, number: int) -> list[MicroBatch] | None:
-        """One rank's micro-batch, the same on all ranks; None if a rank cannot read it."""
-        with same_randomness(self._engine.device):
-            read = self._feed.read_again(plan, number % self._ranks.world_size)
-        batches = list(read) if self._rules.takes_whole_step else list(read[:1])
-        failed = any(batch.unreadable for batch in batches)
-        return None if self._ranks.sum([float(failed)])[0] else batches
-
-    def _compare_ranks(self, batches: Sequence[MicroBatch]) -> list[list[Any]]:
-        """Compute once; of each rank the kind of its device and its numbers. Collective."""
-        return self._ranks.gather([self._rules.kind, self._compute(batches)])
-
-    def _compute(self, batches: Sequence[MicroBatch]) -> list[float]:
-        """Compute without changing the state.
-
-        Returns:
-            The sequences' losses and gradient norms; then a digest of all gradients, or where bits
-            do not repeat the norm of each.
-        """
-        device = self._engine.device
-        works = [
-            MicroStep(batch=batch.to(device), seed=self._rules.seed + number)
-            for number, batch in enumerate(batches)
-        ]
-        with same_randomness(device):
-            with self._gradients.over():
-                sums = self._engine.accumulate(works)
-            one = torch.ones((), device=device)
-            self._engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
-        sequences = sums.sequences.to_host()
-        own = self._by_parameter()
-        gradients = [_digest(own)] if self._rules.repeats_bits else list(own.values())
-        return [*sequences.losses, *sequences.gradient_norms, *gradients]
-
-    def _by_parameter(self) -> dict[str, Any]:
-        """Of this rank's gradients by themselves: checksums, or norms where bits do not repeat."""
-        heard = self._gradients
-        return heard.checksums() if self._rules.repeats_bits else heard.norms()
+    def _opinion(self, by_rank: ByRank) -> Opinion:
+        return opinion_on(by_rank, exactly=self._same.repeats_bits)
 
     def _judge(
-        self, step: int, computed: Sequence[list[list[Any]]], where: Sequence[Mapping[str, Any]]
+        self,
+        step: int,
+        computed: Sequence[ByRank],
+        where: Sequence[Mapping[str, Any]],
+        batches: Sequence[MicroBatch],
     ) -> None:
-        """Judge several computations, and act on the result.
+        """Judge several computations of ``batches``, and act on the result.
 
         Args:
             where: of each rank its gradients by parameter, of the last of them.
         """
-        opinions = [opinion_on(one, exactly=self._rules.repeats_bits) for one in computed]
+        opinions = [self._opinion(one) for one in computed]
         ranks = named(computed, opinions)
         good = f"all ranks agreed at step {self._good_step}"
         if any(one.agrees for one in opinions):
@@ -205,6 +171,9 @@ class Auditor:
             )
             return
         hosts = [str(host) for host in self._ranks.gather(self._rules.host)]
+        before = None if len(ranks) == 1 else self._agreed.changed(batches)
+        if before is not None and before.rank in opinions[0].odd:
+            ranks = (before.rank,)
         if len(ranks) != 1:
             odd_ranks = " and ".join(map(str, opinions[0].odd))
             reason = (
@@ -219,8 +188,8 @@ class Auditor:
         reason = (
             f"rank {rank} on {hosts[rank]} gives other bits than the others for the same "
             f"micro-batch, {len(computed)} times of {len(computed)}"
-            f"{differing(where[rank], where[other], exactly=self._rules.repeats_bits)}: its "
-            f"device silently computes wrongly; {good}"
+            f"{differing(where[rank], where[other], exactly=self._same.repeats_bits)}"
+            f"{before.sentence if before else ''}: its device silently computes wrongly; {good}"
         )
         if len(set(hosts)) == 1:
             self._report_once(step, ranks, reason)
@@ -262,86 +231,3 @@ class Auditor:
                 "traceback": "",
             },
         )
-
-
-def opinion_on(by_rank: Sequence[Sequence[Any]], *, exactly: bool) -> Opinion:
-    """Compare [kind of device, numbers] by rank, among ranks of the same kind only."""
-    odd: list[int] = []
-    is_clear = True
-    for kind in dict.fromkeys(str(one[0]) for one in by_rank):
-        members = {rank: one[1] for rank, one in enumerate(by_rank) if str(one[0]) == kind}
-        groups: list[list[int]] = []
-        for rank, numbers in members.items():
-            alike = (g for g in groups if _alike(members[g[0]], numbers, exactly=exactly))
-            group = next(alike, None)
-            if group is None:
-                groups.append([rank])
-            else:
-                group.append(rank)
-        most = max(groups, key=len)
-        is_majority = 2 * len(most) > len(members)
-        is_clear = is_clear and is_majority
-        if len(groups) > 1:
-            odd += [
-                rank for group in groups if group is not most or not is_majority for rank in group
-            ]
-    return Opinion(odd=tuple(sorted(odd)), is_clear=is_clear)
-
-
-def named(
-    computed: Sequence[Sequence[Sequence[Any]]], opinions: Sequence[Opinion]
-) -> tuple[int, ...]:
-    """The one rank at fault; empty if it is unknown.
-
-    It is the rank outside the majority each time; without a majority, the only rank that does not
-    repeat its own numbers.
-    """
-    against = [one for one in opinions if not one.agrees]
-    if all(one.is_clear for one in against):
-        ranks = set.intersection(*(set(one.odd) for one in against))
-        alone = len(ranks) == 1 and all(len(one.odd) == 1 for one in against)
-        return tuple(ranks) if alone else ()
-    unsteady = [
-        rank
-        for rank, (_, first) in enumerate(computed[0])
-        if any(not _alike(first, one[rank][1], exactly=True) for one in computed[1:])
-    ]
-    return tuple(unsteady) if len(unsteady) == 1 else ()
-
-
-def differing(own: Mapping[str, Any], other: Mapping[str, Any], *, exactly: bool) -> str:
-    """In words, the parameters whose gradients differ; empty where none do."""
-    names = [
-        name
-        for name in own.keys() & other.keys()
-        if not (
-            own[name] == other[name]
-            if exactly
-            else _alike([own[name]], [other[name]], exactly=False)
-        )
-    ]
-    if not names:
-        return ""
-    some = ", ".join(sorted(names)[:_NAMED_GRADIENTS])
-    more = len(names) - _NAMED_GRADIENTS
-    return f", in the gradients of {some}" + (f" and {more} more" if more > 0 else "")
-
-
-def _digest(checksums: Mapping[str, int]) -> float:
-    """A number that changes with any of them, the same on every machine."""
-    text = json_text(checksums, sort_keys=True)
-    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES], "big"))
-
-
-def _alike(one: Sequence[float], other: Sequence[float], *, exactly: bool) -> bool:
-    if len(one) != len(other):
-        return False
-    floor = 0.0 if exactly else _NOISE
-    return all(
-        _bits(a) == _bits(b) or abs(a - b) <= floor * max(abs(a), abs(b)) > 0
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def _bits(number: float) -> bytes:
-    return struct.pack("<d", number)

@@ -1,4 +1,4 @@
-"""Probe D: computes something with the weights of a clean checkpoint, at the cursor of a bad step.
+"""Computes something with the weights of a checkpoint, at the present cursor: probe D, and audits.
 
 The state is copied to host memory, and restored bit for bit afterwards.
 """
@@ -6,15 +6,16 @@ The state is copied to host memory, and restored bit for bit afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from runner.checkpoint.protocol import Restored
 from runner.engine.protocol import Engine
-from runner.explain.reading import Reading
 from runner.policy.retention.records import Record
 from runner.system.error import CheckpointError, ReadError
+
+Result = TypeVar("Result")
 
 
 class Ring(Protocol):
@@ -42,15 +43,13 @@ class HostCopy:
 
 
 class CleanWeights:
-    """Puts the weights of a clean checkpoint in place for a while."""
+    """Puts the weights of a checkpoint in place for a while."""
 
     def __init__(self, engine: Engine, ring: Ring) -> None:
         self._engine = engine
         self._ring = ring
 
-    def compute(
-        self, record: Record, compute: Callable[[], Sequence[Reading]]
-    ) -> Sequence[Reading] | None:
+    def compute(self, record: Record, compute: Callable[[], Result]) -> Result | None:
         """Call ``compute`` with the weights of ``record``; None if it cannot be loaded.
 
         Collective.

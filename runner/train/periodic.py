@@ -16,7 +16,7 @@ class Periodic:
         evaluate: returns the held-out loss in nats per token; None if nothing is held out.
         evaluate_every: in applied updates; 0 means never.
         inspect: called after each update with the update count; it knows when it is due.
-        inspect_every: intervals of ``inspect``, in applied updates; 0 means never.
+        is_inspection_due: whether ``inspect`` uses the state after exactly so many updates.
     """
 
     def __init__(
@@ -25,23 +25,21 @@ class Periodic:
         evaluate: Callable[[], float | None],
         evaluate_every: int,
         inspect: Callable[[int], None],
-        inspect_every: tuple[int, ...],
+        is_inspection_due: Callable[[int], bool],
         reporter: Reporter,
         heart: Heartbeat,
     ) -> None:
         self._evaluate = evaluate
         self._evaluate_every = evaluate_every
         self._inspect = inspect
-        self._inspect_every = inspect_every
+        self._is_inspection_due = is_inspection_due
         self._reporter = reporter
         self._heart = heart
         self._evaluated_at: tuple[int, float | None] = (-1, None)
 
     def is_due(self, updates: int) -> bool:
         """Whether anything here uses the state after exactly ``updates`` updates."""
-        return any(
-            _is_due(every, updates) for every in (self._evaluate_every, *self._inspect_every)
-        )
+        return _is_due(self._evaluate_every, updates) or self._is_inspection_due(updates)
 
     def evaluate(self, updates: int) -> float | None:
         """The held-out loss, if it is due. Collective."""

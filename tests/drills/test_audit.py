@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,11 +61,47 @@ def test_a_silent_fault_in_the_gradient_of_one_weight_is_found_and_named(
     assert not hit.journal("discard")
 
 
-@pytest.mark.full
-def test_of_two_ranks_nobody_is_named(tmp_path: Path) -> None:
-    hit = train(tmp_path / "hit", *SMALL, "debug.audit_every=5", "faults=[wrong@step=7,rank=1]")
+FULL = pytest.mark.full
+OFTEN = ("checkpoint.clean_after=3",)
+GRADIENT = "wrong_grad@step=7,module=blocks.0.ffn.down"
+
+
+@pytest.mark.parametrize(
+    ("rank", "fault", "settings"),
+    [
+        # Between the start and the first audit, so that only the start's weights can tell.
+        (1, "wrong@step=3", []),
+        pytest.param(
+            0, "wrong@step=13", ["checkpoint.every=5", "checkpoint.clean_after=3"], marks=FULL
+        ),
+        # No audit falls on a checkpoint.
+        pytest.param(
+            1, "wrong@step=18", ["checkpoint.every=7", "checkpoint.clean_after=3"], marks=FULL
+        ),
+        pytest.param(
+            0, "wrong_grad@step=7,module=blocks.0.ffn.down", ["parallel=zero2"], marks=FULL
+        ),
+        pytest.param(1, "wrong_grad@step=7,module=blocks.0.ffn.down", ["parallel=ddp"], marks=FULL),
+        pytest.param(0, "wrong@step=7", ["guard.sync=false", "model.dropout=0.1"], marks=FULL),
+    ],
+)
+def test_of_two_ranks_the_one_that_has_changed_is_named(
+    tmp_path: Path, rank: int, fault: str, settings: list[str]
+) -> None:
+    """Computed again with the weights of a checkpoint from when both agreed."""
+    words = [*SMALL, "debug.audit_every=5", *settings]
+    clean = train(tmp_path / "clean", *words)
+    assert clean.code == 0 and not clean.journal("audit"), clean.tail
+    silent = train(tmp_path / "silent", *words, "debug.audit_every=0")
+    assert silent.digest == clean.digest
+    hit = train(tmp_path / "hit", *words, f"faults=[{fault},rank={rank}]")
+    assert hit.code == 0, hit.tail
     (line,) = hit.journal("audit")
-    assert line["step"] == 10 and "it is unknown which one is wrong" in line["reason"], line
+    first = int(fault.partition("step=")[2].partition(",")[0])
+    assert line["step"] <= first + 10 and line["ranks"] == [rank], line
+    # The newest that is on disk by then.
+    told = re.search(r"with the weights of the checkpoint of step (\d+) it no", line["reason"])
+    assert told is not None and int(told[1]) < first, line
 
 
 @pytest.mark.full

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Collection
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from runner.train.audit import Auditor, AuditRules, Opinion, named, opinion_on
+from runner.policy.odd_ranks import Opinion, changed_rank, named, opinion_on
+from runner.policy.retention.records import Record, State
+from runner.train.agreed_numbers import AgreedNumbers
+from runner.train.same_batch import SameBatch
 
 GOOD, BAD, WORSE = [1.0, 2.0], [1.0, 2.0000000001], [1.5, 2.0]
 
@@ -62,6 +67,93 @@ def test_who_is_named(rounds: list[tuple[list[float], ...]], ranks: tuple[int, .
     assert named(every, [opinion_on(one, exactly=True) for one in every]) == ranks
 
 
+@pytest.mark.parametrize(
+    ("again", "rank"),
+    [
+        ((GOOD, BAD), 1),
+        ((WORSE, GOOD), 0),
+        ((GOOD, GOOD), None),
+        ((WORSE, WORSE), None),
+        ((BAD, WORSE), None),
+    ],
+)
+def test_of_two_the_one_is_named_that_alone_has_changed(
+    again: tuple[list[float], ...], rank: int | None
+) -> None:
+    assert changed_rank(told(GOOD, GOOD), told(*again), exactly=True) == rank
+
+
+class Ring:
+    """Checkpoints, and what is asked to stay."""
+
+    next_serial = 4
+
+    def __init__(self) -> None:
+        self.records = [
+            Record(serial=1, step=0, cursor=0, state=State.clean),
+            Record(serial=2, step=10, cursor=10, state=State.clean),
+            Record(serial=3, step=20, cursor=20, state=State.committed),
+        ]
+        self.loaded: list[int] = []
+        self.serials: Callable[[], Collection[int]] = set
+
+    def also_keep(self, serials: Callable[[], Collection[int]]) -> None:
+        self.serials = serials
+
+    def compute(self, record: Record, compute: Callable[[], Any]) -> Any:
+        self.loaded.append(record.serial)
+        return compute()
+
+
+def agreed_numbers(ring: Ring, by_rank: list[Any]) -> tuple[AgreedNumbers, Any]:
+    """Over ranks that always compute ``by_rank``, with checkpoints every 10 updates."""
+    same: Any = SimpleNamespace(repeats_bits=True, compute=lambda batches: deepcopy(by_rank))
+    weights: Any = ring
+    numbers = AgreedNumbers(
+        same=same, weights=weights, ring=ring, is_saved=lambda updates: updates % 10 == 0
+    )
+    return numbers, [SimpleNamespace(shape=[2, 8])]
+
+
+def test_the_newest_agreement_whose_checkpoint_is_there_is_computed_again() -> None:
+    ring, by_rank = Ring(), told(GOOD, GOOD)
+    numbers, batches = agreed_numbers(ring, by_rank)
+    numbers.begin(10, batches)
+    assert ring.loaded == [2] and numbers.newest_step == 10
+    numbers.note_if_saved(35, batches, told(GOOD, GOOD))
+    assert numbers.newest_step == 10, "its state is not saved"
+    numbers.note_if_saved(30, batches, told(GOOD, GOOD))
+    assert numbers.newest_step == 30
+    by_rank[1][1] = BAD
+    changed = numbers.changed(batches)
+    assert ring.loaded == [2, 2], "the checkpoint of step 30 is not on disk yet"
+    assert changed is not None and (changed.rank, changed.step) == (1, 10)
+    ring.records.append(Record(serial=4, step=30, cursor=30, state=State.committed))
+    assert numbers.changed(batches) is not None and ring.loaded[-1] == 4
+    other: Any = [SimpleNamespace(shape=[1, 8])]
+    assert numbers.changed(other) is None, "micro-batches of another size"
+    ring.records.clear()
+    assert numbers.changed(batches) is None
+
+
+def test_what_the_ranks_did_not_agree_on_shows_nothing() -> None:
+    ring = Ring()
+    numbers, batches = agreed_numbers(ring, told(GOOD, BAD))
+    numbers.begin(10, batches)
+    assert numbers.newest_step is None and numbers.changed(batches) is None
+
+
+def test_a_checkpoint_from_before_the_last_agreement_is_kept() -> None:
+    ring, good = Ring(), [10]
+    numbers, batches = agreed_numbers(ring, told(GOOD, GOOD))
+    numbers.keep_from_before(lambda: good[0])
+    assert ring.serials() == {2}
+    good[0] = 9
+    assert ring.serials() == {1}
+    numbers.begin(10, batches)
+    assert ring.serials() == {1, 2}
+
+
 def drawn() -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(()))
 
@@ -74,23 +166,19 @@ def test_reading_samples_again_leaves_no_trace_in_any_generator() -> None:
         return (SimpleNamespace(unreadable=["so that nothing is computed"]),)
 
     one: Any = SimpleNamespace
-    auditor = Auditor(
+    same = SameBatch(
         engine=one(device=torch.device("cpu"), network=torch.nn.Identity()),
         feed=one(read_again=read_again),
-        steps=one(newest_plan=object()),
         ranks=one(world_size=2, sum=lambda numbers: numbers),
-        heart=one(enter=lambda phase: None),
-        rules=AuditRules(
-            every=1, takes_whole_step=False, repeats_bits=True, seed=0, host="", kind="",
-            incarnation=1,
-        ),
-        report=[].append,
-        distrust=[].append,
-    )  # fmt: skip
+        kind="",
+        seed=0,
+        takes_whole_step=False,
+        repeats_bits=True,
+    )
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     usual = drawn()
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    auditor.look(1)
+    assert same.batches(one(), 1) is None
     assert drawn() == usual

@@ -374,7 +374,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
             if story.inspect and updates % story.inspect == 0
             else None
         ),
-        inspect_every=(story.inspect,),
+        is_inspection_due=lambda updates: story.inspect > 0 and updates % story.inspect == 0,
         reporter=parts["reporter"],
         heart=heart,
     )

@@ -1,0 +1,111 @@
+"""Judges what several ranks computed for the same micro-batch: who is wrong."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ByRank = Sequence[Sequence[Any]]  # of each rank [kind of its device, its numbers]
+
+_NOISE = 1e-2  # relative tolerance if the machine does not repeat bits
+_NAMED_GRADIENTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opinion:
+    """The result of a comparison: ``odd`` ranks differ from ``most``; between two ranks it does not
+    show which is wrong."""
+
+    odd: tuple[int, ...] = ()
+    is_clear: bool = False
+
+    @property
+    def agrees(self) -> bool:
+        return not self.odd
+
+
+def opinion_on(by_rank: ByRank, *, exactly: bool) -> Opinion:
+    """Compare the ranks, those with devices of the same kind only."""
+    odd: list[int] = []
+    is_clear = True
+    for kind in dict.fromkeys(str(one[0]) for one in by_rank):
+        members = {rank: one[1] for rank, one in enumerate(by_rank) if str(one[0]) == kind}
+        groups: list[list[int]] = []
+        for rank, numbers in members.items():
+            alike = (g for g in groups if _alike(members[g[0]], numbers, exactly=exactly))
+            group = next(alike, None)
+            if group is None:
+                groups.append([rank])
+            else:
+                group.append(rank)
+        most = max(groups, key=len)
+        is_majority = 2 * len(most) > len(members)
+        is_clear = is_clear and is_majority
+        if len(groups) > 1:
+            odd += [
+                rank for group in groups if group is not most or not is_majority for rank in group
+            ]
+    return Opinion(odd=tuple(sorted(odd)), is_clear=is_clear)
+
+
+def named(computed: Sequence[ByRank], opinions: Sequence[Opinion]) -> tuple[int, ...]:
+    """The one rank at fault; empty if it is unknown.
+
+    It is the rank outside the majority each time; without a majority, the only rank that does not
+    repeat its own numbers.
+    """
+    against = [one for one in opinions if not one.agrees]
+    if all(one.is_clear for one in against):
+        ranks = set.intersection(*(set(one.odd) for one in against))
+        alone = len(ranks) == 1 and all(len(one.odd) == 1 for one in against)
+        return tuple(ranks) if alone else ()
+    unsteady = [
+        rank
+        for rank, (_, first) in enumerate(computed[0])
+        if any(not _alike(first, one[rank][1], exactly=True) for one in computed[1:])
+    ]
+    return tuple(unsteady) if len(unsteady) == 1 else ()
+
+
+def changed_rank(before: ByRank, again: ByRank, *, exactly: bool) -> int | None:
+    """The only rank whose numbers are no longer what they were; None if none or several changed."""
+    changed = [
+        rank
+        for rank, (then, now) in enumerate(zip(before, again, strict=True))
+        if not _alike(then[1], now[1], exactly=exactly)
+    ]
+    return changed[0] if len(changed) == 1 else None
+
+
+def differing(own: Mapping[str, Any], other: Mapping[str, Any], *, exactly: bool) -> str:
+    """In words, the parameters whose gradients differ; empty where none do."""
+    names = [
+        name
+        for name in own.keys() & other.keys()
+        if not (
+            own[name] == other[name]
+            if exactly
+            else _alike([own[name]], [other[name]], exactly=False)
+        )
+    ]
+    if not names:
+        return ""
+    some = ", ".join(sorted(names)[:_NAMED_GRADIENTS])
+    more = len(names) - _NAMED_GRADIENTS
+    return f", in the gradients of {some}" + (f" and {more} more" if more > 0 else "")
+
+
+def _alike(one: Sequence[float], other: Sequence[float], *, exactly: bool) -> bool:
+    if len(one) != len(other):
+        return False
+    floor = 0.0 if exactly else _NOISE
+    return all(
+        _bits(a) == _bits(b) or abs(a - b) <= floor * max(abs(a), abs(b)) > 0
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _bits(number: float) -> bytes:
+    return struct.pack("<d", number)
