@@ -82,12 +82,14 @@ def _compared(
     pairs = enumerate(zip(once, again, strict=False))
     differing = [index for index, pair in pairs if len(set(pair)) > 1]
     if len(once) != len(again):
-        found = f"the data set has other samples {where}: {len(again)} of the first {len(once)}"
+        description = (
+            f"the data set has other samples {where}: {len(again)} of the first {len(once)}"
+        )
     elif differing:
-        found = f"sample {differing[0]} differs {where} ({len(differing)} of {len(once)} do)"
+        description = f"sample {differing[0]} differs {where} ({len(differing)} of {len(once)} do)"
     else:
-        found = f"the first {len(once)} samples are the same {where}"
-    return Check(name=name, holds=list(once) == list(again), found=found, remedy=remedy)
+        description = f"the first {len(once)} samples are the same {where}"
+    return Check(name=name, holds=list(once) == list(again), found=description, remedy=remedy)
 
 
 def _from_another_process(

@@ -6,17 +6,19 @@ two nodes if others are lost, and uses them again when they return. Silent while
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from runner.command.arguments import Parser
-from runner.command.supervise import add_restart_options, run_supervised
+from runner.command.supervise import Meeting, add_restart_options, run_supervised
 from runner.config.extras import check_extras
 from runner.config.validate import check
 from runner.fault.spec import parse_faults
 from runner.launch import command_line, torchrun
+from runner.launch.left_out import refuse_listed
 from runner.launch.node_rendezvous import meeting
 from runner.system.environment import variables
 from runner.system.error import ConfigError
@@ -53,14 +55,25 @@ def launch_command(arguments: Sequence[str]) -> int:
     if options.print:
         sys.stdout.write(shlex.join(command) + "\n")
         return 0
-    environment = torchrun.environment(variables(), agent)
+    if nodes.is_elastic:
+        refuse_listed(out, os.uname().nodename)
     return run_supervised(
         options,
         command,
         out=out,
-        environment=environment,
+        environment=torchrun.environment(variables(), agent),
         shielded=True,
-        rendezvous=agent.name if nodes.most > 1 else None,
+        meeting=_meeting(agent),
+    )
+
+
+def _meeting(agent: torchrun.Agent) -> Meeting | None:
+    if agent.nodes.most == 1:
+        return None
+    return Meeting(
+        name=agent.name,
+        least_nodes=agent.nodes.least if agent.nodes.is_elastic else None,
+        head=agent.head if torchrun.is_head(agent) else None,
     )
 
 

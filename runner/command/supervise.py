@@ -11,13 +11,13 @@ import logging
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.command.arguments import Parser
 from runner.config.schema import RunConfig
 from runner.distributed.env import EXIT_DIR, tell_exit
-from runner.launch import command_line
+from runner.launch import command_line, meeting_point
 from runner.launch.attempt import Job, Stop, StopTarget, run_once
 from runner.launch.bad_nodes import BadNodes
 from runner.launch.outcome import EXIT_CODES
@@ -94,12 +94,12 @@ def run_supervised(
     out: Path,
     environment: Mapping[str, str],
     shielded: bool = False,
-    rendezvous: str | None = None,
+    meeting: Meeting | None = None,
 ) -> int:
     """Supervise a command that may or may not start the runner; returns the exit code.
 
     Args:
-        rendezvous: the rendezvous id, where several nodes have a supervisor each.
+        meeting: where several nodes have a supervisor each.
     """
     diagnose, begin_seconds = False, None
     if "runner" in command:
@@ -123,8 +123,9 @@ def run_supervised(
         return _run_as_part(make_job(1, False), out)
     supervisor = Supervisor(
         out=out,
-        launch_id=rendezvous or new_launch_id(environment),
-        node=os.uname().nodename if rendezvous else None,
+        launch_id=meeting.name if meeting else new_launch_id(environment),
+        node=os.uname().nodename if meeting else None,
+        least_nodes=meeting.least_nodes if meeting else None,
         rules=rules,
         make_job=make_job,
         say=say,
@@ -132,7 +133,25 @@ def run_supervised(
     end = supervisor.run()
     if end.code:
         say(end.reason)
+    if supervisor.is_left_out and meeting and meeting.head:
+        say("the nodes still meet here; this ends with the run")
+        hold = meeting_point.command(out, meeting.head)
+        run_once(Job(command=hold, environment=environment), supervisor.stop)
     return end.code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """
+    Args:
+        name: the rendezvous id.
+        least_nodes: without which there is no run, if their number may vary; None if it is fixed.
+        head: host and port of the rendezvous if it is on this node, else None.
+    """
+
+    name: str
+    least_nodes: int | None
+    head: tuple[str, int] | None
 
 
 def begin_limit(config: RunConfig) -> float:

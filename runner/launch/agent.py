@@ -1,4 +1,4 @@
-"""torchrun with two changes to what it does when a rank fails.
+"""torchrun with three changes to what it does when a rank fails.
 
 It prints one line about the failed ranks. torchrun's own traceback, some thirty lines, would hide
 the message of the rank.
@@ -6,23 +6,37 @@ the message of the rank.
 With a varying number of nodes the rendezvous stays open. torchrun closes it for every node and for
 good: a node that was cut off and comes back would be refused, and so would be the others at their
 next restart.
+
+A node whose device is at fault leaves such a run; torchrun would start its ranks again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import main
 
+from runner.launch import command_line, torchrun
+from runner.launch.crash_evidence import journal_lines
+from runner.launch.left_out import has_to_leave
 from runner.system.exit_codes import EXIT_CRASH
 
 _MOST_NAMED = 8  # failed ranks of this node
+_NODES = "--nnodes="
 _close = DynamicRendezvousHandler.shutdown
+_restart = SimpleElasticAgent._restart_workers
+
+
+class LeftOutError(Exception):
+    """This node's device is at fault, and the others go on without it."""
 
 
 def shutdown(self: DynamicRendezvousHandler) -> bool:
@@ -32,16 +46,40 @@ def shutdown(self: DynamicRendezvousHandler) -> bool:
 
 def run(arguments: Sequence[str]) -> int:
     """Run torchrun with ``arguments``; returns its exit code."""
-    if _is_elastic(arguments):
+    nodes = _nodes(arguments)
+    if nodes.is_elastic:
+        out = command_line.out_of(arguments, None)
         DynamicRendezvousHandler.shutdown = shutdown  # type: ignore[method-assign]
+        SimpleElasticAgent._restart_workers = restart_or_leave(out, nodes.least)  # type: ignore[method-assign]
     try:
         main(arguments)
-    except ChildFailedError as error:
+    except (ChildFailedError, LeftOutError) as error:
+        text = summary(error) if isinstance(error, ChildFailedError) else f"torchrun: {error}"
         with contextlib.suppress(OSError):  # nobody may be reading any more
-            sys.stderr.write(summary(error) + "\n")
+            sys.stderr.write(text + "\n")
             sys.stderr.flush()
         return EXIT_CRASH
     return 0
+
+
+def restart_or_leave(out: Path, least: int) -> Callable[[SimpleElasticAgent, WorkerGroup], None]:
+    """What restarts the ranks of this node, unless the run goes on without it.
+
+    Args:
+        least: nodes without which there is no run.
+    """
+    node, since = os.uname().nodename, journal_lines(out)
+
+    def restart(self: SimpleElasticAgent, group: WorkerGroup) -> None:
+        nonlocal since
+        leaves = has_to_leave(out, node=node, least=least, since=since)
+        since = journal_lines(out)
+        if leaves:
+            self._stop_workers(group)
+            raise LeftOutError(f"{node} leaves the run: its hardware is at fault")
+        _restart(self, group)
+
+    return restart
 
 
 def summary(error: ChildFailedError) -> str:
@@ -64,8 +102,9 @@ def _end(failure: ProcessFailure) -> str:
     return f"(pid {failure.pid}) was killed by {name}"
 
 
-def _is_elastic(arguments: Sequence[str]) -> bool:
-    return any(word.startswith("--nnodes=") and ":" in word for word in arguments)
+def _nodes(arguments: Sequence[str]) -> torchrun.Nodes:
+    given = [word.removeprefix(_NODES) for word in arguments if word.startswith(_NODES)]
+    return torchrun.parse_nodes(given[0] if given else "1")
 
 
 if __name__ == "__main__":

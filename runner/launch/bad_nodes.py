@@ -11,13 +11,13 @@ class BadNodes:
     """``out/bad_nodes``: a node a line, with the time and the reason. A person may edit it."""
 
     def __init__(self, out: Path) -> None:
-        self._path = out / "bad_nodes"
+        self.path = out / "bad_nodes"
 
     def read(self) -> dict[str, str]:
         """Each listed node, with the time and reason of its newest line."""
-        if not self._path.exists():
+        if not self.path.exists():
             return {}
-        lines = (line.split(maxsplit=1) for line in self._path.read_text().splitlines())
+        lines = (line.split(maxsplit=1) for line in self.path.read_text().splitlines())
         return {row[0]: " ".join(row[1:]) for row in lines if row and row[0][0] != "#"}
 
     def add(self, nodes: Iterable[str], reason: str) -> None:
@@ -26,8 +26,8 @@ class BadNodes:
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         text = "".join(f"{node} {when} {reason}\n" for node in nodes if node not in known)
         if text:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
                 file.write(text)
 
 

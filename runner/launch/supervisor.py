@@ -14,6 +14,7 @@ from runner.distributed.env import ATTEMPT, LAUNCH_ID
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.bad_nodes import BadNodes
 from runner.launch.crash_evidence import evidence, journal_lines, newest_clean
+from runner.launch.left_out import has_to_leave
 from runner.policy.restart import HARDWARE, Again, Attempt, End, RestartRules, after
 from runner.system.exit_codes import EXIT_CRASH, EXIT_DONE
 from runner.system.parsing import json_text
@@ -29,6 +30,7 @@ class Supervisor:
         launch_id: names this launch in every process of it, over all attempts.
         node: this node's name if each node has its own supervisor. Its attempts are then hidden
             from the ranks, because all ranks of a group must see the same.
+        least_nodes: without which there is no run, if their number may vary; None if it is fixed.
         make_job: the command of an attempt (number, diagnose), made anew for each.
         ended: called after every attempt with its number.
         say: prints one line for a person.
@@ -40,6 +42,7 @@ class Supervisor:
         out: Path,
         launch_id: str,
         node: str | None = None,
+        least_nodes: int | None = None,
         rules: RestartRules,
         make_job: Callable[[int, bool], Job],
         say: Callable[[str], None],
@@ -47,7 +50,7 @@ class Supervisor:
     ) -> None:
         self._out = out
         self._told = {LAUNCH_ID: launch_id}
-        self._tells_number = node is None
+        self._node, self._least_nodes = node, least_nodes
         self._rules = rules
         self._make_job = make_job
         self._say = say
@@ -56,6 +59,7 @@ class Supervisor:
         self.stop = Stop()
         self.attempts: list[Attempt] = []
         self._is_stuck = False
+        self.is_left_out = False  # the others go on without this node
 
     def run(self) -> End:
         """Run to the end. From here on the supervisor handles this process's signals."""
@@ -70,6 +74,12 @@ class Supervisor:
                     "start beside them, with their memory taken; this node needs a person",
                     code=attempts[-1].code or EXIT_CRASH,
                 )
+            if self.is_left_out:
+                return End(
+                    reason=f"{self._node} is left out, and the others go on; when it is mended, "
+                    f"delete its line in {self._out / 'bad_nodes'} and start this command again",
+                    code=EXIT_CRASH,
+                )
             next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
             if isinstance(next_, End):
                 return next_
@@ -82,7 +92,7 @@ class Supervisor:
         began = time.time()
         lines, clean_before = journal_lines(self._out), newest_clean(self._out)
         job = self._make_job(number, diagnose)
-        variables = self._told | ({ATTEMPT: str(number)} if self._tells_number else {})
+        variables = self._told | ({ATTEMPT: str(number)} if self._node is None else {})
         ended = run_once(replace(job, environment=dict(job.environment) | variables), self.stop)
         self._list_bad_nodes(ended)
         if ended.reason:
@@ -93,6 +103,10 @@ class Supervisor:
             self._say(f"attempt {number} crashed at step {crash.step}: {crash.reason}")
         if crash.cause == HARDWARE and crash.host:
             self._list(crash.host, f"hardware: {crash.reason}")
+        if self._node is not None and self._least_nodes is not None:
+            self.is_left_out = has_to_leave(
+                self._out, node=self._node, least=self._least_nodes, since=lines
+            )
         attempt = Attempt(
             code=ended.code,
             clean_before=clean_before,

@@ -156,8 +156,7 @@ def _where(agent: Agent) -> list[str]:
             f"--rdzv-id={agent.name}",
         ]
         return [*where, *([f"--local-addr={agent.local_address}"] if agent.local_address else [])]
-    hosts = is_here(host) if agent.hosts is None else agent.hosts
-    settings = _rendezvous_settings(agent.nodes.most) | {"is_host": int(hosts)}
+    settings = _rendezvous_settings(agent.nodes.most) | {"is_host": int(is_head(agent))}
     where = [
         f"--nnodes={agent.nodes.text}",
         "--rdzv-backend=c10d",
@@ -166,6 +165,13 @@ def _where(agent: Agent) -> list[str]:
         "--rdzv-conf=" + ",".join(f"{name}={value}" for name, value in settings.items()),
     ]
     return [*where, *([f"--local-addr={agent.local_address}"] if agent.local_address else [])]
+
+
+def is_head(agent: Agent) -> bool:
+    """Whether the nodes meet on this one."""
+    if agent.head is None:
+        return False
+    return is_here(agent.head[0]) if agent.hosts is None else agent.hosts
 
 
 def environment(given: Mapping[str, str], agent: Agent) -> dict[str, str]:

@@ -255,3 +255,33 @@ def test_one_node_is_asked_to_stop_and_the_other_goes_on(
     assert elastic.wait("nodeB").code == 75
     elastic.until_world(2, 1)
     assert_follows(elastic.wait("nodeA"), clean)
+
+
+@pytest.mark.twin
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_a_node_that_computes_wrongly_is_left_out(
+    rank: int, job: Callable[..., Job], clean: Result
+) -> None:
+    """The run goes on from before the fault, although one clean checkpoint is kept, a younger one:
+    that of the last audit in which both agreed is not retired."""
+    elastic = job(
+        f"faults=[wrong@step=23,rank={rank}]", "debug.audit_every=20", "checkpoint.keep=1",
+        "checkpoint.memory_every=0",
+    )  # fmt: skip
+    elastic.start("nodeA", "nodeB")
+    elastic.until_world(2, 1, timeout=RECOVERY)
+    listed = (elastic.out / "bad_nodes").read_text()
+    bad, other = ("nodeA", "nodeB") if listed.startswith("nodeA ") else ("nodeB", "nodeA")
+    run = elastic.wait(other)
+    assert_follows(run, clean)
+    assert listed.count("hardware: ") == 1, listed
+    (crash,) = run.journal("crash")
+    assert crash["step"] == 40 and crash["ranks"] == [rank], crash
+    assert "no longer gives the bits on which all agreed" in crash["reason"]
+    starts = run.journal("start")
+    assert 10 <= starts[1]["step"] <= 20, starts
+    left = elastic.wait(bad)
+    assert left.code == 1 and f"{bad} is left out" in elastic.log(bad).read_text()
+    elastic.start(bad)
+    refused = elastic.wait(bad)
+    assert refused.code == 2 and "delete its line when it is mended" in refused.text
