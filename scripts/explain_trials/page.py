@@ -36,7 +36,7 @@ that grows from step to step exceeded the budget of probe G. Both were corrected
 and with the rates of seed 5, which are not in the file. Seed 6 came after that. It has three more
 layouts, on which no rule was tuned: convolutions, preferences and a Hugging Face Llama. It found
 that a rank which makes most samples better and a few worse passes as bad data; that was corrected
-after it. Seed 6 was not run on four ranks, nor on three in BF16, nor on three with noise.
+after it, and before seed 6 was run on four ranks, on three in BF16, and on three with noise.
 """
 
 

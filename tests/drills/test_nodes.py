@@ -285,3 +285,17 @@ def test_a_node_that_computes_wrongly_is_left_out(
     elastic.start(bad)
     refused = elastic.wait(bad)
     assert refused.code == 2 and "delete its line when it is mended" in refused.text
+
+
+@pytest.mark.full
+def test_a_node_whose_device_gives_nan_is_left_out(job: Callable[..., Job], clean: Result) -> None:
+    """By the verdict on the bad step; nothing is skipped."""
+    elastic = job("faults=[sticky@step=33,rank=1]")
+    elastic.start("nodeA", "nodeB")
+    elastic.until_world(2, 1, timeout=RECOVERY)
+    listed = (elastic.out / "bad_nodes").read_text()
+    run = elastic.wait("nodeB" if listed.startswith("nodeA ") else "nodeA")
+    assert_follows(run, clean)
+    (crash,) = run.journal("crash")
+    assert crash["detail"]["cause"] == "hardware" and crash["ranks"] == [1], crash
+    assert run.summary["skipped"] == []
