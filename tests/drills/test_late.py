@@ -129,7 +129,9 @@ def test_a_halt(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_ranks_that_stand_apart_are_found_one_step_later(tmp_path: Path) -> None:
-    ended = train(tmp_path / "run", LATE, "faults=[mismatch@step=25,rank=1]")
+    # In the foreground: these steps are quicker than a checkpoint's writing.
+    words = (LATE, "checkpoint.background=false", "faults=[mismatch@step=25,rank=1]")
+    ended = train(tmp_path / "run", *words)
     assert ended.code != 0 and "ranks drifted apart: step: " in ended.text, ended.tail
     steps = [int(f.name.split("-")[-1]) for f in (tmp_path / "run" / "ring").glob("*-step-*")]
     assert max(steps) == 20, "nothing of the step or after it is saved"
