@@ -290,7 +290,7 @@ def test_a_node_that_computes_wrongly_is_left_out(
 @pytest.mark.full
 def test_a_node_whose_device_gives_nan_is_left_out(job: Callable[..., Job], clean: Result) -> None:
     """By the verdict on the bad step; nothing is skipped."""
-    elastic = job("faults=[sticky@step=33,rank=1]")
+    elastic = job("guard.remedy=verdict", "faults=[sticky@step=33,rank=1]")
     elastic.start("nodeA", "nodeB")
     elastic.until_world(2, 1, timeout=RECOVERY)
     listed = (elastic.out / "bad_nodes").read_text()
