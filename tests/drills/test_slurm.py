@@ -171,7 +171,8 @@ def test_a_limit_too_short_for_any_step_is_no_endless_loop(submit: Submit) -> No
     job = submit("checkpoint.every=20", "checkpoint.clean_after=20", "--time=1")
     run = job.wait("FAILED")
     assert run.code == 75 and "not put back in the queue" in run.text, run.tail
-    assert int(job.job["Restarts"]) == 6
+    # Five in a row without a new checkpoint; the first start may still save the initial state.
+    assert int(job.job["Restarts"]) in (5, 6)
 
 
 @pytest.mark.twin
