@@ -166,7 +166,7 @@ def test_a_disk_that_stays_full(
             codes = re.findall(r"exitcode *: (\d+)", ended.text) if ranks else [str(ended.code)]
             assert set(codes) == {"75"}, ended.tail
             assert 'File "' + str(ROOT) not in ended.text, ended.tail
-        again = finish(out, program=program)
+        again = finish(out, ranks=ranks, program=program)
         assert_same_run(again, clean if ranks else clean_alone)
         assert_every_sample_once(again)
 
