@@ -32,7 +32,9 @@ def doubt_culprits(
         return finding
     readings = case.earlier(lambda: (bench.known(indices), bench.compute(evidence.batches)))
     if readings is None:
-        evidence.not_tried.append("D: there is no clean checkpoint that can be loaded")
+        evidence.not_tried.append(
+            "D: no clean checkpoint can be loaded, or there is no memory for a copy of the state"
+        )
         return finding
     known, before = evidence.note("D known", readings[0]), evidence.note("D", readings[1])
     level = usual(known)

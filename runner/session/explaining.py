@@ -112,7 +112,9 @@ def _repeated_steps(
             fresh=lambda: TrainState(parts.judge_rules(config), rules),
             known=replay.known_now,
         ),
-        clean_weights=CleanWeights(machinery.engine, ring),
+        clean_weights=CleanWeights(
+            machinery.engine, machinery.ring, group.ranks, group.place.local_world_size
+        ),
         report=written.report,
         bundles=bundles,
     )

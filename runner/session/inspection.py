@@ -124,7 +124,9 @@ def _auditor(
         ),
         agreed=AgreedNumbers(
             same=same,
-            weights=CleanWeights(machinery.engine, machinery.ring),
+            weights=CleanWeights(
+                machinery.engine, machinery.ring, group.ranks, group.place.local_world_size
+            ),
             ring=machinery.ring,
             is_saved=saves.is_due_on_disk,
         ),

@@ -10,12 +10,15 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from runner.checkpoint.memory.node_dir import free_memory_bytes
 from runner.checkpoint.protocol import Restored
+from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine
 from runner.policy.retention.records import Record
 from runner.system.error import CheckpointError, ReadError
 
 Result = TypeVar("Result")
+_SHARE = 0.5
 
 
 class Ring(Protocol):
@@ -43,17 +46,26 @@ class HostCopy:
 
 
 class CleanWeights:
-    """Puts the weights of a checkpoint in place for a while."""
+    """Puts the weights of a checkpoint in place for a while.
 
-    def __init__(self, engine: Engine, ring: Ring) -> None:
+    Args:
+        num_local_ranks: ranks that share this node's memory.
+    """
+
+    def __init__(self, engine: Engine, ring: Ring, ranks: Ranks, num_local_ranks: int) -> None:
         self._engine = engine
         self._ring = ring
+        self._ranks = ranks
+        self._num_local_ranks = num_local_ranks
 
     def compute(self, record: Record, compute: Callable[[], Result]) -> Result | None:
-        """Call ``compute`` with the weights of ``record``; None if it cannot be loaded.
+        """Call ``compute`` with the weights of ``record``; None if it cannot be loaded, or if a
+        node has no memory for a copy of the state.
 
         Collective.
         """
+        if self._ranks.sum([float(not self._has_room())])[0]:
+            return None
         copy = HostCopy(self._engine)
         try:
             self._ring.restore([record])
@@ -64,3 +76,11 @@ class CleanWeights:
         finally:
             self._ring.before_update()
             copy.put_back(self._engine)
+
+    def _has_room(self) -> bool:
+        """Whether the copies of this node's ranks take at most half of its free memory."""
+        tensors = [shard.local for shard in self._engine.shards()]
+        tensors += self._engine.buffers().values()
+        needed = sum(one.numel() * one.element_size() for one in tensors) * self._num_local_ranks
+        free = free_memory_bytes()
+        return free is None or needed <= _SHARE * free

@@ -14,6 +14,7 @@ import torch
 
 from runner.policy.odd_ranks import Opinion, changed_rank, named, opinion_on
 from runner.policy.retention.records import Record, State
+from runner.train import clean_weights
 from runner.train.agreed_numbers import AgreedNumbers
 from runner.train.same_batch import SameBatch
 
@@ -152,6 +153,24 @@ def test_a_checkpoint_from_before_the_last_agreement_is_kept() -> None:
     assert ring.serials() == {1}
     numbers.begin(10, batches)
     assert ring.serials() == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("free", "lacking", "did"), [(160, 0, True), (159, 0, False), (999, 1, False)]
+)
+def test_no_weights_are_put_in_place_without_memory_for_a_copy_on_every_node(
+    free: int, lacking: int, did: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks with 40 bytes each, which may take half of what is free."""
+    monkeypatch.setattr(clean_weights, "free_memory_bytes", lambda: free)
+    shard = SimpleNamespace(local=torch.zeros(10))
+    engine: Any = SimpleNamespace(
+        shards=lambda: [shard], buffers=dict, update_counts=dict, finish_load=lambda counts: None
+    )
+    ring: Any = SimpleNamespace(restore=lambda records: None, before_update=lambda: None)
+    ranks: Any = SimpleNamespace(sum=lambda numbers: [numbers[0] + lacking])
+    weights = clean_weights.CleanWeights(engine, ring, ranks, 2)
+    assert (weights.compute(Ring().records[0], lambda: "done") == "done") is did
 
 
 def drawn() -> tuple[float, float, float]:

@@ -164,8 +164,16 @@ class NodeDir:
 def free_bytes(folder: Path) -> int:
     """Bytes free for snapshots: the least of file system, machine and cgroup."""
     status = os.statvfs(folder)
-    free = [status.f_bavail * status.f_frsize, *_available_memory(), *_cgroup_memory()]
-    return max(0, min(free))
+    return max(0, min([status.f_bavail * status.f_frsize, *_free_memory()]))
+
+
+def free_memory_bytes() -> int | None:
+    """Bytes of host memory that are free: the least of machine and cgroup; None if unknown."""
+    return min(_free_memory(), default=None)
+
+
+def _free_memory() -> list[int]:
+    return [*_available_memory(), *_cgroup_memory()]
 
 
 def _available_memory() -> Iterator[int]:
