@@ -70,7 +70,7 @@ GRADIENT = "wrong_grad@step=7,module=blocks.0.ffn.down"
     ("rank", "fault", "settings"),
     [
         # Between the start and the first audit, so that only the start's weights can tell.
-        (1, "wrong@step=3", []),
+        pytest.param(1, "wrong@step=3", [], marks=FULL),
         pytest.param(
             0, "wrong@step=13", ["checkpoint.every=5", "checkpoint.clean_after=3"], marks=FULL
         ),
@@ -88,7 +88,8 @@ GRADIENT = "wrong_grad@step=7,module=blocks.0.ffn.down"
 def test_of_two_ranks_the_one_that_has_changed_is_named(
     tmp_path: Path, rank: int, fault: str, settings: list[str]
 ) -> None:
-    """Computed again with the weights of a checkpoint from when both agreed."""
+    """Computed again with the weights of a checkpoint from when both agreed. By default
+    test_nodes.py::test_a_node_that_computes_wrongly_is_left_out has two ranks."""
     words = [*SMALL, "debug.audit_every=5", *settings]
     clean = train(tmp_path / "clean", *words)
     assert clean.code == 0 and not clean.journal("audit"), clean.tail

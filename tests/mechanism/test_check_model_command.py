@@ -54,6 +54,7 @@ def test_a_sample_that_depends_on_the_process_does_not_hold() -> None:
     assert "hash() of a string" in elsewhere.remedy
 
 
+@pytest.mark.full
 def test_a_data_set_that_opens_here_only_does_not_hold() -> None:
     settings = ["model._target_=tests.guests.Seeing", "data._target_=tests.guests.Lost"]
     *_, elsewhere = sample_checks(adapt(Images(), vocab_size=None, seq_len=1), settings, None)
