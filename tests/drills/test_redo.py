@@ -205,6 +205,7 @@ def test_a_device_that_stays_bad_is_named(tmp_path: Path) -> None:
     [
         (27, []),
         pytest.param(21, ["guard.sync=false"], marks=pytest.mark.full),
+        # The update of step 37 has been gathered: the partition's bit is first used after the next.
         pytest.param(38, ["parallel=zero2"], marks=pytest.mark.full),
     ],
 )
@@ -216,6 +217,7 @@ def test_weights_that_were_spoilt_cost_no_sample(
     On the way the step is named whose weights were others.
     """
     hit = finish(tmp_path / "hit", VERDICT, f"faults=[spoil_state@step={step},rank=1]", *settings)
+    step += "parallel=zero2" in settings
     (back,) = hit.journal("rollback")
     assert back["step"] == step and back["detail"]["read_again"], hit.tail
     cause = back["detail"]["cause"]
@@ -266,7 +268,7 @@ def test_an_incident_is_computed_again_elsewhere(tmp_path: Path) -> None:
     faults = "faults=[nan_grad@step=24,rank=1,poison@samples=900,overflow@step=38,module=norm]"
     hit = finish(tmp_path / "hit", VERDICT, faults, "checkpoint.keep=10")
     lines = redone(hit)
-    assert [line["step"] for line in lines] == [24, 29, 38], hit.tail
+    assert [line["step"] for line in lines] == [24, 28, 38], hit.tail
     before = sorted(path.relative_to(hit.out) for path in hit.out.rglob("*"))
     for line, words in zip(lines, ("the step is good", "900", "module       norm"), strict=True):
         number = str(line["detail"]["cause"]["bundle"])
