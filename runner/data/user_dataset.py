@@ -7,9 +7,9 @@ default fingerprint. Must not know the configuration but for the keys that messa
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -409,8 +409,8 @@ def contents(item: Any) -> bytes:
 
 
 def _hash(hashed: Any, item: Any) -> None:
-    if is_dataclass(item):  # a Sample, a Record, or the user's own
-        item = {field.name: getattr(item, field.name) for field in fields(item)}
+    if dataclasses.is_dataclass(item):  # a Sample, a Record, or the user's own
+        item = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
     if isinstance(item, Mapping):
         hashed.update(f"{{{len(item)}".encode())
         for name in sorted(item, key=str):

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.run import main
 
 from runner.launch import command_line, torchrun
-from runner.launch.crash_evidence import journal_lines
+from runner.launch.crash_evidence import evidence, journal_lines
 from runner.launch.left_out import has_to_leave
 from runner.system.exit_codes import EXIT_CRASH
 
@@ -72,7 +72,7 @@ def restart_or_leave(out: Path, least: int) -> Callable[[SimpleElasticAgent, Wor
 
     def restart(self: SimpleElasticAgent, group: WorkerGroup) -> None:
         nonlocal since
-        leaves = has_to_leave(out, node=node, least=least, since=since)
+        leaves = has_to_leave(evidence(out, since=since), node=node, least=least)
         since = journal_lines(out)
         if leaves:
             self._stop_workers(group)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.policy.restart import HARDWARE
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
 from runner.system.json_lines import iter_lines, read_lines, step_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareFault:
+    """A start that ended because the hardware of ``host``, one of ``num_hosts``, is at fault."""
+
+    host: str
+    reason: str
+    num_hosts: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +30,7 @@ class Evidence:
 
     ``cause`` (a kind of :mod:`runner.health.root_cause`) and ``signature`` are None where no
     process said what failed; ``host`` is that of the rank at fault, empty where that is not known.
+    ``hardware``: of every start in the attempt, because torchrun may have started the ranks again.
     """
 
     took_up: bool
@@ -27,6 +39,7 @@ class Evidence:
     signature: str | None
     reason: str | None
     ranks: tuple[int, ...]
+    hardware: tuple[HardwareFault, ...]
     host: str = ""
 
 
@@ -48,6 +61,7 @@ def evidence(out: Path, *, since: int) -> Evidence:
     # A crash that no rank survived to report is journalled by the next start, before its own line.
     lines = list(dropwhile(lambda line: line.get("kind") != "start", lines))
     starts = [line for line in lines if line.get("kind") == "start"]
+    hardware = tuple(_hardware_faults(lines))
     # The first crash in the journal is the cause; those after it are its consequences.
     crash = next((line for line in lines if line.get("kind") == "crash"), None)
     if crash is not None:
@@ -58,6 +72,7 @@ def evidence(out: Path, *, since: int) -> Evidence:
             signature=_detail(crash, "signature"),
             reason=str(crash.get("reason", "")),
             ranks=tuple(int(rank) for rank in crash.get("ranks", [])),
+            hardware=hardware,
             host=_detail(crash, "host") or "",
         )
     done = 0
@@ -71,7 +86,31 @@ def evidence(out: Path, *, since: int) -> Evidence:
         signature=None,
         reason=None,
         ranks=(),
+        hardware=hardware,
     )
+
+
+def short_name(host: str) -> str:
+    """The name by which ``out/bad_nodes`` lists a host."""
+    return host.partition(".")[0]
+
+
+def _hardware_faults(lines: Iterable[dict[str, Any]]) -> Iterator[HardwareFault]:
+    """Of the first crash after each start; those after it are its consequences."""
+    hosts: set[str] = set()
+    is_ended = True
+    for line in lines:
+        if line.get("kind") == "start":
+            detail = line.get("detail")
+            ranks = detail.get("hosts") if isinstance(detail, dict) else None
+            hosts = {short_name(host) for host in ranks} if isinstance(ranks, dict) else set()
+            is_ended = False
+        elif line.get("kind") == "crash" and not is_ended:
+            is_ended = True
+            host = _detail(line, "host")
+            if host and _detail(line, "cause") == HARDWARE:
+                reason = str(line.get("reason", ""))
+                yield HardwareFault(host=host, reason=reason, num_hosts=len(hosts))
 
 
 def _detail(crash: dict[str, Any], name: str) -> str | None:

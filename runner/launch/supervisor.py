@@ -13,9 +13,9 @@ from typing import Any
 from runner.distributed.env import ATTEMPT, LAUNCH_ID
 from runner.launch.attempt import Ended, Job, Stop, run_once
 from runner.launch.bad_nodes import BadNodes
-from runner.launch.crash_evidence import evidence, journal_lines, newest_clean
+from runner.launch.crash_evidence import evidence, journal_lines, newest_clean, short_name
 from runner.launch.left_out import has_to_leave
-from runner.policy.restart import HARDWARE, Again, Attempt, End, RestartRules, after
+from runner.policy.restart import Again, Attempt, End, RestartRules, after
 from runner.system.exit_codes import EXIT_CRASH, EXIT_DONE
 from runner.system.parsing import json_text
 
@@ -101,12 +101,10 @@ class Supervisor:
         crash = evidence(self._out, since=lines)
         if crash.reason:
             self._say(f"attempt {number} crashed at step {crash.step}: {crash.reason}")
-        if crash.cause == HARDWARE and crash.host:
-            self._list(crash.host, f"hardware: {crash.reason}")
+        for fault in crash.hardware:
+            self._list(fault.host, f"hardware: {fault.reason}")
         if self._node is not None and self._least_nodes is not None:
-            self.is_left_out = has_to_leave(
-                self._out, node=self._node, least=self._least_nodes, since=lines
-            )
+            self.is_left_out = has_to_leave(crash, node=self._node, least=self._least_nodes)
         attempt = Attempt(
             code=ended.code,
             clean_before=clean_before,
@@ -128,7 +126,7 @@ class Supervisor:
             self._list(os.uname().nodename, f"processes that do not end (state D): {pids}")
 
     def _list(self, host: str, reason: str) -> None:
-        BadNodes(self._out).add([host.partition(".")[0]], reason[:_REASON])
+        BadNodes(self._out).add([short_name(host)], reason[:_REASON])
         self._say(f"{host}: {reason[:_REASON]} (listed in {self._out / 'bad_nodes'})")
 
 

@@ -17,6 +17,7 @@ from runner.train.agreed_numbers import AgreedNumbers
 from runner.train.audit import Auditor, AuditRules
 from runner.train.checkpoints import SaveSchedule
 from runner.train.clean_weights import CleanWeights
+from runner.train.periodic import falls_due
 from runner.train.report import Reporter
 from runner.train.same_batch import SameBatch
 from runner.train.step import Stepper
@@ -75,15 +76,15 @@ def inspections(
     def inspect_ranks(updates: int) -> None:
         if auditor is not None:
             auditor.look(updates)
-        if watchdog.straggler_every and updates % watchdog.straggler_every == 0:
+        if falls_due(watchdog.straggler_every, updates):
             pace.look(updates)
-        if every and updates % every == 0:
+        if falls_due(every, updates):
             replicas.look(updates)
 
     def is_due(updates: int) -> bool:
-        intervals = [one for one in (watchdog.straggler_every, every) if one]
-        is_audit = auditor is not None and auditor.is_due(updates)
-        return is_audit or any(updates % one == 0 for one in intervals)
+        if auditor is not None and auditor.is_due(updates):
+            return True
+        return falls_due(watchdog.straggler_every, updates) or falls_due(every, updates)
 
     return Inspections(look=inspect_ranks, is_due=is_due)
 

@@ -39,11 +39,11 @@ class Periodic:
 
     def is_due(self, updates: int) -> bool:
         """Whether anything here uses the state after exactly ``updates`` updates."""
-        return _is_due(self._evaluate_every, updates) or self._is_inspection_due(updates)
+        return falls_due(self._evaluate_every, updates) or self._is_inspection_due(updates)
 
     def evaluate(self, updates: int) -> float | None:
         """The held-out loss, if it is due. Collective."""
-        if not _is_due(self._evaluate_every, updates):
+        if not falls_due(self._evaluate_every, updates):
             return None
         self._heart.enter("evaluate")
         with self._reporter.stall("evaluation"):
@@ -62,5 +62,6 @@ class Periodic:
         collect(updates)
 
 
-def _is_due(every: int, updates: int) -> bool:
+def falls_due(every: int, updates: int) -> bool:
+    """Whether ``updates`` is a multiple of the interval; 0 means never."""
     return every > 0 and updates % every == 0

@@ -62,7 +62,7 @@ def test_a_silent_fault_in_the_gradient_of_one_weight_is_found_and_named(
 
 
 FULL = pytest.mark.full
-OFTEN = ("checkpoint.clean_after=3",)
+OFTEN = "checkpoint.clean_after=3"
 GRADIENT = "wrong_grad@step=7,module=blocks.0.ffn.down"
 
 
@@ -71,17 +71,11 @@ GRADIENT = "wrong_grad@step=7,module=blocks.0.ffn.down"
     [
         # Between the start and the first audit, so that only the start's weights can tell.
         pytest.param(1, "wrong@step=3", [], marks=FULL),
-        pytest.param(
-            0, "wrong@step=13", ["checkpoint.every=5", "checkpoint.clean_after=3"], marks=FULL
-        ),
+        pytest.param(0, "wrong@step=13", ["checkpoint.every=5", OFTEN], marks=FULL),
         # No audit falls on a checkpoint.
-        pytest.param(
-            1, "wrong@step=18", ["checkpoint.every=7", "checkpoint.clean_after=3"], marks=FULL
-        ),
-        pytest.param(
-            0, "wrong_grad@step=7,module=blocks.0.ffn.down", ["parallel=zero2"], marks=FULL
-        ),
-        pytest.param(1, "wrong_grad@step=7,module=blocks.0.ffn.down", ["parallel=ddp"], marks=FULL),
+        pytest.param(1, "wrong@step=18", ["checkpoint.every=7", OFTEN], marks=FULL),
+        pytest.param(0, GRADIENT, ["parallel=zero2"], marks=FULL),
+        pytest.param(1, GRADIENT, ["parallel=ddp"], marks=FULL),
         pytest.param(0, "wrong@step=7", ["guard.sync=false", "model.dropout=0.1"], marks=FULL),
     ],
 )

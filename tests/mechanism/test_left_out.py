@@ -18,6 +18,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 from runner.launch import agent, meeting_point
 from runner.launch.bad_nodes import BadNodes
+from runner.launch.crash_evidence import evidence
 from runner.launch.left_out import has_to_leave, refuse_listed
 from runner.system.error import ConfigError
 
@@ -50,8 +51,18 @@ def test_it_leaves_where_enough_others_are_left(
     facts: dict[str, str], node: str, least: int, leaves: bool, tmp_path: Path
 ) -> None:
     journal(tmp_path, **facts)
-    assert has_to_leave(tmp_path, node=node, least=least, since=0) is leaves
-    assert not has_to_leave(tmp_path, node=node, least=least, since=2), "of an earlier attempt"
+    assert has_to_leave(evidence(tmp_path, since=0), node=node, least=least) is leaves
+    earlier = evidence(tmp_path, since=2)
+    assert not has_to_leave(earlier, node=node, least=least), "of an earlier attempt"
+
+
+@pytest.mark.parametrize("first", ["b", "a"])
+def test_it_leaves_whatever_ended_another_start_of_the_attempt(first: str, tmp_path: Path) -> None:
+    """torchrun may have started the ranks again, before the fault or on the others after it."""
+    for host in (first, "b" if first == "a" else "a"):
+        journal(tmp_path, host=host, cause="hardware" if host == "b" else "lost")
+    told = evidence(tmp_path, since=0)
+    assert has_to_leave(told, node="b", least=1) and not has_to_leave(told, node="a", least=1)
 
 
 def test_a_listed_node_is_refused_until_its_line_is_deleted(tmp_path: Path) -> None:
