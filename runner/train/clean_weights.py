@@ -5,7 +5,8 @@ The state is copied to host memory, and restored bit for bit afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import torch
@@ -28,7 +29,18 @@ class Ring(Protocol):
     def before_update(self) -> None: ...
 
 
-class HostCopy:
+@contextmanager
+def state_restored(engine: Engine, ring: Ring) -> Iterator[None]:
+    """Copy the engine's state to host memory, and put it back at the end."""
+    copy = _HostCopy(engine)
+    try:
+        yield
+    finally:
+        ring.before_update()
+        copy.put_back(engine)
+
+
+class _HostCopy:
     """A copy of an engine's state in host memory."""
 
     def __init__(self, engine: Engine) -> None:
@@ -66,16 +78,12 @@ class CleanWeights:
         """
         if self._ranks.sum([float(not self._has_room())])[0]:
             return None
-        copy = HostCopy(self._engine)
-        try:
-            self._ring.restore([record])
-        except (CheckpointError, ReadError):  # the same on all ranks
-            return None
-        else:
+        with state_restored(self._engine, self._ring):
+            try:
+                self._ring.restore([record])
+            except (CheckpointError, ReadError):  # the same on all ranks
+                return None
             return compute()
-        finally:
-            self._ring.before_update()
-            copy.put_back(self._engine)
 
     def _has_room(self) -> bool:
         """Whether the copies of this node's ranks take at most half of its free memory."""

@@ -16,7 +16,7 @@ from runner.policy.decision.history import History
 from runner.policy.decision.judge import Kind
 from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record
-from runner.train.clean_weights import HostCopy, Ring
+from runner.train.clean_weights import Ring, state_restored
 from runner.train.state import TrainState
 from runner.train.step import Stepper
 from runner.train.step_runner import StepPlanner
@@ -120,13 +120,8 @@ class RateProbe:
                 "(explain=full)"
             )
         self._num_steps = 0
-        with self._stepper.aside():
-            copy = HostCopy(self._engine)
-            try:
-                return self._tried(record, bad, without)
-            finally:
-                self._ring.before_update()
-                copy.put_back(self._engine)
+        with self._stepper.aside(), state_restored(self._engine, self._ring):
+            return self._tried(record, bad, without)
 
     def _tried(self, record: Record, bad: StepSignals, without: Sequence[int]) -> RateResult:
         # Bisect the powers: 0 does not cure, and the last one is untested.
