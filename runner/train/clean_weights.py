@@ -32,7 +32,7 @@ class Ring(Protocol):
 @contextmanager
 def state_restored(engine: Engine, ring: Ring) -> Iterator[None]:
     """Copy the engine's state to host memory, and put it back at the end."""
-    copy = _HostCopy(engine)
+    copy = HostCopy(engine)
     try:
         yield
     finally:
@@ -40,7 +40,7 @@ def state_restored(engine: Engine, ring: Ring) -> Iterator[None]:
         copy.put_back(engine)
 
 
-class _HostCopy:
+class HostCopy:
     """A copy of an engine's state in host memory."""
 
     def __init__(self, engine: Engine) -> None:
