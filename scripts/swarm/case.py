@@ -1,0 +1,177 @@
+"""A case: one tiny run with all that is to meet in it. Plain values, which are also JSON.
+
+A default means that a feature is absent, so a case is as large as what is not a default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """One start that is ended from outside, and what the next start has otherwise.
+
+    Args:
+        how: ``kill`` (SIGKILL to all processes), ``kill_one``, ``term`` or ``int`` (to all ranks).
+        at: ``PHASE:N``: as the N-th such phase of the start begins (``step:N``: as step N begins).
+        delay: seconds from there to the signal.
+        ranks, engine: of the next start; 0 and "": as before.
+        weights: of the mixture's sources from the next start on.
+    """
+
+    how: str = "kill"
+    at: str = "step:12"
+    delay: float = 0.0
+    ranks: int = 0
+    engine: str = ""
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """All features of a run by the runner (``where`` = runner) or of a ``Guard`` loop (loop).
+
+    ``hf``, ``lightning``, ``accelerate`` and ``nano`` are scripts of tests/ with a place to die.
+
+    Args:
+        model: traits of :class:`scripts.swarm.guests.Net`; none: the runner's own decoder.
+        data: ``synthetic``, ``own``, ``augmented``, ``packed``, ``text``, ``mixture`` (sources of
+            one level) or ``levels`` (sources that differ in how well they can be learnt). In a
+            loop: ``list``, ``own`` (iterable), ``windows`` (drawn from the process's generator),
+            ``shuffled`` (a DataLoader) or ``sampler`` (our Sampler).
+        units: the loss is this many times what it would be, as are the guard's limits.
+        faults: as in ``faults=[...]``.
+        bad: loop: numbers of the batches that are NaN on rank 0.
+        sick: ``HOW@step=N,ranks=A+B``: a device that computes wrongly from then on.
+        flaky: seconds for which the storage refuses to read samples, from the start on.
+        looked: loop: the model is evaluated before ``Guard(...)``.
+        late_copies: snapshots are copied as late as on a GPU (tests/late_copies.py).
+        ring_alone: loop: with :class:`runner.Ring` and no guard.
+    """
+
+    where: str = "runner"
+    seed: int = 0
+    engine: str = "single"
+    ranks: int = 1
+    model: tuple[str, ...] = ()
+    data: str = "synthetic"
+    optim: str = "adamw"
+    ema: bool = False
+    micro: int = 8
+    precision: str = "fp32"
+    units: float = 1.0
+    evaluate: int = 0
+    best: bool = False
+    audit: int = 0
+    layers: int = 0
+    replicas: int = 0
+    preflight: bool = False
+    explain: str = "off"
+    remedy: str = "discard"
+    tracker: bool = False
+    late: bool = False
+    workers: int = 0
+    keep: int = 3
+    memory: bool = False
+    late_copies: bool = False
+    background: bool = False
+    clip: float = 0.0
+    accumulate: int = 1
+    looked: bool = False
+    ring_alone: bool = False
+    faults: tuple[str, ...] = ()
+    bad: tuple[int, ...] = ()
+    sick: str = ""
+    flaky: float = 0.0
+    breaks: tuple[Break, ...] = ()
+
+    @property
+    def is_runner(self) -> bool:
+        return self.where == "runner"
+
+    def to_json(self) -> dict[str, Any]:
+        """What is not a default."""
+        return {name: _plain(value) for name, value in _given(self).items()}
+
+    def describe(self) -> str:
+        return json.dumps(self.to_json())
+
+
+def _given(one: Case | Break) -> dict[str, Any]:
+    values = {field.name: (getattr(one, field.name), field.default) for field in fields(one)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Break):
+        return {name: _plain(part) for name, part in _given(value).items()}
+    return [_plain(part) for part in value] if isinstance(value, tuple) else value
+
+
+def from_json(given: dict[str, Any]) -> Case:
+    """
+    Raises:
+        TypeError: a feature has another name.
+    """
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+    breaks = [
+        Break(**{key: tuple(v) if isinstance(v, list) else v for key, v in one.items()})
+        for one in values.pop("breaks", ())
+    ]
+    return Case(**values, breaks=tuple(breaks))
+
+
+def read(path: Path) -> Case:
+    """A case from a file of a failure, or one written by hand: only its features."""
+    given = json.loads(path.read_text())
+    return from_json(given.get("case", given))
+
+
+def simpler(case: Case) -> Iterator[Case]:
+    """The case without one of its features each; the dearest ones first."""
+    for name, value in _given(case).items():
+        default = next(field.default for field in fields(Case) if field.name == name)
+        if isinstance(value, tuple):
+            for number in range(len(value)):
+                yield replace(case, **{name: value[:number] + value[number + 1 :]})
+        elif name not in ("where", "engine", "ranks"):
+            yield replace(case, **{name: default})
+    for number, one in enumerate(case.breaks):
+        for name in _given(one).keys() & {"ranks", "engine", "weights", "delay"}:
+            default = next(field.default for field in fields(Break) if field.name == name)
+            less = replace(one, **{name: default})
+            yield replace(case, breaks=(*case.breaks[:number], less, *case.breaks[number + 1 :]))
+    yield from _fewer_ranks(case)
+
+
+def _fewer_ranks(case: Case) -> Iterator[Case]:
+    if case.ranks == 1 or case.where not in ("runner", "loop"):
+        return
+    if not case.breaks or not any(one.ranks or one.engine for one in case.breaks):
+        yield replace(case, ranks=1, engine="single")
+    if case.ranks > 2 and case.engine != "hsdp":
+        yield replace(case, ranks=2)
+    if case.engine not in ("fsdp", "ddp"):
+        yield replace(case, engine="ddp")
+
+
+def size(case: Case) -> int:
+    """How many features it has."""
+    return sum(len(v) if isinstance(v, tuple) else 1 for v in _given(case).values())
+
+
+def as_told(case: Case) -> Case:
+    """The same trajectory undisturbed: nothing breaks, and nobody looks."""
+    return dataclasses.replace(
+        case,
+        **{"faults": (), "bad": (), "sick": "", "flaky": 0.0, "breaks": ()},
+        **{"audit": 0, "layers": 0, "replicas": 0, "preflight": False, "explain": "off"},
+        **{"tracker": False, "best": False, "memory": False, "looked": False, "late": False},
+        late_copies=False,
+    )

@@ -1,0 +1,92 @@
+"""What must hold for a loop with a guard or a ring, against the same loop without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_PREEMPTED
+from scripts.swarm.case import Case
+from scripts.swarm.loop import EVERY
+from scripts.swarm.output import tail
+from scripts.swarm.play import Counter, Played, play_loop, positions
+from tests.run import left_behind
+from tests.script_run import ends_of
+
+
+def check_loop(case: Case, folder: Path, counter: Counter) -> list[str]:
+    out = folder / "loop"
+    played = play_loop(case, out, "guarded", counter)
+    last = played.last
+    if last.has_hung:
+        return [f"hung: start {len(played.starts)}: {tail(last.text)}"]
+    if pids := left_behind(out):
+        return [f"left: processes {pids}"]
+    if last.code != EXIT_DONE:
+        return list(_refusal(case, played))
+    wrong = list(_loop_stops(case, played))
+    if len(played.ended) != case.ranks:
+        codes = [start.code for start in played.starts]
+        return [f"ended: with {codes}, {len(played.ended)} ranks have an end: {tail(last.text)}"]
+    skipped = played.ended[0].get("skipped", [])
+    (out / "skipped.json").write_text(json.dumps(skipped))
+    plain = play_loop(case, out, "plain", counter)
+    if plain.last.code != EXIT_DONE:
+        return [*wrong, f"the plain loop ended with {plain.last.code}: {tail(plain.last.text)}"]
+    for rank, (mine, theirs) in enumerate(zip(played.ended, plain.ended, strict=True)):
+        keys = [k for k, v in mine["digests"].items() if v != theirs["digests"][k]]
+        if keys:
+            wrong.append(f"plain: rank {rank}: {keys} differ from the loop that skips {skipped}")
+            break
+    if not case.ring_alone:
+        bad = sorted({n for one in plain.ended for n in one["bad"]})
+        wrong += _loop_ledger(case, skipped, bad)
+    return wrong
+
+
+def check_script(case: Case, folder: Path, counter: Counter) -> list[str]:
+    """A script of another framework, or nanoGPT's loop: poisoned and killed as if told to skip."""
+    counter.add()
+    is_own = case.where == "nano"
+    words = [*([] if is_own else [case.where]), str(folder), "poison", "told"]
+    kill_at = case.breaks[0].at.partition(":")[2] if case.breaks else "-1"
+    script = "nano_script.py" if is_own else "frameworks.py"
+    try:
+        ends = ends_of(script, folder, *words, restarts=1, KILL_AT=kill_at)
+    except AssertionError as error:
+        return [f"ended: {tail(str(error))}"]
+    if any(end["poison"] != end["told"] for end in ends):
+        return [f"plain: {case.where}: the run that was told to skip ends otherwise"]
+    return []
+
+
+def _refusal(case: Case, played: Played) -> Iterator[str]:
+    """What is not a halt for bad data, nor a refusal of draws that cannot be read again."""
+    last, number = played.last, len(played.starts)
+    if last.code == EXIT_CONFIG and "refused: ConfigError" in last.text:
+        if number > 1 or "generator" not in last.text or case.data not in ("windows", "shuffled"):
+            yield f"refused: at start {number}: {tail(last.text)}"
+    elif last.code != EXIT_HALTED or not case.bad:
+        yield f"ended: with {last.code} at start {number}: {tail(last.text)}"
+
+
+def _loop_stops(case: Case, played: Played) -> Iterator[str]:
+    for start in played.starts:
+        is_right = start.code in (EXIT_PREEMPTED, EXIT_DONE) or "CannotReadAgain" in start.text
+        if start.broken == "term" and not case.ring_alone and not is_right:
+            yield f"stopped: with {start.code}: {tail(start.text)}"
+
+
+def _loop_ledger(case: Case, skipped: Sequence[Sequence[int]], bad: Sequence[int]) -> Iterator[str]:
+    """Bad batches are skipped, and no others but in their steps and those a rollback takes."""
+    gone = positions(skipped)
+    if missed := sorted(set(bad) - gone):
+        yield f"ledger: bad batches {missed} were used"
+    # A loader that only gives batches goes on behind a rollback: all since the checkpoint is gone.
+    reach = 2 * case.accumulate
+    if case.data in ("own", "windows", "shuffled"):
+        reach += (EVERY + 4) * case.accumulate
+    far = [n for n in sorted(gone) if not any(abs(n - b) <= reach for b in bad)]
+    if far:
+        yield f"ledger: innocent batches {far} are skipped; bad are {list(bad)}"

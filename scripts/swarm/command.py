@@ -1,0 +1,122 @@
+"""The settings of a case for the runner. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.swarm.case import Case
+
+STEPS, BATCH, SEQ_LEN = 30, 8, 16
+MIXED = ("code", "talk", "web")
+_LEVELS = {"mixture": (0.2, 0.2, 0.2), "levels": (0.0, 0.2, 1.0)}
+_WEIGHTS = (1.0, 1.0, 1.0)
+# In nats: wider than the defaults, because the loss of eight short sequences is a noisy number.
+_LIMITS = {
+    **{"loss_floor": 1.0, "pair_floor": 1.0, "drift_slack": 0.5, "drift_nats": 15.0},
+    "drift_rise": 1.0,
+}
+_RATES = {"adamw": 1e-2, "sgd": 0.5, "lion": 2e-3, "muon": 1e-2, "adafactor": 5e-2}
+_ALIKE = (
+    *(f"steps={STEPS}", f"schedule.total={STEPS}", "schedule.warmup=3", "eval.samples=24"),
+    *(f"batch.global_size={BATCH}", f"data.seq_len={SEQ_LEN}", "data.held_out=0.1"),
+    *("checkpoint.every=6", "checkpoint.clean_after=3", "guard.cooldown=1", "guard.widen=1"),
+    *("guard.min_history=8", "resume.stale_seconds=5", "debug.check_devices=false"),
+)
+
+
+def weights_of(case: Case, start: int) -> tuple[float, ...]:
+    """The mixture's weights at a start; the first one is 0."""
+    changed = [one.weights for one in case.breaks[:start] if one.weights]
+    return changed[-1] if changed else _WEIGHTS
+
+
+def layout_of(case: Case, start: int) -> tuple[str, int]:
+    """Engine and ranks at a start."""
+    engine, ranks = case.engine, case.ranks
+    for one in case.breaks[:start]:
+        engine, ranks = one.engine or engine, one.ranks or ranks
+    return engine, ranks
+
+
+def overrides(case: Case, folder: Path, start: int = 0) -> list[str]:
+    """
+    Args:
+        folder: for what several runs share: a text, the cache.
+        start: number of this start of the run.
+    """
+    engine, _ = layout_of(case, start)
+    words = [*_ALIKE, f"seed={case.seed}", f"parallel={engine}", f"batch.micro_size={case.micro}"]
+    words += [f"model.precision={'bf16' if engine.startswith('zero') else case.precision}"]
+    if engine == "hsdp":
+        words.append("parallel.shard_size=2")
+    words += [f"data.cache={folder / 'cache'}", f"data.workers={case.workers}"]
+    words += [f"optim={case.optim}", f"optim.lr={_RATES[case.optim]}", "optim.weight_decay=0.1"]
+    if case.optim == "adafactor":
+        words.remove("optim.weight_decay=0.1")
+    words += ["optim.ema=0.8"] if case.ema else []
+    words += [*_model(case), *_data(case, folder, start), *_watched(case), *_guarded(case)]
+    faults = ",".join(f"'{fault}'" for fault in case.faults)
+    return [*words, f"faults=[{faults}]"] if faults else words
+
+
+def _model(case: Case) -> list[str]:
+    if not case.model:
+        return ["model.dim=16"]
+    words = ["model._target_=scripts.swarm.guests.Net", f"model.traits=[{','.join(case.model)}]"]
+    return [*words, f"model.units={case.units}"] if case.units != 1.0 else words
+
+
+def _data(case: Case, folder: Path, start: int) -> list[str]:
+    own = "data._target_=scripts.swarm.guests.Ids"
+    if case.data == "synthetic":
+        return ["data.vocab_size=32"]
+    if case.data == "text":
+        return ["data=text", f"data.path={folder / 'text'}"]
+    if case.data in _LEVELS:
+        rows = zip(MIXED, _LEVELS[case.data], weights_of(case, start), strict=True)
+        sources = [
+            f"{{name: {name}, weight: {weight}, arguments: {{level: {level}, salt: {salt}}}}}"
+            for salt, (name, level, weight) in enumerate(rows)
+        ]
+        changed = any(one.weights for one in case.breaks[:start])
+        allowed = ["resume.allow=[data.sources]"] if changed else []
+        return [own, f"data.sources=[{', '.join(sources)}]", *allowed]
+    more = {
+        "own": [],
+        "augmented": ["data.augmented=true"],
+        "packed": ["data.short=true", "data.pack=true"],
+    }[case.data]
+    return [own, *more]
+
+
+def _watched(case: Case) -> list[str]:
+    return [
+        *(f"eval.every={case.evaluate}", f"debug.audit_every={case.audit}"),
+        f"track.layers_every={case.layers}",
+        f"debug.replica_check_every={case.replicas}",
+        f"debug.preflight={json.dumps(case.preflight)}",
+        f"track.tensorboard={json.dumps(case.tracker)}",
+        f"checkpoint.keep_best={json.dumps(case.best)}",
+        f"checkpoint.keep={case.keep}",
+        f"checkpoint.background={json.dumps(case.background)}",
+        f"checkpoint.memory_every={3 if case.memory else 0}",
+    ]
+
+
+def _guarded(case: Case) -> list[str]:
+    words = [f"explain={case.explain}", f"guard.remedy={case.remedy}"]
+    words += ["guard.sync=false"] if case.late else []
+    return [*words, *(f"guard.{name}={value}" for name, value in limits(case).items())]
+
+
+def limits(case: Case) -> dict[str, float]:
+    """The guard's limits, in the unit of the loss."""
+    return {name: value * case.units for name, value in _LIMITS.items()}
+
+
+def told(skipped: Sequence[Sequence[int]]) -> list[str]:
+    """The setting that has a run never read these positions."""
+    ranges = ",".join(f"[{start},{stop}]" for start, stop in skipped)
+    return [f"data.skip=[{ranges}]"] if ranges else []

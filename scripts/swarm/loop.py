@@ -1,0 +1,262 @@
+"""A user's training script, as a case says: python loop.py out=FOLDER CASE.json guarded|plain
+
+``plain`` is the same loop without a guard, which reads the batches that the guarded one skipped
+and does not use them. Each rank leaves what it ends with, and the batches that were bad.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
+
+from runner import Guard, Ring, Sampler
+from runner.system.error import RunnerError
+from scripts.swarm.case import Case, read
+from scripts.swarm.command import limits
+from scripts.swarm.guests import Ids, Net
+from tests.frameworks import digest
+
+NUM, PER, SEQ_LEN = 36, 4, 12  # whole steps of 1, 2 or 3 batches
+EVERY = 6
+_RULES: dict[str, Any] = {"every": EVERY, "clean_after": 3, "min_history": 8, "widen": 1.0}
+_EVAL_PARTS = {"eval_norm", "eval_drop"}
+
+
+class PlainGuard:
+    """No guard: batches of the ranges in ``skipped`` are read, and not given out."""
+
+    resumed_step = 0
+
+    def __init__(self, skipped: list[list[int]], model: nn.Module, clip: float | None) -> None:
+        self._skipped = {n for start, stop in skipped for n in range(start, stop)}
+        self._model, self._clip = model, clip
+        self.updates = 0
+        self.bad: list[int] = []
+
+    def over(self, loader: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for number, batch in enumerate(loader):
+            if bool((batch < 0).any()):
+                self.bad.append(number)
+            if number not in self._skipped:
+                yield batch
+
+    def note(self, loss: Any) -> None:
+        pass
+
+    def ok(self, loss: Any) -> bool:
+        if self._clip:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
+        self.updates += 1
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class _Own:
+    """Any iterable of one's own."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._batches)
+
+
+def _samples(case: Case, rank: int, num: int) -> torch.Tensor:
+    ids = Ids(SEQ_LEN, salt=rank)
+    samples = torch.stack([torch.from_numpy(ids[i]["input_ids"]) for i in range(num)])
+    for number in case.bad if rank == 0 else ():
+        samples[number * PER % num, 0] = -1
+    return samples
+
+
+def _windows(samples: torch.Tensor) -> Iterator[torch.Tensor]:
+    for _ in range(NUM):
+        yield samples[torch.randint(len(samples), (PER,))]
+
+
+def _loader(case: Case, rank: int, ranks: int) -> Any:
+    if case.data == "sampler":
+        samples = _samples(case, 0, NUM * PER * ranks)
+        return DataLoader(
+            samples,  # type: ignore[arg-type]
+            batch_sampler=Sampler(len(samples), global_size=PER * ranks, seed=case.seed),
+        )
+    samples = _samples(case, rank, NUM * PER)
+    if case.data == "shuffled":
+        return DataLoader(samples, batch_size=PER, shuffle=True)  # type: ignore[arg-type]
+    if case.data == "windows":
+        return _windows(samples)
+    batches = list(samples.view(NUM, PER, -1))
+    return _Own(batches) if case.data == "own" else batches
+
+
+def _build(case: Case) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(case.seed)
+    net = Net(traits=case.model, units=case.units)
+    model: nn.Module = net
+    if case.engine == "ddp":
+        model = DistributedDataParallel(net)
+    elif case.engine == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in net.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.manual_seed(case.seed + 100 + rank)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if case.optim == "sgd":
+        rate = 0.1 / case.units
+        return net, model, torch.optim.SGD(trained, lr=rate, momentum=0.9, fused=case.late or None)
+    return net, model, torch.optim.AdamW(trained, lr=1e-2, fused=case.late or None)
+
+
+def _look(net: Net, model: nn.Module, batch: torch.Tensor) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(batch.clamp(min=0))
+    model.train()
+    if _EVAL_PARTS & set(net.traits):
+        net.kept.eval()
+
+
+def _break_at(case: Case, out: Path) -> tuple[int, str]:
+    """The batch of this start after which it ends, and how; -1 for never."""
+    start = len(list(out.glob("start-*")))
+    one = case.breaks[start] if start < len(case.breaks) else None
+    return (int(one.at.partition(":")[2]), one.how) if one else (-1, "")
+
+
+def train(case: Case, out: Path, guard: Any, parts: Any, loader: Any, ending: Any) -> None:
+    """The loop, as a user writes it."""
+    net, model, optimizer, scheduler = parts
+    held_out = _samples(Case(), 9, PER)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    end_at, how = ending
+    for number, batch in enumerate(guard.over(loader), start=1):
+        if number == end_at:
+            _end(how, rank)
+        loss = model(batch) / case.accumulate
+        loss.backward()
+        if number % case.accumulate:
+            guard.note(loss)
+            continue
+        if guard.ok(loss):
+            optimizer.step()
+            scheduler.step()
+        optimizer.zero_grad()
+        if case.evaluate and guard.updates % case.evaluate == 0:
+            _look(net, model, held_out)
+
+
+def _end(how: str, rank: int) -> None:
+    if how == "kill" or (how == "kill_one" and rank == dist.get_world_size() - 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "term" and rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def with_ring(case: Case, out: Path, parts: Any, batches: Any, ending: Any, mode: str) -> None:
+    """A loop with a ring and no guard."""
+    _, model, optimizer, scheduler = parts
+    state = {"model": model, "opt": optimizer, "schedule": scheduler}
+    ring = None if mode == "plain" else Ring(out / "run", state)
+    first = ring.step if ring is not None else 0
+    end_at, how = ending
+    for step in range(first, NUM):
+        if step - first == end_at:
+            _end(how, dist.get_rank() if dist.is_initialized() else 0)
+        torch.manual_seed(step)  # what a ring does not keep
+        model(batches[step].clamp(min=0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if ring is not None and (step + 1) % 4 == 0:
+            ring.save(step + 1, wait=not case.late)
+    if ring is not None:
+        ring.close()
+
+
+def _own(value: Any) -> str:
+    """The digest of this rank's part."""
+    parts = tree_map(lambda one: one.to_local() if isinstance(one, DTensor) else one, value)
+    return digest(parts)
+
+
+def run(case: Case, out: Path, mode: str) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ending = _break_at(case, out) if mode == "guarded" else (-1, "")
+    if dist.is_initialized():
+        dist.barrier()  # before this start is counted
+    if rank == 0:
+        (out / f"start-{len(list(out.glob('start-*')))}").touch()
+    net, model, optimizer = _build(case)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
+    parts, clip = (net, model, optimizer, scheduler), case.clip or None
+    if case.looked:
+        with torch.no_grad():
+            model(_samples(Case(), 9, PER).clamp(min=0))
+    ended: dict[str, Any] = {}
+    if case.ring_alone:
+        with_ring(case, out, parts, _loader(case, rank, ranks), ending, mode)
+    elif mode == "plain":
+        skipped = json.loads((out / "skipped.json").read_text())
+        plain = PlainGuard(skipped, model, clip)
+        train(case, out, plain, parts, _loader(case, rank, ranks), ending)
+        ended = {"bad": plain.bad}
+    else:
+        settings = {**_RULES, "sync": not case.late, "accumulate": case.accumulate}
+        settings |= limits(case) | ({} if case.memory else {"memory_every": 0})
+        guard = Guard(
+            out / "run", model=model, optimizer=optimizer, scheduler=scheduler, clip=clip,
+            **settings,
+        )  # fmt: skip
+        train(case, out, guard, parts, _loader(case, rank, ranks), ending)
+        guard.close()
+        ended = {"skipped": guard.skipped}
+    random = None if case.ring_alone else torch.get_rng_state()
+    ended["digests"] = {
+        "model": _own(model.state_dict()),
+        "optimizer": _own(optimizer.state_dict()["state"]),
+        "scheduler": digest(scheduler.state_dict()),
+        "random": digest(random),
+    }
+    (out / f"end-{mode}-{rank}.json").write_text(json.dumps(ended))
+
+
+def main() -> None:
+    out, file, mode = Path(sys.argv[1].removeprefix("out=")), Path(sys.argv[2]), sys.argv[3]
+    case = read(file)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    try:
+        run(case, out, mode)
+    except RunnerError as error:
+        if isinstance(error, SystemExit):
+            raise
+        print(f"refused: {type(error).__name__}: {error}", flush=True)
+        os._exit(error.exit_code)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

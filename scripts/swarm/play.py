@@ -1,0 +1,247 @@
+"""Plays a case: starts it, ends it from outside where the case says so, and starts it again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE, EXIT_HALTED, EXIT_NO_CHECKPOINT
+from scripts.swarm.case import Break, Case
+from scripts.swarm.command import layout_of, overrides
+from tests import warm
+from tests.run import Result, Started, metrics_step, read_lines, start
+
+HERE = Path(__file__).parent
+LIMIT_SECONDS = 240.0
+_MOST_STARTS = 8
+_SLOW_SECONDS, _GRACE_SECONDS = 1.5, 6
+_FINAL = (EXIT_DONE, EXIT_CONFIG, EXIT_HALTED, EXIT_NO_CHECKPOINT)
+_SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of a run.
+
+    Args:
+        code: of the process, or of the rank that failed first under torchrun.
+        broken: how it was ended from outside; "" if it was not.
+        steps: the last step in the metrics when it had ended.
+        summary: what it left, {} without.
+    """
+
+    code: int
+    text: str
+    broken: str
+    steps: int
+    summary: Mapping[str, Any]
+    has_hung: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """All starts of a run, and where its files are."""
+
+    out: Path
+    starts: tuple[Start, ...]
+    left: tuple[str, ...] = ()
+    ended: tuple[Mapping[str, Any], ...] = field(default=())
+
+    @property
+    def last(self) -> Start:
+        return self.starts[-1]
+
+    @property
+    def result(self) -> Result:
+        return Result(out=self.out, code=self.last.code, text=self.last.text)
+
+
+class Counter:
+    """Training runs that were started, and the processor time of all that has ended."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self._lock = threading.Lock()
+
+    def add(self) -> None:
+        with self._lock:
+            self.runs += 1
+
+
+def exit_code(process_code: int, text: str) -> int:
+    """The code of the rank that failed first, which torchrun names."""
+    codes = re.findall(r"^\s*exitcode\s*:\s*(-?\d+)", text, re.MULTILINE)
+    return int(codes[-1]) if process_code == 1 and codes else process_code
+
+
+def play(
+    case: Case, out: Path, shared: Path, counter: Counter, more: Callable[[int], Sequence[str]]
+) -> Played:
+    """Run the runner until it is done or refuses for good.
+
+    Args:
+        shared: what several runs read.
+        more: further settings of a start.
+    """
+    starts: list[Start] = []
+    memory = out.parent / f"{out.name}-memory"
+    memory.mkdir(parents=True)
+    while len(starts) < _MOST_STARTS:
+        number = len(starts)
+        one = case.breaks[number] if number < len(case.breaks) else None
+        starts.append(_start(case, out, number, one, [*overrides(case, shared, number),
+                                                      *more(number)], memory, counter))  # fmt: skip
+        last = starts[-1]
+        if last.has_hung or (not last.broken and last.code in _FINAL):
+            break
+        if last.code == EXIT_DONE:
+            break
+        if not last.broken and last.code == 1 and not crashes(case):
+            break
+    left = tuple(sorted(str(p.relative_to(memory)) for p in memory.rglob("*") if p.is_file()))
+    return Played(out=out, starts=tuple(starts), left=left)
+
+
+def crashes(case: Case) -> bool:
+    """Whether some fault of it ends the process."""
+    return any(
+        fault.startswith(("kill", "abort", "raise", "hang", "mismatch")) for fault in case.faults
+    )
+
+
+def _start(
+    case: Case,
+    out: Path,
+    number: int,
+    one: Break | None,
+    words: Sequence[str],
+    memory: Path,
+    counter: Counter,
+) -> Start:
+    counter.add()
+    ranks = layout_of(case, number)[1]
+    mark = out.parent / f"{out.name}-mark-{number}"
+    asked = _asked(case, one, mark)
+    env = {"SWARM": json.dumps(asked), "HOLDFAST_MEMORY_DIR": str(memory)}
+    if case.late_copies:
+        env[warm.LATE_COPIES] = "1"
+    if case.flaky:
+        env["SWARM_SOUND_AT"] = str(time.time() + case.flaky)
+    words = [*words, f"preempt.grace_seconds={_GRACE_SECONDS}"]
+    program = HERE / "program.py"
+    started = start(out, *words, ranks=0 if ranks == 1 else ranks, env=env, program=program)
+    broken = _deliver(started, one, mark, random.Random(case.seed + number)) if one else ""
+    return _awaited(started, broken, lambda: metrics_step(out), out / "summary.json")
+
+
+def _asked(case: Case, one: Break | None, mark: Path) -> dict[str, Any]:
+    asked: dict[str, Any] = {}
+    if case.sick:
+        how, step, ranks = re.fullmatch(r"(\w+)@step=(\d+),ranks=([\d+]+)", case.sick).groups()  # type: ignore[union-attr]
+        asked["sick"] = [how, int(step), [int(rank) for rank in ranks.split("+")]]
+    if one is not None:
+        phase, _, count = one.at.partition(":")
+        asked["mark"] = [phase, int(count), str(mark)]
+        if phase in ("evaluate", "explain"):
+            asked["slow"] = _SLOW_SECONDS
+    return asked
+
+
+def _deliver(started: Started, one: Break, mark: Path, dice: random.Random) -> str:
+    """End it where the case says; returns how, "" where it had ended before."""
+    limit = time.monotonic() + LIMIT_SECONDS
+    while not mark.exists():
+        if started.process.poll() is not None or time.monotonic() > limit:
+            return ""
+        time.sleep(0.005)
+    time.sleep(one.delay)
+    if started.process.poll() is not None:
+        return ""
+    ranks = started.ranks() or {0: started.process.pid}
+    if one.how == "kill":
+        started.kill()
+        return one.how
+    victims = [dice.choice(list(ranks.values()))] if one.how == "kill_one" else [*ranks.values()]
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, _SIGNALS.get(one.how, signal.SIGKILL))
+    return one.how
+
+
+def _awaited(started: Started, broken: str, steps: Callable[[], int], summary: Path) -> Start:
+    has_hung = False
+    try:
+        text, _ = started.process.communicate(timeout=LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        has_hung = True
+        started.kill()
+        text, _ = started.process.communicate()
+    return Start(
+        code=exit_code(started.process.returncode, text),
+        text=text,
+        broken=broken,
+        steps=steps(),
+        summary=json.loads(summary.read_text()) if summary.exists() else {},
+        has_hung=has_hung,
+    )
+
+
+def play_loop(case: Case, out: Path, mode: str, counter: Counter) -> Played:
+    """Run a script with a guard (or the plain loop) until it is done or refuses."""
+    out.mkdir(parents=True, exist_ok=True)
+    memory = out.parent / f"{out.name}-memory"
+    memory.mkdir(parents=True, exist_ok=True)
+    file = out / "case.json"
+    file.write_text(json.dumps({"case": case.to_json()}))
+    starts: list[Start] = []
+    while len(starts) < _MOST_STARTS:
+        counter.add()
+        one = case.breaks[len(starts)] if len(starts) < len(case.breaks) else None
+        started = _start_loop(case, out, file, mode, memory)
+        broken = one.how if one and mode == "guarded" else ""
+        starts.append(_awaited(started, broken, lambda: 0, out / "run" / "summary.json"))
+        last = starts[-1]
+        again = last.broken or "CannotReadAgain" in last.text
+        if last.has_hung or last.code == EXIT_DONE or not again:
+            break
+    ended = [json.loads(path.read_text()) for path in sorted(out.glob(f"end-{mode}-*.json"))]
+    return Played(out=out, starts=tuple(starts), ended=tuple(ended))
+
+
+def _start_loop(case: Case, out: Path, file: Path, mode: str, memory: Path) -> Started:
+    command = [sys.executable]
+    if case.ranks > 1 or case.engine != "single":
+        launcher = ["-m", "torch.distributed.run", "--standalone"]
+        command += [*launcher, f"--nproc-per-node={case.ranks}"]
+    command += [str(HERE / "loop.py"), f"out={out}", str(file), mode]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "HOLDFAST_MEMORY_DIR": str(memory)}
+    env = os.environ | own
+    if case.late_copies and mode == "guarded":
+        env[warm.LATE_COPIES] = "1"
+    assert warm.suits(command, env)
+    process = warm.WarmPopen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+        cwd=warm.ROOT, start_new_session=True,
+    )  # fmt: skip
+    return Started(out=out, process=process)
+
+
+def journal(out: Path) -> list[dict[str, Any]]:
+    path = out / "journal.jsonl"
+    return read_lines(path) if path.exists() else []
+
+
+def positions(ranges: Sequence[Sequence[int]]) -> set[int]:
+    return {p for start, stop in ranges for p in range(start, stop)}

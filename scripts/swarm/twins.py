@@ -1,0 +1,65 @@
+"""The undisturbed runs that cases are compared with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scripts.swarm.case import Case
+from scripts.swarm.command import layout_of, overrides, told
+from scripts.swarm.play import Counter, Played, play
+
+
+class Twins:
+    """Undisturbed runs, each made once for all cases with its settings."""
+
+    def __init__(self, folder: Path, shared: Path, counter: Counter) -> None:
+        self._folder, self._shared, self._counter = folder, shared, counter
+        self._known: dict[str, Played] = {}
+        self._lock = threading.Lock()
+
+    def of(self, case: Case, legs: Sequence[tuple[int, int]], skipped: Sequence[Any]) -> Played:
+        """
+        Args:
+            legs: number of a start of the case, and the step to which it is told to go.
+        """
+        key = json.dumps([overrides(case, self._shared, start) for start, _ in legs])
+        key = hashlib.sha256(f"{key}{legs}{skipped}".encode()).hexdigest()[:16]
+        with self._lock:
+            known = self._known.get(key)
+        if known is None:
+            known = self._make(case, legs, skipped, self._folder / key)
+            with self._lock:
+                self._known[key] = known
+        return known
+
+    def _make(
+        self, case: Case, legs: Sequence[tuple[int, int]], skipped: Sequence[Any], out: Path
+    ) -> Played:
+        if out.exists():  # another case needs it at the same time
+            out = out.with_name(f"{out.name}-{threading.get_ident()}")
+        played: Played | None = None
+        for start, steps in legs:
+            engine, ranks = layout_of(case, start)
+            before = tuple(replace(one, engine="", ranks=0) for one in case.breaks[:start])
+            one = replace(case, engine=engine, ranks=ranks, breaks=before)
+            words = [*told(skipped), f"steps={steps}", "resume.allow=[data.sources]"]
+            shutil.rmtree(out.parent / f"{out.name}-memory", ignore_errors=True)
+            played = _play_once(one, out, self._shared, self._counter, start, words)
+        assert played is not None
+        return played
+
+
+def _play_once(
+    case: Case, out: Path, shared: Path, counter: Counter, start: int, words: list[str]
+) -> Played:
+    """One start with the settings of start number ``start``, which nothing ends from outside."""
+    settings = [*overrides(case, shared, start), *words]
+    alone = replace(case, breaks=())
+    return play(alone, out, shared, counter, lambda _: settings)

@@ -1,0 +1,60 @@
+"""The swarm: cases that once failed, some of fixed seeds, and what it is made of."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.swarm import case, swarm
+from scripts.swarm.case import Break, Case, from_json, simpler, size
+from scripts.swarm.draw import draw
+from tests.mutants import ROOT
+
+HERE = Path(__file__).parent
+KEPT = sorted((HERE / "cases").glob("*.json"))
+# About two processor seconds each.
+SEEDS = range(17)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[swarm.Bench]:
+    with swarm.bench() as one:
+        yield one
+
+
+@pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)
+def test_a_kept_case_passes(bench: swarm.Bench, file: Path) -> None:
+    assert bench.failures(case.read(file)) == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_drawn_case_passes(bench: swarm.Bench, seed: int) -> None:
+    one = draw(seed)
+    assert bench.failures(one) == [], one.describe()
+
+
+def test_a_case_is_json_and_drawn_alike_each_time() -> None:
+    for seed in range(300):
+        one = draw(seed)
+        assert draw(seed) == one
+        assert from_json(json.loads(one.describe())) == one
+
+
+def test_a_case_is_shrunk_feature_by_feature() -> None:
+    whole = Case(ranks=2, engine="ddp", ema=True, faults=("kill@step=3",), breaks=(Break(ranks=1),))
+    smaller = list(simpler(whole))
+    assert all(size(one) < size(whole) or one.breaks != whole.breaks for one in smaller)
+    assert {one.ema for one in smaller} == {True, False} and any(not one.faults for one in smaller)
+
+
+@pytest.mark.parametrize("patch", sorted((HERE / "mutants").glob("*.patch")), ids=lambda p: p.stem)
+def test_a_mutant_fits_the_code(patch: Path, tmp_path: Path) -> None:
+    """Else make it anew from its mend; ``python -m scripts.swarm --prove`` looks for each."""
+    from scripts.swarm.prove import put_in
+
+    shutil.copytree(ROOT / "runner", tmp_path / "runner")
+    put_in(patch, tmp_path)
