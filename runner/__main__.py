@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from runner.command.arguments import Parser
 from runner.distributed.env import own_local_rank, own_rank, place_from
-from runner.health.leave import leave
+from runner.health.leave import leave, leave_after_exit_functions
 from runner.system import log, output
 from runner.system.environment import variables
 from runner.system.error import ConfigError, MissingPackage, RunnerError, StartError
@@ -156,9 +156,7 @@ def run() -> None:
         # rank must die of it, or torchrun waits 30 s for each that waits for a dead one.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not is_rank:
-        code = _code()
-        output.finish()
-        sys.exit(code)
+        leave_after_exit_functions(_code())
     code = EXIT_CRASH
     try:
         code = _code()

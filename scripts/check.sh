@@ -7,4 +7,6 @@ ruff format --check .
 ruff check .
 mypy
 lint-imports
+python -m scripts.size --check
+python -m tests.full --old
 bash -n scripts/*.sh launch/*.sh launch/slurm.sbatch .ci/run

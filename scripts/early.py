@@ -29,7 +29,9 @@ import torch.distributed as dist
 
 from runner.config.compose import compose
 from runner.data.dataset import Dataset
+from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv
+from runner.distributed.observers import Observers
 from runner.engine.activations import Activations
 from runner.engine.protocol import MicroStep
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look
@@ -111,7 +113,14 @@ def run(trial: Trial, every: int) -> dict[str, Any]:
     shapes = {name: one.shape for name, one in network.parameters().items()}
     places = LayerPlaces.of(engine.network, blocks, shapes)
     activations = Activations(engine.objective, blocks, is_compiled=False)
-    watch = LayerWatch(engine, activations, places, every=every, is_first=True)
+    watch = LayerWatch(
+        engine,
+        activations,
+        places,
+        every=every,
+        is_first=True,
+        observers=Observers(Ranks(device), report=lambda incident: None),
+    )
     rules = UpdateRules(clip=_CLIP, beta2=trial.beta2)
     table = LayerTable(places, rules, num_units=activations.num_units)
     early = EarlyWarnings(EarlyRules(every=every, warmup=trial.warmup))

@@ -22,7 +22,7 @@ from runner.command.demo import skip_override
 ROOT = Path(__file__).parent.parent
 SETTINGS = (
     "model=nano",
-    "data=text",
+    "data=python",
     "model.precision=fp32",
     "steps=120",
     "batch.global_size=16",

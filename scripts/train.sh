@@ -7,4 +7,9 @@ set -euo pipefail
 export PATH="$VENV/bin:$PATH"
 
 case " $* " in *" --help "* | *" -h "* | *" --cfg "*) exec python -m runner "$@" ;; esac
+# Some text that every machine has, unless the command says what to train on.
+case " $* " in
+*" data="* | *" data.path="* | *" data.kind="* | *" data.sources="* | *" data._target_="*) ;;
+*) set -- data=python "$@" ;;
+esac
 exec python -m runner launch --restarts 0 --nproc "${NPROC:-auto}" "$@"

@@ -168,7 +168,8 @@ class World:
         self._fact = fact
         self.dir = RunDir(out)
         self.holder = Holder()
-        self.state = SimpleNamespace(load_json=self._load, step=0, cursor=0)
+        baseline = SimpleNamespace(hold=lambda limits: None)
+        self.state = SimpleNamespace(load_json=self._load, baseline=baseline, step=0, cursor=0)
         self.inline: Any = None  # does the ring's work at once, without a thread
         self.number = 0
         self.loaded: tuple[int, list[float]] = (0, [])  # serial and values; 0: begun anew

@@ -1,11 +1,13 @@
 """A user's training script, for the drills: python guarded_script.py OUT LAYOUT TODO...
 
-LAYOUT: ``plain``, ``ddp``, ``fsdp``; ``sampler``: DDP with a DataLoader that has our sampler; or
-``micro``: DDP with two batches a step, where only the loss of the first one is ever NaN.
+LAYOUT: ``plain``, ``ddp``, ``fsdp``; ``sampler``: DDP with a DataLoader that has our sampler;
+``micro``: DDP with two batches a step, where only the loss of the first one is ever NaN; or
+``windows``: the same with random windows, drawn from the generator that dropout draws from.
 
 TODO: ``poison`` (rank 1 alone sees NaN), ``told`` (told to skip what that run skipped), ``break``
-(left without a word within a step, and begun again), ``kill`` (SIGKILL, once). Where LATE is set
-the poisoned run reads the numbers of a step one step late.
+(left without a word within a step, and begun again), ``kill`` (SIGKILL, once), ``bare`` (no guard:
+what was skipped is read and not used). Where LATE is set the poisoned run reads the numbers of a
+step one step late.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from runner import Guard, Sampler
+from runner.checkpoint.state_digest import state_digest
+from runner.distributed.agreement import Ranks
+from runner.embed.state import LoopState
 
 NUM, DIM = 48, 8
 BAD = (6, 20, 29, 30, 31)
+TWO_A_STEP = ("micro", "windows")
 RULES: dict[str, Any] = {"every": 8, "clean_after": 3, "min_history": 8, "clip": 0.5}
 
 
@@ -63,10 +70,24 @@ def sampled(*, poison: bool) -> Any:
     return DataLoader(samples, batch_sampler=Sampler(num, global_size=per_batch, seed=5))  # type: ignore[arg-type]
 
 
+class Windows:
+    """Random windows, as nanoGPT draws them."""
+
+    def __init__(self, rank: int, *, poison: bool) -> None:
+        self._samples = torch.randn(40, DIM, generator=torch.Generator().manual_seed(9))
+        # Of two batches the first, the second; then three steps in a row.
+        self._bad = (8, 21, 41, 43, 44) if poison and rank == 1 else ()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(NUM + 16):
+            windows = self._samples[torch.randint(len(self._samples), (6,))]
+            yield windows * (float("nan") if number in self._bad else 1.0)
+
+
 def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(5)
     model: nn.Module = Net()
-    if layout in ("ddp", "sampler", "micro"):
+    if layout in ("ddp", "sampler", "micro", "windows"):
         model = DistributedDataParallel(model)
     elif layout == "fsdp":
         for layer in model.layers:
@@ -76,27 +97,39 @@ def build(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+@torch.no_grad()
+def look(model: nn.Module) -> None:
+    """An evaluation, after which FSDP2 keeps the root's parameters gathered."""
+    model.eval()
+    model(torch.zeros(2, DIM))
+    model.train()
+
+
 def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **settings: Any) -> Guard:
     model, optimizer = build(layout)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    if layout == "fsdp":
+        look(model)
     guard = Guard(
         out, model=model, optimizer=optimizer, scheduler=scheduler,
-        accumulate=2 if layout == "micro" else 1, **RULES, **settings,
+        accumulate=2 if layout in TWO_A_STEP else 1, **RULES, **settings,
     )  # fmt: skip
     rank = dist.get_rank() if dist.is_initialized() else 0
     is_micro = layout == "micro"
-    loader = (
+    loader: Any = (
         sampled(poison=poison)
         if layout == "sampler"
+        else Windows(rank, poison=poison)
+        if layout == "windows"
         else data(rank, poison=poison and not is_micro)
     )
     for count, batch in enumerate(guard.over(loader)):
         loss = model(batch).square().mean()
         loss.backward()
-        if is_micro and count % 2 == 0:
+        if layout in TWO_A_STEP and count % 2 == 0:
             number = guard._steps._stop
             assert number is not None
-            is_bad = poison and rank == 1 and number - 1 in BAD
+            is_bad = is_micro and poison and rank == 1 and number - 1 in BAD
             guard.note(loss * float("nan") if is_bad else loss)
             continue
         if count == stop_at:
@@ -113,7 +146,26 @@ def train(out: Path, layout: str, *, poison: bool, stop_at: int = -1, **settings
             optimizer.step()
             scheduler.step()
         optimizer.zero_grad()
+        if layout == "fsdp" and count % 4 == 3:
+            look(model)
     return guard
+
+
+def bare(layout: str, skipped: list[tuple[int, int]]) -> str:
+    """The loop without a guard; returns its state's digest."""
+    model, optimizer = build(layout)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+    for number, batch in enumerate(Windows(dist.get_rank(), poison=False)):
+        if any(start <= number < stop for start, stop in skipped):
+            continue
+        model(batch).square().mean().backward()
+        if number % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), RULES["clip"])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    cpu = torch.device("cpu")
+    return state_digest(LoopState([model], [optimizer], Ranks(cpu), cpu).tensors(), {})
 
 
 def main() -> None:
@@ -127,6 +179,9 @@ def main() -> None:
         if name == "break":
             train(folder, layout, poison=True, stop_at=25)
             train(folder, layout, poison=True, stop_at=11)
+        if name == "bare":
+            ends[name] = {"digest": bare(layout, skipped), "skipped": skipped}
+            continue
         settings: dict[str, Any] = {"skip": skipped} if name == "told" else {}
         if name == "poison" and os.environ.get("LATE"):
             settings["sync"] = False

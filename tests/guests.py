@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +84,58 @@ class Seeing(nn.Module):
         return losses, torch.ones_like(losses, dtype=torch.int64)
 
 
+class Stage(nn.Module):
+    """Two convolutions with running statistics, one of them an average over all steps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width, momentum=None),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+class Residual(nn.Module):
+    """As vision models are, with a stem that is kept in evaluation mode, and statistics of its own.
+
+    Writes the mode of each module at each forward pass in training into the file ``MODES``.
+    """
+
+    def __init__(self, classes: int = 3, width: int = 8, stages: int = 2) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(1, width, 3, 2), nn.BatchNorm2d(width), nn.Dropout(0.5))
+        self.stem.eval().requires_grad_(False)
+        self.stages = nn.ModuleList(Stage(width) for _ in range(stages))
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(width, classes)
+        self.register_buffer("num_seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("spread", torch.ones(()), persistent=False)
+        self.register_buffer("offset", torch.zeros(()))  # a constant
+        self.register_buffer("cache", torch.zeros(()), persistent=False)
+
+    def losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        x = self.stem(batch["image"])
+        if self.training:
+            self.num_seen += 1
+            self.spread.lerp_(x.detach().float().std(), 0.1)
+        x = x / self.spread.clone() + self.offset
+        for stage in self.stages:
+            x = stage(x)
+        logits = self.head(self.drop(x.mean((2, 3)))).float()
+        losses = F.cross_entropy(logits, batch["kind"], reduction="none")
+        if torch.is_grad_enabled() and "MODES" in os.environ:
+            modes = "".join("eT"[module.training] for module in self.modules())
+            with Path(f"{os.environ['MODES']}.{os.environ.get('RANK', '0')}").open("a") as file:
+                file.write(f"{modes}\n")
+        return losses, torch.ones_like(losses, dtype=torch.int64)
+
+
 class Preferring(nn.Module):
     """Two sequences a sample, as DPO has them: one is to be likelier than the other."""
 
@@ -99,6 +154,21 @@ class Preferring(nn.Module):
         scores = logits.log_softmax(-1).gather(2, tokens[:, 1:, None]).sum((1, 2))
         losses = -F.logsigmoid(scores[:rows] - scores[rows:])
         return losses, torch.ones(rows, dtype=torch.int64, device=losses.device)
+
+
+class PartlyFrozen(nn.Module):
+    """Keeps a part in evaluation mode: its dropout must stay off, its statistics as they are."""
+
+    def __init__(self, vocab_size: int, hidden: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, hidden)
+        self.encoder = nn.Sequential(nn.BatchNorm1d(hidden), nn.Dropout(0.5)).eval()
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(hidden, vocab_size)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids).transpose(1, 2)
+        return self.head(self.drop(x + self.encoder(x)).transpose(1, 2))
 
 
 class Normed(nn.Module):
@@ -234,6 +304,58 @@ class Hashed(Images):
     def __getitem__(self, i: int) -> dict[str, Any]:
         sample = super().__getitem__(i)
         return {**sample, "image": sample["image"] + hash(f"image {i}") % 1000}
+
+
+class Augmented(Images):
+    """Images flipped, cut and brightened at random, as every vision data set has it."""
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        image = torch.from_numpy(super().__getitem__(i)["image"])
+        if torch.rand(()) < 0.5:
+            image = image.flip(-1)
+        row = int(np.random.randint(9))
+        image[:, row : row + 2] = float(np.random.normal())
+        return {"image": image * random.uniform(0.8, 1.2), "kind": i % 3}
+
+
+class Remembering(Images):
+    """Keeps a generator of its own, from which one image in ten is erased."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        sample = super().__getitem__(i)
+        erased = self.generator.random() < 0.1
+        return {**sample, "image": sample["image"] * (0 if erased else 1)}
+
+
+class Keeping(Augmented):
+    """Keeps each image as it was drawn when it was first read."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i not in self.kept:
+            self.kept[i] = super().__getitem__(i)
+        return self.kept[i]
+
+
+class Babble:
+    """Ids in no order at all, of so many words: the loss ends at the logarithm of their number."""
+
+    def __init__(self, words: int, seq_len: int) -> None:
+        self.words, self.seq_len, self.vocab_size = words, seq_len, 64
+
+    def __len__(self) -> int:
+        return 20_000
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return np.random.default_rng(i).integers(self.words, size=self.seq_len + 1)
 
 
 class Pairs:

@@ -31,9 +31,6 @@ def ends_of(
     memory.mkdir(parents=True, exist_ok=True)
     own = {
         "HOLDFAST_MEMORY_DIR": str(memory),
-        # By default torchrun's restarts share a store, and gloo may connect to the address that a
-        # rank of the attempt before left in it (torch 2.13).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "ACCELERATE_USE_CPU": "true",
         "DS_ACCELERATOR": "cpu",
     }

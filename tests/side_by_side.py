@@ -26,7 +26,7 @@ from pathlib import Path
 SESSIONS = 3
 REPEATED = 2  # failed drills, at most
 LIMIT_SECONDS = 3300.0  # of all sessions together, but with --full; a hang shall say where it is
-DRILLS = "tests/drills/"
+DRILLS = ("tests/drills/", "tests/swarm/")
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # of pytest's exit codes
 
 
@@ -52,11 +52,11 @@ def may_be_repeated(failed: Sequence[str]) -> bool:
     return 0 < len(failed) <= REPEATED and all(name.startswith(DRILLS) for name in failed)
 
 
-def run_sessions(arguments: Sequence[str], share: Path) -> list[int]:
+def run_sessions(arguments: Sequence[str], share: Path, sessions: int = SESSIONS) -> list[int]:
     """The first one's output is shown as it comes, that of each other one after it."""
     began: list[tuple[subprocess.Popen[bytes], Path | None]] = []
     with _ended_with_this_process(began):
-        for number in range(SESSIONS):
+        for number in range(sessions):
             log = share / f"log-{number}" if number else None
             with contextlib.ExitStack() as files:
                 out = None if log is None else files.enter_context(log.open("wb"))
@@ -71,7 +71,7 @@ def run_sessions(arguments: Sequence[str], share: Path) -> list[int]:
             limit.start()
         for number, (process, log) in enumerate(began):
             if log is not None:
-                print(f"session {number + 1} of {SESSIONS}, side by side with those above:")
+                print(f"session {number + 1} of {sessions}, side by side with those above:")
                 _follow(process, log)
         codes = [process.wait() for process, _ in began]
         limit.cancel()

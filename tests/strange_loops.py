@@ -254,6 +254,79 @@ def random_windows(given: Given) -> Any:
     return over(given, read)
 
 
+# Of steps of two batches: the first, the second, and three steps in a row.
+BAD_OF_TWO = (8, 19, 41, 43, 44)
+
+
+class Windows:
+    """Random windows, drawn from a generator of the process: torch's or NumPy's."""
+
+    def __init__(self, given: Given, *, by_numpy: bool = False) -> None:
+        self.samples = torch.randn(50, DIM, generator=torch.Generator().manual_seed(3))
+        self.bad, self.by_numpy = BAD_OF_TWO if given.bad else (), by_numpy
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(2 * NUM):
+            if self.by_numpy:
+                places = torch.from_numpy(np.random.randint(0, len(self.samples), PER))
+            else:
+                places = torch.randint(len(self.samples), (PER,))
+            yield self.samples[places] * (NAN if number in self.bad else 1.0)
+
+
+def accumulated(given: Given, loader: Any, dropout: float = 0.1, said: int = 2) -> Any:
+    """Two batches a step; dropout draws from torch's generator between their reads."""
+    model, optimizer = build()
+    model.drop.p = dropout  # type: ignore[union-attr, assignment]
+    guard = given.make(model=model, optimizer=optimizer, accumulate=said)
+    for number, batch in enumerate(guard.over(loader)):
+        given.tick()
+        loss = model(batch).square().mean() / 2
+        loss.backward()
+        if number % 2 == 0:
+            guard.note(loss)
+            continue
+        if guard.ok(loss):
+            optimizer.step()
+        optimizer.zero_grad()
+    return end(model, optimizer) | {"numpy": np.random.get_state()[1:3]}
+
+
+def random_windows_accumulated(given: Given) -> Any:
+    """As nanoGPT does: what the second batch is depends on the forward pass of the first."""
+    return accumulated(given, Windows(given))
+
+
+def random_windows_accumulated_and_not_said(given: Given) -> Any:
+    return accumulated(given, Windows(given), said=1)
+
+
+def random_windows_accumulated_by_a_generator(given: Given) -> Any:
+    return accumulated(given, iter(Windows(given)))
+
+
+def random_windows_accumulated_without_dropout(given: Given) -> Any:
+    return accumulated(given, iter(Windows(given)), dropout=0.0)
+
+
+def random_windows_of_numpy_accumulated(given: Given) -> Any:
+    """Another generator than that of dropout, as dropout's is on a GPU."""
+    return accumulated(given, iter(Windows(given, by_numpy=True)))
+
+
+def shuffled_loader_with_augmentation_accumulated(given: Given) -> Any:
+    samples = given.samples()
+    augmented = [(number,) for number in range(len(samples))]
+
+    def collate(rows: list[tuple[int]]) -> torch.Tensor:
+        return samples[[number for [number] in rows]] + 0.01 * torch.randn(PER, DIM)
+
+    return accumulated(
+        given,
+        DataLoader(augmented, batch_size=PER, shuffle=True, collate_fn=collate),  # type: ignore[arg-type]
+    )
+
+
 def a_generator_that_draws_and_has_no_beginning(given: Given) -> Any:
     """A rollback ends the process, and the next start goes on."""
 

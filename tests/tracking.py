@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,21 @@ class Broken(Recorder):
 
     def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
         raise ConnectionError("no server")
+
+
+class Hanging(Recorder):
+    """Its server stops answering."""
+
+    def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
+        threading.Event().wait()
+
+
+class Slow(Recorder):
+    """It takes its time to be imported and to connect."""
+
+    def __init__(self, seconds: float, path: str, **facts: Any) -> None:
+        time.sleep(seconds)
+        super().__init__(path, **facts)
 
 
 def hanging() -> Recorder:

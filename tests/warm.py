@@ -58,6 +58,7 @@ _WITHOUT_THREADS = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 DRILL = "HOLDFAST_DRILL"  # marks the processes of one drill
+LATE_COPIES = "HOLDFAST_LATE_COPIES"  # set: snapshots are copied late, see tests/late_copies.py
 # Read when the interpreter or a library begins; with another value the process must begin anew.
 _AT_START = ("LD_", "PYTHON", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "ATEN_", "KMP_")
 _HARMLESS = ("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED")
@@ -195,7 +196,6 @@ class Zygote:
     def __init__(self, for_zero: bool) -> None:
         here, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket = here
-        self._lock = threading.Lock()
         # It outlives the drill that happens to be the first to need it.
         own = {name: value for name, value in os.environ.items() if name != DRILL}
         self.process = subprocess.Popen(
@@ -212,7 +212,7 @@ class Zygote:
 
     def begin(self, job: Mapping[str, Any], files: Sequence[int]) -> int:
         """Fork a child of this process that does ``job``; returns its number."""
-        with self._lock:
+        with _reaping:
             _prctl(_SUBREAPER, 1)  # only now: orphans of the drills go to init, as ever
             try:
                 _send(self._socket, job, files)
@@ -228,12 +228,15 @@ class Zygote:
 
 
 _made: dict[bool, Zygote] = {}
+_making = threading.Lock()
+_reaping = threading.Lock()  # of all zygotes: whose orphans come here is a property of this process
 
 
 def _zygote(for_zero: bool) -> Zygote:
-    if for_zero not in _made:
-        _made[for_zero] = Zygote(for_zero)
-    return _made[for_zero]
+    with _making:
+        if for_zero not in _made:
+            _made[for_zero] = Zygote(for_zero)
+        return _made[for_zero]
 
 
 def close() -> None:
@@ -333,6 +336,10 @@ def _become(job: Mapping[str, Any], files: Sequence[int], *, is_launcher: bool) 
         arguments = arguments[1:]
     if prepared is not None:
         prepared.apply()
+    if env.get(LATE_COPIES):
+        from tests import late_copies
+
+        late_copies.install()
     if arguments[0] == "-m" and arguments[1] in _TORCHRUNS:
         _launch(arguments[1], arguments[2:])
     elif arguments[0] == "-m":

@@ -354,7 +354,7 @@ class Ring:
     def _make_snapshot(self, pending: PendingCheckpoint, memory: MemoryTier) -> Process[None]:
         """Copy the state into a slot and seal it there; then it is a checkpoint of its own."""
         copy = self._begin(pending, Tier.memory)
-        failures = yield from memory.take(pending)
+        failures = yield from memory.take(pending, overlap=self._rules.overlap)
         if copy.is_left_behind:
             self._forget(copy)
             memory.drop(pending.serial)

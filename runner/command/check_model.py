@@ -38,7 +38,13 @@ from runner.observe.bar import Bar
 from runner.session import parts
 from runner.session.memory_line import engine_facts
 from runner.startup.memory_need import SavedActivations, memory_need, room_bytes
-from runner.startup.model_check import Check, quick_checks, repeated_step, works_of
+from runner.startup.model_check import (
+    Check,
+    quick_checks,
+    repeated_step,
+    running_buffers,
+    works_of,
+)
 from runner.system.environment import variables
 from runner.system.exit_codes import EXIT_DONE
 from runner.system.extras import is_installed
@@ -123,6 +129,7 @@ def _in_process(config: RunConfig, dataset: Dataset) -> Iterator[Check]:
     batch = few(dataset, config.data.seq_len, _ROWS)
     micro_steps = works_of(batch, 1, _CPU)
     if isinstance(network, GuestBlueprint):
+        engine.running.keep(running_buffers(engine, micro_steps))
         yield from quick_checks(network, engine, micro_steps)
     else:
         yield from repeated_step(engine, micro_steps)
@@ -177,8 +184,8 @@ def _sums(engine: Engine, batch: MicroBatch) -> Iterator[Check]:
         holds=largest_difference <= _CLOSE,
         found=f"the losses of samples in half batches differ by {largest_difference:.1g} from "
         "those in the whole batch",
-        remedy="no sample may change another's loss: no mean over the batch, no BatchNorm; give "
-        "the sum and the count of each sample",
+        remedy="no sample may change another's loss in eval(): no mean over the batch; give the "
+        "sum and the count of each sample",
     )
     padded = _evaluated(engine, _padded(batch))
     is_ignored = bool(padded[-1] == 0) and bool(
@@ -224,6 +231,7 @@ def _reload(
     config: RunConfig, network: Blueprint, engine: Engine, micro_steps: Sequence[MicroStep]
 ) -> Check:
     reloaded = parts.engine(config, network, place_from({}), _CPU)
+    reloaded.running.keep(engine.running.names)
     state = {shard.name: shard.local for shard in engine.shards()}
     for shard in reloaded.shards():
         shard.local.copy_(state[shard.name])
@@ -232,9 +240,9 @@ def _reload(
     return Check(
         name="the next step after a reload is equal",
         holds=is_same,
-        found="weights and moments are the whole state"
+        found="weights, moments and buffers are the whole state"
         if is_same
-        else "something other than weights and moments affects the next step",
+        else "something other than weights, moments and buffers affects the next step",
         remedy="keep no state in attributes of the module that training changes",
     )
 

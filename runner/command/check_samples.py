@@ -15,6 +15,7 @@ from pathlib import Path
 
 from runner.config.compose import compose
 from runner.data.dataset import Dataset
+from runner.data.draws import read_sample
 from runner.data.user_dataset import contents
 from runner.session.corpus import open_dataset
 from runner.startup.model_check import Check
@@ -40,7 +41,8 @@ def sample_checks(
         once,
         again,
         where="in this process",
-        remedy="augmentation must draw from a generator seeded by the sample's number",
+        remedy="augmentation must draw from torch's, NumPy's or Python's global generator, which "
+        "are seeded for each sample, not from one that the data set keeps",
     )
     name = "a sample is the same in another process"
     elsewhere, failure = _from_another_process(overrides, config_dir)
@@ -59,8 +61,8 @@ def sample_checks(
         elsewhere,
         where="in another process",
         remedy="a sample may depend on its number and on files, but not on hash() of a string, on "
-        "the order of a set, on the time or on the process: seed with the number, sort what has "
-        "no order",
+        "the order of a set, on the time or on the process: draw from torch's, NumPy's or Python's "
+        "global generator, sort what has no order",
     )
 
 
@@ -71,7 +73,7 @@ def read_digests(dataset: Dataset) -> list[str]:
 
 def _digest(dataset: Dataset, index: int) -> str:
     try:
-        return contents(dataset[index]).hex()
+        return contents(read_sample(dataset, index)).hex()
     except Exception as error:  # a run skips such a sample
         return type(error).__name__
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.directory import CheckpointDirectory, Entry, again_while_retired
 from runner.checkpoint.disk.shards import ShardReader, verify_files
 from runner.checkpoint.state_digest import Summing, digest_of_sums, is_whole, state_digest
 from runner.command.arguments import Parser
@@ -35,7 +35,7 @@ from runner.config.compose import from_yaml
 from runner.observe.bar import Bar
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
-from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RetiredCheckpoint
 from runner.system.files import read_bounded, write_durably
 from runner.system.json_lines import iter_lines, step_of
 
@@ -153,14 +153,16 @@ def export_run(
     Raises:
         CheckpointError: no checkpoint can be exported.
     """
-    ring = ring_folder(run)
-    entries, damaged = CheckpointDirectory(ring).entries()
-    out = run_of(run)
-    if step is None and serial is None:
-        exported = _newest_proven(entries, damaged, folder, _unproven(out), layout)
-    else:
+    store, out = CheckpointDirectory(ring_folder(run)), run_of(run)
+
+    def export_one() -> tuple[list[Entry], Export]:
+        entries, damaged = store.entries()
+        if step is None and serial is None:
+            return entries, _newest_proven(entries, damaged, folder, _unproven(out), layout)
         entry = _asked_for(entries, step=step, serial=serial)
-        exported = Export(entry=entry, notes=export(entry, folder, layout))
+        return entries, Export(entry=entry, notes=export(entry, folder, layout))
+
+    entries, exported = again_while_retired(export_one)
     total = _steps(out)
     record = exported.entry.record
     total_text = f" of {total}" if total is not None else ""
@@ -189,6 +191,8 @@ def _newest_proven(
             continue
         try:
             notes = export(entry, folder, layout)
+        except RetiredCheckpoint:
+            raise
         except CorruptCheckpoint as error:
             passed_over.append(f"step {entry.record.step} is not exported: damaged: {error}")
             continue
@@ -318,7 +322,9 @@ def _write(entry: Entry, folder: Path, layout: Layout, metadata: Mapping[str, st
             file = _file_name(layout.stem, number, len(groups))
             tensors = {}
             for name in group:
-                tensors[name] = layout.tensors[name].make(read).to(layout.dtype).contiguous()
+                tensors[name] = (
+                    layout.tensors[name].make(read).to(layout.dtype_of(name)).contiguous()
+                )
                 bar.add(_num_bytes(layout, name))
             # Rename it only when it is whole.
             unfinished = folder / f".{file}.writing"
@@ -351,7 +357,7 @@ def _groups(layout: Layout) -> list[list[str]]:
 
 
 def _num_bytes(layout: Layout, name: str) -> int:
-    return math.prod(layout.tensors[name].shape) * layout.dtype.itemsize
+    return math.prod(layout.tensors[name].shape) * layout.dtype_of(name).itemsize
 
 
 def _numel(entry: Entry, name: str) -> int:

@@ -17,7 +17,14 @@ from typing import Any, Final
 import torch
 
 from runner.checkpoint.disk.directory import Entry
-from runner.command.export_layout import Layout, Output, Read, as_it_is, shapes_in
+from runner.command.export_layout import (
+    Layout,
+    Output,
+    Read,
+    as_it_is,
+    buffers_in,
+    shapes_in,
+)
 from runner.config.network import lora_of
 from runner.config.schema import ModelConfig
 from runner.convert.model_layout import llama_config, llama_name
@@ -100,6 +107,7 @@ class HfExport:
     def _whole(self, entry: Entry, model: _Model) -> Layout:
         """All weights, with their adapters merged."""
         shapes = shapes_in(entry)
+        own = {base_name(name): output for name, output in buffers_in(entry).items()}
         tensors: dict[str, Output] = {}
         for name, shape in shapes.items():
             layer = name.removesuffix(_ADAPTED)
@@ -114,7 +122,7 @@ class HfExport:
             tensors[model.stored_name(base_name(name))] = output
         return Layout(
             stem="model",
-            tensors={**tensors, **model.buffers()},
+            tensors={**tensors, **model.buffers(), **own},
             dtype=self.dtype,
             finish=partial(model.write_files, dtype=_DTYPES[self.dtype]),
         )

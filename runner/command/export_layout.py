@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from runner.checkpoint.disk.directory import Entry
+from runner.checkpoint.dtypes import dtype_of
+from runner.engine.buffers import SAVED
 
 # A parameter's whole value in FP32, by the name it has in the checkpoint.
 Read = Callable[[str], torch.Tensor]
@@ -19,10 +21,14 @@ AVERAGE = "ema/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One tensor to write; ``make`` gives it in FP32."""
+    """One tensor to write; ``make`` gives it in FP32, or a buffer in its own type.
+
+    ``dtype``: it is written in it; None: in the layout's.
+    """
 
     shape: tuple[int, ...]
     make: Callable[[Read], torch.Tensor]
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,10 @@ class Layout:
     dtype: torch.dtype
     finish: Callable[[Path], Sequence[str]]
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type in which a tensor is written."""
+        return self.tensors[name].dtype or self.dtype
+
 
 LayoutOf = Callable[[Entry], Layout]
 
@@ -54,6 +64,20 @@ def shapes_in(entry: Entry) -> dict[str, tuple[int, ...]]:
     }
 
 
+def buffers_in(entry: Entry) -> dict[str, Output]:
+    """The buffers of a checkpoint that a ``state_dict`` has, in their own types."""
+    prefix = f"{SAVED}/"
+    return {
+        name.removeprefix(prefix): Output(
+            shape=shape,
+            make=partial(_read, name.removeprefix(prefix)),
+            dtype=dtype_of(entry.manifest.dtype(name)),
+        )
+        for name, shape in sorted(entry.manifest.shapes.items())
+        if name.startswith(prefix)
+    }
+
+
 def has_average(entry: Entry) -> bool:
     """Whether an average of the weights was kept (``optim.ema``), and has begun."""
     is_there = any(name.startswith(AVERAGE) for name in entry.manifest.shapes)
@@ -61,7 +85,10 @@ def has_average(entry: Entry) -> bool:
 
 
 def exported_name(entry: Entry, name: str) -> str:
-    """The tensor that is exported for a parameter: its average where there is one."""
+    """The tensor that is exported for a parameter, its average where there is one, or for a
+    buffer."""
+    if (buffer := f"{SAVED}/{name}") in entry.manifest.shapes:
+        return buffer
     average = f"{AVERAGE}{name}"
     is_averaged = has_average(entry) and average in entry.manifest.shapes
     return average if is_averaged else f"{PARAM}{name}"
@@ -80,7 +107,10 @@ def plain_layout(entry: Entry, *, dtype: torch.dtype = torch.float32) -> Layout:
     """The model's own parameter names, and no other file."""
     return Layout(
         stem="model",
-        tensors={name: as_it_is(name, shape) for name, shape in shapes_in(entry).items()},
+        tensors={
+            **{name: as_it_is(name, shape) for name, shape in shapes_in(entry).items()},
+            **buffers_in(entry),
+        },
         dtype=dtype,
         finish=lambda folder: (),
     )

@@ -1,10 +1,9 @@
 """``python -m runner import SOURCE key=value ...``: begins a run from another program's weights.
 
 Writes one ordinary checkpoint of step 0 into ``out``; the training command with the same settings
-then starts from it. SOURCE: a DeepSpeed directory, a torch DCP directory, a torch file,
-safetensors. A config.json beside the weights (Hugging Face: llama, mistral, qwen3) gives the
-model's settings and the names of its parameters; anything that this decoder cannot do is
-refused.
+then starts from it. SOURCE: a safetensors file, or a folder of them. A config.json beside the
+weights (Hugging Face: llama, mistral, qwen3) gives the model's settings and the names of its
+parameters; anything that this decoder cannot do is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, overload
 
@@ -30,8 +29,7 @@ from runner.config.schema import RunConfig
 from runner.config.validate import check
 from runner.convert.model_config import NAME as CONFIG_NAME
 from runner.convert.model_config import RENAMES, ForeignModel, Setting, config_beside, read_model
-from runner.convert.sources import open_source
-from runner.convert.stored import Moments, Source, Stored
+from runner.convert.sources import Stored, open_source
 from runner.distributed.env import place_from
 from runner.model.decoder import Decoder, default_ffn_dim
 from runner.model.frozen import frozen_names
@@ -73,16 +71,13 @@ def import_command(arguments: Sequence[str]) -> int:
     source = open_source(source_path)
     config_renames = [(re.compile(one), other) for one, other in RENAMES] if foreign else []
     named_weights = named(source, [*(_rename(text) for text in options.rename), *config_renames])
-    refuse_misfit(wanted, {name: source.weights[was] for name, was in named_weights.items()})
-    frozen = frozen_names(wanted, config.model.frozen)
-    trained = {name: shape for name, shape in wanted.items() if name not in frozen}
-    moments = _moments(source, named_weights, trained) if options.moments else None
+    refuse_misfit(wanted, {name: source[was] for name, was in named_weights.items()})
+    trained = wanted.keys() - frozen_names(wanted, config.model.frozen)
     run_dir.create()
-    weights = {name: source.weights[named_weights[name]] for name in wanted}
-    _write(config, run_dir, dataset.fingerprint(), weights, moments, set(trained))
+    weights = {name: source[named_weights[name]] for name in wanted}
+    _write(config, run_dir, dataset.fingerprint(), weights, trained)
     Console(soft_wrap=True).print(
-        f"imported {len(wanted)} tensors from {options.source}, a {source.kind}, "
-        f"{'with' if moments else 'without'} moments; out={run_dir.out} starts from them",
+        f"imported {len(wanted)} tensors from {options.source}; out={run_dir.out} starts from them",
         markup=False,
     )
     if added := overrides[len(options.overrides) :]:
@@ -157,7 +152,6 @@ def _parser() -> Parser:
         metavar="REGEX=REPLACEMENT",
         help="rename parameters (re.sub), in the order given; what becomes empty is left out",
     )
-    parser.add_argument("--moments", action="store_true", help="take AdamW's moments as well")
     parser.add_argument(
         "--model-config",
         metavar="FILE",
@@ -199,7 +193,7 @@ def _rename(text: str) -> Rename:
     return compiled, replacement
 
 
-def named(source: Source, renames: Sequence[Rename]) -> dict[str, str]:
+def named(source: Iterable[str], renames: Sequence[Rename]) -> dict[str, str]:
     """Map the model's names to the source's names of weights.
 
     Prefixes that wrappers add are taken off where all names have them; then ``renames``.
@@ -207,7 +201,7 @@ def named(source: Source, renames: Sequence[Rename]) -> dict[str, str]:
     Raises:
         ConfigError: two weights get the same name.
     """
-    names = list(source.weights)
+    names = list(source)
     short = _without_prefixes(names)
     own_names: dict[str, str] = {}
     for name, plain in zip(names, short, strict=True):
@@ -265,40 +259,17 @@ def _list_some(label: str, names: Sequence[str]) -> str:
     return f"  {label}: {'; '.join(names[:_SHOWN])}{more}" if names else ""
 
 
-def _moments(
-    source: Source, source_names: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]
-) -> dict[str, Moments]:
-    """
-    Raises:
-        ConfigError: the source has none, or not all of them.
-    """
-    lacking = [name for name in wanted if source_names[name] not in source.moments]
-    if lacking:
-        raise ConfigError(
-            f"--moments: this {source.kind} has no readable moments for {lacking[0]} and "
-            f"{len(lacking) - 1} others; import without --moments"
-        )
-    moments = {name: source.moments[source_names[name]] for name in wanted}
-    for name, shape in wanted.items():
-        if not moments[name].exp_avg.shape == moments[name].exp_avg_sq.shape == shape:
-            raise ConfigError(
-                f"--moments: the moments of {name} have another shape than its weights"
-            )
-    return moments
-
-
 def _write(
     config: RunConfig,
     run_dir: RunDir,
     fingerprint: str,
     weights: Mapping[str, Stored],
-    moments: Mapping[str, Moments] | None,
-    trained: set[str],
+    trained: Set[str],
 ) -> None:
     store = CheckpointDirectory(run_dir.ring)
     store.sweep()
     folder = store.writing_folder(_SERIAL)
-    tensors = _tensors(weights, moments, trained)
+    tensors = _tensors(weights, trained)
     try:
         num_bytes = sum(_FP32_BYTES * math.prod(stored.shape) for stored in tensors.values())
         with Bar("importing", num_bytes) as bar:
@@ -315,7 +286,7 @@ def _write(
             metrics_bytes=0,
             journal_lines=0,
             train_state=state.to_json(),
-            update_counts={n: moments[n].updates if moments else 0 for n in trained},
+            update_counts=dict.fromkeys(trained, 0),
             shapes={name: stored.shape for name, stored in tensors.items()},
             pieces=pieces,
             files=files,
@@ -330,18 +301,13 @@ def _write(
         raise
 
 
-def _tensors(
-    weights: Mapping[str, Stored], moments: Mapping[str, Moments] | None, trained: set[str]
-) -> dict[str, Stored]:
+def _tensors(weights: Mapping[str, Stored], trained: Set[str]) -> dict[str, Stored]:
     """Tensors of the whole state by their names in the ring, sorted."""
     tensors: dict[str, Stored] = {}
     for name, stored in weights.items():
         tensors[f"param/{name}"] = stored
-        if name not in trained:
-            continue
-        for kind in ("exp_avg", "exp_avg_sq"):
-            moment = getattr(moments[name], kind) if moments else _zeros(stored.shape)
-            tensors[f"{kind}/{name}"] = moment
+        for kind in ("exp_avg", "exp_avg_sq") if name in trained else ():
+            tensors[f"{kind}/{name}"] = _zeros(stored.shape)
     return dict(sorted(tensors.items()))
 
 
@@ -376,8 +342,4 @@ def _clean(name: str, stored: Stored) -> torch.Tensor:
     values = stored.read().detach().float().flatten()
     if not bool(values.isfinite().all()):
         raise ConfigError(f"{name}: holds NaN or Inf; a run cannot start from it")
-    if name.startswith("exp_avg_sq/") and bool((values < 0).any()):
-        raise ConfigError(
-            f"{name}: holds negative numbers, but averages of squares cannot be negative"
-        )
     return values

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from runner.backtest import column
 from runner.backtest.read import Columns, read_columns
 from runner.backtest.table import Names
@@ -107,7 +109,8 @@ def _json_line(file: str, curve: Curve, findings: Sequence[Finding]) -> str:
 
 
 def _report(file: str, curve: Curve, findings: Sequence[Finding]) -> str:
-    columns = ["loss", *(name for name in FURTHER if name in curve.columns)]
+    columns = ["loss"] + ["grad_norm"] * bool((~np.isnan(curve.grad_norm)).any())
+    columns += [name for name in FURTHER if name in curve.columns]
     columns += [f"{len(curve.held_out)} held-out losses"] if len(curve.held_out) else []
     warning = f"; fewer than {LEAST_ROWS}: too few to judge" if len(curve) < LEAST_ROWS else ""
     lines = [

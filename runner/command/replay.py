@@ -134,7 +134,10 @@ def _incident_lines(number: int, evidence: Mapping[str, Any], run_dir: RunDir) -
 
 
 def _number(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, int | float) else "NaN or Inf"
+    try:
+        return f"{value:.5g}" if isinstance(value, int | float) else "NaN or Inf"
+    except OverflowError:  # a whole number beyond any double
+        return "NaN or Inf"
 
 
 def _list(tree: Mapping[str, Any], name: str) -> list[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.directory import CheckpointDirectory, Entry, again_while_retired
 from runner.config.compose import compose
 from runner.distributed.env import place_from
 from runner.policy.decision.history import Incident
@@ -22,7 +22,7 @@ from runner.run_dir.paths import RunDir
 from runner.session.group import join
 from runner.session.phases import Run
 from runner.session.session import open_run
-from runner.system.error import ConfigError
+from runner.system.error import ConfigError, RetiredCheckpoint
 
 # Overrides after the user's settings: one process, all explanations, almost no output.
 _ALONE = (
@@ -47,9 +47,15 @@ def replay_again(
     Raises:
         ConfigError: no checkpoint from before the incident is left, or the settings do not fit.
     """
-    step, start = int(evidence["step"]), int(evidence["samples"][0])
-    entry = _checkpoint_before(run_dir, step, start)
-    _copy(run_dir, entry, number, copy)
+    try:
+        step, start = int(evidence["step"]), int(evidence["samples"][0])
+    except (LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"incident {number}: its evidence has no step and samples ({type(error).__name__}: "
+            f"{error}); it is not one of a run, or was changed"
+        ) from None
+    entry = again_while_retired(lambda: _take_checkpoint(run_dir, number, step, start, copy))
+    _copy(run_dir, number, copy)
     config = compose([*settings, *_ALONE, f"out={copy}"])
     with join(config, place_from({})) as group:
         run = open_run(config, group)
@@ -80,7 +86,7 @@ def _cause(line: Incident, step: int) -> Mapping[str, Any] | None:
     return cause if line.step == step and isinstance(cause, Mapping) else None
 
 
-def _checkpoint_before(run_dir: RunDir, step: int, start: int) -> Entry:
+def _checkpoint_before(run_dir: RunDir, number: int, step: int, start: int) -> Entry:
     entries, _ = CheckpointDirectory(run_dir.ring).entries()
     usable = [
         entry
@@ -88,6 +94,8 @@ def _checkpoint_before(run_dir: RunDir, step: int, start: int) -> Entry:
         if entry.record.state is not State.tainted
         and entry.record.step < step
         and entry.record.cursor <= start
+        # One that was saved again after a rollback is later than the incident.
+        and entry.manifest.journal_lines <= number
     ]
     if not usable:
         known = ", ".join(str(entry.record.step) for entry in entries) or "none"
@@ -98,11 +106,28 @@ def _checkpoint_before(run_dir: RunDir, step: int, start: int) -> Entry:
     return max(usable, key=lambda entry: entry.record.serial)
 
 
-def _copy(run_dir: RunDir, entry: Entry, number: int, copy: Path) -> None:
+def _take_checkpoint(run_dir: RunDir, number: int, step: int, start: int, copy: Path) -> Entry:
+    """Copy the newest checkpoint from before the incident into the ring of ``copy``.
+
+    Raises:
+        RetiredCheckpoint: the run is living, and removed it meanwhile.
+    """
+    entry = _checkpoint_before(run_dir, number, step, start)
+    target = RunDir(copy).ring / entry.folder.name
+    try:
+        shutil.copytree(entry.folder, target)
+    except OSError:
+        if entry.is_committed():
+            raise
+    if not entry.is_committed():
+        shutil.rmtree(target, ignore_errors=True)
+        raise RetiredCheckpoint(f"{entry.folder}: its run removed it while it was being copied")
+    return entry
+
+
+def _copy(run_dir: RunDir, number: int, copy: Path) -> None:
     """Copy the run as it was at the incident, without the lease of its current owner."""
     target = RunDir(copy)
-    target.ring.mkdir(parents=True)
-    shutil.copytree(entry.folder, target.ring / entry.folder.name)
     shutil.copyfile(run_dir.config, target.config)
     if run_dir.metrics.exists():
         shutil.copyfile(run_dir.metrics, target.metrics)

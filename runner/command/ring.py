@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
+from runner.checkpoint.disk.directory import MOST_LISTINGS, CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import verify_files
 from runner.checkpoint.memory.header import SnapshotHeader
 from runner.checkpoint.memory.snapshot import headers_on
@@ -23,7 +23,7 @@ from runner.config.validate import url_problem
 from runner.observe.bar import Bar
 from runner.run_dir.paths import RunDir
 from runner.startup.shared_memory import node_folder
-from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint
+from runner.system.error import CheckpointError, ConfigError, CorruptCheckpoint, RetiredCheckpoint
 from runner.system.units import format_bytes
 
 
@@ -33,9 +33,8 @@ def ring_command(arguments: Sequence[str]) -> int:
     if "://" in options.run:
         return _remote_ring(options.run, verify=options.verify, export=options.export)
     folder = ring_folder(Path(options.run))
-    entries, damaged = CheckpointDirectory(folder).entries()
     console = Console(soft_wrap=True)
-    faults = _verify(entries) if options.verify else {}
+    entries, damaged, faults = _listed(folder, verify=options.verify)
     _print_table(console, entries, faults, verified=options.verify)
     for sentence in [*faults.values(), *damaged]:
         console.print(f"damaged: {sentence}", markup=False)
@@ -96,13 +95,34 @@ def _snapshots(out: Path) -> list[str]:
     ]
 
 
+def _listed(folder: Path, *, verify: bool) -> tuple[list[Entry], list[str], dict[int, str]]:
+    """The checkpoints, sentences about damaged manifests, and the other faults, by serial.
+
+    A living run retires checkpoints meanwhile: those are left out.
+    """
+    store = CheckpointDirectory(folder)
+    checked: dict[int, str] = {}
+    for _ in range(MOST_LISTINGS):
+        entries, damaged = store.entries()
+        new = [entry for entry in entries if entry.record.serial not in checked]
+        if not verify or not new:
+            break
+        checked |= _verify(new)
+    if verify:
+        entries = [entry for entry in entries if entry.record.serial in checked]
+    return entries, damaged, {serial: fault for serial, fault in checked.items() if fault}
+
+
 def _verify(entries: Sequence[Entry]) -> dict[int, str]:
-    """The fault of each damaged checkpoint, by serial."""
+    """Serial to fault ("": none) of each checkpoint that is still there."""
     faults: dict[int, str] = {}
     with Bar("verifying", sum(entry.num_bytes for entry in entries)) as bar:
         for entry in entries:
             try:
                 verify_files(entry, sorted(entry.manifest.files), finite=True, moved=bar.add)
+                faults[entry.record.serial] = ""
+            except RetiredCheckpoint:
+                continue
             except CorruptCheckpoint as error:
                 faults[entry.record.serial] = str(error)
     return faults

@@ -23,6 +23,7 @@ from runner.system.error import ConfigError
 
 _log = logging.getLogger(__name__)
 _BUSY = 3.0  # times --quiet
+_START_SECONDS = 600.0  # for imports, weights, compilation
 
 
 def run_command(arguments: Sequence[str]) -> int:
@@ -47,6 +48,11 @@ def run_command(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--progress {options.progress!r}: needs a group, such as step (\\d+)")
     if not options.quiet >= 0:
         raise ConfigError(f"--quiet {options.quiet}: must be at least 0 seconds; 0: never")
+    start = options.quiet_start
+    if start is None:
+        start = max(_START_SECONDS, options.quiet) if options.quiet else 0.0
+    if not start >= 0:
+        raise ConfigError(f"--quiet-start {start:g}: must be at least 0 seconds; 0: never")
     busy = _BUSY * options.quiet if options.quiet_busy is None else options.quiet_busy
     if not busy >= options.quiet:
         raise ConfigError(
@@ -60,6 +66,7 @@ def run_command(arguments: Sequence[str]) -> int:
         watched=Watched(
             quiet_seconds=options.quiet,
             busy_seconds=busy,
+            start_seconds=start,
             progress=options.progress,
             folder=options.out,
         ),
@@ -88,6 +95,13 @@ def _parser() -> Parser:
         default=600.0,
         metavar="SECONDS",
         help="without output or work on its GPUs before it counts as hung; 0: never; default 600",
+    )
+    parser.add_argument(
+        "--quiet-start",
+        type=float,
+        metavar="SECONDS",
+        help="the same before its first step (imports, weights, compilation); 0: never; "
+        "default the larger of 600 and --quiet",
     )
     parser.add_argument(
         "--quiet-busy",

@@ -55,7 +55,7 @@ def add_restart_options(parser: ArgumentParser, *, restarts: int) -> None:
         type=int,
         default=restarts,
         metavar="N",
-        help=f"restarts in a row without a new clean checkpoint; default {restarts}",
+        help=f"restarts in a row without a new clean checkpoint; 0: none; default {restarts}",
     )
     parser.add_argument(
         "--pause",

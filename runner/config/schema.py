@@ -290,7 +290,8 @@ class DataConfig:
     kind: DataKind = key(DataKind.text, "text, tokens, synthetic or hf", trajectory=True)
     path: Any = key(
         [],
-        "a file or directory, or a list of them; text without one: Python's standard library",
+        "a file or directory, or a list of them; python:library (data=python): the source of "
+        "Python's standard library",
         trajectory=True,
     )
     val_path: Any = key(
@@ -308,14 +309,15 @@ class DataConfig:
     )
     suffixes: list[str] = key(
         [".py", ".txt", ".md", ".jsonl", ".rst", ".c", ".h"],
-        "text: file name endings read from directories; .jsonl also for .jsonl.gz and .jsonl.zst",
+        "text: file name endings read from directories; .jsonl also for its compressed forms",
         trajectory=True,
     )
     # Not part of the trajectory: its effect is in the corpus' fingerprint, and runs begun without
     # the key, on files that have no such lines, go on.
     field: str | None = key(
         "text",
-        "text: field of a .jsonl line that holds the document; null: such files are plain text. "
+        "text: field of a .jsonl line, or column of a .parquet file, that holds the document; "
+        "null: .jsonl files are plain text. "
         "hf: column of a row's text, if there is no input_ids",
     )
     messages: str | None = key(

@@ -21,6 +21,7 @@ OWN_KEYS: Final = (
     "vocab_size", "samples", "_target_", "arguments",
 )  # fmt: skip
 _ALL_KEYS: Final = ("name", "weight", "seed", *OWN_KEYS)
+EMPTY_PATH: Final = "is empty; give the corpus (a shell variable that is not set?)"
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -84,6 +85,19 @@ def sources_of(data: DataConfig) -> list[SourceSettings]:
     return sources
 
 
+def unsteady_samples(data: DataConfig) -> str:
+    """Why equal files may have another fingerprint, to end a message; empty without own code."""
+    targets = [one._target_ for one in (data, *(source.data for source in sources_of(data)))]
+    own = next((target for target in targets if target is not None), None)
+    if own is None:
+        return ""
+    return (
+        f". If the files are the same, {own} gives other samples in another process: by hash() of "
+        "a string, the order of a set or a folder, the clock, or a generator that is neither "
+        "torch's, NumPy's nor Python's global one; holdfast check-model names such a sample"
+    )
+
+
 def _source(data: DataConfig, number: int, given: Any) -> SourceSettings:
     place = f"data.sources[{number}]"
     if not isinstance(given, Mapping):
@@ -100,6 +114,8 @@ def _source(data: DataConfig, number: int, given: Any) -> SourceSettings:
     paths = [path] if isinstance(path, str) else path
     if not isinstance(paths, list) or not all(isinstance(one, str) for one in paths):
         raise ConfigError(f"{place}.path={path}: must be a path or a list of paths")
+    if not all(one.strip() for one in paths):
+        raise ConfigError(f"{place}.path={path}: {EMPTY_PATH}")
     own = {key: given[key] for key in OWN_KEYS if key in given and key != "path"}
     return SourceSettings(
         name=_name(place, given.get("name") or (Path(paths[0]).stem if paths else ""), given),

@@ -22,7 +22,7 @@ from runner.config.schema import (
     Precision,
     RunConfig,
 )
-from runner.config.sources import is_source_name, sources_of
+from runner.config.sources import EMPTY_PATH, is_source_name, sources_of
 from runner.system.error import ConfigError
 
 _LAST_SAMPLE = 1 << 60  # positions are 64-bit numbers
@@ -82,6 +82,8 @@ def _lists(config: RunConfig) -> list[str]:
     paths = config.data.path
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         problems.append(f"data.path={paths}: must be a path or a list of paths")
+    elif not all(path.strip() for path in paths):
+        problems.append(f"data.path={paths}: {EMPTY_PATH}")
     problems += _val_path(config.data)
     for pair in config.data.skip:
         if not _is_range(pair):
@@ -118,7 +120,8 @@ def _val_path(data: DataConfig) -> list[str]:
 
 
 def _are_paths(paths: Any) -> bool:
-    return isinstance(paths, list) and bool(paths) and all(isinstance(p, str) for p in paths)
+    is_list = isinstance(paths, list) and bool(paths)
+    return is_list and all(isinstance(p, str) and p.strip() for p in paths)
 
 
 def _sources(config: RunConfig) -> list[str]:

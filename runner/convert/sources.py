@@ -1,58 +1,54 @@
-"""Finds out the format of another program's weights, and reads its tensors one at a time.
+"""Weights in safetensors files, read one tensor at a time.
 
-DeepSpeed and DCP directories have modules of their own; here are torch and safetensors files.
-Shapes are known before a byte of a tensor is read, so that a caller can refuse first.
+Shapes are known before a byte of a tensor is read, so that a caller can refuse first. Pickled
+files are refused: reading one can run code.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from runner.convert.dcp import open_dcp
-from runner.convert.deepspeed import is_deepspeed, open_deepspeed
-from runner.convert.stored import Source, Stored, held, inside
-from runner.convert.unpickle import as_mapping, read_tensor_file
 from runner.system.error import ConfigError
 
-_NESTED = ("model", "module", "state_dict", "model_state_dict")
 _INDEX = "model.safetensors.index.json"
 
 
-def open_source(place: Path) -> Source:
-    """Find out the format and read its table of contents.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor still on disk: ``read`` returns it, of any floating dtype, in ``shape``."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+def open_source(place: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, or of a folder of them, by their names.
 
     Raises:
-        ConfigError: unknown, damaged, or refused.
+        ConfigError: nothing there, damaged, or in another format.
     """
     if place.is_file():
-        return _open_safetensors([place]) if place.suffix == ".safetensors" else _open_torch(place)
+        if place.suffix != ".safetensors":
+            raise ConfigError(f"{place}: no safetensors file. {_CONVERT}")
+        return _open_files([place])
     if not place.is_dir():
         raise ConfigError(f"{place}: no such file or directory")
-    if (place / ".metadata").is_file():
-        return open_dcp(place)
-    if is_deepspeed(place):
-        return open_deepspeed(place)
     if files := safetensors_in(place):
-        return _open_safetensors(files)
-    raise ConfigError(
-        f"{place}: no checkpoint that can be imported; known are DeepSpeed's directory (latest, or "
-        "one of its global_stepN), torch DCP's (.metadata), *.safetensors, a torch file"
-    )
+        return _open_files(files)
+    raise ConfigError(f"{place}: has no *.safetensors. {_CONVERT}")
 
 
-def _open_torch(path: Path) -> Source:
-    tree = as_mapping(read_tensor_file(path), "the content", path)
-    for key in _NESTED:
-        if isinstance(tree.get(key), Mapping):
-            tree = tree[key]
-            break
-    weights = {str(name): held(tensor, f"{path}: {name!r}") for name, tensor in tree.items()}
-    return Source(kind="torch file", weights=weights, moments={})
+_CONVERT = (
+    "Other formats are pickled and can run code when they are read: convert what you trust with "
+    "its maker's own converter (torch.distributed.checkpoint.format_utils, DeepSpeed's "
+    "zero_to_fp32.py) and safetensors.torch.save_file; docs/running.md has the commands"
+)
 
 
 def safetensors_in(folder: Path) -> list[Path]:
@@ -68,10 +64,24 @@ def safetensors_in(folder: Path) -> list[Path]:
         names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     except Exception as error:  # damage may take any form
         raise ConfigError(f"{index}: {type(error).__name__}: {error}") from None
-    return [inside(folder, name, index) for name in sorted(names)]
+    return [_inside(folder, name, index) for name in sorted(names)]
 
 
-def _open_safetensors(paths: list[Path]) -> Source:
+def _inside(folder: Path, name: str, index: Path) -> Path:
+    path = folder / name
+    try:
+        is_inside = path.resolve().is_relative_to(folder.resolve())
+        is_file = path.is_file()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{index}: file name {name!r}: {error}") from None
+    if not is_inside or ".." in Path(name).parts:
+        raise ConfigError(f"{index}: file name {name!r} leads out of the directory")
+    if not is_file:
+        raise ConfigError(f"{index}: {name!r} is not there")
+    return path
+
+
+def _open_files(paths: list[Path]) -> dict[str, Stored]:
     weights: dict[str, Stored] = {}
     for path in paths:
         try:
@@ -83,12 +93,17 @@ def _open_safetensors(paths: list[Path]) -> Source:
             raise ConfigError(f"{path}: {doubled[0]!r} is in another file too")
         for name, shape in shapes.items():
             weights[name] = Stored(shape=tuple(shape), read=_reader(path, name))
-    return Source(kind="safetensors", weights=weights, moments={})
+    return weights
 
 
 def _reader(path: Path, name: str) -> Callable[[], torch.Tensor]:
     def read() -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
-            return held(file.get_tensor(name), f"{path}: {name!r}").read()
+            tensor: torch.Tensor = file.get_tensor(name)
+        if not tensor.is_floating_point():
+            raise ConfigError(
+                f"{path}: {name!r}: a {tensor.dtype} tensor, not one of floating point numbers"
+            )
+        return tensor
 
     return read

@@ -52,7 +52,8 @@ class Index:
     """What ``index.json`` holds beside its own digest.
 
     ``files`` are (name, whether its documents are lines, how many) of each file;
-    ``words`` is the notice of :class:`~runner.data.tokenizer.Codec`.
+    ``words`` is the notice of :class:`~runner.data.tokenizer.Codec`. ``num_bytes`` is the size of
+    the files; earlier releases did not keep it.
     """
 
     dtype: str
@@ -66,6 +67,7 @@ class Index:
     documents_sha256: str
     files: list[list[Any]]
     words: str
+    num_bytes: int = 0
 
     def tokens_at(self, place: Path) -> TokenFile:
         return TokenFile(path=place / _TOKENS, dtype=self.dtype, num_tokens=self.num_tokens)
@@ -233,7 +235,8 @@ def _build(draft: Path, job: Job, progress: Progress) -> None:
             [file.name, file.is_lines, count]
             for file, count in zip(job.files, writer.counts, strict=True)
         ],
-        words=codec.notice,
+        words="; ".join(filter(None, (codec.notice, reader.notice))),
+        num_bytes=reader.total_bytes,
     )
     stored = {"digest": digest(asdict(index)), "index": asdict(index)}
     with (draft / _INDEX).open("wb") as out:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from runner.system.error import DataError
 from runner.system.files import naming, open_regular
+from runner.system.units import format_bytes
 
 Tokens = npt.NDArray[np.int64]
 Segments = npt.NDArray[np.int32]
@@ -97,6 +98,14 @@ class RecordDataset(Dataset, Protocol):
         Raises:
             DataError: the records do not fit together.
         """
+
+
+def describe(dataset: Dataset, index: int) -> str:
+    """The data set's name for a sample, which it may have to read for that. Never raises."""
+    try:
+        return dataset.describe(index)
+    except Exception:
+        return f"sample {index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +224,12 @@ class StartsInMemory:
         return self.starts[first:last]
 
 
+def contents_of(files: int, num_bytes: int = 0) -> str:
+    """How much there is, as "396 files, 1.7 MB"."""
+    size = f", {format_bytes(num_bytes)}" if num_bytes else ""
+    return f"{files:,} file{'s' if files > 1 else ''}{size}"
+
+
 class Windows:
     """A Dataset: sample ``i`` is tokens ``[i * seq_len, i * seq_len + seq_len + 1)``.
 
@@ -226,6 +241,8 @@ class Windows:
     Raises:
         DataError: the stream is too short for one sample.
     """
+
+    contents = ""  # see contents_of
 
     def __init__(
         self,

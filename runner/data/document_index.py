@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from runner.system.error import DataError
+from runner.data.dataset import TokenFile
 
 Starts = npt.NDArray[np.int64]
 
@@ -64,6 +64,7 @@ class DocumentTable:
 
         Raises:
             DataError: the file is shorter than it was.
+            OSError: the storage failed; starting again may help.
         """
         return self._read(first, last - first)
 
@@ -88,13 +89,8 @@ class DocumentTable:
         return first + int(np.searchsorted(starts, position, side="left"))
 
     def _read(self, first: int, count: int) -> Starts:
-        starts = np.fromfile(self._path, dtype="<i8", count=count, offset=first * _ITEM_BYTES)
-        if starts.size != count:
-            raise DataError(
-                f"{self._path}: ends early, after {first + starts.size} numbers; remove its folder "
-                "and start again to rebuild it"
-            )
-        return starts
+        file = TokenFile(path=self._path, dtype="<i8", num_tokens=self.num_bytes // _ITEM_BYTES)
+        return file.read(first, first + count)
 
 
 class TextPlaces:
@@ -149,12 +145,13 @@ class TextPlaces:
         name = self._names[file]
         if not self._are_lines[file]:
             return f"{name} {self._unit} {low}-{high}"
-        lines = first - int(self._firsts[file]) + 1, last - int(self._firsts[file]) + 1
-        if first == last:
-            return f"{name} line {lines[0]} {self._unit} {low}-{high}"
+        word, begin = ("row", 0) if name.endswith(".parquet") else ("line", 1)
+        one, other = (number - int(self._firsts[file]) + begin for number in (first, last))
+        if one == other:
+            return f"{name} {word} {one} {self._unit} {low}-{high}"
         return (
-            f"{name} lines {lines[0]}-{lines[1]} (from {self._unit} {low} of the first to {high} "
-            "of the last)"
+            f"{name} {word}s {one}-{other} (from {self._unit} {low} of the first to {high} of the "
+            "last)"
         )
 
     def _within(self, document: int, start: int, stop: int) -> tuple[int, int]:

@@ -1,33 +1,44 @@
 """Text files as documents: which files are read, and what a document is in each.
 
-A plain file is one document. A ``.jsonl`` file, compressed or not, has one per line, in a field.
-Files are read as a stream, with bounded memory whatever their size. Must not
-know tokens, nor the cache.
+A plain file is one document. A ``.jsonl`` file has one per line, in a field, and a Parquet table
+one per row, in a column. Text may be compressed. Files are read as a stream, with bounded memory
+whatever their size. Must not know tokens, nor the cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gzip
+import importlib
 import io
 import json
 import os
 import sysconfig
-import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from runner.data.dataset import file_size, unreadable
-from runner.system.error import DataError
+from runner.data.file_kinds import (
+    COMPRESSED,
+    HEAD_BYTES,
+    Damaged,
+    compression_of,
+    decompressed,
+    refuse_what_is_no_text,
+)
+from runner.system.error import DataError, MissingPackage
+from runner.system.extras import lacking
 from runner.system.files import open_regular
 
 PIECE_BYTES: Final = 1 << 20
 _LINE_BYTES: Final = 1 << 28  # longer than any document of a text corpus
-_ZSTD_BLOCK: Final = 1 << 14  # a hostile frame grows it some 30,000 times
+PYTHON_LIBRARY: Final = "python:library"  # as a path: the standard library's source
 _JSON_LINES: Final = ".jsonl"
-_COMPRESSED: Final = (".gz", ".zst")
+_TABLE: Final = ".parquet"
+_ROWS_AT_ONCE: Final = 256
+_TOLD_SHARE: Final = 1e-3  # of bytes that are not UTF-8
 _NAMED_KEYS: Final = 8
 _LEFT_OUT: Final = frozenset({"__pycache__"})
 _LIBRARY_LEFT_OUT: Final = _LEFT_OUT | {
@@ -42,12 +53,21 @@ _LIBRARY_LEFT_OUT: Final = _LEFT_OUT | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextFile:
-    """One file of the corpus; ``is_lines``: whether each line is a JSON object with a document."""
+    """One file of the corpus.
+
+    ``is_lines``: whether each line, or each row of a table, is a document of its own.
+    ``compression`` is an ending such as ".gz", or None.
+    """
 
     name: str
     path: Path
     num_bytes: int
     is_lines: bool
+    compression: str | None = None
+
+    @property
+    def is_table(self) -> bool:
+        return self.is_lines and self.name.endswith(_TABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,32 +87,25 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str], field: str | None)
 
     Args:
         paths: files, or directories read recursively in order of name; hidden entries and
-            ``__pycache__`` are left out. Empty: the Python standard library's source.
-        suffixes: name endings read from directories; ``.jsonl`` stands for ``.jsonl.gz`` and
-            ``.jsonl.zst`` as well.
-        field: the field of a JSON line with the document; None: such files are plain text.
+            ``__pycache__`` are left out; or :data:`PYTHON_LIBRARY`.
+        suffixes: name endings read from directories; ``.jsonl`` stands for its compressed forms
+            as well.
+        field: the field of a JSON line, or the column of a table, with the document; None: JSON
+            lines are plain text.
 
     Raises:
-        DataError: a path cannot be read, nothing matches, or every file is empty.
+        DataError: a path cannot be read or is no text, nothing matches, or every file is empty.
     """
     endings = tuple(suffixes)
     if field is not None and _JSON_LINES in endings:
-        endings += tuple(_JSON_LINES + ending for ending in _COMPRESSED)
-    if paths:
-        roots = [Path(path).expanduser() for path in paths]
-        pairs = [pair for root in roots for pair in _under(root, endings, len(roots) > 1)]
-    else:
-        library = Path(sysconfig.get_path("stdlib"))
-        pairs = _walk(library, (".py",), _LIBRARY_LEFT_OUT)
-    files = [
-        TextFile(
-            name=name,
-            path=path,
-            num_bytes=file_size(path),
-            is_lines=field is not None and _without_compression(path.name).endswith(_JSON_LINES),
+        endings += tuple(_JSON_LINES + ending for ending in COMPRESSED)
+    if not paths:
+        raise DataError(
+            "data.path is not set; give the corpus as data.path=DIR (files and directories, "
+            "several as [A,B]), or data=python for a try on the source of Python's standard library"
         )
-        for name, path in pairs
-    ]
+    pairs = [pair for path in paths for pair in _under(path, endings, len(paths) > 1)]
+    files = [_inspected(name, path, field) for name, path in pairs]
     if not any(file.num_bytes for file in files):
         raise DataError(
             f"data.path={list(paths)}: all {len(files)} files are empty; give files with text"
@@ -100,13 +113,39 @@ def find_files(paths: Sequence[str], suffixes: Sequence[str], field: str | None)
     return files
 
 
-def _without_compression(name: str) -> str:
-    stem, dot, ending = name.rpartition(".")
-    return stem if dot + ending in _COMPRESSED else name
+def _inspected(name: str, path: Path, field: str | None) -> TextFile:
+    """
+    Raises:
+        DataError: it cannot be read, or its first bytes are not those of a text.
+    """
+    with _opened(path) as raw:
+        head = raw.read(HEAD_BYTES)
+        compression = compression_of(name, head)
+        stem = name.removesuffix(compression or "")
+        is_table = name.endswith(_TABLE) and head.startswith(b"PAR1")
+        if compression is not None:
+            raw.seek(0)
+            with contextlib.suppress(Damaged):  # reported when all of it is read
+                refuse_what_is_no_text(path, decompressed(path, raw, compression).read(HEAD_BYTES))
+        elif not is_table:
+            refuse_what_is_no_text(path, head)
+        num_bytes = raw.seek(0, 2)
+    if is_table and field is None:
+        raise DataError(f"{path}: set data.field to the column of the table that holds the text")
+    return TextFile(
+        name=name,
+        path=path,
+        num_bytes=num_bytes,
+        is_lines=field is not None and stem.endswith((_JSON_LINES, _TABLE)),
+        compression=compression,
+    )
 
 
-def _under(root: Path, endings: tuple[str, ...], several: bool) -> list[tuple[str, Path]]:
+def _under(text: str, endings: tuple[str, ...], several: bool) -> list[tuple[str, Path]]:
     """Files under a path: a file is taken whatever its ending, a directory is filtered."""
+    if text == PYTHON_LIBRARY:
+        return _walk(Path(sysconfig.get_path("stdlib")), (".py",), _LIBRARY_LEFT_OUT)
+    root = Path(text).expanduser()
     if not root.is_dir():
         return [(root.name, root)]
     files = _walk(root, endings, _LEFT_OUT)
@@ -116,16 +155,19 @@ def _under(root: Path, endings: tuple[str, ...], several: bool) -> list[tuple[st
 def _walk(root: Path, endings: tuple[str, ...], left_out: frozenset[str]) -> list[tuple[str, Path]]:
     """(name relative to root, path) of each matching file, sorted by name."""
     selected: list[tuple[str, Path]] = []
+    others: Counter[str] = Counter()
     for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not _is_hidden(name) and name not in left_out]
         matching = [
             Path(folder, name) for name in files if name.endswith(endings) and not _is_hidden(name)
         ]
         selected += [(path.relative_to(root).as_posix(), path) for path in matching]
+        others.update("".join(Path(name).suffixes[-2:]) or name for name in files)
     if not selected:
+        held = ", ".join(f"{count} {ending}" for ending, count in others.most_common(_NAMED_KEYS))
         raise DataError(
-            f"data.path={root}: no file in it ends with one of {list(endings)}; "
-            "change data.path or data.suffixes"
+            f"data.path={root}: no file in it ends with one of {list(endings)}; it holds "
+            f"{held or 'none'}; change data.path or data.suffixes"
         )
     return sorted(selected)
 
@@ -148,8 +190,20 @@ class Reader:
     def __init__(self, files: Sequence[TextFile], field: str | None) -> None:
         self._files = files
         self._field = field
+        self._num_plain = self._num_odd = 0  # bytes of plain text, and of them not UTF-8
+        self._first_odd = ""
         self.done_bytes = 0
         self.total_bytes = sum(file.num_bytes for file in files)
+
+    @property
+    def notice(self) -> str:
+        """A line on bytes that are not UTF-8, where they are more than a few."""
+        if self._num_odd <= _TOLD_SHARE * self._num_plain:
+            return ""
+        return (
+            f"data.path: {self._num_odd / self._num_plain:.1%} of the text is not UTF-8, first in "
+            f"{self._first_odd}: a tokenizer sees U+FFFD there; convert it, such as with iconv"
+        )
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """Yield (number of the file, piece) of every document; an empty one has one empty piece.
@@ -159,28 +213,78 @@ class Reader:
         """
         before = 0
         for number, file in enumerate(self._files):
-            with _opened(file) as raw:
-                documents = self._of_lines(file, raw) if file.is_lines else _cut(raw)
-                for piece in documents:
+            with _opened(file.path) as raw:
+                for piece in self._documents(file, raw):
                     self.done_bytes = before + raw.tell()
                     yield number, piece
             before += file.num_bytes
             _refuse_changed(file)
 
-    def _of_lines(self, file: TextFile, raw: BinaryIO) -> Iterator[Piece]:
+    def _documents(self, file: TextFile, raw: BinaryIO) -> Iterator[Piece]:
+        if file.is_table:
+            assert self._field is not None
+            yield from _of_table(file, raw, self._field)
+            return
+        read = 0
+        try:
+            text = decompressed(file.path, raw, file.compression)
+            for piece in self._of_lines(file, text) if file.is_lines else _cut(text):
+                read += len(piece.text)
+                if not file.is_lines:
+                    self._count(file, piece.text)
+                yield piece
+        except Damaged as error:
+            raise DataError(
+                f"{file.path}: cannot be decompressed behind {read} bytes of text ({error}); the "
+                "file is truncated or damaged: write it again"
+            ) from error
+
+    def _count(self, file: TextFile, text: bytes) -> None:
+        self._num_plain += len(text)
+        try:
+            text.decode()
+        except UnicodeDecodeError:
+            # Each byte that is not UTF-8 becomes a surrogate, which cannot be encoded.
+            decoded = text.decode(errors="surrogateescape")
+            self._num_odd += len(decoded) - len(decoded.encode(errors="ignore").decode())
+            self._first_odd = self._first_odd or str(file.path)
+
+    def _of_lines(self, file: TextFile, lines: BinaryIO) -> Iterator[Piece]:
         assert self._field is not None
         number = 1
-        try:
-            lines = _decompressed(file.path, raw)
-            while line := lines.readline(_LINE_BYTES + 1):
-                text = _document(line, self._field, f"{file.path} line {number}")
-                yield from _cut(io.BytesIO(text))
+        while line := lines.readline(_LINE_BYTES + 1):
+            text = _document(line, self._field, f"{file.path} line {number}")
+            yield from _cut(io.BytesIO(text))
+            number += 1
+
+
+def _of_table(file: TextFile, raw: BinaryIO, field: str) -> Iterator[Piece]:
+    """The documents of a Parquet table: its rows, in one column."""
+    try:
+        pyarrow: Any = importlib.import_module("pyarrow")
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise MissingPackage(lacking(str(file.path), "hf")) from error
+    number = 0
+    try:
+        table = parquet.ParquetFile(raw)
+        columns = table.schema_arrow.names
+        if field not in columns:
+            named = ", ".join(columns[:_NAMED_KEYS])
+            raise DataError(f"{file.path}: has no column {field!r} (data.field), but {named}")
+        # Without threads of its own: loading processes are forked later.
+        for rows in table.iter_batches(_ROWS_AT_ONCE, columns=[field], use_threads=False):
+            for text in rows.column(0).to_pylist():
+                if not isinstance(text, str):
+                    raise DataError(
+                        f"{file.path} row {number}: {field!r} (data.field) is "
+                        f"{type(text).__name__}, no string; leave such rows out"
+                    )
+                yield from _cut(io.BytesIO(text.encode()))
                 number += 1
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataError(
-                f"{file.path} line {number}: cannot be decompressed ({error}); the file is "
-                "truncated or damaged: write it again"
-            ) from error
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        cause = " ".join(str(error).split())[:300]
+        raise DataError(f"{file.path} row {number}: cannot be read ({cause})") from error
 
 
 def _cut(handle: BinaryIO) -> Iterator[Piece]:
@@ -240,68 +344,9 @@ def _refuse_changed(file: TextFile) -> None:
 
 
 @contextlib.contextmanager
-def _opened(file: TextFile) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        with open_regular(file.path, follow=True) as raw:
+        with open_regular(path, follow=True) as raw:
             yield raw
     except OSError as error:
-        raise unreadable(file.path, error) from error
-
-
-def _decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
-    if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw, mode="rb")  # type: ignore[return-value]
-    if path.suffix == ".zst":
-        return io.BufferedReader(_Zstd(path, raw), PIECE_BYTES)
-    return raw
-
-
-class _Zstd(io.RawIOBase):
-    """Reads consecutive Zstandard frames. The library's own reader accepts a torn one as whole.
-
-    Raises:
-        DataError: the library is missing, or a frame is damaged.
-        EOFError: the last frame is torn.
-    """
-
-    def __init__(self, path: Path, raw: BinaryIO) -> None:
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError(
-                f"{path}: needs the package zstandard: pip install zstandard, or decompress it"
-            ) from error
-        self._library: Any = zstandard
-        self._path = path
-        self._raw = raw
-        self._frame: Any = None
-        self._block = self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            self._block = self._block or self._raw.read(_ZSTD_BLOCK)
-            if not self._block:
-                if self._frame is not None:
-                    raise EOFError("it ends inside a frame")
-                return 0
-            self._decompress()
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _decompress(self) -> None:
-        if self._frame is None:
-            self._frame = self._library.ZstdDecompressor().decompressobj()
-        try:
-            self._ready = self._frame.decompress(self._block)
-        except self._library.ZstdError as error:
-            raise DataError(
-                f"{self._path}: cannot be decompressed ({error}); it is damaged: write it again"
-            ) from error
-        self._block = b""
-        if self._frame.eof:
-            self._block, self._frame = self._frame.unused_data, None
+        raise unreadable(path, error) from error

@@ -33,9 +33,12 @@ from runner.data.dataset import (
     Record,
     RecordDataset,
     Sample,
+    describe,
     first_outside,
     outside,
 )
+from runner.data.draws import draws, kept_generators, seed_by_index, seed_by_position
+from runner.data.retries import Retries
 from runner.policy.batch_shards import shard_batch, share_out
 from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.decision.unreadable import Unreadable
@@ -43,7 +46,6 @@ from runner.system.error import DataError
 from runner.system.process import die_with_parent
 
 Slots = tuple[tuple[int | None, ...], ...]  # of the global batch, micro-batch by micro-batch
-_FIRST_PAUSE_SECONDS = 0.05  # before a read is tried again; doubled each time
 _LOOKED_AT = 16  # samples tried, to find a few that can be read
 _WORDS = 300  # characters of a sample's error
 _INLINE_BYTES = 1 << 15  # half of what a pipe holds
@@ -183,7 +185,10 @@ def _from_arrays(named: Mapping[str, Any]) -> MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroPlan:
-    """What one micro-batch reads; -1 marks padding in ``indices``."""
+    """What one micro-batch reads; -1 marks padding in ``indices``.
+
+    ``batch_start`` is -1 where ``positions`` are not those of the stream.
+    """
 
     batch_start: int
     positions: tuple[int | None, ...]
@@ -217,22 +222,32 @@ class _Reader(TorchDataset[MicroBatch]):
     """Maps a micro-plan to tensors; runs in the loader's processes.
 
     Args:
-        retry_seconds: how long to retry a sample that the system refuses. After one
-            that never came the next are tried once, until one comes: a storage that is gone
-            must not hold a step up for each of its samples.
+        retry_seconds: how long to retry a sample that the system refuses.
+        seed: of what samples draw.
     """
 
     def __init__(
-        self, dataset: Dataset, seq_len: int, *, rank: int = 0, retry_seconds: float = 0.0
+        self,
+        dataset: Dataset,
+        seq_len: int,
+        *,
+        rank: int = 0,
+        retry_seconds: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self._dataset = dataset
         self._seq_len = seq_len
+        self._seed = seed
+        self._draws = draws(dataset)
         self._rank = rank
-        self._retry_seconds = retry_seconds
-        self._is_refused = False
+        self._retries = Retries(retry_seconds)
         self._records = dataset if isinstance(dataset, RecordDataset) else None
 
     def __getitem__(self, plan: MicroPlan) -> MicroBatch:
+        with kept_generators() if self._draws else contextlib.nullcontext():
+            return self._batch(plan)
+
+    def _batch(self, plan: MicroPlan) -> MicroBatch:
         rows: list[Sample | Record | None] = []
         unreadable = []
         for position, index in zip(plan.positions, plan.indices, strict=True):
@@ -240,9 +255,10 @@ class _Reader(TorchDataset[MicroBatch]):
             if position is None:
                 continue
             try:
-                rows[-1] = self._read(index)
+                rows[-1] = self._read(plan, position, index)
             except Exception as error:  # any error: the ranks decide on it together
                 unreadable.append(self._unreadable(position, index, error))
+        self._seed_draws(plan, plan.positions[0], plan.indices[0])  # for a collate that draws
         batch = self._tensors(rows) if self._records is None else _fields(rows, self._records)
         return replace(batch, positions=plan.positions, unreadable=tuple(unreadable))
 
@@ -270,29 +286,34 @@ class _Reader(TorchDataset[MicroBatch]):
             positions=(),
         )
 
-    def _read(self, index: int) -> Sample | Record:
-        """Read a sample, with retries where the system refuses it: network storage has hiccups.
-
+    def _read(self, plan: MicroPlan, position: int, index: int) -> Sample | Record:
+        """
         Raises:
             Exception: any error of the data set.
             DataError: it does not return one of our samples.
         """
-        limit = time.monotonic() + (0.0 if self._is_refused else self._retry_seconds)
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                sample = self._dataset[index]
-                break
-            except OSError:
-                if time.monotonic() + pause > limit:
-                    self._is_refused = True
-                    raise
-                time.sleep(pause)
-                pause *= 2
-        self._is_refused = False
-        if isinstance(sample, Sample):
+        sample = self._retries(lambda: self._drawn(plan, position, index))
+        if not isinstance(sample, Sample):
+            return sample
+        try:
             self._check(sample)
+        except DataError:  # it may have been garbled once
+            sample = self._retries(lambda: self._drawn(plan, position, index))
+            if isinstance(sample, Sample):
+                self._check(sample)
         return sample
+
+    def _drawn(self, plan: MicroPlan, position: int | None, index: int) -> Sample | Record:
+        self._seed_draws(plan, position, index)
+        return self._dataset[index]
+
+    def _seed_draws(self, plan: MicroPlan, position: int | None, index: int) -> None:
+        if not self._draws:
+            return
+        if plan.batch_start < 0 or position is None:
+            seed_by_index(index)
+        else:
+            seed_by_position(self._seed, position)
 
     def _check(self, sample: Sample) -> None:
         for values in (sample.tokens, sample.segments, sample.labels):
@@ -372,14 +393,6 @@ def _first(unreadable: Sequence[Unreadable]) -> str:
     return f"{unreadable[0].name}: {unreadable[0].error}"
 
 
-def describe(dataset: Dataset, index: int) -> str:
-    """The data set's name for a sample, which it may have to read for that. Never raises."""
-    try:
-        return dataset.describe(index)
-    except Exception:
-        return f"sample {index}"
-
-
 def named_samples(dataset: Dataset, plan: BatchPlan, positions: Sequence[int]) -> tuple[str, ...]:
     """The data set's names for the samples at these positions of a plan."""
     where = dict(zip(plan.positions.tolist(), plan.indices.tolist(), strict=True))
@@ -431,6 +444,7 @@ class Feed:
         stream: the order.
         share: this rank's part of a batch.
         loading: which processes read samples, and how far ahead.
+        seed: of what samples draw.
     """
 
     def __init__(
@@ -441,10 +455,11 @@ class Feed:
         seq_len: int,
         share: RankShare,
         loading: Loading,
+        seed: int = 0,
     ) -> None:
         self._stream = stream
         self._reader = _Reader(
-            dataset, seq_len, rank=share.rank, retry_seconds=loading.retry_seconds
+            dataset, seq_len, rank=share.rank, retry_seconds=loading.retry_seconds, seed=seed
         )
         self._share = share
         self._slots = shard_batch(share.global_size, share.micro_size, share.world_size, share.rank)
@@ -463,6 +478,7 @@ class Feed:
             prefetch_factor=loading.prefetch if loading.workers else None,
             persistent_workers=loading.workers > 0,
             pin_memory=loading.pin_memory,
+            generator=torch.Generator(),  # else each start of it moves the model's
             worker_init_fn=partial(_begin_worker, reader, writer) if loading.workers else None,
         )
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from runner.data.dataset import Dataset, Record, RecordDataset, Sample, cumulative, digest
 from runner.data.dataset import sampled_files as sampled_files_of
+from runner.data.draws import draws
 from runner.data.permutation import EVAL_EPOCH, epoch_key, held_out, permute
 from runner.system.error import DataError
 
@@ -134,6 +135,23 @@ class MixtureOrder:
         """A fixed set of held-out samples: up to ``count`` of each source, int64."""
         parts = [self._held_out_of(number, count) for number in range(len(self.names))]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def held_out_like(self, count: int, position: int) -> Indices:
+        """About ``count`` held-out samples in the proportions of ``position``, int64.
+
+        Of each source that is read at least one, spread evenly, so that every rank gets a mixture.
+        """
+        phase = sum(one.start <= position for one in self._phases) - 1
+        shares = self._shares(max(phase, 0))
+        places, parts = [np.empty(0)], [np.empty(0, dtype=np.int64)]
+        for source, number in enumerate(split(count, shares)):
+            number = max(number, 1) if shares[source] else 0
+            own = self._held_out_of(source, number) if number else parts[0]
+            if len(own):
+                parts.append(np.resize(own, number))
+                places.append((np.arange(number) + 0.5) / number)
+        spread_evenly: Indices = np.argsort(np.concatenate(places), kind="stable")
+        return np.concatenate(parts)[spread_evenly]
 
     # -- which source, and the ordinal of its sample
 
@@ -255,6 +273,7 @@ class Mixed:
         self._sources = tuple(sources.values())
         self._offsets = cumulative([len(source) for source in self._sources])
         self.vocab_size = max(source.vocab_size for source in self._sources)
+        self.draws = any(map(draws, self._sources))
         self.sampled_files: tuple[tuple[str, Path], ...] = tuple(
             (f"{name}/{file}", path)
             for name, source in sources.items()
@@ -264,7 +283,11 @@ class Mixed:
     @property
     def lengths(self) -> dict[str, int]:
         """Samples of each source by name."""
-        return {n: len(source) for n, source in zip(self._names, self._sources, strict=True)}
+        return {name: len(source) for name, source in self.items()}
+
+    def items(self) -> list[tuple[str, Dataset]]:
+        """The sources by name."""
+        return list(zip(self._names, self._sources, strict=True))
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
@@ -279,8 +302,7 @@ class Mixed:
 
     def fingerprint(self) -> str:
         """A digest of the sources' names and contents; weights do not matter."""
-        named = zip(self._names, self._sources, strict=True)
-        return digest(sorted([name, source.fingerprint()] for name, source in named))
+        return digest(sorted([name, source.fingerprint()] for name, source in self.items()))
 
     def _where(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):

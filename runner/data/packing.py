@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -16,10 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from runner.data.corpus_digest import Progress
-from runner.data.dataset import NOT_COUNTED, Dataset, Sample, digest
-from runner.system.error import DataError
+from runner.data.dataset import NOT_COUNTED, Dataset, Sample, describe, digest
+from runner.data.draws import draws, kept_generators, seed_by_index
+from runner.data.retries import Retries
+from runner.system.error import DataError, ReadError
 
 _FORMAT: Final = "pack-1"
+_MEASURED: Final = "pack-2"  # the files of earlier releases may hold lengths that were not known
 _NAMED: Final = 3
 _TOLD_EVERY: Final = 256
 
@@ -31,19 +35,27 @@ class Unpadded(Dataset, Protocol):
         """At most ``seq_len + 1`` tokens. Raises as ``[index]``."""
 
 
-def prepare_packs(dataset: Unpadded, *, seq_len: int, cache: Path, progress: Progress) -> Path:
+def prepare_packs(
+    dataset: Unpadded, *, seq_len: int, cache: Path, progress: Progress, retry_seconds: float
+) -> tuple[Path, str]:
     """Find the file of packs in ``cache``, or read every sample and make it.
+
+    Args:
+        retry_seconds: how long a sample that the system refuses is asked for again.
+
+    Returns:
+        The file, and a line that says how many samples could not be read; empty if none.
 
     Raises:
         DataError: it cannot be written.
+        ReadError: the system refused a sample, whose length is unknown: none is written.
     """
-    name = digest([_FORMAT, dataset.fingerprint(), len(dataset), seq_len])
+    name = digest([_MEASURED, dataset.fingerprint(), len(dataset), seq_len])
     place = cache / "packs" / f"{name}.npy"
     if _read(place, len(dataset)) is not None:
-        return place
-    starts = pack(
-        [_length(dataset, index, seq_len, progress) for index in range(len(dataset))], seq_len + 1
-    )
+        return place, ""
+    lengths, notice = _measured(dataset, seq_len, Retries(retry_seconds), progress)
+    starts = pack(lengths, seq_len + 1)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         draft = place.with_name(f".{name}.{secrets.token_hex(4)}.npy")
@@ -57,7 +69,7 @@ def prepare_packs(dataset: Unpadded, *, seq_len: int, cache: Path, progress: Pro
             f"data.cache={cache}: the file of packs cannot be written ({error}); give a directory "
             "that is writable and has room"
         ) from error
-    return place
+    return place, notice
 
 
 def pack(lengths: list[int], room: int) -> npt.NDArray[np.int64]:
@@ -74,6 +86,9 @@ def pack(lengths: list[int], room: int) -> npt.NDArray[np.int64]:
 class Packed:
     """A Dataset of packs.
 
+    What a sample draws at random may change its length. Where a pack's samples do not fit, each is
+    read as when it was measured.
+
     Raises:
         DataError: the file is gone.
     """
@@ -86,6 +101,7 @@ class Packed:
                 "whole a moment ago; give a directory that all processes of the node see"
             )
         self.vocab_size = dataset.vocab_size
+        self.draws = draws(dataset)
         self._dataset = dataset
         self._starts = starts
         self._seq_len = seq_len
@@ -96,18 +112,20 @@ class Packed:
 
     def __getitem__(self, index: int) -> Sample:
         room = self._seq_len + 1
+        samples = [self._dataset.unpadded(inside) for inside in self._inside(index)]
+        if self.draws and sum(sample.tokens.size for sample in samples) > room:
+            samples = [_as_measured(self._dataset, inside) for inside in self._inside(index)]
+        if sum(sample.tokens.size for sample in samples) > room:
+            raise DataError(
+                f"{self.describe(index)} are longer than when they were packed: the data has "
+                "changed; remove the folder packs in data.cache and start again"
+            )
         tokens = np.zeros(room, dtype=np.int64)
         labels = np.full(room, NOT_COUNTED, dtype=np.int64)
         segments = np.zeros(room, dtype=np.int32)
         at = 0
-        for number, inside in enumerate(self._inside(index)):
-            sample = self._dataset.unpadded(inside)
+        for number, sample in enumerate(samples):
             end = at + sample.tokens.size
-            if end > room:
-                raise DataError(
-                    f"{self._dataset.describe(inside)} is longer than when it was packed: the data "
-                    "has changed; remove the folder packs in data.cache and start again"
-                )
             tokens[at:end] = sample.tokens
             labels[at:end] = sample.tokens if sample.labels is None else sample.labels
             segments[at:end] = number
@@ -132,14 +150,46 @@ class Packed:
         return range(int(self._starts[index]), int(self._starts[index + 1]))
 
 
-def _length(dataset: Unpadded, index: int, seq_len: int, progress: Progress) -> int:
-    """A sample's length; an unreadable one fills a window, so that it alone is skipped."""
-    if index % _TOLD_EVERY == 0:
-        progress("measuring the samples", index, len(dataset))
-    try:
-        return int(dataset.unpadded(index).tokens.size)
-    except Exception:
-        return seq_len + 1
+def _measured(
+    dataset: Unpadded, seq_len: int, retries: Retries, progress: Progress
+) -> tuple[list[int], str]:
+    """Each sample's length, and a line on those that could not be read.
+
+    An unreadable one fills a window, so that it alone is skipped. One that the system refused may
+    be readable later: with any length for it the packs would depend on the moment.
+    """
+    lengths: list[int] = []
+    unreadable: list[str] = []
+    refused: list[str] = []
+    with kept_generators():
+        for index in range(len(dataset)):
+            if index % _TOLD_EVERY == 0:
+                progress("measuring the samples", index, len(dataset))
+            try:
+                sample = retries(partial(_as_measured, dataset, index))
+                lengths.append(int(sample.tokens.size))
+            except Exception as error:
+                lengths.append(seq_len + 1)
+                problems = refused if isinstance(error, OSError) else unreadable
+                problems.append(f"{describe(dataset, index)}: {type(error).__name__}: {error}")
+    if refused:
+        raise ReadError(
+            f"data.pack=true: the system refused {len(refused)} of {len(dataset)} samples while "
+            f"their lengths were measured, first {refused[0]}; start again when the storage "
+            "answers. If a sample is lost, leave it out of the data set, or raise ValueError"
+        )
+    if not unreadable:
+        return lengths, ""
+    return lengths, (
+        f"data.pack=true: {len(unreadable)} of {len(dataset)} samples cannot be read, and each is "
+        f"given a window of its own; first {unreadable[0]}"
+    )
+
+
+def _as_measured(dataset: Unpadded, index: int) -> Sample:
+    if draws(dataset):
+        seed_by_index(index)
+    return dataset.unpadded(index)
 
 
 def _read(place: Path, num_samples: int) -> npt.NDArray[np.int64] | None:

@@ -18,6 +18,7 @@ from runner.data.chat import ChatTokens
 from runner.data.dataset import (
     Sample,
     Tokens,
+    contents_of,
     digest,
     fingerprint_files,
     is_sampled,
@@ -62,6 +63,7 @@ class Rows:
 
     def __init__(self, source: RowSource, *, seq_len: int, vocab_size: int | None) -> None:
         self._files = _files(source.paths)
+        self.contents = contents_of(len(self._files), sum(map(_num_bytes, self._files)))
         self._table = _table(self._files, source)
         self._seq_len = seq_len
         self._text: str | None = None
@@ -127,9 +129,13 @@ class Rows:
         long = sum(self._row(index)[0].size > self._seq_len + 1 for index in looked)
         if not long:
             return ""
+        is_text = self._text is not None and all(
+            _ending(file) == ".parquet" for file in self._files
+        )
+        remedy = "; data=text reads .parquet whole, a document a row" if is_text else ""
         return (
-            f"{long} of {len(looked)} inspected rows have more than data.seq_len + 1 = "
-            f"{self._seq_len + 1} tokens, and are cut there"
+            f"data.path: {long} of {len(looked)} inspected rows have more than data.seq_len + 1 = "
+            f"{self._seq_len + 1} tokens, and are cut there{remedy}"
         )
 
     def _row(self, index: int) -> tuple[Tokens, Tokens | None]:
@@ -159,6 +165,11 @@ class Rows:
             f"{key}={column}: {self._files[0]} has no such column; it has "
             f"{', '.join(columns[:_SHOWN])}" + (", ..." if columns[_SHOWN:] else "")
         )
+
+
+def _num_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else path.glob("**/*.arrow")
+    return sum(file.stat().st_size for file in files)
 
 
 def _own_ids(row: Mapping[str, Any]) -> tuple[Tokens, Tokens | None]:

@@ -15,7 +15,15 @@ from typing import Final
 from runner.data.cache import Job, cached, load
 from runner.data.claim import Owners
 from runner.data.corpus_digest import Progress, notes_in, whole_digest
-from runner.data.dataset import Dataset, TokenStream, Windows, digest, fingerprint_files, is_sampled
+from runner.data.dataset import (
+    Dataset,
+    TokenStream,
+    Windows,
+    contents_of,
+    digest,
+    fingerprint_files,
+    is_sampled,
+)
 from runner.data.documents import find_files
 from runner.data.tokenizer import Mark, open_codec
 from runner.system.error import DataError
@@ -29,10 +37,11 @@ class TextSource:
 
     Attributes:
         paths: files, or directories read recursively in order of name; hidden entries and
-            ``__pycache__`` are left out. Empty: the Python standard library's source.
+            ``__pycache__`` are left out; or :data:`runner.data.documents.PYTHON_LIBRARY`.
         suffixes: name endings read from directories; ``.jsonl`` stands for its compressed forms
             as well.
-        field: of a JSON line, that holds the document; None: such files are text like others.
+        field: of a JSON line or a table's row, that holds the document; None: JSON lines are text
+            like others.
         tokenizer: a Hugging Face tokenizers JSON file or its folder, or None for bytes: 257 ids,
             256 ends a document.
         begin_token, end_token: see :func:`runner.data.tokenizer.open_codec`.
@@ -77,6 +86,8 @@ def prepare_text(
     identity: list[str | None] = [_FORMAT, fingerprint, codec.identity]
     if any(file.is_lines for file in files):
         identity.append(source.field)
+    if any(file.compression and not file.is_lines for file in files):
+        identity.append("decompressed")  # earlier releases took the compressed bytes for text
     if is_sampled(sum(file.num_bytes for file in files)):
         identity.append(whole_digest(named, notes=notes_in(cache), progress=progress).sha256)
     place = cache / digest(identity)
@@ -101,7 +112,7 @@ def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Data
             f"data.cache={place.parent}: {place.name} cannot be read by this process, and was "
             "whole a moment ago; give a directory that all processes of the node see"
         )
-    return Windows(
+    windows = Windows(
         stream=TokenStream([index.tokens_at(place)]),
         places=index.places_at(place),
         seq_len=seq_len,
@@ -109,6 +120,8 @@ def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Data
         source=digest([index.source, index.tokens_sha256]),
         document_starts=index.documents_at(place) if isolate_documents else None,
     )
+    windows.contents = contents_of(len(index.files), index.num_bytes)
+    return windows
 
 
 def open_text(source: TextSource, *, seq_len: int, isolate_documents: bool) -> Dataset:

@@ -25,6 +25,7 @@ from runner.data.dataset import (
     TokenFile,
     TokenStream,
     Windows,
+    contents_of,
     digest,
     file_size,
     fingerprint_files,
@@ -41,6 +42,7 @@ TokenDtypeName = Literal["auto", "uint8", "uint16", "uint32", "int32", "uint64"]
 
 SCAN_ALL_BYTES: Final = 256 << 20
 _SCAN_BLOCK: Final = 1 << 16
+_SHOWN_IDS: Final = 64  # fewer ids prove nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +53,7 @@ class _Part:
     files: tuple[Path, ...]
     document_starts: npt.NDArray[np.int64] | None = None
     width: int | None = None  # width of a table: tokens in a row
+    is_raw: bool = False  # the file does not say its type
 
 
 class TokenRows:
@@ -59,6 +62,8 @@ class TokenRows:
     Raises:
         DataError: rows are longer than that, or shorter than two tokens.
     """
+
+    contents = ""  # see contents_of
 
     def __init__(
         self, stream: TokenStream, files: Sequence[Path], *, width: int, seq_len: int,
@@ -136,6 +141,9 @@ def open_tokens(
         DataError: see the messages; each names the file or the key.
     """
     parts = [_open_part(path, token_dtype) for path in _expand(paths)]
+    for part in parts:
+        if part.is_raw:
+            _require_width(part.tokens, vocab_size)
     whole = sum(part.tokens.num_bytes for part in parts) <= scan_all_bytes
     known_size = _require_vocab_size(vocab_size, parts, whole)
     end_id = _end_id(end_token, known_size)
@@ -145,12 +153,14 @@ def open_tokens(
     width = _width(parts)
     if width is not None:
         files = [part.tokens.path for part in parts]
-        return TokenRows(
+        rows = TokenRows(
             stream, files, width=width, seq_len=seq_len, vocab_size=known_size,
             source=_fingerprint(parts),
         )  # fmt: skip
+        rows.contents = _contents(parts)
+        return rows
     names = [part.tokens.path.name for part in parts]
-    return Windows(
+    windows = Windows(
         stream=stream,
         places=FilePlaces(names=names, starts=stream.starts, unit="tokens"),
         seq_len=seq_len,
@@ -160,6 +170,12 @@ def open_tokens(
         end_token=_marking_token(parts, end_id) if isolate_documents else None,
         sampled_files=_sampled(_files(parts)),
     )
+    windows.contents = _contents(parts)
+    return windows
+
+
+def _contents(parts: Sequence[_Part]) -> str:
+    return contents_of(len(parts), sum(part.tokens.num_bytes for part in parts))
 
 
 def _expand(paths: Sequence[str]) -> list[Path]:
@@ -193,7 +209,27 @@ def _open_part(path: Path, token_dtype: TokenDtypeName) -> _Part:
         )
     if path.suffix == ".npy":
         return _open_npy(path)
-    return _Part(tokens=_open_raw(path, token_dtype), files=(path,))
+    return _Part(tokens=_open_raw(path, token_dtype), files=(path,), is_raw=True)
+
+
+def _require_width(tokens: TokenFile, vocab_size: int | None) -> None:
+    """
+    Raises:
+        DataError: the first ids show that ``data.token_dtype`` has another width than the file.
+    """
+    head = tokens.read(0, min(tokens.num_tokens, _SCAN_BLOCK) // 2 * 2)
+    size = head.dtype.itemsize
+    other = None
+    if size == 2 and head.size >= _SHOWN_IDS and not head[1::2].any():
+        other = "uint32"  # small ids, whose upper halves are 0
+    elif size == 4 and vocab_size is not None and first_outside(head, vocab_size) is not None:
+        fits = first_outside(head.view("<u2"), vocab_size) is None
+        other = "uint16" if fits else None
+    if other is not None:
+        raise DataError(
+            f"{tokens.path}: its first ids make no sense as {head.dtype.name}, and do as {other}; "
+            f"set data.token_dtype={other}"
+        )
 
 
 def _width(parts: Sequence[_Part]) -> int | None:

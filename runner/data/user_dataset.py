@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -26,12 +28,15 @@ from runner.data.dataset import (
     outside,
     spread,
 )
+from runner.data.draws import generators, kept_generators, seed_by_index
+from runner.data.retries import Retries
 from runner.system.error import DataError
 
 Fields = dict[str, torch.Tensor]
 
 _TOKEN_FIELDS: Final = frozenset({"input_ids", "labels", "attention_mask"})
 _TRIED: Final = 8  # samples tried at the opening, to find a readable one
+_REPEAT_SECONDS: Final = 5.0  # for reading samples twice at the opening
 _SHOWN: Final = 300  # characters of a data set's error
 
 
@@ -44,7 +49,13 @@ class MapStyle(Protocol):
 
 
 def adapt(
-    dataset: MapStyle, *, vocab_size: int | None, seq_len: int, name: str = "dataset"
+    dataset: MapStyle,
+    *,
+    vocab_size: int | None,
+    seq_len: int,
+    name: str = "dataset",
+    may_draw: bool = True,
+    retry_seconds: float = 0.0,
 ) -> Dataset:
     """Make a Dataset of any object with ``__len__`` and ``__getitem__``.
 
@@ -60,6 +71,10 @@ def adapt(
     The object's own ``describe(index)``, ``fingerprint()`` and ``vocab_size`` are used where it has
     them; the default fingerprint covers the length and up to 64 samples, first and last among them.
 
+    Args:
+        may_draw: whether samples may draw from torch's, NumPy's and Python's generators.
+        retry_seconds: how long a sample that the system refuses is asked for again.
+
     Raises:
         DataError: the object is empty or not a map-style data set, none of its first samples can be
             read, or a sample differs when it is read again.
@@ -69,28 +84,123 @@ def adapt(
             f"{name} gives {type(dataset).__name__}, which lacks len() or [i]; a run reads samples "
             "by number, so that it can skip and repeat them: give a map-style data set"
         )
+    own = _Own(dataset, name, may_draw=may_draw, retry_seconds=retry_seconds)
+    with kept_generators():
+        item = own.first_readable()
+        collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
+        one = item if collate is None else _only(collate([item]))
+        if not _is_tokens(one):
+            size = vocab_size or int(getattr(dataset, "vocab_size", 0) or 0)
+            adapted = AdaptedRecords(own, example=Record(item=item), vocab_size=size)
+            adapted.collate([adapted.example, adapted.example])
+            return adapted
+    return Adapted(
+        own,
+        vocab_size=vocab_size or _vocab_size(dataset, name),
+        seq_len=seq_len,
+        each=None if collate is None else lambda sample: _only(collate([sample])),
+    )
+
+
+class _Own:
+    """The object as its owner gave it, its checks and its fingerprint."""
+
+    def __init__(
+        self, dataset: MapStyle, name: str, *, may_draw: bool, retry_seconds: float
+    ) -> None:
+        self.dataset = dataset
+        self.name = name
+        self.may_draw = may_draw
+        self.size = _size(dataset, name)  # from now on, although a file may grow
+        self._retries = Retries(retry_seconds)
+
+    def item(self, index: int) -> Any:
+        if not 0 <= index < self.size:
+            raise IndexError(f"sample {index} is not in 0..{self.size - 1}")
+        return self.dataset[int(index)]
+
+    def describe(self, index: int) -> str:
+        own = getattr(self.dataset, "describe", None)
+        return str(own(int(index))) if own else f"{self.name} sample {index}"
+
+    def first_readable(self) -> Any:
+        """The first readable sample; unreadable ones are skipped later."""
+        failures = []
+        for index in range(min(_TRIED, self.size)):
+            try:
+                self._drawn(index)  # what is opened at the first reading may draw
+                item = self._drawn(index)
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}"[:_SHOWN])
+                continue
+            self._require_same(index, contents(item))
+            return item
+        raise DataError(
+            f"{self.name}: none of its first {len(failures)} samples can be read; sample 0: "
+            f"{failures[0]}"
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The object's own, or one of its length and of samples spread over it.
+
+        Raises:
+            DataError: a sample differs when it is read again.
+        """
+        own = getattr(self.dataset, "fingerprint", None)
+        with kept_generators():
+            sampled = self._of_samples() if own is None or self.may_draw else ""
+            return sampled if own is None else str(own())
+
+    def _of_samples(self) -> str:
+        hashed = hashlib.sha256(f"{self.name} {self.size}".encode())
+        until = time.monotonic() + _REPEAT_SECONDS
+        num_kept = 0
+        for index, _ in spread(self.size, block=1, whole=False):
+            try:
+                item_digest, after = contents(self._drawn(index)), generators()
+            except Exception as error:  # it is skipped when its turn comes
+                hashed.update(type(error).__name__.encode())
+                continue
+            hashed.update(item_digest)
+            if self.may_draw and time.monotonic() < until:
+                self._require_same(index, item_digest)
+                num_kept += generators() != after
+                if num_kept > 1:  # one may open a file, or import, at its first reading
+                    raise DataError(
+                        f"{self.name} sample {index} draws random numbers when it is first read "
+                        "and not when it is read again: it is kept as it was drawn, so that a run "
+                        "that is resumed sees others. Keep a sample as it is before it is augmented"
+                    )
+        return hashed.hexdigest()
+
+    def _require_same(self, index: int, once: bytes) -> None:
+        if contents(self._drawn(index)) == once:
+            return
+        raise DataError(
+            f"{self.name} sample {index} differs when it is read again, although torch's, NumPy's "
+            "and Python's generators are seeded alike for each reading: no step could be repeated "
+            "and no run resumed exactly. Draw what is random from these three; a generator that "
+            "the data set keeps (self.rng = np.random.default_rng(0)) goes on from sample to "
+            "sample: make it in [i], as np.random.default_rng(np.random.randint(2**31))"
+        )
+
+    def _drawn(self, index: int) -> Any:
+        def once() -> Any:
+            seed_by_index(index)
+            return self.dataset[index]
+
+        return self._retries(once)
+
+
+def _size(dataset: MapStyle, name: str) -> int:
     try:
         size = len(dataset)
     except Exception as error:
         raise DataError(f"{name}: len() fails with {type(error).__name__}: {error}") from None
     if size < 1:
         raise DataError(f"{name} has {size} samples; training needs at least 1")
-    index, item = _first_readable(dataset, name)
-    _require_same(dataset, index, item, name)
-    collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
-    one = item if collate is None else _only(collate([item]))
-    if not _is_tokens(one):
-        size = vocab_size or int(getattr(dataset, "vocab_size", 0) or 0)
-        adapted = AdaptedRecords(dataset, example=Record(item=item), vocab_size=size, name=name)
-        adapted.collate([adapted.example, adapted.example])
-        return adapted
-    return Adapted(
-        dataset,
-        vocab_size=vocab_size or _vocab_size(dataset, name),
-        seq_len=seq_len,
-        name=name,
-        each=None if collate is None else lambda sample: _only(collate([sample])),
-    )
+    return size
 
 
 class Adapted:
@@ -102,33 +212,29 @@ class Adapted:
 
     def __init__(
         self,
-        dataset: MapStyle,
+        own: _Own,
         *,
         vocab_size: int,
         seq_len: int,
-        name: str,
         each: Callable[[Any], Any] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
-        self._dataset = dataset
-        self._size = len(dataset)  # from now on, although a file may grow
+        self.draws = own.may_draw
+        self._own = own
         self._seq_len = seq_len
-        self._name = name
         self._each = each
-        self.sampled_files = tuple(getattr(dataset, "sampled_files", ()))
-        self._print: str | None = None
+        self.sampled_files = tuple(getattr(own.dataset, "sampled_files", ()))
+        self.contents = "" if own.may_draw else str(getattr(own.dataset, "contents", ""))
 
     def __len__(self) -> int:
-        return self._size
+        return self._own.size
 
     def __getitem__(self, index: int) -> Sample:
         return _padded(self.unpadded(index), self._seq_len)
 
     def unpadded(self, index: int) -> Sample:
         """A sample without padding: 2 to ``seq_len + 1`` tokens. Raises as ``[index]``."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
-        item = self._dataset[int(index)]
+        item = self._own.item(index)
         place = self.describe(index)
         sample = _as_sample(item if self._each is None else self._each(item), place)
         bad = first_outside(sample.tokens, self.vocab_size)
@@ -144,35 +250,29 @@ class Adapted:
         return sample
 
     def describe(self, index: int) -> str:
-        return _describe(self._dataset, index, self._name)
+        return self._own.describe(index)
 
     def fingerprint(self) -> str:
-        if self._print is None:
-            contents = _fingerprint(self._dataset, self._name, self._size)
-            self._print = digest([contents, self.vocab_size, self._seq_len])
-        return self._print
+        return digest([self._own.fingerprint, self.vocab_size, self._seq_len])
 
 
 class AdaptedRecords:
     """Samples that only a model of the user's own understands. Build it with :func:`adapt`."""
 
-    def __init__(self, dataset: MapStyle, *, example: Record, vocab_size: int, name: str) -> None:
+    def __init__(self, own: _Own, *, example: Record, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.draws = own.may_draw
         self.example = example
-        self._dataset = dataset
-        self._size = len(dataset)  # as above
-        self._name = name
-        self._collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
-        self._kind = None if self._collate else _kind(_tensors(example.item, f"a sample of {name}"))
-        self._print: str | None = None
+        self._own = own
+        self._collate: Callable[[list[Any]], Any] | None = getattr(own.dataset, "collate", None)
+        place = f"a sample of {own.name}"
+        self._kind = None if self._collate else _kind(_tensors(example.item, place))
 
     def __len__(self) -> int:
-        return self._size
+        return self._own.size
 
     def __getitem__(self, index: int) -> Record:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is not in 0..{len(self) - 1}")
-        item = self._dataset[int(index)]
+        item = self._own.item(index)
         if self._kind is None:
             return Record(item=item)
         place = self.describe(index)
@@ -187,57 +287,28 @@ class AdaptedRecords:
     def collate(self, records: Sequence[Record]) -> Fields:
         items = [record.item for record in records]
         if self._collate is None:
-            rows = [_tensors(item, self._name) for item in items]
+            rows = [_tensors(item, self._own.name) for item in items]
             return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         batch = self._collate(items)
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"{self._name}: collate gives {type(batch).__name__}; it must give a mapping of "
-                "tensors by name"
+                f"{self._own.name}: collate gives {type(batch).__name__}; it must give a mapping "
+                "of tensors by name"
             )
-        fields = _tensors(batch, f"{self._name}: collate")
+        fields = _tensors(batch, f"{self._own.name}: collate")
         for name, tensor in fields.items():
             if tensor.ndim < 1 or tensor.shape[0] != len(items):
                 raise DataError(
-                    f"{self._name}: collate of {len(items)} samples gives {name!r} of shape "
+                    f"{self._own.name}: collate of {len(items)} samples gives {name!r} of shape "
                     f"{list(tensor.shape)}; its first dimension must be the number of samples"
                 )
         return fields
 
     def describe(self, index: int) -> str:
-        return _describe(self._dataset, index, self._name)
+        return self._own.describe(index)
 
     def fingerprint(self) -> str:
-        if self._print is None:
-            self._print = digest(
-                [_fingerprint(self._dataset, self._name, self._size), self.vocab_size]
-            )
-        return self._print
-
-
-# ---- checks when it is opened
-
-
-def _first_readable(dataset: MapStyle, name: str) -> tuple[int, Any]:
-    """The first readable sample; unreadable ones are skipped later."""
-    failures = []
-    for index in range(min(_TRIED, len(dataset))):
-        try:
-            return index, dataset[index]
-        except Exception as error:
-            failures.append(f"{type(error).__name__}: {error}"[:_SHOWN])
-    raise DataError(
-        f"{name}: none of its first {len(failures)} samples can be read; sample 0: {failures[0]}"
-    )
-
-
-def _require_same(dataset: MapStyle, index: int, item: Any, name: str) -> None:
-    if contents(item) == contents(dataset[index]):
-        return
-    raise DataError(
-        f"{name} sample {index} differs when it is read again, so no step could be repeated "
-        "and no run resumed exactly; draw what is random in it from a generator seeded by the index"
-    )
+        return digest([self._own.fingerprint, self.vocab_size])
 
 
 def _vocab_size(dataset: MapStyle, name: str) -> int:
@@ -378,26 +449,7 @@ def _shapes(kind: Mapping[str, tuple[str, list[int]]]) -> str:
     return ", ".join(f"{name} {dtype}{shape}" for name, (dtype, shape) in kind.items())
 
 
-# ---- names and fingerprints
-
-
-def _describe(dataset: MapStyle, index: int, name: str) -> str:
-    own = getattr(dataset, "describe", None)
-    return str(own(int(index))) if own else f"{name} sample {index}"
-
-
-def _fingerprint(dataset: MapStyle, name: str, size: int) -> str:
-    """The data set's own fingerprint, or one of its length and of samples spread over it."""
-    own = getattr(dataset, "fingerprint", None)
-    if own is not None:
-        return str(own())
-    hashed = hashlib.sha256(f"{name} {size}".encode())
-    for index, _ in spread(size, block=1, whole=False):
-        try:
-            hashed.update(contents(dataset[index]))
-        except Exception as error:  # it is skipped when its turn comes
-            hashed.update(type(error).__name__.encode())
-    return hashed.hexdigest()
+# ---- fingerprints
 
 
 def contents(item: Any) -> bytes:

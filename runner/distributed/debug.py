@@ -16,6 +16,9 @@ _ALWAYS = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": _ASYNC_ERRORS,
+    # The training thread raises what a failed device says, and reports it. NCCL's watchdog would
+    # raise the same in its own thread, and abort the process before the report is written.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 
 
@@ -36,6 +39,14 @@ def debug_settings(kind: str, *, subsystems: str, folder: Path) -> dict[str, str
     elif kind == "collectives":
         settings["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     return settings
+
+
+def is_nccl(backends: str) -> bool:
+    """Whether a backend's name, or one of several (``cpu:gloo,cuda:nccl``), is an NCCL.
+
+    torch 2.14 has three: ``nccl2`` (what ``nccl`` makes), ``nccl-lazy`` and ``nccl-legacy``.
+    """
+    return "nccl" in backends
 
 
 def is_torchruns_own(environment: Mapping[str, str]) -> bool:

@@ -17,6 +17,7 @@ from runner.distributed.env import RankEnv, gpus_asked_for
 from runner.system.process import host_name
 
 _DRIVER = Path("/proc/driver/nvidia")
+_LEAST_DRIVER = {"11": 450, "12": 525, "13": 580}  # by the major version of CUDA, on Linux
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,29 @@ def find_device(wanted: str, place: RankEnv, environment: Mapping[str, str]) -> 
             "a GPU may have fallen off the bus; start fewer ranks, or use parallel.device=cpu"
         )
         return FoundDevice(device=cpu, problem=problem)
+    if problem := cuda_problem():
+        return FoundDevice(device=cpu, problem=f"{host}: {problem}; or use parallel.device=cpu")
     return FoundDevice(device=torch.device("cuda", 0 if count == 1 else place.local_rank))
+
+
+def cuda_problem() -> str:
+    """Why CUDA does not start here, with versions and what to do; "" if it does.
+
+    GPUs can be counted even then: NVIDIA's management library counts them.
+    """
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return ""
+    except (RuntimeError, AssertionError) as error:  # torch's own is of both kinds
+        words = str(error).strip().partition("\n")[0]
+    cuda, driver = str(torch.version.cuda), driver_version()
+    needed = _LEAST_DRIVER.get(cuda.partition(".")[0])
+    needs = f", which needs driver {needed} or newer" if needed else ""
+    return (
+        f"CUDA does not start: torch {torch.__version__} is built for CUDA {cuda}{needs}, and this "
+        f"machine has driver {driver} ({words}); install a newer driver, or a build of torch for "
+        "this one (docs/running.md)"
+    )
 
 
 def _why_there_should_be_one(environment: Mapping[str, str]) -> str:
@@ -68,22 +91,31 @@ def num_gpus_here() -> int:
 
 
 def device_versions(own_device: FoundDevice) -> dict[str, str]:
-    """Versions of the device and its software that must be equal on all ranks."""
+    """Kind of device, and versions of its software, that must be equal on all ranks."""
     if own_device.problem:
         return {"device": own_device.problem}
     if own_device.device.type != "cuda":
         return {"device": own_device.device.type}
     return {
         "device": "cuda",
-        "gpu": torch.cuda.get_device_name(own_device.device),
-        "gpus": str(torch.cuda.device_count()),
-        "driver": _driver_version(),
         "cuda": str(torch.version.cuda or torch.version.hip),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
     }
 
 
-def _driver_version() -> str:
+def device_facts(device: torch.device) -> dict[str, str]:
+    """What is better equal on all ranks: a slow or wrong one is found by its equals."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "gpus": str(torch.cuda.device_count()),
+        "driver": driver_version(),
+    }
+
+
+def driver_version() -> str:
+    """Of NVIDIA's kernel module; "unknown" without one."""
     try:
         fields = (_DRIVER / "version").read_text().splitlines()[0].split()
     except (OSError, IndexError):

@@ -6,11 +6,13 @@ import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from runner.distributed.debug import is_nccl
 from runner.distributed.device import FoundDevice, find_device
 from runner.distributed.env import RankEnv
 from runner.distributed.rendezvous import Facts, connect_store, spare_connections, wait_for_ranks
@@ -106,6 +108,18 @@ def _require_own_gpus(facts_by_rank: Sequence[Facts]) -> None:
         )
 
 
+def limit_groups(seconds: float) -> None:
+    """Let no collective of any group of this process wait longer.
+
+    Device meshes and DeepSpeed make groups with torch's own limit, which is half an hour.
+    """
+    distributed: Any = dist.distributed_c10d
+    # Public from torch 2.14 on.
+    set_timeout = getattr(dist, "set_timeout", None) or distributed._set_pg_timeout
+    for group in list(distributed._world.pg_map):
+        set_timeout(timedelta(seconds=seconds), group)
+
+
 class Departure:
     """Tells whether an error that ends this rank ends every rank.
 
@@ -145,7 +159,7 @@ def end_group(have_met: Callable[[], None] = lambda: None) -> None:
     if error is not None and not isinstance(error, RunnerError):
         return
     # Without the barrier about half of 3-rank gloo runs died in destroy with SIGABRT.
-    if "nccl" in dist.get_backend_config():
+    if is_nccl(dist.get_backend_config()):
         dist.all_reduce(torch.zeros(1))  # over gloo: a barrier would use NCCL, without a time limit
     else:
         dist.barrier()

@@ -27,6 +27,7 @@ Facts = Mapping[str, Any]
 _ROUND = "holdfast/round"  # number of rounds that a rank 0 has opened
 _OPEN, _OVER = "open", "over"  # of a round
 _WELCOME = "welcome"
+_DUMP_REQUEST = "exception_dump"  # the key of torch's ProcessGroupNCCL
 _AT_ONCE = 1024  # keys in one message: about a megabyte of facts
 _SECONDS_A_RANK = 5e-4  # added for each rank that rank 0 serves
 _RETRY_SECONDS = 0.2
@@ -241,6 +242,7 @@ def _answer(introduction: Mapping[str, Any]) -> str:
 def _lead(store: Store, place: RankEnv, introduction: str, seconds: float) -> tuple[Store, str]:
     """On rank 0: open a round, wait for all, compare, answer each."""
     number = store.add(_ROUND, 1)
+    _forget_dump_request(store)
     for before in range(1, number):  # their rank 0 is dead
         _set_all(_room(store, before), [_OPEN, _OVER], "")
     room = _room(store, number)
@@ -256,6 +258,17 @@ def _lead(store: Store, place: RankEnv, introduction: str, seconds: float) -> tu
         # Rank 0 may host the store: the others must still read it.
         time.sleep(1.0 + _SECONDS_A_RANK * place.world_size)
     return room, verdict
+
+
+def _forget_dump_request(store: Store) -> None:
+    """Delete what asks the NCCL monitors of all ranks to dump their recorders, and to end.
+
+    It is from before a restart: torchrun keeps its store, and the monitors read it unprefixed.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # of a kind that deletes nothing
+        store.delete_key(_DUMP_REQUEST)
 
 
 def _set_all(store: Store, keys: Sequence[str], value: str) -> None:

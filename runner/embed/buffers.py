@@ -7,56 +7,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from runner.system.error import ConfigError
+from runner.engine.buffers import BufferCopy, has_running_statistics
 
 _COMPARED = 3  # first steps, in which every buffer is compared with its copy
 
 
 @dataclass(slots=True)
-class _BufferCopy:
-    owner: nn.Module
-    key: str
-    copy: torch.Tensor
-    seen: torch.Tensor  # the buffer itself, as it was copied last
-    version: int
+class _GuardedCopy(BufferCopy):
     is_changing: bool = False
     older: torch.Tensor | None = None  # what ``copy`` was before; None: the same
     original: torch.Tensor | None = None  # from before its first change, and so in no checkpoint
 
     @property
     def was_written(self) -> bool:
-        """Whether it was replaced, or torch recorded an in-place change.
-
-        Torch does not record batch norm's kernels.
-        """
-        if self.is_changing:
-            return True
-        live = self.live
-        return live is not self.seen or live._version != self.version
-
-    @property
-    def live(self) -> torch.Tensor:
-        buffer = self.owner._buffers.get(self.key)
-        if buffer is None or buffer.shape != self.copy.shape or buffer.dtype != self.copy.dtype:
-            now = "gone" if buffer is None else f"{buffer.dtype} {list(buffer.shape)}"
-            raise ConfigError(
-                f"Guard: buffer {self.key!r} of {type(self.owner).__name__} was "
-                f"{self.copy.dtype} {list(self.copy.shape)} and is {now}: the guard undoes changes "
-                "of values, not of shapes; register it with its full size"
-            )
-        return buffer
+        """Whether it is changing, was replaced, or was changed in place."""
+        return self.is_changing or self.has_new_version
 
     def note_change(self) -> None:
         """It changes from now on, and ``copy`` is from before the first change."""
         if not self.is_changing:
             self.is_changing, self.original = True, self.copy.clone()
-
-    def remember(self) -> None:
-        """The copy is as the buffer is now."""
-        self.seen = self.live
-        self.version = self.seen._version
 
 
 class Buffers:
@@ -67,7 +38,7 @@ class Buffers:
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
-        self._kept: dict[str, _BufferCopy] = {}
+        self._kept: dict[str, _GuardedCopy] = {}
         self._num_compared = 0
         self._modules = list(named)
         # Registered as None, to be made by a forward pass: name, module, key.
@@ -86,9 +57,7 @@ class Buffers:
                 else:
                     seen.add(id(buffer))
                     self._kept[name] = _copy_of(module, key, buffer)
-                    self._kept[name].is_changing = (
-                        isinstance(module, _NormBase) and module.track_running_stats
-                    )
+                    self._kept[name].is_changing = has_running_statistics(module)
 
     def _unknown(self) -> list[tuple[str, nn.Module, str]]:
         """Buffers that were made since the last look: name, module, key."""
@@ -216,8 +185,8 @@ class Buffers:
         return self._kept[name].live
 
 
-def _copy_of(module: nn.Module, key: str, buffer: torch.Tensor) -> _BufferCopy:
-    return _BufferCopy(module, key, buffer.detach().clone(), buffer, buffer._version)
+def _copy_of(module: nn.Module, key: str, buffer: torch.Tensor) -> _GuardedCopy:
+    return _GuardedCopy(module, key, buffer.detach().clone(), buffer, buffer._version)
 
 
 def _joined(prefix: str, key: str) -> str:

@@ -39,7 +39,8 @@ class ExtraState:
             name: module for name, module in modules if not _is_of_a_library(type(module))
         }
         self._num_captured = 0
-        self._counters: set[tuple[str, str]] = set()  # names of modules and attributes
+        # Names of modules and attributes; their numbers from before the first change.
+        self._counters: dict[tuple[str, str], int | float] = {}
         self._extra: dict[str, Any] = {}
         self._numbers: dict[str, dict[str, Any]] = {}
         self._older = (self._numbers, self._extra)
@@ -84,11 +85,15 @@ class ExtraState:
 
     def load_json(self, stored: Mapping[str, Any]) -> None:
         """Inverse of :meth:`to_json`; checkpoints of an older version have none."""
-        for name, numbers in stored.get("counters", {}).items():
+        counters = stored.get("counters", {})
+        for name, numbers in counters.items():
             for key, value in numbers.items():
                 if name in self._counting and hasattr(self._counting[name], key):
+                    self._counters.setdefault((name, key), getattr(self._counting[name], key))
                     setattr(self._counting[name], key, value)
-                    self._counters.add((name, key))
+        for (name, key), value in self._counters.items():  # of a checkpoint from before it changed
+            if name not in self._caching and key not in counters.get(name, {}):
+                setattr(self._counting[name], key, value)
         self._unpack(stored.get("extra", {}))
         self._numbers = self._counted()
         self._extra = self._packed()
@@ -97,7 +102,8 @@ class ExtraState:
         for name, before in self._numbers.items():
             now = _numbers(self._counting[name]) if before else {}
             changed = {key for key in before if key in now and now[key] != before[key]}
-            self._counters |= {(name, key) for key in changed}
+            for key in changed:
+                self._counters.setdefault((name, key), before[key])
             if changed and self._others.get(name) != _others(self._counting[name]):
                 self._warn(name, sorted(changed))
 

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,13 @@ from runner.embed.guarded_steps import GuardedSteps
 from runner.embed.loaders import Exhausted, OtherBatch, Source, source_of
 from runner.embed.measure import Measurer
 from runner.embed.opening import current_ranks, handle_signals, join, open_run
-from runner.embed.randomness import Randomness
-from runner.embed.rollback_state import DataPosition, RollbackState, Scheduler
+from runner.embed.randomness import Randomness, StepDraws
+from runner.embed.rollback_state import (
+    DataPosition,
+    RollbackState,
+    Scheduler,
+    require_beginning,
+)
 from runner.embed.settings import run_config
 from runner.embed.state import LoopState
 from runner.embed.zero import ZeroMeasurer, ZeroState, engine_in
@@ -37,6 +43,15 @@ from runner.system.error import ConfigError
 
 _log = logging.getLogger(__name__)
 _NO_DIGEST_ABOVE = 1 << 28  # elements; above, a digest after each pass would take minutes
+
+
+@dataclass(frozen=True, slots=True)
+class _InHand:
+    """A batch that may be given once more; ``after``: the generators as reading it left them."""
+
+    number: int
+    batch: Any
+    after: Randomness | None
 
 
 class Guard:
@@ -137,9 +152,12 @@ class Guard:
         watch_for_uncaught(self._run)
         handle_signals(group)
         self._sources: list[Source] = []
-        # Of the step that is being computed, and those to be given once more: number, batch.
-        self._in_hand: list[tuple[int, Any]] = []
-        self._again: deque[tuple[int, Any]] = deque()
+        # Of the step that is being computed, and those to be given once more.
+        self._in_hand: list[_InHand] = []
+        self._again: deque[_InHand] = deque()
+        self._draws: StepDraws | None = None  # of a step of several batches, read in sequence
+        self._accumulates = config.batch.global_size > 1  # or it is seen to
+        self._steps.read_again = self._read_again
         self._has_begun = False
         self._is_catching_up = not self._run.resumed.is_fresh
 
@@ -224,7 +242,10 @@ class Guard:
         with journal_errors(self._run):
             is_allowed = story.judge(loss, tokens)
         if story.was_too_early and not (story.has_rolled_back and self._carried.has_moved):
-            self._again.extend(self._in_hand)
+            # What was read after a step that was refused late may follow from what it computed.
+            draws = self._draws if self._in_hand and self._in_hand[0].after is None else None
+            if not self._go_back(draws, draws is not None and draws.has_drawn):
+                self._again.extend(self._in_hand)
         story.was_too_early = False
         self._in_hand.clear()
         return is_allowed
@@ -316,7 +337,7 @@ class Guard:
             return
         self._steps.settle()
         self._finish_reading()
-        self._lay_down()
+        self._lay_down(is_end=True)
         failure = self._steps.finish()
         suffix = f", but the last checkpoint is not clean: {failure}" if failure else ""
         self._sum_up(f"closed{suffix}", digest=self.state_digest())
@@ -437,14 +458,12 @@ class Guard:
             assert source is not None
             number = story.next_number()
             if self._again:
-                again, batch = self._again.popleft()
-                if again >= number:
-                    return self._handed_out(again, batch, None)
+                again = self._again.popleft()
+                if again.number >= number:
+                    return self._handed_out_again(again)
                 continue
-            before = Randomness() if self._gate or source.skips_unread else None
-            is_first = not source.drawn
             try:
-                batch = source.read(number - place.start)
+                return self._read(source, number)
             except Exhausted as exhausted:
                 if story.is_unread:
                     self._finish_reading()
@@ -453,19 +472,76 @@ class Guard:
                 if place.epoch == len(self._sources) - 1:
                     return None
                 self._start(place.epoch + 1)  # a rollback had gone back to an earlier pass
-                continue
-            if before is not None and not source.skips_unread:
-                story.reads_draw = story.reads_draw or not (is_first or before.is_unchanged())
-                before = None
-            return self._handed_out(number, batch, before)
 
-    def _handed_out(self, number: int, batch: Any, before: Randomness | None) -> tuple[Any]:
-        self._steps.begin_batch(number, before)
+    def _read(self, source: Source, number: int) -> tuple[Any]:
+        """
+        Raises:
+            Exhausted: the source has no such batch.
+        """
+        story, place = self._steps, self._position
+        is_first, has_read = not story.is_in_hand, source.drawn > 0
+        before = Randomness() if self._gate or source.skips_unread else None
+        self._accumulates = self._accumulates or not is_first
+        if is_first:
+            # Where a loader has a state, a read that draws is the first of a pass, or each one is.
+            is_watched = self._accumulates or (self._gate is not None and not source.rereads)
+            is_watched = is_watched and not source.skips_unread
+            self._draws = StepDraws(source.mark(), source.drawn) if is_watched else None
+        elif self._draws is not None:
+            self._draws.begin_read()
+        batch = source.read(number - place.start)
+        after = None
+        if self._draws is not None:
+            after = self._draws.end_read()
+        if before is not None and not source.skips_unread:
+            story.reads_draw = story.reads_draw or (has_read and not before.is_unchanged())
+        if not (is_first and source.skips_unread):
+            before = None
         # What can be read again by its number need not be held.
-        source, may_repeat = self._position.source, self._gate or self._steps.computes_twice
-        if may_repeat and source and not source.reads_by_number:
-            self._in_hand.append((number, batch))
+        if (self._gate or story.computes_twice) and not source.reads_by_number:
+            self._in_hand.append(_InHand(number, batch, after if story.computes_twice else None))
+        story.begin_batch(number, self._draws.left if self._draws is not None else before)
         return (batch,)
+
+    def _handed_out_again(self, again: _InHand) -> tuple[Any]:
+        self._in_hand.append(again)
+        left = None
+        if again.after is not None and self._draws is not None:
+            again.after.restore()
+            left = self._draws.left
+        else:
+            self._draws = None  # what was computed before these reads was undone
+        self._steps.begin_batch(again.number, left)
+        return (again.batch,)
+
+    def _read_again(self) -> None:
+        """Have the batches of a refused step read once more, one after the other. Collective.
+
+        Where reading draws from a generator from which the loop has drawn as well since the step
+        began, what its later batches are, and how they leave the generator, depends on what was
+        computed. A loop that does not use these batches reads others.
+
+        Raises:
+            CannotReadAgain: the loader is an iterator, which has no beginning.
+        """
+        draws, self._draws = self._draws, None
+        if self._accumulates and self._go_back(draws, draws is not None and draws.is_entangled):
+            assert draws is not None
+            draws.before.restore()
+
+    def _go_back(self, draws: StepDraws | None, is_needed: bool) -> bool:
+        """Move the loader to where the step began, if a rank needs it. Collective."""
+        ranks, place = self._run.group.ranks, self._position
+        if not any(ranks.gather(is_needed)):
+            return False
+        source = place.source
+        assert source is not None and draws is not None
+        require_beginning(source, ranks, "discarded a step")
+        ranks.all_or_none(
+            "reading the loader up to where the step began",
+            lambda: source.resume(place.begun, draws.mark, draws.drawn, is_over=False),
+        )
+        return True
 
     def _finish_reading(self) -> None:
         with journal_errors(self._run):
@@ -478,7 +554,7 @@ class Guard:
             self._finish_reading()
             self._lay_down()
 
-    def _lay_down(self) -> None:
+    def _lay_down(self, *, is_end: bool = False) -> None:
         """The loop is left, maybe with batches in hand: the next start is to read them."""
         again = len(self._again)
         self._again.clear()
@@ -488,6 +564,10 @@ class Guard:
         start, stop = numbers or (self._steps.next_number(),) * 2
         if not source.give_back(stop - start + again):
             self._steps.pass_over((start, stop + again))
+            if is_end:
+                self._read_again()
+        elif is_end and self._draws is not None:
+            self._draws.before.restore()  # a script that goes on has read them, the next start not
 
     def _is_done(self, steps: int | None) -> bool:
         if steps is None or self.updates < steps:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,6 +73,7 @@ class GuardedSteps:
         computes_twice: the first step of this start is to be computed once more.
         undoes_refused: what the loop does between a refusal and :meth:`settle` is undone; nothing
             but its own body may run in between.
+        read_again: called when a step was refused and the generators are as before it. Collective.
 
     Args:
         gate: of the optimizers, where numbers may be read late; None: they are read at once.
@@ -98,6 +100,7 @@ class GuardedSteps:
         self.pending: tuple[StepInfo, Verdict] | None = None
         self.has_rolled_back = self.was_too_early = self.reads_draw = False
         self.undoes_refused = False
+        self.read_again: Callable[[], None] = lambda: None
         self.computes_twice = run.state.updates > 0 and measurer.adds_differently_at_first()
         self._refusal: _Refusal | None = None
         self._overflow: StepInfo | None = None  # a step that a loss scaler is to skip
@@ -147,7 +150,8 @@ class GuardedSteps:
         """Begin a step, or extend it by one more batch.
 
         Args:
-            randomness: the generators from before the batch was read; None: as they are now.
+            randomness: the generators to go back to where the step is refused; None: as they are
+                now, or as was said of the step's batch before.
         """
         if self._stop is None:
             self._start = number
@@ -156,6 +160,8 @@ class GuardedSteps:
             self._sharded.before_batch(keep_older=self._unread is not None)
             self._began = time.monotonic()
             self._run.group.heart.begin_step(self._state.updates + 1)
+        elif randomness is not None:
+            self._randomness = randomness
         self._stop = number + 1
 
     def _forget_batches(self) -> None:
@@ -214,6 +220,7 @@ class GuardedSteps:
         self._measurer.forget_gradients()
         if not self.has_rolled_back:
             self._undo_reading()
+            self.read_again()
         self._forget_batches()
         if info.stop_requested:
             self._leave()

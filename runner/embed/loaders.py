@@ -7,6 +7,7 @@ ones. Any other iterable continues, and everything read since the checkpoint is 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 from collections import deque
@@ -66,6 +67,10 @@ class Source(Protocol):
 
     def state(self) -> Any:
         """What :meth:`resume` needs to continue from here."""
+        ...
+
+    def mark(self) -> Any:
+        """:meth:`state`, for :meth:`resume` in this process."""
         ...
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
@@ -144,6 +149,8 @@ class Indexed:
     def state(self) -> None:
         return None
 
+    mark = state
+
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         self.drawn = drawn
 
@@ -187,6 +194,12 @@ class _Sequential:
             if self.drawn > number:
                 return batch
 
+    def state(self) -> Any:
+        raise NotImplementedError
+
+    def mark(self) -> Any:
+        return copy.deepcopy(self.state())
+
     def give_back(self, count: int) -> bool:
         return False
 
@@ -206,6 +219,8 @@ class Plain(_Sequential):
         super().__init__(loader)
         # Number of a batch, and the generators from before it was read.
         self._draws: deque[tuple[int, Randomness]] = deque(maxlen=_NUM_DRAWS)
+        # Of batches that an earlier start has read and given back: they are to be the same.
+        self._given_back: dict[int, Randomness] = {}
         self._last = ""  # digest of the last batch
         self._drew_to_begin = False
 
@@ -234,6 +249,8 @@ class Plain(_Sequential):
 
     def read(self, number: int) -> Any:
         while True:
+            if self.drawn in self._given_back:
+                self._given_back.pop(self.drawn).restore()
             before = Randomness()
             batch = super().read(self.drawn)
             if not before.is_unchanged():
@@ -245,6 +262,9 @@ class Plain(_Sequential):
     def state(self) -> Any:
         draws = [[number, randomness.to_json()] for number, randomness in self._draws]
         return {"draws": draws, "last": self._last}
+
+    def mark(self) -> Any:
+        return {"draws": list(self._draws), "last": self._last}
 
     def resume(self, begun: Any, state: Any, drawn: int, *, is_over: bool) -> None:
         # The first pass of a process draws a seed for workers that stay.
@@ -260,7 +280,10 @@ class Plain(_Sequential):
             setattr(self._loader, name, passes[name])
         self._begin(iter(self._loader), drawn=0)
         state = state or {}  # None in a checkpoint of an older version
-        draws = {number: Randomness.from_json(one) for number, one in state.get("draws", [])}
+        draws = {
+            number: one if isinstance(one, Randomness) else Randomness.from_json(one)
+            for number, one in state.get("draws", [])
+        }
         while self.drawn < drawn:
             if self.drawn in draws:
                 draws[self.drawn].restore()
@@ -276,7 +299,9 @@ class Plain(_Sequential):
                     f"guard.over: read again from the beginning, the loader does not give the "
                     f"batch {drawn - 1} that it gave before"
                 )
-        self._draws.extend(draws.items())
+        self._draws.clear()
+        self._draws.extend((number, one) for number, one in draws.items() if number < drawn)
+        self._given_back = {number: one for number, one in draws.items() if number >= drawn}
         self._last = state.get("last", "")
 
     def give_back(self, count: int) -> bool:

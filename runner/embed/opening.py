@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from runner.distributed.agreement import Ranks
 from runner.distributed.env import RankEnv, launch_from, place_from
 from runner.embed.single_process import SingleProcessRanks
 from runner.embed.staged_state import StagedState
+from runner.health.preemption import StopLook
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.backlog import Backlog
 from runner.observe.console import Console
@@ -87,6 +88,7 @@ def join(config: RunConfig, ranks: Ranks, device: torch.device, rank_env: RankEn
     run_dir, launch = RunDir(Path(config.out).absolute()), launch_from(variables())
     stop = parts.stop_request(config, launch)
     monitor: RankMonitor = parts.rank_monitor(config, rank_env, launch, run_dir, stop)
+    _clear_shared_store(ranks)
     monitor.start()
     return RankGroup(
         place=rank_env,
@@ -94,6 +96,7 @@ def join(config: RunConfig, ranks: Ranks, device: torch.device, rank_env: RankEn
         device=device,
         run_dir=run_dir,
         stop=stop,
+        stop_look=StopLook(lambda: stop.is_set, ranks),
         monitor=monitor,
         # Log records only: the live line would mix with the script's output.
         console=Console(silent=not rank_env.is_first, every=sys.maxsize, as_json=True),
@@ -104,6 +107,23 @@ def join(config: RunConfig, ranks: Ranks, device: torch.device, rank_env: RankEn
             {"rank": rank_env.rank, "process": own_process(), "pids": pid_namespace()}
         ),
     )
+
+
+def _clear_shared_store(ranks: Ranks) -> None:
+    """Delete the keys that this attempt's process groups have left. Collective.
+
+    The agent's store may outlive torchrun's restarts (torch 2.13: with a static rendezvous always),
+    and gloo of the next attempt would connect to addresses of processes that are gone, or wait for
+    them. Groups that exist are connected, and need their keys no more.
+    """
+    if variables().get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not dist.is_initialized():
+        return
+    store = dist.distributed_c10d._get_default_store()
+    ranks.gather(None)  # nobody is still about to connect
+    if ranks.rank == 0 and hasattr(store, "list_keys"):
+        for key in store.list_keys():
+            store.delete_key(key)
+    ranks.gather(None)
 
 
 def handle_signals(group: RankGroup) -> None:
@@ -226,7 +246,8 @@ def open_run(
         lease.directory(group),
         sharded=sharded,
         ranks=ranks,
-        rules=parts.ring_rules(config),
+        # The loop may change weights and buffers at any time, in ways that nobody sees.
+        rules=replace(parts.ring_rules(config), overlap=False),
         identity=identity(lease),
         report=run_journal.report,
         before_write=lambda step: backlog.require_written(),

@@ -24,14 +24,26 @@ class Randomness:
 
     def is_unchanged(self) -> bool:
         """Whether nothing was drawn on the host since."""
-        was: tuple[Any, ...] = tuple(self._numpy)
-        now: tuple[Any, ...] = tuple(np.random.get_state())
-        return (
-            torch.equal(self._torch, torch.get_rng_state())
-            and self._python == random.getstate()
-            and was[2:] == now[2:]
-            and np.array_equal(was[1], now[1])
-        )
+        return not self.differing(Randomness()) - {"_cuda"}
+
+    def differing(self, other: Randomness) -> set[str]:
+        """The generators whose state differs."""
+        mine: tuple[Any, ...] = tuple(self._numpy)
+        theirs: tuple[Any, ...] = tuple(other._numpy)
+        are_equal = {
+            "_python": self._python == other._python,
+            "_numpy": mine[2:] == theirs[2:] and np.array_equal(mine[1], theirs[1]),
+            "_torch": torch.equal(self._torch, other._torch),
+            "_cuda": self._cuda is None
+            or other._cuda is None
+            or torch.equal(self._cuda, other._cuda),
+        }
+        return {name for name, is_equal in are_equal.items() if not is_equal}
+
+    def take(self, other: Randomness, names: set[str]) -> None:
+        """Take the states of the generators ``names`` from ``other``."""
+        for name in names:
+            setattr(self, name, getattr(other, name))
 
     def restore(self) -> None:
         """Set the generators to these states."""
@@ -62,6 +74,47 @@ class Randomness:
         randomness._numpy = state["numpy"]
         randomness._torch, randomness._cuda = state["torch"], state["cuda"]
         return randomness
+
+
+class StepDraws:
+    """What the batches of one step drew from the generators as they were read.
+
+    A loop that accumulates computes between two reads, and its dropout draws as well. If the step
+    is refused, the generators are to be as if its batches had been read, one after the other, and
+    nothing computed.
+
+    Attributes:
+        mark: the loader's position before the step.
+        drawn: batches of the pass taken before the step.
+        before: the generators before the step.
+        has_drawn: reading drew.
+        is_entangled: reading drew where computing had drawn, so that :attr:`left` is not known.
+        left: the generators after all reads, without what was computed.
+    """
+
+    def __init__(self, mark: Any, drawn: int) -> None:
+        self.mark, self.drawn = mark, drawn
+        self.before = self._before = Randomness()
+        self.has_drawn = self.is_entangled = False
+        self.left: Randomness | None = None
+        self._after = self.before
+        self._computed: set[str] = set()
+
+    def begin_read(self) -> None:
+        """The next batch is about to be read."""
+        self._before = Randomness()
+        self._computed |= self._before.differing(self._after)
+
+    def end_read(self) -> Randomness:
+        """It was read; returns the generators as they are now."""
+        self._after = after = Randomness()
+        drew = after.differing(self._before)
+        self.has_drawn = self.has_drawn or bool(drew)
+        self.is_entangled = self.is_entangled or bool(drew & self._computed)
+        if self.left is None:
+            self.left = Randomness()
+        self.left.take(after, drew)
+        return after
 
 
 class OwnGenerator:

@@ -71,6 +71,21 @@ class CannotReadAgain(RunnerError):
     """The run can only go on from its checkpoint in another process."""
 
 
+def require_beginning(source: Source, ranks: Ranks, what: str) -> None:
+    """Collective.
+
+    Raises:
+        CannotReadAgain: on some rank the loader cannot be read from its beginning.
+    """
+    if not all(ranks.gather(source.can_begin_again)):
+        raise CannotReadAgain(
+            f"{what}, and reading the data draws from the random generators of the process, so "
+            "that it has to be read again; but the loader is an iterator (a generator), which has "
+            "no beginning. Start the same script again: it goes on from the newest checkpoint, "
+            "exactly. Or give guard.over what can be iterated over again"
+        )
+
+
 class RollbackState:
     """Saves and restores this state, see :class:`runner.train.state.Carried`.
 
@@ -144,13 +159,8 @@ class RollbackState:
             position.start + source.last_draw >= place["start"] + place["drawn"]
         )
         wanted = any(self._ranks.gather(drew))
-        if wanted and not all(self._ranks.gather(source.can_begin_again)):
-            raise CannotReadAgain(
-                "went back to a checkpoint, and reading the data draws from the random generators "
-                "of the process, so that it has to be read again; but the loader is an iterator "
-                "(a generator), which has no beginning. Start the same script again: it goes on "
-                "from the checkpoint, exactly. Or give guard.over what can be iterated over again"
-            )
+        if wanted:
+            require_beginning(source, self._ranks, "went back to a checkpoint")
         return wanted
 
     def repeat(self) -> None:

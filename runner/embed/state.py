@@ -22,6 +22,7 @@ from runner.embed.geometry import Geometry, local
 from runner.embed.groups import Modes, ParameterGroups
 from runner.embed.single_process import SingleProcessRanks
 from runner.embed.staged_state import StagedState, TensorSlice, home_of, tensor_slice
+from runner.engine.modes import reshard
 from runner.system.error import CheckpointError
 
 # Prefixes that wrappers add to a parameter's name.
@@ -56,7 +57,8 @@ class LoopState(StagedState):
         device: torch.device,
     ) -> None:
         super().__init__(ranks, device)
-        self.optimizers = list(optimizers)
+        self.optimizers, self._models = list(optimizers), list(models)
+        self._reshard()  # otherwise the parameters are those gathered by an earlier evaluation
         named = [
             (_joined(prefix, name), module)
             for prefix, model in _prefixed(models)
@@ -75,6 +77,10 @@ class LoopState(StagedState):
         if not isinstance(self._ranks, SingleProcessRanks):
             return self.device
         return next((p.device for p in self.parameters.values() if p.is_cuda), self.device)
+
+    def _reshard(self) -> None:
+        for model in self._models:
+            reshard(model)
 
     def _named_parameters(self, models: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         parameters: dict[str, torch.Tensor] = {}
@@ -128,6 +134,7 @@ class LoopState(StagedState):
         Raises:
             ConfigError: something in the optimizers' state cannot be saved.
         """
+        self._reshard()
         slices: dict[str, TensorSlice] = {}
         tensors: dict[str, Any] = {}
 
@@ -257,6 +264,7 @@ class LoopState(StagedState):
         Raises:
             CheckpointError: :meth:`capture` did not make it, or the optimizer is another.
         """
+        self._reshard()  # the next forward pass is to gather what is loaded
         try:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():

@@ -64,6 +64,7 @@ class Activations:
             self._hooks.append((unit, partial(self._at_unit, number)))
             self._hooks += self._attention_hooks(number, unit)
         self._handles: list[RemovableHandle] = []
+        self._error: Exception | None = None
 
     def _attention_hooks(
         self, number: int, unit: nn.Module
@@ -85,8 +86,19 @@ class Activations:
         self._handles = [
             self._objective.register_forward_pre_hook(self._at_begin),
             self._objective.register_forward_hook(self._at_end),
-            *(module.register_forward_hook(hook) for module, hook in self._hooks),
+            *(module.register_forward_hook(self._safe(hook)) for module, hook in self._hooks),
         ]
+
+    def _safe(self, look: Callable[..., None]) -> Callable[..., None]:
+        """The same, except that an error there waits until :meth:`end`."""
+
+        def safe(*inputs: Any) -> None:
+            try:
+                look(*inputs)
+            except Exception as error:
+                self._error, self._is_on = error, False
+
+        return safe
 
     def _unhook(self) -> None:
         for handle in self._handles:
@@ -97,11 +109,23 @@ class Activations:
         """Measure the step that is computed next; ``is_inside`` False: only its losses."""
         self._residual, self._queries, self._logits = {}, {}, {}
         self._log_sums = self._by_position = None
+        self._error = None
         self._is_armed = is_inside
         self._is_outside = not is_inside
         if is_inside:
             self._hook()
-        _listen(self._objective, self._at_tokens)
+        _listen(self._objective, self._safe(self._at_tokens))
+
+    @property
+    def size(self) -> int:
+        """Length of the result of :meth:`end`."""
+        return 2 * self.num_units + 2 + 2 * MOST_STRETCHES
+
+    def stop(self) -> None:
+        """Stop measuring."""
+        self._is_armed = self._is_on = False
+        self._unhook()
+        _listen(self._objective, None)
 
     def end(self, device: torch.device) -> Tensor:
         """Stop measuring; returns the results, FP64.
@@ -109,10 +133,13 @@ class Activations:
         Mean square of each block's output, largest attention logit of each, log Z (mean,
         largest); then sums and counts of the tokens' losses in each stretch of the sequence. NaN
         where nothing was measured; 0 on ranks that do not measure (only one does).
+
+        Raises:
+            Exception: what measuring raised in the middle of the forward pass.
         """
-        self._is_armed = self._is_on = False
-        self._unhook()
-        _listen(self._objective, None)
+        self.stop()
+        if self._error is not None:
+            raise self._error
         nothing = torch.full((), 0.0 if self._is_outside else math.nan, device=device)
         units = range(self.num_units)
         inside = [self._residual.get(n, nothing) for n in units]

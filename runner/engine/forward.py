@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.engine.buffers import RunningBuffers
+from runner.engine.modes import evaluating
 from runner.engine.protocol import Batch, Evaluated, MicroStep, Sequences
 
 # Of one micro-batch: cross-entropy, training loss and count, each summed by sample, [B].
@@ -26,6 +28,7 @@ class Forward:
     Args:
         model: called with a batch's tensors by name; returns :data:`Losses`.
         embedding: the module whose output is the first activation of each sequence.
+        buffers: those of the model that forward passes change.
         probe: record the norm of each sequence's gradient at the embedding.
         disturb: an injected fault on the losses, if any.
         context: makes the context manager that each forward pass runs in.
@@ -36,12 +39,14 @@ class Forward:
         model: nn.Module,
         *,
         embedding: nn.Module,
+        buffers: RunningBuffers,
         device: torch.device,
         probe: bool,
         disturb: Disturb | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._context = context
+        self._buffers = buffers
         self._model = model
         self._device = device
         self._probe = probe
@@ -56,14 +61,17 @@ class Forward:
 
     def begin(self) -> None:
         """Discard the previous step's numbers."""
+        self._buffers.drop()
         self._losses, self._counts = [], []
         self._norms, self._norms_of_nobody = [], []
 
     def training_loss(self, work: MicroStep) -> torch.Tensor:
         """Summed training loss of one micro-batch, a scalar to call backward on."""
         _seed_generators(work.seed, self._device)
+        self._buffers.restore()  # from before the step
         self._norms.append([])
         cross_entropy, training, counts = self._sums(work.batch)
+        self._buffers.take(counts)
         self._losses.append(cross_entropy.detach())
         self._counts.append(counts)
         return training.sum()
@@ -71,13 +79,18 @@ class Forward:
     def totals(self) -> tuple[torch.Tensor, torch.Tensor]:
         """This rank's summed cross-entropy of the step, and 1.0 if anything was not finite.
 
-        "Anything" is its own losses and the results of its backward passes. FP64 scalars.
+        "Anything" is its own losses, the results of its backward passes and the buffers. FP64
+        scalars.
         """
         loss = total = _total(self._losses)
+        buffers = self._buffers.total()
+        self._buffers.restore()
+        if buffers is not None:
+            total = total + buffers
         norms = [norm for of_one in self._norms for norm in of_one] + self._norms_of_nobody
         if norms:
             # Norms are not negative, so a non-finite one makes the sum non-finite.
-            total = loss + _total(norms)
+            total = total + _total(norms)
         return loss, (~torch.isfinite(total)).double()
 
     def count(self) -> torch.Tensor:
@@ -97,16 +110,15 @@ class Forward:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
         """Run forward passes only. Waits for the device once."""
-        self._model.eval()
         parts = []
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         count = torch.zeros((), dtype=torch.float64, device=self._device)
-        for batch in batches:
-            losses, _, counts = self._sums(batch)
-            parts.append(losses)
-            total += losses.sum(dtype=torch.float64)
-            count += counts.sum(dtype=torch.float64)
-        self._model.train()
+        with self._buffers.untouched(), evaluating(self._model):
+            for batch in batches:
+                losses, _, counts = self._sums(batch)
+                parts.append(losses)
+                total += losses.sum(dtype=torch.float64)
+                count += counts.sum(dtype=torch.float64)
         return Evaluated(losses=tuple(parts), total=total, num_tokens=int(count))
 
     def _sums(self, batch: Batch) -> Losses:

@@ -26,7 +26,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from runner.engine.buffers import RunningBuffers, is_buffer
 from runner.engine.forward import Disturb, Forward
+from runner.engine.modes import reshard
 from runner.engine.norm import squared_norm
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.protocol import (
@@ -40,7 +42,9 @@ from runner.engine.protocol import (
     unwatched,
 )
 from runner.engine.scalars import give_dimension, scalar_names
+from runner.engine.whole_state import complete, slice_of
 from runner.engine.wider_precision import NoNarrowing, WiderTwin
+from runner.system.error import RankError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,15 +150,17 @@ class FsdpEngine:
         self._model = model
         self._layout = layout
         self.mesh = mesh
+        self._network = network = model.get_submodule("network")
+        self.running = RunningBuffers(network)
         self._forward = Forward(
             model,
             embedding=embedding,
+            buffers=self.running,
             device=device,
             probe=probe,
             disturb=disturb,
             context=partial(NoNarrowing, layout.dtype) if layout.is_wide else nullcontext,
         )
-        self._network = network = model.get_submodule("network")
         self._parameters = dict(sorted(network.named_parameters()))
         self._scalars = scalar_names(network)
         self._trained = {n: p for n, p in self._parameters.items() if p.requires_grad}
@@ -166,6 +172,7 @@ class FsdpEngine:
             self._params, shapes, settings, self._home, self._whole, is_cut=layout.shard_size > 1
         )
         self._is_checked = False
+        self._is_half_way = False  # through forward and backward passes
 
     @property
     def waits_for_host(self) -> bool:
@@ -195,11 +202,13 @@ class FsdpEngine:
 
     def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         self._forward.begin()
+        self._is_half_way = True
         root = self._root()
         for number, work in enumerate(works, start=1):
             if not self._layout.reduce_each_micro_batch:
                 self._reduce_once(root, is_last=number == len(works))
             self._forward.training_loss(work).backward()  # type: ignore[no-untyped-call]
+        self._is_half_way = False
         self._check_params()
         square = squared_norm(self._own_gradients(), self.device) / self._layout.replicas
         loss, nonfinite = self._forward.totals()
@@ -245,14 +254,24 @@ class FsdpEngine:
         # Sharded like this engine, rank by rank.
         own = {shard.name: shard.local for shard in self.shards()}
         sums, gradients = self.twin.accumulate(
-            list(works),
+            works,
             values=lambda name, shape, start, count: own[f"param/{name}"],
-            buffers=self.buffers(),
+            running=self.running,
             watch=watch,
         )
         for name, grad in gradients.items():
             self._params[name].grad = grad
         return sums
+
+    def recover(self) -> None:
+        if self._is_half_way:
+            reset = getattr(self._root(), "reset_iter_state", None)  # torch 2.13
+            if reset is None:
+                raise RankError("torch before 2.13 cannot go on after a forward pass that raised")
+            reset()
+            self._is_half_way = False
+        self.running.drop()
+        self._drop_gradients()
 
     def _drop_gradients(self) -> None:
         self.twin.close()
@@ -271,35 +290,27 @@ class FsdpEngine:
             grad_scale=grad_scale.to(self._home),
             learning_rate=learning_rate,
         )
+        self.running.update(skip)
         self._drop_gradients()
         return None
 
     def evaluate(self, batches: Sequence[Batch]) -> Evaluated:
-        with self._optimizer.averaged() as other:
-            if not other:
-                return self._forward.evaluate(batches)
-            # Gathered parameters are stale whenever the shards' values are swapped.
-            self._reshard()
-            try:
-                return self._forward.evaluate(batches)
-            finally:
-                self._reshard()
-
-    def _reshard(self) -> None:
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        with self._optimizer.averaged():
+            reshard(self._model)  # what is gathered is stale if the shards' values were swapped
+            return self._forward.evaluate(batches)
 
     def shards(self) -> list[Shard]:
         shards = [self._shard(name, local) for name, local in self._tensors().items()]
-        shards += [self._slice(name, whole) for name, whole in self._optimizer.uncut().items()]
+        place = self._shard_rank(), self._layout.shard_size
+        shards += [slice_of(name, whole, *place) for name, whole in self._uncut().items()]
         return sorted(shards, key=lambda shard: shard.name)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        return dict(self._network.named_buffers())
+    def _uncut(self, *, is_loaded: bool = False) -> dict[str, torch.Tensor]:
+        """State that every rank has whole."""
+        return self._optimizer.uncut(is_loaded=is_loaded) | self.running.tensors()
 
     def full(self, name: str) -> torch.Tensor:
-        uncut = self._optimizer.uncut()
+        uncut = self._uncut()
         if name in uncut:
             return uncut[name].detach().cpu()
         parameter = name.partition("/")[2]
@@ -339,7 +350,7 @@ class FsdpEngine:
         return gathered.view(local.dtype).view(parameter.shape)
 
     def replicated(self) -> tuple[int, list[torch.Tensor]]:
-        shards = [] if self._layout.replicas == 1 else self.shards()
+        shards = [] if self._layout.replicas == 1 else sorted(self.shards(), key=_is_buffer)
         # Numbers that an optimizer keeps on the host are left out.
         copies = [shard.local for shard in shards if shard.local.device.type == self._home.type]
         return self._shard_rank(), copies
@@ -348,27 +359,17 @@ class FsdpEngine:
         return self._optimizer.update_counts()
 
     def finish_load(self, update_counts: Mapping[str, int]) -> None:
-        self._complete()
+        reshard(self._model)  # gathered parameters would hide what was loaded
+        complete(
+            self._uncut(is_loaded=True),
+            self._shard_rank(),
+            self._layout.shard_size,
+            device=self.device,
+            group=self.mesh.get_group("shard"),
+        )
+        self.running.restore()
         self._optimizer.set_update_counts(update_counts)
         self._drop_gradients()
-
-    def _complete(self) -> None:
-        """Complete the state that all ranks have whole from the slices that each has loaded."""
-        uncut = self._optimizer.uncut(is_loaded=True)
-        if not uncut or self._layout.shard_size == 1:
-            return
-        # As bytes, each non-zero on one rank only: the sum changes no bit.
-        parts = []
-        for name, whole in uncut.items():
-            shard = self._slice(name, whole)
-            alone = torch.zeros_like(whole.view(-1))
-            alone[shard.start : shard.start + len(shard.local)] = shard.local
-            parts.append(alone.view(torch.uint8).to(self.device))
-        packed = torch.cat(parts)
-        dist.all_reduce(packed, group=self.mesh.get_group("shard"))
-        sizes = [part.numel() for part in parts]
-        for whole, summed in zip(uncut.values(), torch.split(packed, sizes), strict=True):
-            whole.view(-1).copy_(summed.clone().view(whole.dtype))
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """This rank's part of each state tensor."""
@@ -376,15 +377,6 @@ class FsdpEngine:
         for name, parameter in self._parameters.items():
             tensors[f"param/{name}"] = _local(parameter).detach()
         return dict(sorted((tensors | self._optimizer.tensors()).items()))
-
-    def _slice(self, name: str, whole: torch.Tensor) -> Shard:
-        """This rank's slice of a tensor that all ranks have whole, for a checkpoint."""
-        flat = whole.view(-1)
-        size = -(-len(flat) // self._layout.shard_size)
-        start = min(len(flat), size * self._shard_rank())
-        return Shard(
-            name=name, shape=tuple(whole.shape), start=start, local=flat[start : start + size]
-        )
 
     def _shard(self, name: str, local: torch.Tensor) -> Shard:
         own_name = name.partition("/")[2]
@@ -411,6 +403,10 @@ class FsdpEngine:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_buffer(shard: Shard) -> bool:
+    return is_buffer(shard.name)
 
 
 def _own_part(grad: torch.Tensor) -> torch.Tensor:

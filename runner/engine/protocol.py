@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from runner.engine.buffers import RunningBuffers
+
 # (name, full shape, flat start, count) -> FP32 CPU values of a fresh parameter.
 InitialValues = Callable[[str, tuple[int, ...], int, int], torch.Tensor]
 
@@ -196,6 +198,14 @@ class Engine(Protocol):
         """Like :meth:`accumulate`, in the twin's precision, with ``watch`` around its network."""
         ...
 
+    def recover(self) -> None:
+        """Drop what is left of a forward or backward pass that raised, alike on all ranks.
+
+        Raises:
+            RankError: this engine cannot go on after such a pass.
+        """
+        ...
+
     def apply(
         self, *, skip: torch.Tensor, grad_scale: torch.Tensor, learning_rate: float
     ) -> str | None:
@@ -230,8 +240,10 @@ class Engine(Protocol):
         """
         ...
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers of the network by name; the same on all ranks."""
+    @property
+    def running(self) -> RunningBuffers:
+        """The buffers that forward passes change. :meth:`shards` has them, :meth:`apply` alone
+        changes them, and :meth:`finish_load` gives them to the network."""
         ...
 
     def full(self, name: str) -> torch.Tensor:

@@ -143,6 +143,8 @@ class UserOptimizer:
         unit.optimizer.step()
         for name, param in unit.params.items():
             state = self._expected[name] = dict(unit.optimizer.state[param])
+            if COUNT in state:  # a checkpoint of step 0 is of no update
+                state[COUNT] = state[COUNT] * 0
             for path, value in leaves(state, self._key):
                 self._note_leaf(name, path, value, param)
             param.grad = gradients[name]  # DeepSpeed has buffers there

@@ -8,7 +8,7 @@ runs in the wider type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runner.engine.buffers import RunningBuffers
 from runner.engine.protocol import InitialValues, LocalSums, MicroStep, Watch
 
 
@@ -25,8 +26,9 @@ class Twin(Protocol):
     @property
     def network(self) -> nn.Module: ...
     def initialise(self, values: InitialValues) -> None: ...
-    def buffers(self) -> dict[str, torch.Tensor]: ...
-    def accumulate(self, works: list[MicroStep]) -> LocalSums: ...
+    @property
+    def running(self) -> RunningBuffers: ...
+    def accumulate(self, works: Sequence[MicroStep]) -> LocalSums: ...
     def gradients(self) -> Mapping[str, torch.Tensor]: ...
 
 
@@ -71,27 +73,34 @@ class WiderTwin:
 
     def accumulate(
         self,
-        works: list[MicroStep],
+        works: Sequence[MicroStep],
         *,
         values: InitialValues,
-        buffers: Mapping[str, torch.Tensor],
+        running: RunningBuffers,
         watch: Watch,
     ) -> tuple[LocalSums, Mapping[str, torch.Tensor]]:
         """Compute the step's sums and this rank's shards of its gradient. Collective.
 
         Args:
             values: current weights of the training engine.
-            buffers: buffers of the training engine.
+            running: buffers of the training engine; get what the twin makes of them.
         """
         self.open()
         assert self._twin is not None
         self._twin.initialise(values)
-        for name, buffer in self._twin.buffers().items():
-            if name in buffers:
-                buffer.copy_(buffers[name])
+        self._twin.running.follow(running)
         with watch(self._twin.network):
             sums = self._twin.accumulate(works)
+        self._twin.running.move_to(running)
         return sums, self._twin.gradients()
+
+
+def widen_buffers(network: nn.Module, dtype: torch.dtype) -> None:
+    """Have the network keep its buffers in the type that it computes in."""
+    for module in network.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and _is_narrower(buffer.dtype, dtype):
+                module._buffers[key] = buffer.to(dtype)
 
 
 class NoNarrowing(TorchDispatchMode):  # type: ignore[no-untyped-call]

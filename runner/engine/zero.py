@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from runner.engine.buffers import RunningBuffers, is_buffer
 from runner.engine.forward import Disturb, Forward
 from runner.engine.norm import squared_norm
 from runner.engine.optimizer import OptimizerSettings
@@ -42,9 +43,10 @@ from runner.engine.protocol import (
     unwatched,
 )
 from runner.engine.scalars import give_dimension, scalar_names
+from runner.engine.whole_state import complete, slice_of
 from runner.engine.wider_precision import WiderTwin
 from runner.system.environment import changeable
-from runner.system.error import CheckpointError, ConfigError
+from runner.system.error import CheckpointError, ConfigError, RankError
 
 # DeepSpeed settings that are passed on. DeepSpeed ignores unknown ones, so all others are refused:
 # typing mistakes, and settings of later versions.
@@ -277,6 +279,7 @@ class ZeroEngine:
         # Where the optimizer runs.
         self._home = torch.device("cpu") if plan.offload else device
         self._world_size = dist.get_world_size()
+        self._is_half_way = False  # through forward and backward passes
         self._objective = module
         self._network = network = module.get_submodule("network")
         self._parameters = dict(sorted(network.named_parameters()))
@@ -308,9 +311,11 @@ class ZeroEngine:
             for parameter in trained.values():
                 mark_ordered(parameter)
         self._optimizer.take(self._stage.flats(), self._stage.groups())
+        self.running = RunningBuffers(network)
         self._forward = Forward(
             self._engine,
             embedding=embedding,
+            buffers=self.running,
             device=device,
             probe=probe,
             disturb=disturb,
@@ -338,7 +343,7 @@ class ZeroEngine:
             kind, _, name = shard.name.partition("/")
             if kind == "param":
                 shard.local.copy_(values(name, shard.shape, shard.start, len(shard.local)))
-            else:
+            elif not is_buffer(shard.name):
                 shard.local.zero_()
         self.finish_load(dict.fromkeys(self._trained(), 0))
 
@@ -347,12 +352,14 @@ class ZeroEngine:
 
     def accumulate(self, works: Sequence[MicroStep]) -> LocalSums:
         self._forward.begin()
+        self._is_half_way = True
         for number, work in enumerate(works, start=1):
             loss = self._forward.training_loss(work)
             # DeepSpeed averages over ranks; we need the sum.
             self._engine.backward(loss * self._world_size, scale_wrt_gas=False)
             if number < len(works):
                 self._engine.step()  # counts the micro-batch; updates nothing
+        self._is_half_way = False
         square = squared_norm(self._stage.gradients(), self.device)
         loss, nonfinite = self._forward.totals()
         return LocalSums(
@@ -362,6 +369,12 @@ class ZeroEngine:
             count=self._forward.count(),
             sequences=self._forward.sequences(),
         )
+
+    def recover(self) -> None:
+        self.twin.close()
+        self.running.drop()
+        if self._is_half_way:
+            raise RankError("DeepSpeed cannot go on after a forward or backward pass that raised")
 
     def gradients(self) -> dict[str, torch.Tensor]:
         gradients = {name: self._stage.gradient(self._parameters[name]) for name in self._trained()}
@@ -384,9 +397,7 @@ class ZeroEngine:
                 whole[name] = self.full(f"param/{name}").view(-1)
             return whole[name][start : start + count]
 
-        sums, _ = self.twin.accumulate(
-            list(works), values=values, buffers=self.buffers(), watch=watch
-        )
+        sums, _ = self.twin.accumulate(works, values=values, running=self.running, watch=watch)
         return sums
 
     def apply(
@@ -400,7 +411,9 @@ class ZeroEngine:
             learning_rate=learning_rate,
         )
         self._engine.step()
-        if self._engine.was_step_applied() or skip.item():
+        is_applied = self._engine.was_step_applied()
+        self.running.update(skip if is_applied else torch.ones_like(skip))
+        if is_applied or skip.item():
             return None
         return "DeepSpeed itself skipped an update that the gate had let through"
 
@@ -417,6 +430,8 @@ class ZeroEngine:
         shards = [shard for name in self._parameters for shard in self._shards_of(name)]
         numbers = self._optimizer.group_numbers()
         shards += [_number(name, values) for name, values in numbers.items()]
+        place = dist.get_rank(), self._world_size
+        shards += [slice_of(name, one, *place) for name, one in self.running.tensors().items()]
         return sorted(shards, key=lambda shard: shard.name)
 
     def _shards_of(self, name: str) -> Iterator[Shard]:
@@ -449,9 +464,6 @@ class ZeroEngine:
         local = values.narrow(0, place.offset, place.count)
         return Shard(name=name, shape=shape, start=place.start, local=local)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        return dict(self._network.named_buffers())
-
     def full(self, name: str) -> torch.Tensor:
         parameter = name.partition("/")[2]
         shards = self._shards_of(parameter) if parameter in self._parameters else self.shards()
@@ -469,7 +481,8 @@ class ZeroEngine:
         """Stages 1 and 2 give every rank all BF16 parameters."""
         if isinstance(self._stage, _StageThree):
             return 0, []
-        return 0, [parameter.detach() for parameter in self._parameters.values()]
+        parameters = [parameter.detach() for parameter in self._parameters.values()]
+        return 0, [*parameters, *self.running.tensors().values()]
 
     def update_counts(self) -> dict[str, int]:
         """Counts of the flat tensors that hold the parameters; all flat tensors step together."""
@@ -485,6 +498,9 @@ class ZeroEngine:
                 "keeps one for all: resume with parallel=fsdp"
             )
         self._optimizer.set_update_count(counts.pop())
+        place = dist.get_rank(), self._world_size
+        complete(self.running.tensors(), *place, device=self.device)
+        self.running.restore()
         self._refresh()
 
     def _refresh(self) -> None:

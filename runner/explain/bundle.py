@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import save
 
 from runner.data.cursor import BatchPlan
-from runner.data.dataset import Dataset, Sample
-from runner.data.feed import describe
+from runner.data.dataset import Dataset, Sample, describe
+from runner.data.draws import read_sample
 from runner.explain.finding import Finding
 from runner.policy.decision.signals import Limits
 from runner.system.files import make_folder, read_bounded, write_durably, write_json
@@ -59,6 +59,7 @@ class Bundles:
 
     Args:
         folder: ``OUT/explanations``.
+        seed: of what samples draw.
         facts: of this machine and its software.
         check: raises if another start of the run is now the writer.
         say: receives a warning if nothing can be written.
@@ -69,12 +70,14 @@ class Bundles:
         folder: Path,
         dataset: Dataset,
         *,
+        seed: int,
         facts: Mapping[str, Any],
         check: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
         self._folder = folder
         self._dataset = dataset
+        self._seed = seed
         self._facts = facts
         self._check = check
         self._say = say
@@ -129,7 +132,7 @@ class Bundles:
         index_of, samples, bytes_left = _indices(step_.plan), {}, _MOST_TENSORS
         for position in suspects:
             try:
-                sample = self._dataset[index_of[position]]
+                sample = read_sample(self._dataset, index_of[position], (self._seed, position))
             except Exception:  # a data set may raise anything; the sample's name is written anyway
                 continue
             if isinstance(sample, Sample) and bytes_left >= 4 * sample.tokens.size:

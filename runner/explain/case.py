@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,26 @@ class Evidence:
 def inconclusive(cause: Cause, why: str) -> Finding:
     """A finding that proves nothing."""
     return Finding(cause=cause, remedy=Remedy.ladder, why=why)
+
+
+def sticky(
+    ranks: Collection[int],
+    why: str = "samples are bad on {who}, its own and its neighbours'; on other ranks not",
+) -> Finding:
+    """
+    Args:
+        why: with ``{who}`` in place of the ranks.
+    """
+    ranks = sorted(ranks)
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return Finding(
+        cause=Cause.sticky,
+        remedy=Remedy.redo,
+        why=why.format(who=who),
+        refutation="it follows the samples to another rank",
+        is_tried=True,
+        ranks=tuple(ranks),
+    )
 
 
 def listing(positions: Sequence[int]) -> str:

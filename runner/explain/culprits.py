@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
-from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing
+from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing, sticky
 from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Bench, without_samples
 from runner.explain.reading import Reading, Usual, outstanding
@@ -63,12 +64,55 @@ class Culprits:
                 break
             remaining = self._without(culprits, f"E without {listing(sorted(culprits))}")
             if remaining.is_good(self._case.limits):
-                return self._data_finding(culprits, all_positions, is_tried=True)
+                return self._unless_dependent(culprits, all_positions)
             further = outstanding(remaining, self._level)
             if not further:
                 return self._bisect(sorted(all_positions - culprits), all_positions, culprits)
             culprits |= further
         return self._data_finding(culprits, all_positions, is_tried=False)
+
+    def _unless_dependent(self, culprits: set[int], all_positions: set[int]) -> Finding:
+        """The finding about culprits that stand out, unless they do so only because of others.
+
+        Where samples depend on each other, by a statistic of their micro-batch, one bad sample
+        makes all of them stand out. So some are computed without the others of their micro-batch.
+        """
+        groups = self._bench.micro_batches(self._evidence.batches)
+        shared = [sorted(culprits & set(group)) for group in groups]
+        shared = [group for group in shared if len(group) > 1]
+        for at in (0, -1) if shared else ():
+            if not self._budget_left:
+                self._evidence.not_tried.append("E: each culprit by itself: no computation left")
+                break
+            kept = {group[at] for group in shared}
+            if not kept <= self._bad_alone(kept, all_positions):
+                return self._guilty(culprits, shared, all_positions)
+        return self._data_finding(culprits, all_positions, is_tried=True)
+
+    def _bad_alone(self, kept: set[int], all_positions: set[int]) -> set[int]:
+        """Which of these stand out without all other samples."""
+        name = f"E only {listing(sorted(kept))}"
+        return outstanding(self._without(all_positions - kept, name), self._level) & kept
+
+    def _guilty(
+        self, culprits: set[int], shared: Sequence[Sequence[int]], all_positions: set[int]
+    ) -> Finding:
+        """The finding about the culprits that stand out alone, one of each micro-batch a time."""
+        needed = max(map(len, shared)) + 1
+        why = "samples depend on the others of their micro-batch, and stand out together"
+        if self._budget_left < needed:
+            self._evidence.not_tried.append(
+                f"E: each sample by itself takes {needed} computations, {self._budget_left} are "
+                "left (explain=full)"
+            )
+            return inconclusive(Cause.unclear, why)
+        guilty = culprits - {position for group in shared for position in group}
+        for kept in zip_longest(*shared):
+            guilty |= self._bad_alone({one for one in kept if one is not None}, all_positions)
+        remaining = self._without(guilty, f"E without {listing(sorted(guilty))}")
+        if guilty and remaining.is_good(self._case.limits):
+            return self._data_finding(guilty, all_positions, is_tried=True)
+        return inconclusive(Cause.unclear, why)
 
     @property
     def _budget_left(self) -> int:
@@ -112,7 +156,7 @@ class Culprits:
             culprits |= group
             remaining = self._without(culprits, f"E without {listing(sorted(culprits))}")
             if remaining.is_good(self._case.limits):
-                return self._data_finding(culprits, all_positions, is_tried=True)
+                return self._unless_of_rank(culprits, all_positions)
             order = [position for position in order if position not in culprits]
         if culprits:
             why = f"{len(culprits)} sample(s) stand out, but the step is bad without them too"
@@ -123,6 +167,32 @@ class Culprits:
             )
             self._evidence.not_tried.append(NOT_RECOMPUTED)
         return inconclusive(Cause.unclear, why)
+
+    def _unless_of_rank(self, culprits: set[int], all_positions: Collection[int]) -> Finding:
+        """The finding about culprits whose own numbers do not stand out.
+
+        They must be bad on other ranks too, or the fault is that of a rank.
+        """
+        data = self._data_finding(culprits, all_positions, is_tried=True)
+        if self._bench.world_size < 2:
+            return data
+        if not self._budget_left:
+            self._evidence.not_tried.append("E: the culprits on other ranks: no computation left")
+            return replace(data, remedy=Remedy.ladder, is_tried=False)
+        others = set(all_positions) - culprits
+        reading = self._bench.rotated_without(self._case.attempt.plan, others)
+        reading = replace(reading, tokens=self._whole, usual_loss=self._usual_loss)
+        self._evidence.note(f"B only {listing(sorted(culprits))}", reading)
+        if not reading.is_good(self._case.limits):
+            return data
+        rows = self._evidence.first.rows
+        ranks = {rows[position].rank for position in culprits}
+        if len(ranks) > 1:
+            return inconclusive(
+                Cause.unclear,
+                f"{len(culprits)} sample(s) make the step bad on their ranks and not on others",
+            )
+        return sticky(ranks, "samples are bad on {who} each time, and good on another rank")
 
     def _first_culprits(
         self, order: Sequence[int], named: Collection[int], all_positions: Collection[int]

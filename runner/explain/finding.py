@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-from runner.policy.decision.history import GO_BACK, MIX, NUMERICS
+from runner.policy.decision.history import GO_BACK, MIX, NUMERICS, RATE, STATE, STICKY
 
 
 class Cause(Enum):
@@ -15,12 +15,12 @@ class Cause(Enum):
 
     transient = "hardware, transient"
     misread = "read wrongly once"
-    sticky = "hardware, sticky"
-    state = "state corrupted"
+    sticky = STICKY
+    state = STATE
     numerics = NUMERICS
     data = "data"
     data_mix = MIX
-    rate = "rate"
+    rate = RATE
     not_reproducible = "not reproducible"
     unclear = "unclear"
 

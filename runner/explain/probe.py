@@ -17,14 +17,15 @@ import torch
 
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import Feed, MicroBatch
-from runner.distributed.agreement import Ranks
+from runner.distributed.observers import Failure, ObservedRanks
 from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
 from runner.engine.randomness import same_randomness
 from runner.explain.layers import ModuleWatch, first_bad, largest_by_module
 from runner.explain.reading import Reading, Row, Share
 from runner.health.checks import checksum
 from runner.health.heartbeat import Heartbeat
-from runner.system.error import RankError, RunnerError
+from runner.health.preemption import StopLook
+from runner.system.error import RankError
 
 # The name of each sequence of a micro-batch in a reading; None for padding.
 Names = Sequence[int | None]
@@ -47,7 +48,9 @@ class Bench:
     """Computes variations of one attempt on one rank.
 
     Args:
+        unit: what the guard takes for a nat (``guard.loss_floor`` over its default).
         may_watch: whether hooks can watch modules; they cannot in compiled ones.
+        stop: looked at before each reading of samples and each micro-batch.
     """
 
     def __init__(
@@ -55,10 +58,14 @@ class Bench:
         *,
         engine: Engine,
         feed: Feed,
-        ranks: Ranks,
+        ranks: ObservedRanks,
         heart: Heartbeat,
+        stop: StopLook,
         may_watch: bool = True,
+        unit: float = 1.0,
     ) -> None:
+        self._unit = unit
+        self._stop = stop
         self._may_watch = may_watch
         self._narrow: ModuleWatch | None = None
         self._wide = ModuleWatch()
@@ -79,6 +86,7 @@ class Bench:
 
     def begin(self, attempt: Attempt) -> Reading:
         """Start with a new attempt; returns its own reading, from all ranks."""
+        self._stop.now()
         self.num_steps = 0
         self._narrow = None
         self._seeds = attempt.seeds
@@ -97,7 +105,9 @@ class Bench:
         """
         self._heart.enter("explain")
         with same_randomness(self._engine.device):
-            sums = self._engine.accumulate(self._micro_steps(batches))
+            micro_steps = self._micro_steps(batches)
+            self._ranks.ready()
+            sums = self._engine.accumulate(micro_steps)
             self._drop_gradients()
         self.num_steps += 1
         return self._gather_reading(sums, batches, names or [batch.positions for batch in batches])
@@ -121,23 +131,27 @@ class Bench:
         """Whether the engine can make an update in the wider precision."""
         return self._engine.applies_wider
 
-    def compute_wider(self, batches: Sequence[MicroBatch]) -> Reading | None:
-        """:meth:`compute_watched` in the wider precision; None if memory is too small."""
+    def compute_wider(self, batches: Sequence[MicroBatch]) -> Reading | Failure:
+        """:meth:`compute_watched` in the wider precision, if the model can be computed in it."""
+        self._stop.now()
         self._heart.enter("explain")
-        twin = self._engine.twin
+        self.num_steps += 1
+        result = self._ranks.attempt(lambda: self._wider_reading(batches))
+        if isinstance(result, Failure):
+            self._engine.recover()
+        return result
+
+    def _wider_reading(self, batches: Sequence[MicroBatch]) -> Reading:
         try:
-            self._ranks.all_or_none(f"building the model in {self.wider}", self._open_twin)
+            self._open_twin()
             with same_randomness(self._engine.device):
-                sums = self._engine.accumulate_wider(
-                    self._micro_steps(batches), watch=self._wide.over
-                )
+                micro_steps = self._micro_steps(batches)
+                self._ranks.ready()
+                sums = self._engine.accumulate_wider(micro_steps, watch=self._wide.over)
                 if self._engine.applies_wider:
                     self._drop_gradients()
-        except RunnerError:  # from all_or_none, so the same on all ranks
-            return None
         finally:
-            twin.close()
-        self.num_steps += 1
+            self._engine.twin.close()
         return self._gather_reading(sums, batches, [batch.positions for batch in batches])
 
     def _open_twin(self) -> None:
@@ -188,11 +202,13 @@ class Bench:
                 strayed.add(str(rows[0][0]))
         return sorted(strayed)
 
-    def _micro_steps(self, batches: Sequence[MicroBatch]) -> list[MicroStep]:
-        return [
-            MicroStep(batch=batch.to(self._engine.device), seed=seed)
-            for batch, seed in zip(batches, self._seeds, strict=True)
-        ]
+    def _micro_steps(self, batches: Sequence[MicroBatch]) -> Sequence[MicroStep]:
+        return self._stop.over(
+            [
+                MicroStep(batch=batch.to(self._engine.device), seed=seed)
+                for batch, seed in zip(batches, self._seeds, strict=True)
+            ]
+        )
 
     def known(self, indices: Indices) -> Reading:
         """Compute the step on a fixed set of samples that are known to be good."""
@@ -212,12 +228,34 @@ class Bench:
         # Counts the other ranks' samples as if they had the same level.
         return replace(reading, tokens=reading.tokens * self.world_size)
 
+    def compute_of(self, batches: Sequence[MicroBatch], rank: int) -> Reading:
+        """The step with the samples of one rank; all others compute padding.
+
+        They count as if they had the same level as that rank's.
+        """
+        whole = self._ranks.sum([float(sum(sum(batch.counts()) for batch in batches))])[0]
+        if rank != self.rank:
+            own = [p for batch in batches for p in batch.positions if p is not None]
+            batches = without_samples(batches, own)
+        reading = self.compute(batches)
+        return replace(reading, tokens=whole, usual_loss=reading.loss)
+
+    def micro_batches(self, batches: Sequence[MicroBatch]) -> list[list[int]]:
+        """The positions of each micro-batch of all ranks. Collective."""
+        own = [[p for p in batch.positions if p is not None] for batch in batches]
+        return [list(one) for of_rank in self._ranks.gather(own) for one in of_rank]
+
+    def rotated_without(self, plan: BatchPlan, positions: Collection[int]) -> Reading:
+        """:meth:`rotated` by one rank, with padding instead of the samples at these positions."""
+        return self.compute(without_samples(self.read(plan, shift=1), positions))
+
     def _fixed_batches(self, indices: Indices) -> list[MicroBatch]:
         with same_randomness(self._engine.device):
             return self._feed.fixed(indices)
 
     def read(self, plan: BatchPlan, *, shift: int = 0) -> tuple[MicroBatch, ...]:
-        """Read the share of rank ``rank - shift`` from the data set once more."""
+        """Read the share of rank ``rank - shift`` from the data set once more. Collective."""
+        self._stop.now()
         self._heart.enter("explain")
         source_rank = (self.rank - shift) % self.world_size
         with same_randomness(self._engine.device):
@@ -258,7 +296,8 @@ class Bench:
             for name, loss, norm, count in of_rank
         }
         shares = [Share(loss=s[0], square=s[1], nonfinite=s[2] > 0, count=s[3]) for s, _ in by_rank]
-        return Reading(rows=rows, shares=shares, tokens=max(1.0, sum(s.count for s in shares)))
+        tokens = max(1.0, sum(s.count for s in shares))
+        return Reading(rows=rows, shares=shares, tokens=tokens, unit=self._unit)
 
 
 def _parameters(engine: Engine) -> list[Shard]:

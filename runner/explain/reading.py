@@ -7,6 +7,7 @@ bits on whichever rank it is computed, the norm has not (the order of its sums i
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,13 +65,14 @@ class Reading:
     ``rows`` are by position in the stream, without padding; samples from elsewhere have negative
     numbers. ``shares`` are by rank. ``tokens`` is the divisor of loss and norm: that of the whole
     batch, also if samples are left out. Those then count with ``usual_loss`` nats per token and a
-    gradient of zero.
+    gradient of zero. ``unit`` is what the guard takes for a nat: a model's losses may have others.
     """
 
     rows: Mapping[int, Row]
     shares: Sequence[Share]
     tokens: float
     usual_loss: float | None = None
+    unit: float = 1.0
 
     @property
     def loss(self) -> float:
@@ -117,16 +119,20 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """The largest level (nats per token) and gradient norm among samples known to be good."""
+    """The largest level (nats per token) and gradient norm among samples known to be good.
+
+    ``above``: how far above that level a sample stands out.
+    """
 
     level: float
     norm: float
+    above: float = _NATS_ABOVE
 
     def stands_out(self, row: Row) -> bool:
         """Whether the sample is bad by itself."""
         return (
             not row.is_finite
-            or row.level > self.level + _NATS_ABOVE
+            or row.level > self.level + self.above
             or row.norm > self.norm * _NORMS_ABOVE
         )
 
@@ -139,7 +145,9 @@ def usual(known: Reading, *, without: Collection[int] = ()) -> Usual | None:
     rows = [row for row in known.rows.values() if row.rank not in without]
     if not rows or not all(row.is_finite for row in rows):
         return None
-    return Usual(max(row.level for row in rows), max(row.norm for row in rows))
+    levels = [row.level for row in rows]
+    above = max(_NATS_ABOVE * known.unit, statistics.pstdev(levels))
+    return Usual(max(levels), max(row.norm for row in rows), above)
 
 
 def outstanding(reading: Reading, level: Usual) -> set[int]:

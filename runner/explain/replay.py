@@ -11,13 +11,15 @@ from dataclasses import replace
 
 from runner.data.cursor import BatchPlan, Indices
 from runner.data.feed import MicroBatch
-from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing
+from runner.distributed.observers import Failure
+from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing, sticky
 from runner.explain.culprits import Culprits
 from runner.explain.earlier_weights import doubt_culprits
 from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Bench
 from runner.explain.reading import (
     Reading,
+    Row,
     differing_ranks,
     is_beyond,
     noise_floor,
@@ -29,6 +31,7 @@ from runner.explain.reading import (
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
 _REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault
+_MOST_DOUBTS = 2  # repetitions of a step whose cause would be an operation, or samples together
 _MOST_NOISE = 1e-3  # relative; with more noise a replay proves nothing
 _MOST_READS = 3  # reads of a batch, until two in a row are equal
 _MOST_RANKS_ALONE = 4  # tested one by one; more would exceed the budget of an incident
@@ -85,6 +88,22 @@ class Replay:
         indices = self._known()
         return self._bench.known(indices) if len(indices) else None
 
+    def repeats_known(self) -> bool:
+        """Whether known samples give the same numbers twice, and on other ranks. Collective."""
+        indices = self._known()
+        once, twice = self._bench.known(indices), self._bench.known(indices)
+        others = self._bench.known(indices[::-1])  # each sample on another rank
+        last = len(indices) - 1
+        moved = {-2 - last - name: row for name, row in others.rows.items()}
+        return (
+            noise_floor([once, twice]) <= _MOST_NOISE
+            and relative_difference(once.grad_norm, others.grad_norm) <= _FAR_LOSS
+            and all(
+                relative_difference(row.loss, moved[name].loss) <= _MOST_NOISE
+                for name, row in once.rows.items()
+            )
+        )
+
     def _find(self, case: Case, evidence: Evidence) -> Finding:
         again = evidence.note("A", self._bench.compute_watched(evidence.batches))
         if again.is_good(case.limits):
@@ -107,7 +126,7 @@ class Replay:
         bad = [reading for reading in readings if not reading.is_good(case.limits)]
         if bad:
             good = [reading for reading in readings if reading.is_good(case.limits)]
-            return _intermittent(good, [evidence.first, *bad])
+            return self._intermittent(case, evidence, good, [evidence.first, *bad])
         floor = noise_floor(readings)
         evidence.numbers["floor"] = floor
         if floor > _MOST_NOISE or not all(
@@ -192,9 +211,9 @@ class Replay:
             ranks = _sticky_ranks([again, rotated], known, self._bench.world_size)
             ranks = ranks or _where_samples_turn_bad(again, rotated, known)
             if ranks:
-                return _differing_copy(ranks) if self._bench.copies_differ() else _sticky(ranks)
+                return _differing_copy(ranks) if self._bench.copies_differ() else sticky(ranks)
             if rotated.is_good(case.limits):
-                return self._repeat(case, evidence, again)
+                return self._repeat(case, evidence, again, rotated)
         else:
             evidence.not_tried.append("B: there is one rank only")
         numerics = None if case.overflowed else self._numerics(case, evidence, again)
@@ -207,11 +226,16 @@ class Replay:
             known = later
         level = usual(known)
         assert level is not None, "a good reading is finite"
+        readings = [reading for reading in (again, rotated) if reading is not None]
+        if not set.intersection(*(outstanding(reading, level) for reading in readings)):
+            unsteady = self._unsteady(case, evidence, again)
+            if unsteady is not None:
+                return unsteady
         culprits = Culprits(self._bench, case, evidence, known=known, level=level)
-        finding = culprits.find([reading for reading in (again, rotated) if reading is not None])
+        finding = culprits.find(readings)
         return doubt_culprits(self._bench, case, evidence, indices=indices, finding=finding)
 
-    def _repeat(self, case: Case, evidence: Evidence, again: Reading) -> Finding:
+    def _repeat(self, case: Case, evidence: Evidence, again: Reading, rotated: Reading) -> Finding:
         """Repeat a step that was bad twice, but good when ranks swapped their samples."""
         good: list[Reading] = []
         bad = [evidence.first, again]
@@ -220,7 +244,65 @@ class Replay:
                 break
             reading = evidence.note(f"A{number}", self._bench.compute(evidence.batches))
             (good if reading.is_good(case.limits) else bad).append(reading)
-        return _intermittent(good, bad)
+        if good:
+            return self._intermittent(case, evidence, good, bad)
+        # Bad each time on these ranks and good on others: the samples decide whether a device
+        # fails, but they are not at fault.
+        ranks = _turning_ranks(again, rotated) or self._own_samples_alone(case, evidence)
+        if not ranks:
+            return inconclusive(
+                Cause.unclear,
+                f"bad {len(bad)} of {len(bad)} times, and good when ranks swapped their samples: a "
+                "device that fails on some samples; no rank can be named",
+            )
+        return sticky(ranks, "samples are bad on {who} each time, and good on another rank")
+
+    def _own_samples_alone(self, case: Case, evidence: Evidence) -> set[int]:
+        """The ranks that make the step bad while all others compute padding, in all tries.
+
+        Empty if all do, none does, or there are too many ranks to try.
+        """
+        bad: set[int] = set()
+        world_size = self._bench.world_size
+        if world_size > _MOST_RANKS_ALONE:
+            return bad
+        while evidence.left(self._bench) >= world_size and not bad:
+            for rank in range(world_size):
+                alone = self._bench.compute_of(evidence.batches, rank)
+                if not evidence.note(f"rank {rank} alone", alone).is_good(case.limits):
+                    bad.add(rank)
+        return bad if len(bad) < world_size else set()
+
+    def _intermittent(
+        self, case: Case, evidence: Evidence, good: Sequence[Reading], bad: Sequence[Reading]
+    ) -> Finding:
+        """The finding for a step that is sometimes good and sometimes bad: samples are not at
+        fault.
+
+        A rank is named if only its own numbers differed each time the step was bad, or if it alone
+        has made the step bad.
+        """
+        rank = _differing_rank(good, bad)
+        ranks = self._own_samples_alone(case, evidence) if rank is None else {rank}
+        if len(ranks) == 1:
+            (rank,) = ranks
+            return Finding(
+                cause=Cause.sticky,
+                remedy=Remedy.redo,
+                why=f"rank {rank} computes bad numbers intermittently (the step was bad {len(bad)} "
+                f"of {len(bad) + len(good)} times) from the same samples and weights; no other "
+                "rank does",
+                refutation="another rank's numbers differ, or none",
+                is_tried=True,
+                ranks=(rank,),
+            )
+        finding = inconclusive(
+            Cause.not_reproducible,
+            f"the same step is sometimes good ({len(good)} times) and sometimes bad "
+            f"({len(bad)} times): a device that fails intermittently, or a computation that is not "
+            "deterministic",
+        )
+        return replace(finding, remedy=Remedy.redo)
 
     # -- C: in a wider precision ----------------------------------------------------------------
 
@@ -231,8 +313,8 @@ class Replay:
             evidence.not_tried.append("C: there is no wider precision here")
             return None
         wide = self._bench.compute_wider(evidence.batches)
-        if wide is None:
-            evidence.not_tried.append(f"C: no memory for the model in {name}")
+        if isinstance(wide, Failure):
+            evidence.not_tried.append(f"C: this model cannot be computed in {name}: {wide.why}")
             return None
         evidence.note(f"C {name}", wide)
         if not wide.is_good(case.limits) or not _is_far(again, wide):
@@ -242,6 +324,9 @@ class Replay:
             # A wider precision can hold the number of a flipped bit: no operation is at fault.
             evidence.numbers["strayed"] = strayed[:_MOST_NAMES]
             return None
+        unsteady = self._unsteady(case, evidence, again)
+        if unsteady is not None:
+            return unsteady
         module, evidence.layers = self._bench.first_bad_module()
         module_text = (
             f"the first bad number comes from {module}" if module else "no module is named"
@@ -257,6 +342,19 @@ class Replay:
             module=module,
             not_tried=() if applies else (f"this engine makes no update in {name}: {_ADVICE}",),
         )
+
+    def _unsteady(self, case: Case, evidence: Evidence, again: Reading) -> Finding | None:
+        """The finding if the step does not repeat: then no comparison with it proves anything."""
+        bad = [evidence.first, again]
+        for number in range(min(_MOST_DOUBTS, evidence.left(self._bench))):
+            once_more = evidence.note(
+                f"A once more {number}", self._bench.compute(evidence.batches)
+            )
+            if once_more.is_good(case.limits):
+                return self._intermittent(case, evidence, [once_more], bad)
+            if _is_far(again, once_more):
+                return self._intermittent(case, evidence, [], [*bad, once_more])
+        return None
 
     def _later_is_good(self, case: Case, known: Reading, evidence: Evidence) -> Reading | None:
         """The reading of samples far after the incident, if it shows that the weights are intact.
@@ -279,13 +377,17 @@ class Replay:
         self, case: Case, indices: Indices, known: Reading, evidence: Evidence
     ) -> Finding:
         """The finding if known samples are bad as well: the data is not at fault."""
+        if evidence.left(self._bench):
+            once_more = evidence.note("known again", self._bench.known(indices))
+            if once_more.is_good(case.limits):
+                return self._intermittent(case, evidence, [once_more], [evidence.first, known])
         known_level = usual(known)
         is_gradient_alone = known_level is not None and known.loss <= case.limits.loss
         few_ranks = 1 < self._bench.world_size <= _MOST_RANKS_ALONE
         if is_gradient_alone and few_ranks and evidence.left(self._bench) > self._bench.world_size:
-            rank = self._rank_alone(case, indices, evidence)
-            if rank is not None:
-                return _sticky([rank])
+            ranks = self._ranks_alone(case, indices, evidence)
+            if ranks:
+                return sticky(ranks)
         why = "samples that are known to be good are bad with these weights too"
         if case.came_again:
             why += (
@@ -297,10 +399,10 @@ class Replay:
             why += ": the state is corrupted or the rate too high; it is not these samples"
         return Finding(cause=Cause.unclear, remedy=Remedy.go_back, why=why)
 
-    def _rank_alone(self, case: Case, indices: Indices, evidence: Evidence) -> int | None:
-        """The only rank whose gradient is bad while all others compute padding; None if not one.
+    def _ranks_alone(self, case: Case, indices: Indices, evidence: Evidence) -> list[int]:
+        """The ranks whose gradient is bad while all others compute padding; empty if all are.
 
-        It must be bad with other samples too. Weights may be bad for a few samples, and one rank
+        They must be bad with other samples too. Weights may be bad for a few samples, and one rank
         has them all by chance: its device is sound.
         """
         alone = [
@@ -308,16 +410,17 @@ class Replay:
             for rank in range(self._bench.world_size)
         ]
         bad = [rank for rank, reading in enumerate(alone) if not reading.is_good(case.limits)]
-        if len(bad) != 1:
-            return None
-        (rank,) = bad
-        others = max(reading.grad_norm for reading in alone if reading is not alone[rank])
-        if alone[rank].grad_norm <= _STANDS_ALONE * others or not evidence.left(self._bench):
-            return None
-        with_others = self._bench.known_of(indices[::-1], rank)
-        evidence.note(f"rank {rank} alone, other samples", with_others)
-        is_small = with_others.grad_norm <= _STANDS_ALONE * others  # NaN is not
-        return None if is_small or with_others.is_good(case.limits) else rank
+        if not bad or len(bad) == len(alone) or evidence.left(self._bench) < len(bad):
+            return []
+        others = max(one.grad_norm for rank, one in enumerate(alone) if rank not in bad)
+        for rank in bad:
+            with_others = self._bench.known_of(indices[::-1], rank)
+            evidence.note(f"rank {rank} alone, other samples", with_others)
+            for one in (alone[rank], with_others):
+                is_small = one.grad_norm <= _STANDS_ALONE * others  # NaN is not
+                if is_small or one.is_good(case.limits):
+                    return []
+        return bad
 
 
 def _is_far(first: Reading, other: Reading) -> bool:
@@ -363,8 +466,7 @@ def _where_samples_turn_bad(again: Reading, rotated: Reading, known: Reading) ->
     ranks = [ranks_of(one, of_one) for one, of_one in zip((again, rotated), sets, strict=True)]
     is_one = all(sets) and ranks[0] == ranks[1] and len(ranks[0]) == 1
     moves = all(
-        relative_difference(again.rows[p].loss, rotated.rows[p].loss) > _FAR_LOSS
-        and again.rows[p].rank != rotated.rows[p].rank
+        _differs_far(again.rows[p], rotated.rows[p]) and again.rows[p].rank != rotated.rows[p].rank
         for p in sets[0] | sets[1]
     )
     return tuple(ranks[0]) if is_one and moves and not sets[0] & sets[1] else ()
@@ -383,33 +485,30 @@ def _nonfinite_ranks(readings: Sequence[Reading], world_size: int) -> tuple[int,
     return tuple(sorted(first)) if is_same and len(first) < world_size else ()
 
 
-def _intermittent(good: Sequence[Reading], bad: Sequence[Reading]) -> Finding:
-    """The finding for a step that is sometimes good and sometimes bad.
-
-    A rank is named if only its own numbers differed each time the step was bad.
-    """
+def _differing_rank(good: Sequence[Reading], bad: Sequence[Reading]) -> int | None:
+    """The only rank whose own numbers differed from the good ones each time the step was bad."""
     floor = noise_floor(good) if len(good) > 1 else 1.0
-    ranks_by_reading = (
-        [differing_ranks(one, good, floor) for one in bad] if floor <= _MOST_NOISE else []
-    )
-    if len(ranks_by_reading) > 1 and all(
-        ranks == ranks_by_reading[0] and len(ranks) == 1 for ranks in ranks_by_reading
-    ):
-        (rank,) = ranks_by_reading[0]
-        return Finding(
-            cause=Cause.sticky,
-            remedy=Remedy.redo,
-            why=f"rank {rank} computes bad numbers intermittently ({len(bad)} of "
-            f"{len(bad) + len(good)} times) from the same samples and weights; all other ranks' "
-            "numbers are the same each time",
-            refutation="another rank's numbers differ, or none",
-            is_tried=True,
-            ranks=(rank,),
-        )
-    return inconclusive(
-        Cause.not_reproducible,
-        "the same step is sometimes good and sometimes bad: a device that fails intermittently, "
-        "or a computation that is not deterministic",
+    if floor > _MOST_NOISE:
+        return None
+    by_reading = [differing_ranks(one, good, floor) for one in bad]
+    is_one = len(by_reading[0]) == 1 and all(ranks == by_reading[0] for ranks in by_reading)
+    return next(iter(by_reading[0])) if is_one and len(by_reading) > 1 else None
+
+
+def _turning_ranks(again: Reading, rotated: Reading) -> set[int]:
+    """The ranks on which samples have other numbers than on the next rank, and are bad."""
+    return {
+        row.rank
+        for position, row in again.rows.items()
+        for other in [rotated.rows.get(position)]
+        if other is not None and other.rank != row.rank and _differs_far(row, other)
+    }
+
+
+def _differs_far(row: Row, other: Row) -> bool:
+    return (
+        relative_difference(row.loss, other.loss) > _FAR_LOSS
+        or relative_difference(row.norm, other.norm) > _FAR_NORM
     )
 
 
@@ -422,18 +521,6 @@ def _differing_copy(ranks: Sequence[int]) -> Finding:
         why=f"all samples are bad on rank {who}, and its copy of the weights differs from the "
         "others",
         refutation="the copies are equal",
-        is_tried=True,
-        ranks=tuple(ranks),
-    )
-
-
-def _sticky(ranks: Sequence[int]) -> Finding:
-    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return Finding(
-        cause=Cause.sticky,
-        remedy=Remedy.ladder,
-        why=f"samples are bad on {who}, its own and its neighbours'; on other ranks they are good",
-        refutation="it follows the samples to another rank",
         is_tried=True,
         ranks=tuple(ranks),
     )

@@ -92,8 +92,15 @@ class FaultInjector:
     def at(self, point: str, step: int) -> None:
         """End or freeze this rank, when a fault says so at this point of this step."""
         for fault in self._faults:
-            is_due = fault.kind in ENDINGS and fault.at == point
+            is_due = fault.kind in ENDINGS and fault.at == point and not fault.observer
             if is_due and fault.is_due(step, self._rank) and self._fires_first_time(fault):
+                _end(fault)
+
+    def in_observer(self, name: str, call: int) -> None:
+        """Raise in what only looks, when a fault says so before this exchange of its."""
+        for fault in self._faults:
+            is_due = fault.observer == name and fault.call == call
+            if is_due and fault.is_due(self._step, self._rank) and self._fires_first_time(fault):
                 _end(fault)
 
     def disturbance(self, positions: Sequence[int | None]) -> Disturbance | None:
@@ -137,7 +144,10 @@ class FaultInjector:
     def _ending_in(self, point: str) -> Callable[[], None] | None:
         step = self._step
         due = any(
-            fault.kind in ENDINGS and fault.at == point and fault.is_due(step, self._rank)
+            fault.kind in ENDINGS
+            and fault.at == point
+            and not fault.observer
+            and fault.is_due(step, self._rank)
             for fault in self._faults
         )
         return (lambda: self.at(point, step)) if due else None

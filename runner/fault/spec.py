@@ -18,6 +18,9 @@
     kill@step=30,rank=0              SIGKILL
     abort@step=30,rank=0             SIGABRT, as a failed assertion in C++ gives
     raise@step=30,rank=0             an exception
+    raise@observer=explain,step=30,rank=0,call=2
+                                     an exception in what only looks, before its second exchange
+                                     with other ranks; 0: as it begins
     stop@step=30,rank=1              SIGSTOP: the whole process freezes
     hang@step=30,rank=1              the training thread stops moving
         each with at=POINT: fetch (default), forward, backward, agree, apply, save, rollback
@@ -83,6 +86,7 @@ LASTING = ("slow", "no_break", "sticky", "wrong", "wrong_grad", "oom", "overflow
 POINTS = ("fetch", "forward", "backward", "agree", "apply", "save", "rollback")
 _OPTIONAL = {
     **{kind: {"rank", "at"} for kind in ENDINGS},
+    "raise": {"rank", "at", "observer", "call"},
     "spike": {"scale"},
     "poison": set[str](),
     "corrupt_checkpoint": set[str](),
@@ -106,6 +110,8 @@ class Fault:
     rows: int = 0
     at: str = "fetch"
     module: str = ""
+    observer: str = ""
+    call: int = 0
 
     def is_due(self, step: int, rank: int) -> bool:
         """Whether it is bound to this step on this rank."""
@@ -148,6 +154,8 @@ def _parse(text: str) -> Fault:
         rows=int(_number(text, given, "rows")) if "rows" in given else 0,
         at=_point(text, given),
         module=given.get("module", ""),
+        observer=given.get("observer", ""),
+        call=int(_number(text, given, "call")) if "call" in given else 0,
     )
 
 

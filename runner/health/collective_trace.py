@@ -2,29 +2,31 @@
 
 gloo and NCCL have separate recorders. NCCL's asks the device how far each collective
 is, which may wait for a driver lock that a hung device never releases: it is asked in a
-thread, with a time limit.
+thread, with a time limit. From torch 2.14 on "nccl" makes another backend, whose collectives a
+hook records: each such backend has a recorder of its own, known by the backend's name.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from runner.health.flight_recorder import NCCL
 from runner.health.trace_dump import entries_of
 
 _SECONDS = 3.0
+_RECORDED_BY_HOOK = ("nccl2", "nccl-lazy")
 
 _Dump = Callable[[], bytes]
 
 
 def has_nccl() -> bool:
     """Whether there is an NCCL recorder, which may not answer."""
-    return _nccl_dump() is not None
+    return bool(_nccl_dumps())
 
 
 def collectives(*, seconds: float = _SECONDS) -> tuple[list[dict[str, Any]], str]:
@@ -40,11 +42,15 @@ def collectives(*, seconds: float = _SECONDS) -> tuple[list[dict[str, Any]], str
     if not dist.is_initialized():
         return [], ""
     entries = _entries(_default_dump)
-    dump = _nccl_dump()
-    if dump is None:
+    dumps = _nccl_dumps()
+    if not dumps:
         return entries, ""
     answers: list[list[dict[str, Any]]] = []
-    thread = threading.Thread(target=lambda: answers.append(_entries(dump)), daemon=True)
+
+    def ask() -> None:
+        answers.append([entry for dump in dumps for entry in _entries(dump)])
+
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
     if not answers:
@@ -60,16 +66,18 @@ def _default_dump() -> bytes:
     return dumped
 
 
-def _nccl_dump() -> _Dump | None:
-    """Dump NCCL's recorder; None without NCCL. Newer versions of torch use the backend's name."""
+def _nccl_dumps() -> Sequence[_Dump]:
+    """Dump NCCL's recorders; empty without NCCL."""
     private: Any = torch._C._distributed_c10d
+    dumps: list[_Dump] = []
     if hasattr(private, "_dump_nccl_trace"):
-        return lambda: private._dump_nccl_trace(True, True, False)
+        dumps.append(lambda: private._dump_nccl_trace(True, True, False))
     # A C++ function gives its signature only in its docstring.
     knows_backends = "backend" in (getattr(private._dump_fr_trace, "__doc__", None) or "")
-    if not knows_backends or not dist.is_nccl_available():
-        return None
-    return lambda: private._dump_fr_trace(True, True, False, NCCL)
+    if knows_backends and dist.is_nccl_available():
+        by_name = partial(private._dump_fr_trace, True, True, False)
+        dumps += [partial(by_name, name) for name in _RECORDED_BY_HOOK]
+    return dumps
 
 
 def _entries(dump: _Dump) -> list[dict[str, Any]]:

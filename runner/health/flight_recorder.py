@@ -15,8 +15,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.distributed.debug import is_nccl
+
 Entry = Mapping[str, Any]
-NCCL = "nccl"
+_LEGACY = "nccl"  # the only one whose recorder may know that a device has begun
 
 # Collectives in which every rank must contribute the same amount.
 _SAME_SIZES = (
@@ -56,16 +58,21 @@ def backend_of(group: str) -> str:
     return group.partition("/")[2]
 
 
+def is_launched(group: str) -> bool:
+    """Whether the hosts only launch the collectives of this group, and run on."""
+    return is_nccl(backend_of(group))
+
+
 def waits_in(entries: Sequence[Entry]) -> Entry | None:
     """The collective that a rank waits in: the first NCCL collective that its device is in.
 
     Without NCCL collectives it is the newest one, if that is unfinished.
     """
-    launched = [e for e in entries if backend_of(str(e["group"])) == NCCL and not e["finished"]]
+    launched = [e for e in entries if is_launched(str(e["group"])) and not e["finished"]]
     begun = [entry for entry in launched if entry["state"] == "started"]
     if begun or launched:
         return (begun or launched)[0]
-    newest = next((e for e in reversed(entries) if backend_of(str(e["group"])) != NCCL), None)
+    newest = next((e for e in reversed(entries) if not is_launched(str(e["group"]))), None)
     return newest if newest is not None and not newest["finished"] else None
 
 
@@ -130,7 +137,7 @@ def _in_group(group: str, members: Mapping[int, Mapping[int, Entry]]) -> Diverge
         divergence = _at(group, seq, entered, absent)
         if divergence is not None:
             return divergence
-        if backend_of(group) == NCCL and _waiting(entered):
+        if is_launched(group) and _waiting(entered):
             return _on_devices(group, seq, entered)
     return None
 
@@ -162,7 +169,7 @@ def _absent(
     group: str, seq: int, waiting: Mapping[int, Entry], absent: tuple[int, ...]
 ) -> Divergence:
     where = _each(seq, waiting)
-    if backend_of(group) == NCCL and len(absent) > len(waiting):
+    if is_launched(group) and len(absent) > len(waiting):
         return Divergence(
             kind="absent",
             ranks=(),
@@ -184,7 +191,7 @@ def _on_devices(group: str, seq: int, inside: Mapping[int, Entry]) -> Divergence
     """Find the device that is behind, where all hosts launched the same.
 
     Whether a device has begun is recorded only with TORCH_NCCL_ENABLE_TIMING=1, which
-    ``debug=nccl`` and ``debug=collectives`` set.
+    ``debug=nccl`` and ``debug=collectives`` set; nccl2 never records it.
     """
     over = [rank for rank, entry in inside.items() if entry["finished"]]
     begun = [rank for rank, entry in inside.items() if entry["state"] == "started"]
@@ -216,12 +223,14 @@ def _on_devices(group: str, seq: int, inside: Mapping[int, Entry]) -> Divergence
             f"the device of rank {named(begun)} waits in what most have not reached; whose device "
             f"blocks them is unknown: {waiting}{done}",
         )
+    timing = "TORCH_NCCL_ENABLE_TIMING=1 (debug=nccl sets it)"
+    if backend_of(group) != _LEGACY:
+        timing = f"TORCH_DIST_USE_NCCL2=0 and {timing}"
     return divergence(
         "network",
         (),
         "every host has launched it, the devices do not get through: a device that hangs before it "
-        "and a network that is down cannot be distinguished without TORCH_NCCL_ENABLE_TIMING=1 "
-        f"(debug=nccl sets it): {waiting}{done}",
+        f"and a network that is down cannot be distinguished without {timing}: {waiting}{done}",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -30,6 +31,22 @@ def leave(code: int) -> NoReturn:
         end_within(_LEAVE_SECONDS, code)
         tell_exit(variables(), rank_name(own_rank(variables())), code)
         output.finish()
+    finally:
+        os._exit(code)
+
+
+def leave_after_exit_functions(code: int) -> NoReturn:
+    """End a command: what is registered for the end runs, and the interpreter is not finalized.
+
+    While that takes its modules apart, C++ extensions complain of what they think is leaked, some
+    30 lines of Triton's below our last one (torch 2.15).
+    """
+    try:
+        output.finish()
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
     finally:
         os._exit(code)
 

@@ -51,7 +51,7 @@ _FROM_GLOO = re.compile(
 _EXPLAINED = re.compile(r"ncclSystemError: System call.*")
 # torch appends the C++ frames, in which the names of gloo and NCCL functions stand.
 _CPP_STACK = re.compile(r"\nException raised from .*|\nframe #\d+: .*", re.DOTALL)
-_LAST_ERROR = re.compile(r"Last error:\s*(\S.*)")
+_LAST_ERROR = re.compile(r"Last [Ee]rror:\s*(\S.*)")
 
 
 def whose_fault(error: BaseException) -> str:

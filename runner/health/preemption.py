@@ -1,7 +1,8 @@
 """A request to stop: a signal to any rank, or the scheduler's time limit.
 
-The other ranks learn of it at the step's end. The watchdog looks too, because a Python signal
-handler does not run while the training thread waits inside a collective.
+The other ranks learn of it at the step's end, and in evaluations and probes at each micro-batch.
+The watchdog looks too, because a Python signal handler does not run while the training thread waits
+inside a collective.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, Protocol, TypeVar
 
 from runner.health.leave import leave
 from runner.system.exit_codes import EXIT_PREEMPTED
@@ -21,6 +22,7 @@ from runner.system.process import answer_hangup
 
 _log = logging.getLogger(__name__)
 
+Item = TypeVar("Item")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 # A scheduler signals the launcher and its ranks, and the launcher forwards its own: within
@@ -91,16 +93,19 @@ class StopRequest:
         if self._asked is None:
             self._asked = (time.monotonic(), reason)
 
-    def look(self) -> None:
+    def look(self, under_way: str) -> None:
         """End a rank that was asked to stop and cannot; called by the watchdog.
 
         This happens one second after the training thread should have stopped by itself.
+
+        Args:
+            under_way: what the rank is doing, for the message.
         """
         self._read_pipe()
         request = self._asked
         if request is not None and time.monotonic() > request[0] + self._grace_seconds + 1.0:
             _end(
-                f"asked to stop ({request[1]}), but the step did not end within "
+                f"asked to stop ({request[1]}), but {under_way} did not end within "
                 f"preempt.grace_seconds={self._grace_seconds:g}; the newest checkpoint remains",
                 EXIT_PREEMPTED,
             )
@@ -126,6 +131,71 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Do nothing: the wakeup pipe has the signal. Without a handler there is no wakeup."""
+
+
+class StopRequested(BaseException):
+    """A rank was asked to stop while something was computed that no step needs.
+
+    Raised alike on all ranks. No Exception: an error of a probe is harmless, and this is none.
+    """
+
+
+class _Ranks(Protocol):
+    """The part of :class:`runner.distributed.agreement.Ranks` used here."""
+
+    def sum(self, numbers: list[float]) -> list[float]: ...
+
+
+class StopLook:
+    """Looks at the request in evaluations and probes, whose numbers do not carry it.
+
+    Args:
+        is_asked: whether this rank was asked to stop.
+    """
+
+    def __init__(self, is_asked: Callable[[], bool], ranks: _Ranks) -> None:
+        self._is_asked = is_asked
+        self._ranks = ranks
+        self._known = threading.Event()
+
+    def through(self, ranks: _Ranks) -> StopLook:
+        """The same request, learnt by exchanges of another kind."""
+        look = StopLook(self._is_asked, ranks)
+        look._known = self._known
+        return look
+
+    def note(self, is_requested: bool) -> None:
+        """Note what all ranks learnt from a step: no evaluation and no probe begins from then."""
+        if is_requested:
+            self._known.set()
+
+    def now(self) -> None:
+        """Look once. Collective, and waits for the device.
+
+        Raises:
+            StopRequested: a rank was asked to stop.
+        """
+        if not self._known.is_set():
+            self.note(self._ranks.sum([float(self._is_asked())])[0] > 0)
+        if self._known.is_set():
+            raise StopRequested
+
+    def over(self, batches: Sequence[Item]) -> Sequence[Item]:
+        """The batches; before each is iterated over, :meth:`now` looks."""
+        return _LookedAt(batches, self.now)
+
+
+class _LookedAt(list[Item]):
+    """A list that looks before each item that it is iterated over."""
+
+    def __init__(self, items: Sequence[Item], look: Callable[[], None]) -> None:
+        super().__init__(items)
+        self._look = look
+
+    def __iter__(self) -> Iterator[Item]:
+        for item in super().__iter__():
+            self._look()
+            yield item
 
 
 def _end(message: str, code: int) -> NoReturn:

@@ -52,7 +52,7 @@ from runner.health.rank_report import (
     stacks,
     write_report,
 )
-from runner.health.root_cause import RootCause, find_root_cause
+from runner.health.root_cause import MEMORY, RootCause, find_root_cause
 from runner.health.start_watch import StartWatch
 from runner.health.watchdog import Watchdog
 from runner.run_dir.lease import BEAT_SECONDS, RunLease
@@ -120,7 +120,8 @@ class RankMonitor:
         # when a rank has died, which is not a preemption.
         looks = [self._look_at_launcher, self._look_at_start]
         looks += [self._look_at_deaths_in_start, self._look_at_peers, self._look_at_others]
-        self._watchdog = Watchdog([*looks, self._stop.look], tick_seconds=_TICK_SECONDS)
+        looks.append(self._look_at_stop)
+        self._watchdog = Watchdog(looks, tick_seconds=_TICK_SECONDS)
         self._neighbours: PeerProcesses | None = None
         self._fatal: tuple[Path, IO[str]] | None = None
         self._telling = threading.Lock()
@@ -133,6 +134,9 @@ class RankMonitor:
     def start(self) -> None:
         """Watch the launcher and requests to stop, while ranks wait for each other."""
         self._watchdog.start()
+
+    def _look_at_stop(self) -> None:
+        self._stop.look(f"{self.heart.phase} of step {self.heart.step}")
 
     def expect(self, what: str, seconds: float) -> None:
         """End this rank if the present stage of the start takes longer than this.
@@ -516,6 +520,11 @@ class RankMonitor:
         about = {"step": cause.step, "ranks": list(cause.ranks), "reason": cause.reason}
         extra = {"incident": "crash", "fields": about}
         _log.error("! step %d crash: %s", cause.step, cause.reason, extra=extra)
+        if cause.kind == MEMORY:
+            _log.info(
+                "out of memory: lower batch.micro_size (the next start halves it); in a loop of "
+                "your own, take smaller batches"
+            )
         _log.info("evidence of each rank: %s", folder)
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

@@ -139,7 +139,9 @@ def own_line(frames: list[Frame]) -> str:
 
     Wrappers that only forward a collective are skipped: their caller says which one it is.
     """
-    own = [frame for frame in frames if "site-packages" not in frame["file"]]
+    # Within an import the innermost frames are importlib's, whose "file" is "<frozen ...>".
+    own = [frame for frame in frames if not frame["file"].startswith("<frozen")]
+    own = [frame for frame in own if "site-packages" not in frame["file"]]
     own = [frame for frame in own if "/lib/python" not in frame["file"]] or own or frames
     own = [frame for frame in own if not frame["file"].endswith(_HANDS_ON)] or own
     if not own:

@@ -20,8 +20,13 @@ from runner.health.rank_report import Report
 _MOST_NAMED = 8
 # Exceptions of these kinds; the names are those of runner.policy.restart.
 HARDWARE = "hardware"
-MEMORY = "memory"  # out of a device's memory: smaller micro-batches may help
-_NO_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|HIP out of memory|NPU out of memory")
+MEMORY = "memory"  # out of a device's or the host's memory: smaller micro-batches may help
+# Of torch's allocators, cuBLAS and cuDNN, NCCL ("Cuda failure 2 'out of memory'"), Python, C++ and
+# NumPy.
+_NO_MEMORY = re.compile(
+    r"OutOfMemoryError|[Oo]ut of memory|_STATUS_ALLOC_FAILED|MemoryError|bad_alloc"
+    r"|(?:can't|[Cc]annot) allocate memory"
+)
 _OWN_FAULTS = ("exception", "fatal", "signal", "exit")  # the surest sign first
 
 

@@ -45,12 +45,15 @@ class Watched:
             counts as hung; 0: never.
         busy_seconds: seconds without output after which it counts as hung although its GPUs work;
             a collective that hangs keeps a GPU at work.
+        start_seconds: in place of ``quiet_seconds`` before the first step is seen: imports, weights
+            and compilation print nothing for long; 0: never.
         progress: a pattern whose first matching group is the step.
         folder: takes the evidence and the list of attempts.
     """
 
     quiet_seconds: float
     busy_seconds: float
+    start_seconds: float
     progress: str
     folder: Path
 
@@ -161,7 +164,7 @@ class _Watchdog:
         self, said: Said, watched: Watched, folder: Path, gpus_work: Callable[[], bool]
     ) -> None:
         self._said = said
-        self._quiet, self._busy = watched.quiet_seconds, watched.busy_seconds
+        self._watched = watched
         self._folder = folder
         self._gpus_work = gpus_work
         self._looked = self._worked = -math.inf
@@ -185,7 +188,9 @@ class _Watchdog:
 
     def _why(self) -> str:
         """Why the script counts as hung; empty while it makes progress."""
-        if not self._quiet:
+        is_starting = self._said.step < 0
+        quiet = self._watched.start_seconds if is_starting else self._watched.quiet_seconds
+        if not quiet:
             return ""
         now = time.monotonic()
         if now - self._looked >= _LOOK_SECONDS:
@@ -193,11 +198,17 @@ class _Watchdog:
             if self._gpus_work():
                 self._worked = now
         silent, idle = now - self._said.heard, now - self._worked
-        if min(silent, idle) >= self._quiet:
-            return f"no output for {self._quiet:g} s"
-        if silent >= self._busy:
-            return f"no output for {self._busy:g} s, though its GPUs are at work"
+        busy = max(quiet, self._watched.busy_seconds)
+        words = self._before_first_step() if is_starting else ""
+        if min(silent, idle) >= quiet:
+            return f"no output for {quiet:g} s{words}"
+        if silent >= busy:
+            return f"no output for {busy:g} s, though its GPUs are at work{words}"
         return ""
+
+    def _before_first_step(self) -> str:
+        printed = "printed no step" if self._said.num_lines else "printed nothing"
+        return f" (it had {printed} yet: a larger --quiet-start?)"
 
     def _ask(self, pid: int) -> list[dict[str, object]]:
         """The frames of one process, outermost first; empty if it does not answer."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runner.observe.console import CALM, level_of
+from runner.observe.console import is_calm, level_of
 from runner.system.output import Loss, Outlet
 from runner.system.parsing import json_text
 from runner.system.process import host_name
@@ -54,13 +54,13 @@ class CommandAlerts:
         """Take one journal line. Waits only for the last lines of a process about to end."""
         kind = str(line["kind"])
         is_own = kind == "output_lost" and line["detail"].get("output") == OUTLET
-        if kind in CALM or is_own:
+        if is_calm(line) or is_own:
             return
         text = f"{self._out}: step {line['step']} {kind}: {line['reason']} -> {line['decision']}"
         context = {
             "out": self._out,
             "host": host_name(),
-            "level": logging.getLevelName(level_of(kind)).lower(),
+            "level": logging.getLevelName(level_of(line)).lower(),
             "text": text,
         }
         if self._outlet.put(json_text(context | dict(line)).encode() + b"\n"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,13 +18,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from runner.policy.decision.history import Incident
+from runner.policy.decision.history import WARNING, Incident
 
 _log = logging.getLogger(__name__)
 _WARNING = "warning: "
 # Kinds of incidents with these levels; all others are warnings.
 _GRAVE = frozenset({"halt", "crash", "unproven", "replica_mismatch", "checkpoint_damaged"})
-CALM = frozenset({"start", "setting_changed", "restored", "episode", "interval"})
+_CALM = frozenset({"start", "setting_changed", "restored", "episode", "interval"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,8 @@ class Console:
             *([f"({'; '.join(incident.sample_ids[:2])})"] if incident.sample_ids else []),
         ]
         message = f"{' '.join(parts)}: {incident.reason} -> {incident.decision}"
-        _log.log(level_of(incident.kind), "%s", message, extra=_about(incident))
+        level = level_of({"kind": incident.kind, "detail": incident.detail})
+        _log.log(level, "%s", message, extra=_about(incident))
 
     def progress(self, progress: Progress) -> None:
         """Update the live line; without a terminal print a plain line when it is due."""
@@ -242,11 +243,18 @@ class Console:
             self._live = None
 
 
-def level_of(kind: str) -> int:
-    """The :mod:`logging` level of an incident."""
-    if kind in _GRAVE:
+def is_calm(line: Mapping[str, Any]) -> bool:
+    """Whether a journal line is information only: nobody needs to be told."""
+    detail = line.get("detail")
+    is_sign = line["kind"] == WARNING and isinstance(detail, Mapping) and not detail.get("agreeing")
+    return line["kind"] in _CALM or is_sign
+
+
+def level_of(line: Mapping[str, Any]) -> int:
+    """The :mod:`logging` level of a journal line."""
+    if line["kind"] in _GRAVE:
         return logging.ERROR
-    return logging.INFO if kind in CALM else logging.WARNING
+    return logging.INFO if is_calm(line) else logging.WARNING
 
 
 def _about(incident: Incident) -> dict[str, Any]:

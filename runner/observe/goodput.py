@@ -35,7 +35,7 @@ class TimeAccount:
         self._spent = dict.fromkeys(KINDS, 0.0)
         self._steps = array("q")
         self._seconds = array("d")
-        self._idle_seconds = 0.0
+        self.idle_seconds = 0.0
         self.last_time = 0.0
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ class TimeAccount:
 
     def idle(self, seconds: float) -> None:
         """Note a pause after the run was done: it is no part of the run's wall time."""
-        self._idle_seconds += seconds
+        self.idle_seconds += seconds
 
     def undo(self, to_step: int) -> None:
         """Note a rollback: the steps after ``to_step`` no longer count."""
@@ -87,7 +87,7 @@ class TimeAccount:
         proportion.
         """
         total = sum(self._spent.values())
-        wall_seconds = max(wall_seconds - self._idle_seconds, min(wall_seconds, total))
+        wall_seconds = max(wall_seconds - self.idle_seconds, min(wall_seconds, total))
         share = min(1.0, max(wall_seconds, 0.0) / total) if total else 1.0
         kinds = {kind: max(0.0, round(amount * share, 3)) for kind, amount in self._spent.items()}
         kinds["other"] = 0.0
@@ -102,7 +102,8 @@ class Past:
     ``lost`` has the seconds by kind of the lines that this start cuts off; ``account`` has
     them already. ``last_life`` is the time of the last sign of life of an earlier start, None
     without one. ``idle_seconds`` passed between the end of a run that was done and this start; the
-    run's life then goes on at this start.
+    run's life then goes on at its first new step. ``lost`` then also has what the summary counted
+    after the last line, such as the last save.
     """
 
     account: TimeAccount
@@ -162,11 +163,32 @@ def past(
     last_life = max(times) if times else (starts[0] if starts else None)
     if last_life is None or not _was_done(summary, known):
         return Past(account=before, lost=lost, last_life=last_life)
-    idle_seconds = round(max(0.0, now - last_life), 3)
+    counted, spent = seconds_by_kind((summary or {}).get("time")), before.spent()
+    after = {kind: round(counted.get(kind, 0.0) - spent[kind], 6) for kind in STALLS}
+    after = {kind: amount for kind, amount in after.items() if amount > 0.001}
+    before.stalled(after)
+    ended = max(last_life, float(known[0]["time"]) + before.idle_seconds + sum(counted.values()))
+    idle_seconds = round(max(0.001, now - ended), 3)
     before.idle(idle_seconds)
+    lost |= {kind: lost.get(kind, 0.0) + amount for kind, amount in after.items()}
     return Past(
-        account=before, lost=lost, last_life=last_life + idle_seconds, idle_seconds=idle_seconds
+        account=before, lost=lost, last_life=ended + idle_seconds, idle_seconds=idle_seconds
     )
+
+
+def seconds_by_kind(value: Any) -> dict[str, float]:
+    """The plausible ones of stored seconds by kind."""
+    if not value or not isinstance(value, dict):  # empty in nearly every line
+        return {}
+    by_kind = {kind: plausible_seconds(value.get(kind)) for kind in KINDS}
+    return {kind: seconds for kind, seconds in by_kind.items() if seconds is not None}
+
+
+def plausible_seconds(value: Any) -> float | None:
+    """A stored number of seconds; None if it is something else."""
+    if type(value) is not float and type(value) is not int:
+        return None
+    return float(value) if 0 <= value < 1e11 else None
 
 
 def _was_done(summary: Mapping[str, Any] | None, journal: Iterable[Mapping[str, Any]]) -> bool:

@@ -101,6 +101,8 @@ def _check_kind(incident: Incident) -> None:
             whole(number, name, below=_LAST_SAMPLE)
     if isinstance(incident.detail.get("cause"), dict):  # an episode's is a word
         whole(incident.detail["cause"]["steps"], "cause.steps", below=_MOST_PROBES)
+    if "wide_until" in incident.detail:
+        whole(incident.detail["wide_until"], "wide_until", below=_LAST_SAMPLE)
     if incident.kind == "rollback":
         _check_rollback(incident.detail)
     if incident.kind == "mixture":
@@ -123,6 +125,9 @@ def _check_rollback(detail: Mapping[str, Any]) -> None:
     whole(abandoned, "next_serial - serial", below=_MOST_ABANDONED)
     if detail["cut_steps"] and not 0 < float(detail["cut_factor"]) <= 1:
         raise ValueError(f"cut_factor is {detail['cut_factor']}")
+    held = detail.get("held_limits", [None, None])
+    if len(held) != 2 or not all(one is None or type(one) in (int, float) for one in held):
+        raise ValueError(f"held_limits are {held}")
 
 
 class Journal:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.system.json_lines import LineFile, iter_lines, step_of
+from runner.system.parsing import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,42 @@ class MetricsLine:
         """Plain JSON values. Not by ``asdict``, which copies: this runs every step."""
         return {**{name: getattr(self, name) for name in _NAMES}, **self.columns}
 
+    def to_state(self) -> dict[str, Any]:
+        """Exact JSON values of a line without evaluation and time, for :meth:`from_state`.
 
+        A number that is not finite becomes a word that float() reads back.
+        """
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        words = {
+            name: v if v is None or math.isfinite(v) else repr(v) for name, v in numbers.items()
+        }
+        rest = {name: getattr(self, name) for name in (*_COUNTS, *_TEXTS)}
+        return {**rest, **words, "samples": list(self.samples), "columns": dict(self.columns)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> MetricsLine:
+        """
+        Raises:
+            LookupError, TypeError, ValueError: it is not what :meth:`to_state` returns.
+        """
+        numbers: dict[str, Any] = {
+            n: None if state[n] is None else float(state[n]) for n in _NUMBERS
+        }
+        counts: dict[str, Any] = {name: whole(state[name], name) for name in _COUNTS}
+        texts: dict[str, Any] = {name: str(state[name]) for name in _TEXTS}
+        start, stop = state["samples"]
+        return cls(
+            **{**counts, **texts, **numbers},
+            samples=(whole(start, "samples"), whole(stop, "samples")),
+            columns={str(name): 0 + number for name, number in dict(state["columns"]).items()},
+        )
+
+
+_COUNTS, _TEXTS = ("step", "cursor", "tokens"), ("verdict", "action")
+_NUMBERS = (
+    *("loss", "grad_norm", "lr", "tokens_per_second", "seconds", "data_wait_seconds"),
+    *("loss_limit", "norm_limit"),
+)
 _NAMES = tuple(spec.name for spec in fields(MetricsLine) if spec.name != "columns")
 
 

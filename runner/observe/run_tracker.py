@@ -14,10 +14,13 @@ from typing import Any, Protocol
 
 from runner.observe.attempts import Attempts
 from runner.observe.metrics import MetricsLine
+from runner.system import output
 from runner.system.output import Loss, Outlet
 
 _MOST_WAITING = 10_000  # steps and incidents
 _CLOSE_SECONDS, _CLOSE_SECONDS_LATE = 10.0, 1.0
+# A tracker is imported and connected for its first line; a run may be over before that is done.
+_START_SECONDS = 60.0
 
 
 class RunTracker(Protocol):
@@ -87,7 +90,12 @@ class BackgroundRunTracker:
         self._attempts = attempts
         self._tracker: RunTracker | None = None
         self._has_failed = False
-        self._outlet: Outlet[_Item] = Outlet(name, self._deliver, most=_MOST_WAITING)
+        self._outlet: Outlet[_Item] = Outlet(
+            name,
+            self._deliver,
+            most=_MOST_WAITING,
+            patience=lambda: _START_SECONDS if self._tracker is None else output.STALL_SECONDS,
+        )
 
     @property
     def loss(self) -> Loss | None:
@@ -105,12 +113,31 @@ class BackgroundRunTracker:
     def close(self) -> None:
         """Do nothing: the summary comes last, see :meth:`finish`."""
 
-    def finish(self, summary: Mapping[str, Any], *, in_time: bool) -> None:
-        """Take the summary. What is not sent within some seconds is lost."""
+    def finish(self, summary: Mapping[str, Any], *, in_time: bool) -> str:
+        """Take the summary. What is not sent within some seconds is lost.
+
+        Returns:
+            A sentence about what was lost; empty if all was sent.
+        """
         self._outlet.put(("summary", dict(summary)))
         self._outlet.put(("close", None))
-        may_wait = in_time and self.loss is None
-        self._outlet.drain(_CLOSE_SECONDS if may_wait else _CLOSE_SECONDS_LATE)
+        seconds = _CLOSE_SECONDS if in_time and self.loss is None else _CLOSE_SECONDS_LATE
+        is_sent = self._outlet.drain(seconds)
+        if not is_sent and self._may_start(summary, in_time=in_time):
+            is_sent = self._outlet.drain(_START_SECONDS)
+        loss, name = self.loss, self._outlet.name
+        if loss is not None and self._outlet.num_lost:
+            return f"{name}: {loss.reason}"
+        if is_sent:
+            return ""
+        if self._tracker is None:
+            return f"{name}: the run was not sent; it was still being connected"
+        return f"{name}: the end of the run was not sent; it takes too long"
+
+    def _may_start(self, summary: Mapping[str, Any], *, in_time: bool) -> bool:
+        """Whether this is a short run with time for a tracker that is still being connected."""
+        is_stopped = summary.get("status") == "preempted"
+        return in_time and not is_stopped and self._tracker is None and self.loss is None
 
     def _deliver(self, item: _Item) -> None:
         if self._has_failed:

@@ -43,7 +43,7 @@ class WandbTracker:
     def incident(self, attempt: int, line: Mapping[str, Any]) -> None:
         kind = str(line["kind"])
         self._run.log({"attempt": attempt, f"incident/{kind}": 1.0}, step=attempt)
-        level = _LEVELS.get(level_of(kind))
+        level = _LEVELS.get(level_of(line))
         if level is not None:
             text = f"step {line['step']}: {line['reason']} -> {line['decision']}"
             self._run.alert(kind, text, level=level)

@@ -32,14 +32,7 @@ def opinion_on(by_rank: ByRank, *, exactly: bool) -> Opinion:
     is_clear = True
     for kind in dict.fromkeys(str(one[0]) for one in by_rank):
         members = {rank: one[1] for rank, one in enumerate(by_rank) if str(one[0]) == kind}
-        groups: list[list[int]] = []
-        for rank, numbers in members.items():
-            alike = (g for g in groups if _alike(members[g[0]], numbers, exactly=exactly))
-            group = next(alike, None)
-            if group is None:
-                groups.append([rank])
-            else:
-                group.append(rank)
+        groups = _groups(members, exactly=exactly)
         most = max(groups, key=len)
         is_majority = 2 * len(most) > len(members)
         is_clear = is_clear and is_majority
@@ -48,6 +41,31 @@ def opinion_on(by_rank: ByRank, *, exactly: bool) -> Opinion:
                 rank for group in groups if group is not most or not is_majority for rank in group
             ]
     return Opinion(odd=tuple(sorted(odd)), is_clear=is_clear)
+
+
+def _groups(members: Mapping[int, Sequence[float]], *, exactly: bool) -> list[list[int]]:
+    """The ranks, with those together that have the same numbers."""
+    groups: list[list[int]] = []
+    for rank, numbers in members.items():
+        alike = (g for g in groups if _alike(members[g[0]], numbers, exactly=exactly))
+        group = next(alike, None)
+        if group is None:
+            groups.append([rank])
+        else:
+            group.append(rank)
+    return groups
+
+
+def dissent(by_rank: ByRank, opinion: Opinion, *, exactly: bool) -> str:
+    """In words, how the odd ranks differ, of whom none is named."""
+    groups = _groups({rank: by_rank[rank][1] for rank in opinion.odd}, exactly=exactly)
+    ranks = " and ".join(" = ".join(map(str, group)) for group in groups)
+    if opinion.is_clear:
+        return f"ranks {ranks} give other bits than most for the same micro-batch, each time"
+    return (
+        f"ranks {ranks} give different bits for the same micro-batch, each time; "
+        "without a majority it is unknown which one is wrong"
+    )
 
 
 def named(computed: Sequence[ByRank], opinions: Sequence[Opinion]) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ class Attempt:
 class RestartRules:
     """
     Args:
-        restarts: allowed restarts in a row without progress.
+        restarts: allowed restarts in a row without progress; 0: none at all.
         pause_seconds: pause before the first restart without progress; doubles with each further
             one.
         same_failures: repetitions of one failure at one step that make it deterministic.
@@ -136,6 +136,9 @@ def what_failed(attempt: Attempt) -> str:
 def _within_budget(attempts: Sequence[Attempt], rules: RestartRules) -> Again | End:
     last, codes = attempts[-1], rules.codes
     was_preempted = last.code == codes.preempted
+    if not rules.restarts:
+        code = last.code if was_preempted else codes.crash
+        return End(reason=f"{what_failed(last)} at step {last.step}; restarts: 0", code=code)
     failed = without_progress(attempts)
     if failed > rules.restarts:
         return End(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.disk.directory import parse_name
-from runner.observe.goodput import KINDS, TimeAccount, account
+from runner.observe.goodput import TimeAccount, account, plausible_seconds, seconds_by_kind
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.records import State
 from runner.report.evidence import Evidence, evidence
@@ -152,7 +152,8 @@ class RunReader:
         if line.kind == "rollback":
             fold.undone.append(line)
         for kind in ("lost", "stalls"):
-            fold.account.stalled(_stalls(line.detail.get(kind)))
+            fold.account.stalled(seconds_by_kind(line.detail.get(kind)))
+        fold.account.idle(fold.journal[-1]["detail"]["idle_seconds"])
         try:
             fold.history.add(Incident.from_json(record))
         except (LookupError, TypeError, ValueError, ArithmeticError):
@@ -263,7 +264,7 @@ class RunReader:
     def time_spent(self) -> dict[str, float]:
         """Seconds by kind since the first start; they add up to the wall time."""
         summary = self.summary()
-        breakdown = _stalls(summary.get("time")) if summary else {}
+        breakdown = seconds_by_kind(summary.get("time")) if summary else {}
         if breakdown:
             return breakdown
         until = float(self.clock()) if self.is_alive() else self.last_time()
@@ -318,37 +319,30 @@ def _checkpoint(folder: Path, serial: int, step: int) -> Checkpoint | None:
 
 def _timed(record: Mapping[str, Any]) -> dict[str, Any] | None:
     """The fields of a metrics line that the account uses; None if one is missing."""
-    seconds, wait = _seconds(record.get("seconds")), _seconds(record.get("data_wait_seconds"))
+    seconds = plausible_seconds(record.get("seconds"))
+    wait = plausible_seconds(record.get("data_wait_seconds"))
     if seconds is None or wait is None or type(record.get("step")) is not int:
         return None
     return {
         "seconds": seconds,
         "data_wait_seconds": wait,
         "step": record["step"],
-        "time": _seconds(record.get("time")) or 0.0,
-        "stalls": _stalls(record.get("stalls")),
+        "time": plausible_seconds(record.get("time")) or 0.0,
+        "stalls": seconds_by_kind(record.get("stalls")),
         "action": record.get("action"),
     }
 
 
 def _account_line(line: Line) -> dict[str, Any]:
     """The fields of a journal line that the account uses."""
-    detail = {name: _stalls(line.detail.get(name)) for name in ("lost", "stalls")}
+    detail = {name: seconds_by_kind(line.detail.get(name)) for name in ("lost", "stalls")}
     to_step = _whole(line.detail.get("to_step"))
-    return {"kind": line.kind, "time": line.time, "detail": detail | {"to_step": to_step}}
-
-
-def _seconds(value: Any) -> float | None:
-    if type(value) is not float and type(value) is not int:
-        return None
-    return float(value) if 0 <= value < 1e11 else None
-
-
-def _stalls(value: Any) -> dict[str, float]:
-    if not value or not isinstance(value, dict):  # empty in nearly every line
-        return {}
-    seconds_by_kind = {kind: _seconds(value.get(kind)) for kind in KINDS}
-    return {kind: seconds for kind, seconds in seconds_by_kind.items() if seconds is not None}
+    idle = plausible_seconds(line.detail.get("idle_seconds")) or 0.0
+    return {
+        "kind": line.kind,
+        "time": line.time,
+        "detail": {**detail, "to_step": to_step, "idle_seconds": idle},
+    }
 
 
 def _whole(value: Any) -> int:

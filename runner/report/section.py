@@ -322,11 +322,12 @@ def _starts(lines: Iterable[Line]) -> list[Html]:
             _hosts(line.detail.get("hosts")),
             f"{line.detail.get('parallel', '')} on {line.detail.get('device', '')}",
             f"torch {line.detail.get('torch', '')}",
+            str(line.detail.get("corpus", "")),
         ]
         for line in lines
         if line.kind == "start"
     ]
-    heads = ["started", "", "ranks", "hosts", "engine", "versions"]
+    heads = ["started", "", "ranks", "hosts", "engine", "versions", "data"]
     return [tag("div", table(heads, rows[-_MOST_RANGES:]), cls="starts")] if rows else []
 
 

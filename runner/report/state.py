@@ -81,7 +81,7 @@ def run_status(run: RunReader) -> RunStatus:
         silent_seconds=run.silent_seconds(),
         discards=fold.history.num_discarded,
         rollbacks=len(fold.history.rollbacks),
-        restarts=max(0, fold.history.num_starts - 1),
+        restarts=fold.history.num_restarts,
     )
 
 

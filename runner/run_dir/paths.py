@@ -63,6 +63,7 @@ class RunDir:
         self.incidents = out / "incidents"
         self.explanations = out / "explanations"
         self.run_id = out / "run_id"
+        self.probe_mark = self.debug / "explaining.json"
         self.pretrained = out / "pretrained"
 
     def stored_summary(self) -> dict[str, Any] | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from runner.data.feed import Feed
+from runner.distributed.observers import Observers
 from runner.fault.wrap import wrap_feed, wrap_group, wrap_heart
 from runner.run_dir.build_info import code_digest
 from runner.session import parts
 from runner.session.evaluation import best_checkpoint, evaluation, last_proof
 from runner.session.explaining import explaining_guard
-from runner.session.inspection import inspections
+from runner.session.inspection import Parts, inspections
 from runner.session.layers import Layers
 from runner.session.optim import schedule
 from runner.session.phases import Actors, Machinery, Opened
@@ -25,20 +28,29 @@ from runner.train.step import Stepper, StepRules
 from runner.train.step_runner import StepPlanner, StepRunner
 
 
+@dataclass(frozen=True, slots=True)
+class Watchers:
+    """What only looks: the columns of sources, the layers, and all observers."""
+
+    columns: SourceColumns
+    layers: Layers | None
+    observers: Observers
+
+
 def make_actors(
     opened: Opened,
     machinery: Machinery,
     resumed: Resumed,
     feed: Feed,
     reporter: Reporter,
-    columns: SourceColumns,
-    layers: Layers | None,
+    watchers: Watchers,
 ) -> Actors:
+    observers = watchers.observers
     group, config, written = opened.group, opened.lease.config, opened.written
     ring, backlog = machinery.ring, machinery.backlog
     stepper = _stepper(opened, machinery, feed)
-    if layers is not None:
-        stepper.watch(layers.watch)
+    if watchers.layers is not None:
+        stepper.watch(watchers.layers.watch)
     best = best_checkpoint(opened, machinery, resumed)
     saves = SaveSchedule(
         disk=parts.cadence(
@@ -55,9 +67,11 @@ def make_actors(
         else None,
         best=best,
     )
-    checks = inspections(opened, machinery, resumed, feed, stepper, reporter, saves)
+    checks = inspections(
+        opened, machinery, resumed, Parts(feed, stepper, reporter, saves, observers)
+    )
     periodic = Periodic(
-        evaluate=evaluation(opened, machinery, feed, columns, best),
+        evaluate=evaluation(opened, machinery, feed, watchers.columns, best),
         evaluate_every=config.eval.every,
         inspect=checks.look,
         is_inspection_due=checks.is_due,
@@ -71,6 +85,7 @@ def make_actors(
         progress=ring.progress,
         keeps_lines=backlog.look,
         stop=lambda: group.stop.is_set,
+        observers=observers,
     )
     steps = StepRunner(
         stepper,
@@ -88,6 +103,7 @@ def make_actors(
         steps=steps,
         periodic=periodic,
         saves=saves,
+        observers=observers,
     )
 
 
@@ -138,7 +154,7 @@ def make_loop(
         checkpoints=checkpoints,
         periodic=actors.periodic,
         reporter=reporter,
-        preemption=Preemption(stop=group.stop, reasons=group.asked_to_stop),
+        preemption=Preemption(stop=group.stop, reasons=group.asked_to_stop, look=group.stop_look),
     )
 
 

@@ -11,6 +11,7 @@ from runner.config.odd_settings import odd_settings
 from runner.config.schema import DebugKind, Offload
 from runner.config.validate import is_zero
 from runner.data.feed import Feed
+from runner.distributed.observers import Failure, Observers
 from runner.engine.determinism import repeats_bits
 from runner.engine.protocol import MicroStep
 from runner.fault.inject import FaultInjector
@@ -19,12 +20,15 @@ from runner.observe.alert import CommandAlerts
 from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics
 from runner.policy.decision.history import Incident
+from runner.policy.decision.spike_frequency import SpikeScore
 from runner.policy.retention.records import Tier
 from runner.report.writer import PageWriter
 from runner.session import parts
-from runner.session.actors import make_actors, make_loop
-from runner.session.layers import Columns, make_layers
+from runner.session.actors import Watchers, make_actors, make_loop
+from runner.session.explaining import note_ended_starts
+from runner.session.layers import SPIKES, Columns, make_layers, spike_score
 from runner.session.memory_line import memory_line
+from runner.session.optim import rules_matched
 from runner.session.phases import Machinery, Opened, Run
 from runner.session.quick import quick_preflight
 from runner.session.side_lines import rank_times, ring_lines
@@ -36,7 +40,8 @@ from runner.system import output
 from runner.system.error import RankError
 from runner.system.json_lines import iter_lines
 from runner.train.corpus_check import CorpusCheck, ResumedOn, known_digest
-from runner.train.curve_reader import CurveReader
+from runner.train.curve_reader import CURVE, CurveReader
+from runner.train.layers import LAYERS
 from runner.train.report import Outputs, Reporter, Tracker
 from runner.train.resume_check import ResumeCheck, recorded, repeats_as_before
 from runner.train.source_columns import SourceColumns
@@ -53,16 +58,24 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
     is_to_train = resumed.step < lease.config.steps
     repeats = _repeats_bits(opened, machinery, feed, saved) if is_to_train else None
     _greet(opened, machinery, resumed, repeats)
+    observers = Observers(
+        group.ranks,
+        report=opened.written.report,
+        recover=machinery.engine.recover,
+        inject=machinery.faults.in_observer,
+    )
+    observers.step = resumed.step
     if is_to_train:
-        group.console.say(memory_line(opened, machinery, saved))
+        line = observers.alone("memory line", lambda: memory_line(opened, machinery, saved), "")
+        group.console.say(line)
     columns, pages = SourceColumns(corpus.mixture), _page_writer(opened)
-    layers = make_layers(opened, machinery, resumed)
-    all_columns = Columns(columns, layers, opened.written.report)
+    all_columns = _all_columns(opened, machinery, resumed, observers, columns)
     recomputed = _recorded(opened, resumed)
     reporter = group.ranks.all_or_none(
         "opening the metrics",
         lambda: _reporter(opened, machinery, resumed, spent, all_columns, pages),
     )
+    _read_curve(opened, resumed, observers, reporter)
     machinery.backlog.add(reporter.metrics_file)
     # After the reporter has cut the metrics, so that lost lines are journalled once.
     start = start_incident(
@@ -74,24 +87,52 @@ def begin(opened: Opened, machinery: Machinery, resumed: Resumed) -> Run:
         parallel=lease.config.parallel.kind.value,
         data=corpus.dataset.fingerprint(),
     )
-    start = replace(start, detail={**start.detail, "repeats_bits": repeats})
-    reporter.also_applied(_resume_check(opened, resumed, recomputed, start).applied)
+    words = parts.data_words(lease.config.data, corpus.dataset)
+    start = replace(start, detail={**start.detail, "repeats_bits": repeats, "corpus": words})
+    check = _resume_check(opened, resumed, recomputed, start)
+    reporter.also_applied(
+        lambda line: observers.alone("resume check", lambda: check.applied(line), None)
+    )
     opened.written.journal.add(start)
+    note_ended_starts(opened)
     if lease.config.debug.check_devices:
         _check_devices(opened, machinery.faults, resumed.step)
-    quick_preflight(opened, machinery, resumed)
+    observers.together(
+        "preflight", lambda: quick_preflight(opened, machinery, resumed, observers.ranks)
+    )
     _settle_mixture(opened, machinery)
     uploads = _uploads(opened, machinery, resumed)
     # Snapshots of the previous incarnation were needed until here.
     machinery.ring.begin(uploads)
     corpus_check = _corpus_check(opened, machinery, resumed)
     corpus_check.begin()
-    actors = make_actors(opened, machinery, resumed, feed, reporter, columns, layers)
+    actors = make_actors(
+        opened, machinery, resumed, feed, reporter, Watchers(columns, all_columns.layers, observers)
+    )
     loop = make_loop(opened, machinery, actors, corpus_check)
     if pages is not None:
         pages.begin()
     return Run(
         opened=opened, machinery=machinery, feed=feed, reporter=reporter, loop=loop, pages=pages
+    )
+
+
+def _all_columns(
+    opened: Opened,
+    machinery: Machinery,
+    resumed: Resumed,
+    observers: Observers,
+    sources: SourceColumns,
+) -> Columns:
+    """Make the extra columns of a step's line. Collective."""
+    layers = observers.together(LAYERS, lambda: make_layers(opened, machinery, resumed, observers))
+    spikes = observers.together(SPIKES, lambda: spike_score(opened, resumed, observers.ranks))
+    return Columns(
+        sources,
+        None if isinstance(layers, Failure) else layers,
+        opened.written.report_once,
+        observers,
+        spikes if isinstance(spikes, SpikeScore) else SpikeScore(),
     )
 
 
@@ -112,11 +153,14 @@ def _recorded(opened: Opened, resumed: Resumed) -> list[list[float]]:
 def _resume_check(
     opened: Opened, resumed: Resumed, rows: list[list[float]], start: Incident
 ) -> ResumeCheck:
-    starts = [i for i in opened.written.journal.history.incidents if i.kind == "start"]
-    before = starts[-1].detail if starts else None
+    incidents = opened.written.journal.history.incidents
+    starts = [at for at, one in enumerate(incidents) if one.kind == "start"]
+    before = incidents[starts[-1]].detail if starts else None
+    since = incidents[starts[-1] :] if starts else []
+    is_changed = any(one.kind == "setting_changed" for one in since)  # as the command allowed
     return ResumeCheck(
         resumed.step,
-        rows,
+        [] if is_changed else rows,
         exactly=repeats_as_before(before, start.detail),
         report=opened.written.report,
     )
@@ -124,7 +168,12 @@ def _resume_check(
 
 def _settle_mixture(opened: Opened, machinery: Machinery) -> None:
     written = opened.written
-    incident = settle_mixture(opened.corpus.stream, written.journal, machinery.state)
+    incident = settle_mixture(
+        opened.corpus.stream,
+        written.journal,
+        machinery.state,
+        reached=opened.inventory.found.last_cursor,
+    )
     if incident is not None:
         written.report(incident)
 
@@ -159,19 +208,11 @@ def _reporter(
         lost=lambda: _losses(pages, opened.written.alerts) if group.is_first else (),
         journal=journal.add,
         columns=columns.of,
+        eval_columns=columns.sources.of_evaluation,
         ring_lines=ring_lines(lease, group, machinery.ring, journal),
         rank_times=rank_times(lease, group, journal),
+        alone=columns.observers.alone,
     )
-    reader = _curve_reader(opened, resumed)
-    if reader is not None:
-        outputs = replace(
-            outputs,
-            columns=lambda info, is_evaluated: {
-                **columns.of(info, is_evaluated),
-                **reader.columns(is_evaluated),
-            },
-            applied=reader.applied,
-        )
     return Reporter(
         outputs,
         throughput=parts.throughput(config, opened.corpus.network, group.place, group.device),
@@ -191,21 +232,27 @@ def _trackers(opened: Opened, resumed: Resumed) -> list[Tracker]:
     return [*parts.trackers(lease.config, group.run_dir, resumed, lease.run_lease), *others]
 
 
-def _curve_reader(opened: Opened, resumed: Resumed) -> CurveReader | None:
-    """Make the reader of the run's own curve, which works at evaluations."""
+def _read_curve(opened: Opened, resumed: Resumed, observers: Observers, reporter: Reporter) -> None:
+    """Have the run's own curve read at evaluations. Collective."""
     group, config, written = opened.group, opened.lease.config, opened.written
     if not (config.track.read and config.eval.every):
-        return None
+        return
     past = iter_lines(group.run_dir.metrics, stop=resumed.metrics_bytes)
-    return CurveReader(
-        ranks=group.ranks,
-        past=past if group.is_first else (),
-        known=written.journal.history.incidents,
-        total=config.steps,
-        warmup=config.schedule.warmup,
-        dataset=opened.corpus.dataset,
-        report=written.report,
+    reader = observers.together(
+        CURVE,
+        lambda: CurveReader(
+            observers=observers,
+            past=past if group.is_first else (),
+            known=written.journal.history.incidents,
+            total=config.steps,
+            warmup=config.schedule.warmup,
+            dataset=opened.corpus.dataset,
+            report=written.report,
+        ),
     )
+    if isinstance(reader, CurveReader):
+        reporter.also_eval_columns(reader.columns)
+        reporter.also_applied(reader.applied)
 
 
 def _losses(*outputs: PageWriter | CommandAlerts | None) -> list[output.Loss]:
@@ -251,10 +298,12 @@ def _repeats_bits(
 def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool | None) -> None:
     group, config = opened.group, opened.lease.config
     say = group.console.say
+    words = parts.data_words(config.data, opened.corpus.dataset)
     say(
         f"holdfast: {opened.corpus.network.num_parameters():,} parameters, "
         f"{len(opened.corpus.dataset):,} samples of "
-        f"{config.data.seq_len} tokens, {config.parallel.kind.value} on "
+        f"{config.data.seq_len} tokens from {words}, "
+        f"{config.parallel.kind.value} on "
         f"{group.place.world_size} x {group.device.type}, {config.model.precision.value}, "
         + ("" if repeats is None else f"this machine repeats bits: {_YES_NO[repeats]}, ")
         + f"out={group.run_dir.out}"
@@ -274,6 +323,10 @@ def _greet(opened: Opened, machinery: Machinery, resumed: Resumed, repeats: bool
             f"optim._target_={config.optim._target_} ignores found_inf: each step waits until the "
             "host has read its gate"
         )
+    if config.optim.groups and not resumed.step:
+        matched = rules_matched(config, opened.corpus.network)
+        counts = ", ".join(f"{match!r} takes {count} tensors" for match, count in matched)
+        say(f"optim.groups: {counts}")
     for sentence in odd_settings(config) if not resumed.step else []:
         say(f"warning: {sentence}")
     if config.debug.kind is not DebugKind.off:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from runner.checkpoint.ring import Ring
 from runner.config.schema import RunConfig
 from runner.data.feed import few
-from runner.engine.protocol import Engine
+from runner.distributed.process_group import limit_groups
+from runner.engine.protocol import Engine, MicroStep
 from runner.engine.randomness import same_randomness
 from runner.fault.inject import FaultInjector
 from runner.fault.spec import parse_faults
@@ -17,7 +19,12 @@ from runner.observe.backlog import Backlog
 from runner.session import parts
 from runner.session.opening import identity_of, open_slots
 from runner.session.phases import Machinery, Opened
-from runner.startup.model_check import quick_checks, refuse_or_say, works_of
+from runner.startup.model_check import (
+    quick_checks,
+    refuse_or_say,
+    running_buffers,
+    works_of,
+)
 from runner.startup.resume import Resumed, resume_from
 from runner.system.error import CheckpointError, ConfigError, RankError
 from runner.train.state import TrainState
@@ -36,6 +43,8 @@ def build(opened: Opened) -> Machinery:
     )
     if parts.explain_rules(config) is not None:
         parts.give_twin(engine, config, corpus.network, group.place, faults)
+    limit_groups(config.parallel.timeout_seconds)
+    has_weights = _keep_buffers(opened, engine)
     tier = open_slots(lease, group, engine, identity_of(lease, corpus))
     backlog = Backlog(
         patience_seconds=config.track.unwritten_seconds,
@@ -66,8 +75,42 @@ def build(opened: Opened) -> Machinery:
         tier=tier,
         backlog=backlog,
         ring=ring,
+        has_weights=has_weights,
         state=TrainState(parts.judge_rules(config), parts.remedy_rules(config)),
     )
+
+
+def _keep_buffers(opened: Opened, engine: Engine) -> bool:
+    """Settle which buffers are state: those of the run, or for a new one what a trial shows.
+
+    Collective.
+
+    Returns:
+        Whether the trial has initialised the weights.
+    """
+    network, inventory = opened.corpus.network, opened.inventory.found
+    if inventory.records:
+        engine.running.keep(inventory.buffers)
+        return False
+    if not isinstance(network, GuestBlueprint) or not engine.running.has_any:
+        return False
+    ranks = opened.group.ranks
+    parts.initialise(engine, opened.lease.config, network, ranks)
+    with _two_samples(opened) as works:
+        own = ranks.all_or_none("trying the model", lambda: running_buffers(engine, works))
+    engine.running.keep({name for names in ranks.gather(own) for name in names})
+    return True
+
+
+@contextmanager
+def _two_samples(opened: Opened) -> Iterator[Sequence[MicroStep]]:
+    """A step of two samples, for trials; they draw no random numbers of the run's. Collective."""
+    group, config = opened.group, opened.lease.config
+    with same_randomness(group.device):
+        batch = group.ranks.all_or_none(
+            "reading two samples", lambda: few(opened.corpus.dataset, config.data.seq_len, 2)
+        )
+        yield works_of(batch, parts.works_a_step(config, group.place), group.device)
 
 
 def resume(opened: Opened, machinery: Machinery) -> Resumed:
@@ -80,7 +123,7 @@ def resume(opened: Opened, machinery: Machinery) -> Resumed:
     """
     resumed = _resume(opened, machinery)
     opened.group.console.close()  # ends the progress line
-    if resumed.is_fresh:
+    if resumed.is_fresh and not machinery.has_weights:
         # Only now: a load overwrites all weights, and drawing random numbers takes time.
         config, ranks = opened.lease.config, opened.group.ranks
         parts.initialise(machinery.engine, config, opened.corpus.network, ranks)
@@ -123,11 +166,7 @@ def _check_model(opened: Opened, engine: Engine, *, is_fresh: bool) -> None:
     network = corpus.network
     if not isinstance(network, GuestBlueprint):
         return
-    with same_randomness(group.device):
-        batch = group.ranks.all_or_none(
-            "reading two samples", lambda: few(corpus.dataset, config.data.seq_len, 2)
-        )
-        works = works_of(batch, parts.works_a_step(config, group.place), group.device)
+    with _two_samples(opened) as works:
         checks = group.ranks.all_or_none(
             "trying the model", lambda: quick_checks(network, engine, works)
         )

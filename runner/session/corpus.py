@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from runner.config.schema import SYNTHETIC_VOCABULARY, DataConfig, DataKind, RunConfig
 from runner.config.sources import held_out_sets, sources_of
@@ -12,18 +13,21 @@ from runner.data.claim import Owners
 from runner.data.corpus_digest import Progress, notes_in
 from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
+from runner.data.documents import PYTHON_LIBRARY
+from runner.data.draws import kept_generators, seed_by_position
 from runner.data.mixture import Mixed, MixtureOrder, mix
 from runner.data.packing import Packed, Unpadded, prepare_packs
 from runner.data.rows import Rows, RowSource
 from runner.data.synthetic import SyntheticLanguage
 from runner.data.text import Prepared, TextSource, open_prepared, prepare_text
 from runner.data.tokens import open_tokens
-from runner.data.user_dataset import Adapted, adapt
+from runner.data.user_dataset import Adapted, MapStyle, adapt
 from runner.system.environment import variables
 from runner.system.error import DataError
 from runner.system.process import is_alive, own_process
 from runner.system.user_code import call_target, parameters_of
 
+_NAMED_PATHS: Final = 3
 # Paths of prepared tokens, one for each source; "" if nothing had to be prepared.
 Places = Sequence[str]
 
@@ -145,10 +149,14 @@ def _prepare_rows(data: DataConfig, seed: int, progress: Progress) -> Prepared |
     if not data.pack:
         return Prepared(place=Path(), notice=notice) if rows is not None else None
     dataset = _own_dataset(data, seed, data._target_) if data._target_ else _adapted(data)
-    place = prepare_packs(
-        _unpadded(dataset), seq_len=data.seq_len, cache=token_cache(data.cache), progress=progress
+    place, unreadable = prepare_packs(
+        _unpadded(dataset),
+        seq_len=data.seq_len,
+        cache=token_cache(data.cache),
+        progress=progress,
+        retry_seconds=data.retry_seconds,
     )
-    return Prepared(place=place, notice=notice)
+    return Prepared(place=place, notice="; ".join(filter(None, (notice, unreadable))))
 
 
 def _unpadded(dataset: Dataset) -> Unpadded:
@@ -171,7 +179,18 @@ def _rows(data: DataConfig) -> Rows:
 
 
 def _adapted(data: DataConfig) -> Dataset:
-    return adapt(_rows(data), vocab_size=data.vocab_size, seq_len=data.seq_len, name="data.path")
+    return _adapt(_rows(data), data, "data.path")
+
+
+def _adapt(samples: MapStyle, data: DataConfig, name: str) -> Dataset:
+    return adapt(
+        samples,
+        vocab_size=data.vocab_size,
+        seq_len=data.seq_len,
+        name=name,
+        may_draw=not isinstance(samples, Rows),
+        retry_seconds=data.retry_seconds,
+    )
 
 
 def _open(data: DataConfig, seed: int, place: str) -> Dataset:
@@ -220,17 +239,39 @@ def _own_dataset(data: DataConfig, seed: int, target: str) -> Dataset:
         for name, parameter in parameters_of("data._target_", target).items()
         if parameter.default is parameter.empty
     }
-    own = call_target(
-        "data._target_",
-        target,
-        data.arguments or {},
-        {
-            name: value
-            for name, value in known.items()
-            if name in required or name == "seq_len" or value != getattr(usual, name, seed)
-        },
-    )
-    return adapt(own, vocab_size=data.vocab_size, seq_len=data.seq_len, name=target)
+    with kept_generators():
+        seed_by_position(seed, -1)
+        own = call_target(
+            "data._target_",
+            target,
+            data.arguments or {},
+            {
+                name: value
+                for name, value in known.items()
+                if name in required or name == "seq_len" or value != getattr(usual, name, seed)
+            },
+        )
+    return _adapt(own, data, target)
+
+
+def data_words(data: DataConfig, dataset: Dataset) -> str:
+    """Where the samples come from, for a person: "corpus (396 files, 1.7 MB)"."""
+    sources = sources_of(data)
+    if sources and isinstance(dataset, Mixed):
+        named = {source.name: source.data for source in sources}
+        words = [f"{name} = {data_words(named[name], one)}" for name, one in dataset.items()]
+        rest = len(words) - _NAMED_PATHS
+        return "; ".join(words[:_NAMED_PATHS]) + (f" and {rest} more" if rest > 0 else "")
+    if data._target_ is not None:
+        return data._target_
+    if data.kind is DataKind.synthetic:
+        return "a synthetic language"
+    rest = len(data.path) - _NAMED_PATHS
+    place = ", ".join(data.path[:_NAMED_PATHS]) + (f" and {rest} more" if rest > 0 else "")
+    if data.path == [PYTHON_LIBRARY]:
+        place = "Python's standard library"
+    contents = getattr(dataset, "contents", "")
+    return f"{place} ({contents})" if contents else place
 
 
 def digest_notes(config: RunConfig) -> Path:

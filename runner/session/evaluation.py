@@ -62,6 +62,7 @@ def _evaluator(opened: Opened, machinery: Machinery, feed: Feed) -> Evaluator:
         ),
         report=opened.written.report_once,
         step=lambda: machinery.state.updates,
+        stop=opened.group.stop_look,
     )
 
 
@@ -78,6 +79,7 @@ def _validator(opened: Opened, machinery: Machinery, dataset: Dataset, count: in
         samples=samples,
         report=opened.written.report_once,
         step=lambda: machinery.state.updates,
+        stop=group.stop_look,
     )
 
 
@@ -136,6 +138,7 @@ def last_proof(opened: Opened, machinery: Machinery, feed: Feed) -> LastProof:
                 samples=FixedSet(indices=plan.indices, what="samples of the last batch"),
                 report=written.report_once,
                 step=lambda: state.updates,
+                stop=group.stop_look,
             ),
         )
         return evaluator.loss()

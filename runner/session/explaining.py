@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from runner.config.schema import GuardConfig
 from runner.data.cursor import Indices, SampleStream
 from runner.data.feed import named_samples
+from runner.data.mixture import MixtureOrder
 from runner.explain.bundle import Bundles
+from runner.explain.mark import ProbeMark
 from runner.explain.probe import Bench
 from runner.explain.replay import Replay
+from runner.policy.decision.history import Incident
 from runner.policy.decision.repeated_steps import Recorded, from_rows, recorded_in
 from runner.policy.decision.signals import StepSignals
 from runner.policy.decision.skip_ledger import Ledger
@@ -35,9 +39,11 @@ def explaining_guard(
     bench = Bench(
         engine=machinery.engine,
         feed=feed,
-        ranks=group.ranks,
+        ranks=actors.observers.ranks,
         heart=group.heart,
+        stop=group.stop_look.through(actors.observers.ranks),
         may_watch=not config.model.compile,
+        unit=config.guard.loss_floor / GuardConfig().loss_floor,
     )
     replay = Replay(
         bench,
@@ -58,11 +64,29 @@ def explaining_guard(
         evidence=Evidence(
             batch=lambda cursor: corpus.stream.plan(cursor, journal.history.ledger),
             names=lambda plan, positions: named_samples(corpus.dataset, plan, positions),
+            observers=actors.observers,
             bundles=bundles,
             incarnation=opened.lease.run_lease.number,
+            mark=_mark(opened),
         ),
         repeated_steps=_repeated_steps(opened, machinery, actors, replay, bundles),
     )
+
+
+def note_ended_starts(opened: Opened) -> None:
+    """Journal the step whose probes have ended the starts before this one. Collective."""
+    group, mark = opened.group, _mark(opened)
+    own = mark.incident()
+    line = group.ranks.from_first(own.to_json() if own is not None else None)
+    if line is not None:
+        opened.written.report(Incident.from_json(line))
+        mark.remove()
+
+
+def _mark(opened: Opened) -> ProbeMark:
+    group = opened.group
+    path = group.run_dir.probe_mark if group.is_first else None
+    return ProbeMark(path, opened.lease.run_lease.check)
 
 
 def _repeated_steps(
@@ -75,11 +99,12 @@ def _repeated_steps(
     """Make the comparison of the steps after a rollback with the recorded ones."""
     group, config, written = opened.group, opened.lease.config, opened.written
     history, ring, reporter = written.journal.history, machinery.ring, actors.reporter
-    rules = parts.remedy_rules(config)
+    rules, ranks = parts.remedy_rules(config), actors.observers.ranks
+    stop = group.stop_look.through(ranks)
 
     def recorded(first: int, stop: int) -> dict[int, Recorded]:
         reporter.metrics_bytes(durably=False)  # flush, so that they can be read
-        rows = group.ranks.all_or_none(
+        rows = ranks.all_or_none(
             "reading the metrics",
             lambda: (
                 recorded_in(iter_lines(group.run_dir.metrics), first, stop)
@@ -87,22 +112,21 @@ def _repeated_steps(
                 else []
             ),
         )
-        return from_rows(group.ranks.from_first(rows))
+        return from_rows(ranks.from_first(rows))
 
-    def target(bad: StepSignals, state: TrainState) -> Record | None:
-        """Rollback target, as in :func:`runner.policy.decision.ladder.decide`."""
+    def targets(bad: StepSignals, state: TrainState) -> list[Record]:
+        """Rollback targets, as in :func:`runner.policy.decision.ladder.decide`."""
         onset = state.trouble.bad[0] if state.trouble.bad else None
         step, start = (onset.step, onset.start) if onset else (bad.step, bad.start)
         cursor = history.ledger.before(start, rules.margin * rules.batch)
-        targets = rollback_targets(ring.records, cursor=cursor, step=max(0, step - rules.back))
-        return targets[0] if targets else None
+        return rollback_targets(ring.records, cursor=cursor, step=max(0, step - rules.back))
 
     starts = [line for line in history.incidents if line.kind == "start"]
     return RepeatedSteps(
         replay=replay,
         recorded=recorded,
         is_exact=starts[-1].detail.get("repeats_bits") is True,
-        target=target,
+        targets=targets,
         rate_probe=RateProbe(
             engine=machinery.engine,
             stepper=actors.stepper,
@@ -111,9 +135,10 @@ def _repeated_steps(
             history=history,
             fresh=lambda: TrainState(parts.judge_rules(config), rules),
             known=replay.known_now,
+            stop=stop,
         ),
         clean_weights=CleanWeights(
-            machinery.engine, machinery.ring, group.ranks, group.place.local_world_size
+            machinery.engine, machinery.ring, ranks, group.place.local_world_size, stop
         ),
         report=written.report,
         bundles=bundles,
@@ -125,6 +150,7 @@ def _bundles(opened: Opened) -> Bundles:
     return Bundles(
         group.run_dir.explanations,
         opened.corpus.dataset,
+        seed=opened.lease.config.seed,
         facts={"host": host_name(), **versions(), **group.device_versions},
         check=opened.lease.run_lease.check,
         say=group.console.say,
@@ -134,11 +160,15 @@ def _bundles(opened: Opened) -> Bundles:
 def _known_samples(stream: SampleStream, size: int, state: TrainState, ledger: Ledger) -> Indices:
     """Data set indices of samples that are known to be good, one step's worth.
 
-    Held-out samples, repeated if there are too few. If the corpus holds out none
-    (``data.val_path``, ``data.held_out=0``), the samples of the newest applied step; none before
-    the first.
+    Held-out samples, of a mixture as the stream mixes them now; repeated if there are too few. If
+    the corpus holds out none (``data.val_path``, ``data.held_out=0``), the samples of the newest
+    applied step; none before the first.
     """
-    held_out = stream.held_out_indices(size)
+    order = stream.order
+    if isinstance(order, MixtureOrder):
+        held_out = order.held_out_like(size, state.cursor)
+    else:
+        held_out = stream.held_out_indices(size)
     if len(held_out):
         return np.resize(held_out, size)
     return stream.plan_before(state.cursor, ledger).indices if state.updates else held_out

@@ -15,13 +15,13 @@ from torch._C._distributed_c10d import Store
 from runner.config.schema import LogKind, RunConfig
 from runner.distributed.agreement import Ranks
 from runner.distributed.debug import debug_settings, is_torchruns_own, keep_dump, set_debug
-from runner.distributed.device import device_name, device_versions, find_device
+from runner.distributed.device import device_facts, device_name, device_versions, find_device
 from runner.distributed.env import JobEnv, RankEnv, launch_from
 from runner.distributed.process_group import Departure, end_group, start_group, take_device
 from runner.distributed.rendezvous import Facts
 from runner.engine.determinism import be_deterministic
 from runner.health.heartbeat import Heartbeat
-from runner.health.preemption import StopRequest
+from runner.health.preemption import StopLook, StopRequest
 from runner.health.rank_monitor import RankMonitor
 from runner.observe.console import Console
 from runner.run_dir.build_info import versions
@@ -46,7 +46,7 @@ class RankGroup:
     Args:
         debug: the collective-debugging settings in effect.
         peers: facts of this node's ranks, exchanged at the rendezvous.
-        device_versions: versions of device, driver and libraries; equal on all ranks.
+        device_versions: device, driver and versions of libraries on this rank.
     """
 
     place: RankEnv
@@ -54,6 +54,7 @@ class RankGroup:
     device: torch.device
     run_dir: RunDir
     stop: StopRequest
+    stop_look: StopLook
     monitor: RankMonitor
     console: Console
     ranks: Ranks
@@ -133,7 +134,8 @@ def join(config: RunConfig, place: RankEnv) -> Iterator[RankGroup]:
         )
         with _telling(monitor, departure):
             group = _group(config, place, launch, device, stop, monitor, debug, peers)
-            yield replace(group, device_versions=device_versions(found_device) | switched)
+            versions_here = device_versions(found_device) | device_facts(device) | switched
+            yield replace(group, device_versions=versions_here)
     except RunnerError:
         monitor.end()
         raise
@@ -189,19 +191,21 @@ def _group(
     debug: Mapping[str, str],
     peers: Sequence[Facts],
 ) -> RankGroup:
+    ranks = Ranks(device)
     return RankGroup(
         place=place,
         launch=launch,
         device=device,
         run_dir=RunDir(Path(config.out)),
         stop=stop,
+        stop_look=StopLook(lambda: stop.is_set, ranks),
         monitor=monitor,
         console=Console(
             silent=not place.is_first,
             every=config.track.every,
             as_json=config.track.log is LogKind.json,
         ),
-        ranks=Ranks(device),
+        ranks=ranks,
         debug=debug,
         peers=peers,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from runner.config.validate import is_zero
 from runner.data.feed import Feed
+from runner.distributed.observers import Observers
 from runner.health.checks import PaceInspector, ReplicaInspector
 from runner.health.device_check import device_kind
 from runner.policy.straggler import Stragglers
@@ -26,6 +27,9 @@ from runner.train.step import Stepper
 _STRAGGLER_FACTOR, _DEVICE_FACTORS = 2.0, {"cuda": 1.2}
 
 
+AUDIT = "audit"  # the observer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspections:
     """The checks that run after an update.
@@ -39,31 +43,35 @@ class Inspections:
     is_due: Callable[[int], bool]
 
 
-def inspections(
-    opened: Opened,
-    machinery: Machinery,
-    resumed: Resumed,
-    feed: Feed,
-    stepper: Stepper,
-    reporter: Reporter,
-    saves: SaveSchedule,
-) -> Inspections:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of the run that the checks use."""
+
+    feed: Feed
+    stepper: Stepper
+    reporter: Reporter
+    saves: SaveSchedule
+    observers: Observers
+
+
+def inspections(opened: Opened, machinery: Machinery, resumed: Resumed, used: Parts) -> Inspections:
     group, config, ring = opened.group, opened.lease.config, machinery.ring
     watchdog, every = config.watchdog, config.debug.replica_check_every
+    observers = used.observers
     pace = PaceInspector(
-        ranks=group.ranks,
+        ranks=observers.ranks,
         device=group.device,
         stragglers=Stragglers(
             factor=watchdog.straggler_factor or _STRAGGLER_FACTOR,
             device_factor=watchdog.straggler_factor or _DEVICE_FACTORS.get(group.device.type),
             checks=watchdog.straggler_checks,
         ),
-        take_seconds=stepper.take_seconds,
+        take_seconds=used.stepper.take_seconds,
         report=opened.written.report,
-        note=reporter.paces,
+        note=used.reporter.paces,
     )
     replicas = ReplicaInspector(
-        ranks=group.ranks,
+        ranks=observers.ranks,
         engine=machinery.engine,
         report=opened.written.report,
         distrust=ring.distrust_after,
@@ -71,51 +79,50 @@ def inspections(
         good_step=resumed.step,
     )
 
-    auditor = _auditor(opened, machinery, resumed, feed, stepper, saves)
+    result = observers.together(AUDIT, lambda: _auditor(opened, machinery, resumed, used))
+    auditor = result if isinstance(result, Auditor) else None
+
+    def is_audit_due(updates: int) -> bool:
+        return auditor is not None and not observers.is_out(AUDIT) and auditor.is_due(updates)
 
     def inspect_ranks(updates: int) -> None:
         if auditor is not None:
-            auditor.look(updates)
+            auditor.note(updates)
+            if is_audit_due(updates):
+                observers.together(AUDIT, lambda: auditor.look(updates))
         if falls_due(watchdog.straggler_every, updates):
-            pace.look(updates)
+            observers.together("pace", lambda: pace.look(updates))
         if falls_due(every, updates):
-            replicas.look(updates)
+            observers.together("replicas", lambda: replicas.look(updates))
 
     def is_due(updates: int) -> bool:
-        if auditor is not None and auditor.is_due(updates):
-            return True
-        return falls_due(watchdog.straggler_every, updates) or falls_due(every, updates)
+        is_other = falls_due(watchdog.straggler_every, updates) or falls_due(every, updates)
+        return is_other or is_audit_due(updates)
 
     return Inspections(look=inspect_ranks, is_due=is_due)
 
 
-def _auditor(
-    opened: Opened,
-    machinery: Machinery,
-    resumed: Resumed,
-    feed: Feed,
-    stepper: Stepper,
-    saves: SaveSchedule,
-) -> Auditor | None:
+def _auditor(opened: Opened, machinery: Machinery, resumed: Resumed, used: Parts) -> Auditor | None:
     """Make the audit for silent data corruption; None if it is off."""
-    group, lease = opened.group, opened.lease
-    config = lease.config
+    group, lease, ranks = opened.group, opened.lease, used.observers.ranks
+    config, stop = lease.config, group.stop_look.through(ranks)
     if not config.debug.audit_every or group.place.world_size < 2:
         return None
     starts = [i for i in opened.written.journal.history.incidents if i.kind == "start"]
     same = SameBatch(
         engine=machinery.engine,
-        feed=feed,
-        ranks=group.ranks,
+        feed=used.feed,
+        ranks=ranks,
         kind=device_kind(group.device),
         seed=config.seed,
         takes_whole_step=is_zero(config.parallel.kind),
         repeats_bits=bool(starts and starts[-1].detail.get("repeats_bits")),
+        stop=stop,
     )
     auditor = Auditor(
         same=same,
-        steps=stepper,
-        ranks=group.ranks,
+        steps=used.stepper,
+        ranks=ranks,
         heart=group.heart,
         rules=AuditRules(
             every=config.debug.audit_every,
@@ -126,10 +133,10 @@ def _auditor(
         agreed=AgreedNumbers(
             same=same,
             weights=CleanWeights(
-                machinery.engine, machinery.ring, group.ranks, group.place.local_world_size
+                machinery.engine, machinery.ring, ranks, group.place.local_world_size, stop
             ),
             ring=machinery.ring,
-            is_saved=saves.is_due_on_disk,
+            is_saved=used.saves.is_due_on_disk,
         ),
         report=opened.written.report,
         distrust=machinery.ring.distrust_after,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from runner.distributed.observers import ObservedRanks, Observers
 from runner.engine.activations import Activations
 from runner.policy.decision.early import EarlyRules, EarlyWarnings, Look
 from runner.policy.decision.history import Incident
@@ -13,11 +15,12 @@ from runner.policy.decision.signals import StepSignals
 from runner.policy.decision.spike_frequency import SpikeScore
 from runner.session.phases import Machinery, Opened
 from runner.startup.resume import Resumed
-from runner.system.json_lines import LineFile, step_of, tail
+from runner.system.json_lines import LineFile, iter_lines, step_of, tail
 from runner.train.layers import LayerLog, LayerPlaces, LayerTable, LayerWatch, UpdateRules
 from runner.train.source_columns import SourceColumns
 from runner.train.step import StepInfo
 
+SPIKES = "spike score"  # the observer
 _TAIL_BYTES = 4 << 20  # of a file's end, enough for the latest measurements
 _LINE_BYTES = 4 << 10  # upper bound on a line of the metrics
 
@@ -37,20 +40,23 @@ class Columns:
     sources: SourceColumns
     layers: Layers | None
     report: Callable[[Incident], None]
+    observers: Observers
     spikes: SpikeScore = field(default_factory=SpikeScore)
 
-    def of(self, info: StepInfo, is_evaluated: bool) -> dict[str, float]:
+    def of(self, info: StepInfo) -> dict[str, float]:
         """The columns of one attempted step, equal on all ranks."""
-        columns = self.sources.of(info, is_evaluated)
-        if info.known is None:
-            self._count_spikes(info.signals)
-        if self.layers is None:
+        alone, signals, layers = self.observers.alone, info.signals, self.layers
+        nothing: dict[str, float] = {}
+        columns = alone("sources", lambda: self.sources.of(info), nothing)
+        # One loss for each line of the metrics: a start reads them from there.
+        alone(SPIKES, lambda: self._count_spikes(signals), None)
+        if layers is None:
             return columns
-        signals = info.signals
-        return {
-            **columns,
-            **self.layers.log.columns(signals.step, signals.grad_norm, info.measured),
-        }
+        return columns | alone(
+            "layer report",
+            lambda: layers.log.columns(signals.step, signals.grad_norm, info.measured),
+            nothing,
+        )
 
     def _count_spikes(self, signals: StepSignals) -> None:
         share = self.spikes.note(signals.loss)
@@ -68,33 +74,52 @@ class Columns:
             )
 
 
-def make_layers(opened: Opened, machinery: Machinery, resumed: Resumed) -> Layers | None:
+def spike_score(opened: Opened, resumed: Resumed, ranks: ObservedRanks) -> SpikeScore:
+    """The spike score of the losses so far, from rank 0's metrics. Collective."""
+    score = SpikeScore()
+    if opened.group.is_first:
+        for line in iter_lines(opened.group.run_dir.metrics, stop=resumed.metrics_bytes):
+            loss = line.get("loss")
+            score.note(float(loss) if isinstance(loss, int | float) else math.nan)
+    score.load_json(ranks.from_first(score.to_json()))
+    return score
+
+
+def make_layers(
+    opened: Opened, machinery: Machinery, resumed: Resumed, observers: Observers
+) -> Layers | None:
     """Make both parts; None if nothing is measured. Collective."""
     config, group, network = opened.lease.config, opened.group, opened.corpus.network
     every, engine = config.track.layers_every, machinery.engine
     if not every:
         return None
+    ranks = observers.ranks
     blocks = network.units(engine.network)
     shapes = {name: one.shape for name, one in network.parameters().items()}
     places = LayerPlaces.of(engine.network, blocks, shapes)
     activations = Activations(engine.objective, blocks, is_compiled=config.model.compile)
     rules = UpdateRules(clip=config.optim.clip, beta2=config.optim.beta2)
     table = LayerTable(places, rules, num_units=activations.num_units)
-    looks, length = group.ranks.all_or_none(
-        "reading the layers' file", lambda: _past(opened, resumed)
-    )
+    looks, length = ranks.all_or_none("reading the layers' file", lambda: _past(opened, resumed))
     log = LayerLog(
         table,
         EarlyWarnings(EarlyRules(every=every, warmup=config.schedule.warmup)),
-        file=group.ranks.all_or_none("opening the layers' file", lambda: _file(opened, length)),
-        past=[Look(step=step, values=values) for step, values in group.ranks.from_first(looks)],
-        norms={int(step): norm for step, norm in group.ranks.from_first(_norms(opened, resumed))},
+        file=ranks.all_or_none("opening the layers' file", lambda: _file(opened, length)),
+        past=[Look(step=step, values=values) for step, values in ranks.from_first(looks)],
+        norms={int(step): norm for step, norm in ranks.from_first(_norms(opened, resumed))},
         attempt=opened.written.journal.attempt + 1,  # the line of this start is written later
         clip=config.optim.clip,
         report=lambda incident: _warn(opened, machinery, incident),
     )
     machinery.ring.also_keep(opened.written.journal.history.kept_serials)
-    watch = LayerWatch(engine, activations, places, every=every, is_first=group.is_first)
+    watch = LayerWatch(
+        engine,
+        activations,
+        places,
+        every=every,
+        is_first=group.is_first,
+        observers=observers,
+    )
     return Layers(watch=watch, log=log)
 
 

@@ -15,17 +15,20 @@ from runner.checkpoint.memory.tier import MemoryParts
 from runner.checkpoint.protocol import Identity
 from runner.config.compose import digest, flat
 from runner.config.schema import RunConfig
+from runner.config.sources import unsteady_samples
 from runner.data.corpus_digest import Progress
+from runner.data.dataset import Dataset
 from runner.distributed.env import JobEnv
 from runner.distributed.slow_agreement import all_or_none_slowly
 from runner.health.crash_log import clear_fatal_logs, crash_incident
 from runner.health.preemption import who_asked
+from runner.model.blueprint import Blueprint
 from runner.observe.alert import CommandAlerts
 from runner.observe.journal import Journal
 from runner.policy.decision.history import Incident
 from runner.session import parts
 from runner.session.group import RankGroup
-from runner.session.optim import state_shapes
+from runner.session.optim import rules_matched, state_shapes
 from runner.session.phases import Corpus, Inventory, Lease, RunJournal
 from runner.session.pretrained import keep_small_files, kept_files
 from runner.session.trackers import run_trackers
@@ -84,10 +87,15 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
     """
     config, ranks = lease.config, group.ranks
     prepared = _prepare_data(config, group)
-    dataset = ranks.all_or_none("opening the data", lambda: parts.open_dataset(config, prepared))
-    prints = ranks.gather(dataset.fingerprint())
+    dataset, fingerprint = ranks.all_or_none(
+        "opening the data", lambda: _opened(parts.open_dataset(config, prepared))
+    )
+    prints = ranks.gather(fingerprint)
     if len(set(prints)) > 1:
-        raise ConfigError(f"ranks see different data; fingerprints by rank: {prints}")
+        raise ConfigError(
+            f"ranks see different data; fingerprints by rank: {[one[:12] for one in prints]}; give "
+            f"all nodes the same files{unsteady_samples(config.data)}"
+        )
     stream = ranks.all_or_none("splitting the data", lambda: parts.sample_stream(config, dataset))
     validation = ranks.all_or_none(
         "opening data.val_path", lambda: parts.open_validation(config, prepared)
@@ -100,7 +108,7 @@ def open_corpus(lease: Lease, group: RankGroup) -> Corpus:
     )
     network = ranks.all_or_none(
         "sizing the model",
-        lambda: parts.blueprint(config, dataset, Path(model_files) if model_files else None),
+        lambda: _sized(config, dataset, Path(model_files) if model_files else None),
     )
     return Corpus(dataset=dataset, stream=stream, validation=validation, network=network)
 
@@ -216,6 +224,17 @@ def identity_of(lease: Lease, corpus: Corpus) -> Identity:
     )
 
 
+def _sized(config: RunConfig, dataset: Dataset, files: Path | None) -> Blueprint:
+    network = parts.blueprint(config, dataset, files)
+    rules_matched(config, network)  # raises for one that takes nothing
+    return network
+
+
+def _opened(dataset: Dataset) -> tuple[Dataset, str]:
+    """With its fingerprint, for which a user's data set is read: that may fail on one rank."""
+    return dataset, dataset.fingerprint()
+
+
 def _require_equal_settings(config: RunConfig, group: RankGroup) -> None:
     """Compare the settings, which every rank composes separately."""
     ranks = group.ranks
@@ -262,7 +281,9 @@ def _prepare_data(config: RunConfig, group: RankGroup) -> list[str]:
         )
     by_rank = ranks.gather(prepared)[place.rank - place.local_rank]
     for notice in dict.fromkeys(notice for _, notice in by_rank if notice):
-        group.console.say(f"data.tokenizer={config.data.tokenizer}: {notice}")
+        is_of_tokenizer = not notice.startswith("data.")
+        place_of = f"data.tokenizer={config.data.tokenizer}: " if is_of_tokenizer else ""
+        group.console.say(f"{place_of}{notice}")
     return [folder for folder, _ in by_rank]
 
 

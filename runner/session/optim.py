@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from runner.system.error import ConfigError
 from runner.system.user_code import call_target, find_target
 
 _TARGET = "optim._target_"
+_NAMED = 8  # parameters in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,28 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
         make=make,
         name=target,
     )
+
+
+def rules_matched(config: RunConfig, network: Blueprint) -> list[tuple[str, int]]:
+    """Each rule's match in ``optim.groups``, and how many tensors take it.
+
+    Raises:
+        ConfigError: none takes a rule.
+    """
+    settings = optimizer_settings(config)
+    names = [name for name, one in network.parameters().items() if one.is_trained]
+    matched = [sum(settings.rule(name) is rule for name in names) for rule in settings.rules]
+    for number, (rule, count) in enumerate(zip(settings.rules, matched, strict=True)):
+        if count:
+            continue
+        fits = any(re.search(rule.match, name) for name in names)
+        why = "an earlier rule takes all that it fits" if fits else "no trained parameter fits it"
+        shown = ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")
+        raise ConfigError(
+            f"optim.groups[{number}]: match={rule.match!r} takes no tensor, because {why}; change "
+            f"or remove it. The trained parameters are {shown}"
+        )
+    return [(rule.match, count) for rule, count in zip(settings.rules, matched, strict=True)]
 
 
 def state_shapes(config: RunConfig, network: Blueprint) -> dict[str, tuple[int, ...]]:

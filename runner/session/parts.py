@@ -35,7 +35,7 @@ from runner.distributed.env import JobEnv, RankEnv
 from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import Engine
-from runner.engine.wider_precision import Wider
+from runner.engine.wider_precision import Wider, widen_buffers
 from runner.fault.inject import FaultInjector
 from runner.fault.wrap import MicroBatchFaults, wrap_engine
 from runner.health.hang import HangTimeouts
@@ -62,6 +62,7 @@ from runner.policy.retention.interval import (
 )
 from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir
+from runner.session.corpus import data_words as data_words
 from runner.session.corpus import digest_notes as digest_notes
 from runner.session.corpus import open_dataset as open_dataset
 from runner.session.corpus import open_validation as open_validation
@@ -123,6 +124,7 @@ def explain_rules(config: RunConfig) -> ExplainRules | None:
         an_incident=an_incident,
         in_all=max(_LEAST_INCIDENTS * an_incident, round(share * config.steps)),
         may_load=kind is ExplainKind.full,
+        persist=config.guard.persist,
     )
 
 
@@ -151,6 +153,7 @@ def feed(
             pin_memory=config.data.pin_memory and device.type == "cuda",
             retry_seconds=config.data.retry_seconds,
         ),
+        seed=config.seed,
     )
 
 
@@ -413,6 +416,8 @@ def _sharded(
     model.to_empty(device="cpu" if how.layout.offload else device)
     retie(network, places)
     blueprint.finish(network, device)
+    if how.layout.is_wide:
+        widen_buffers(network, how.layout.dtype)
     embedding = blueprint.probe(network)
     fsdp = FsdpEngine(
         model,
@@ -489,8 +494,9 @@ def _zero(
         probe=config.guard.enabled or inside is not None,
         disturb=inside,
     )
-    # Stage 3 creates them in BF16, and all stages cast them to BF16.
+    # Stage 3 creates buffers in BF16.
     blueprint.finish(network, device)
+    zero.running.note()
     return zero, model, embedding
 
 

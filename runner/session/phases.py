@@ -13,6 +13,7 @@ from runner.data.cursor import SampleStream
 from runner.data.dataset import Dataset
 from runner.data.feed import Feed
 from runner.data.mixture import MixtureOrder
+from runner.distributed.observers import Observers
 from runner.engine.protocol import Engine
 from runner.fault.inject import FaultInjector
 from runner.model.blueprint import Blueprint
@@ -116,9 +117,13 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machinery:
-    """The state of a run: weights, checkpoints, counters, unwritten lines."""
+    """The state of a run: weights, checkpoints, counters, unwritten lines.
+
+    ``has_weights``: the engine has its initial weights already.
+    """
 
     engine: Engine
+    has_weights: bool
     faults: FaultInjector
     tier: MemoryParts
     backlog: Backlog
@@ -136,6 +141,7 @@ class Actors:
     steps: StepRunner
     periodic: Periodic
     saves: SaveSchedule
+    observers: Observers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

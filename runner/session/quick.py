@@ -5,6 +5,7 @@ from __future__ import annotations
 from runner.config.network import is_hf
 from runner.data.dataset import RecordDataset
 from runner.data.feed import few
+from runner.distributed.observers import ObservedRanks
 from runner.engine.randomness import same_randomness
 from runner.policy.decision.history import Incident
 from runner.session import parts
@@ -15,7 +16,9 @@ from runner.startup.resume import Resumed
 _ROWS = 2
 
 
-def quick_preflight(opened: Opened, machinery: Machinery, resumed: Resumed) -> None:
+def quick_preflight(
+    opened: Opened, machinery: Machinery, resumed: Resumed, ranks: ObservedRanks
+) -> None:
     """Test the model; report each failed check once per run. Collective."""
     config, group, corpus = opened.lease.config, opened.group, opened.corpus
     dataset = corpus.dataset
@@ -28,7 +31,7 @@ def quick_preflight(opened: Opened, machinery: Machinery, resumed: Resumed) -> N
     is_untrained = resumed.is_fresh and config.model._target_ is None and not is_hf(config.model)
     # A data set or a model of the user's may draw from any generator when it is asked.
     with same_randomness(group.device):
-        batch = group.ranks.all_or_none(
+        batch = ranks.all_or_none(
             "reading two samples", lambda: few(dataset, config.data.seq_len, rows)
         )
         subject = QuickSubject(
@@ -36,7 +39,7 @@ def quick_preflight(opened: Opened, machinery: Machinery, resumed: Resumed) -> N
             works=parts.works_a_step(config, group.place),
             vocab_size=dataset.vocab_size,
             untrained_loss=corpus.network.untrained_loss if is_untrained else None,
-            sum=group.ranks.sum,
+            sum=ranks.sum,
         )
         checks = quick_checks(machinery.engine, subject)
     for check in failed(checks):

@@ -13,6 +13,7 @@ from runner.policy.decision.history import Incident
 from runner.policy.retention.records import on_disk
 from runner.report.writer import PageWriter
 from runner.run_dir.paths import keep_for_owner
+from runner.session import parts
 from runner.session.begin import begin
 from runner.session.build import build, resume
 from runner.session.final_digest import at_a_stop, collect_digest
@@ -115,14 +116,14 @@ def close(run: Run, end: RunEnd) -> int:
                 batch=lease.config.batch.global_size,
                 world_size=group.place.world_size,
                 incarnation=lease.run_lease.number,
+                data=parts.data_words(lease.config.data, run.opened.corpus.dataset),
             ),
             run_dir=group.run_dir,
             console=group.console,
         )
         for tracker in run.opened.written.trackers:
-            tracker.finish(summary.to_json(), in_time=end.in_time)
-            if tracker.loss is not None:
-                group.console.say(f"warning: {tracker.loss.outlet}: {tracker.loss.reason}")
+            if words := tracker.finish(summary.to_json(), in_time=end.in_time):
+                group.console.say(f"warning: {words}")
     if run.opened.written.alerts is not None:
         run.opened.written.alerts.close()
     if run.pages is not None:

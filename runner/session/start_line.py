@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from runner.distributed.device import device_facts
+from runner.distributed.rendezvous import difference
 from runner.observe.goodput import Past, past
 from runner.policy.decision.history import Incident
 from runner.run_dir.build_info import ranks_on, versions
@@ -54,7 +56,10 @@ def start_incident(
         parallel: how the state is laid over the ranks.
         data: the fingerprint of the data.
     """
-    hosts = group.ranks.gather(host_name())
+    by_rank = group.ranks.gather({"host": host_name(), **device_facts(group.device)})
+    hosts = [str(facts.pop("host")) for facts in by_rank]
+    if differing := difference(by_rank):
+        group.console.say(f"warning: the ranks' devices differ: {differing}")
     before = group.ranks.from_first({"lost": spent.lost, "idle_seconds": spent.idle_seconds})
     return Incident(
         kind="start",

@@ -55,6 +55,7 @@ class Summary:
     world_size: int
     incarnation: int
     redone_steps: int = 0
+    data: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -62,11 +63,15 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSize:
-    """``batch``: samples per step over all ranks; ``incarnation``: number of this start."""
+    """``batch``: samples per step over all ranks; ``incarnation``: number of this start.
+
+    ``data``: where samples came from; empty where the user's loop reads them.
+    """
 
     batch: int
     world_size: int
     incarnation: int
+    data: str = ""
 
 
 def sum_up(
@@ -103,13 +108,14 @@ def sum_up(
         discarded_steps=history.num_discarded,
         rollbacks=len(history.rollbacks),
         skipped=tuple(history.ledger),
-        restarts=journal.attempt - 1,
+        restarts=history.num_restarts,
         samples_used=state.updates * size.batch,
         goodput=round(where_time_went["productive"] / max(wall, 1e-9), 4),
         time=where_time_went,
         world_size=size.world_size,
         incarnation=size.incarnation,
         redone_steps=history.num_redone,
+        data=size.data,
     )
     try:
         write_json(run_dir.summary, summary.to_json())
@@ -125,6 +131,7 @@ def _rows(summary: Summary, wall_seconds: float, run_dir: RunDir) -> list[tuple[
     held_out = "" if summary.eval_loss is None else f" (held-out {summary.eval_loss:.4f})"
     skipped = ", ".join(f"{start}-{stop - 1}" for start, stop in summary.skipped)
     return [
+        *([("data", summary.data)] if summary.data else []),
         ("steps", f"{summary.steps} ({summary.samples_used:,} samples)"),
         ("loss", loss + held_out),
         ("discarded steps", str(summary.discarded_steps)),

@@ -16,8 +16,13 @@ from runner.system.error import ConfigError
 from runner.train.state import TrainState
 
 
-def settle_mixture(stream: SampleStream, journal: Journal, state: TrainState) -> Incident | None:
+def settle_mixture(
+    stream: SampleStream, journal: Journal, state: TrainState, *, reached: int
+) -> Incident | None:
     """Give the stream its phases, and a new one where the weights have changed.
+
+    Args:
+        reached: the position that the run had reached before, perhaps behind ``state.cursor``.
 
     Returns:
         The new phase for the journal, alike on all ranks; None where nothing changed.
@@ -40,8 +45,10 @@ def settle_mixture(stream: SampleStream, journal: Journal, state: TrainState) ->
     wanted = _wanted(order.wanted)
     incident = None
     if not phases or _wanted(phases[-1].weights) != wanted:
-        # After all positions in the ledger: they must keep their samples.
-        start = max(state.cursor, history.known_stop) if phases else 0
+        # Behind all skipped positions up to there, whether it found them or was told: they must
+        # keep their samples. What it is told to skip further on it has not met yet.
+        stops = [stop for begin, stop in history.ledger if begin < reached]
+        start = max(state.cursor, history.known_stop, *stops) if phases else 0
         phases.append(Phase(start=start, weights=wanted))
         incident = _incident(phases, state)
     order.load(phases)

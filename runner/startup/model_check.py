@@ -83,10 +83,11 @@ def repeated_step(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
     Raises:
         ConfigError: the model cannot compute it.
     """
-    before = {name: tensor.clone() for name, tensor in engine.buffers().items()}
+    before = {name: tensor.clone() for name, tensor in engine.network.named_buffers()}
     one, other = (_step(engine, works) for _ in range(2))
-    after = engine.buffers()
+    after = dict(engine.network.named_buffers())
     changed = sorted(name for name in before if not _equal(before[name], after[name]))
+    kept = engine.running.names
     alike = all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     finite = bool(torch.isfinite(torch.cat([part.flatten() for part in one])).all())
     return [
@@ -105,16 +106,35 @@ def repeated_step(engine: Engine, works: Sequence[MicroStep]) -> list[Check]:
             "(torch.use_deterministic_algorithms names them)",
         ),
         Check(
-            name="forward changes no buffer",
+            name="buffers belong to the state",
             holds=not changed,
-            found=f"a forward pass changes {', '.join(changed[:3])}"
+            found=f"a step that is not applied changes {', '.join(changed[:3])}"
             if changed
-            else "buffers are as they were",
-            remedy="a discarded step could not take it back, and it would depend on how a batch is "
-            "cut up: use GroupNorm or LayerNorm instead of BatchNorm, or keep that layer in eval()",
+            else f"{len(kept)} that forward passes change ({', '.join(kept[:2])}, ...) are undone, "
+            "saved and averaged over the ranks"
+            if kept
+            else "no forward pass changes one",
+            remedy="let each forward pass in training change what any of them changes, and no "
+            "module change another's buffers",
             is_fatal=True,
         ),
     ]
+
+
+def running_buffers(engine: Engine, works: Sequence[MicroStep]) -> list[str]:
+    """Names of the buffers that a step or an evaluation changes on this rank; it is undone.
+
+    Collective; the weights must be there.
+
+    Raises:
+        ConfigError: the model cannot compute it, or makes buffers as it does.
+    """
+
+    def compute() -> None:
+        _step(engine, works)
+        _evaluated(engine, works[0].batch)
+
+    return engine.running.written_by(compute) if engine.running.has_any else []
 
 
 def quick_checks(

@@ -14,8 +14,10 @@ from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.protocol import Restored
 from runner.checkpoint.ring import Ring
 from runner.config.schema import RunConfig
+from runner.config.sources import unsteady_samples
 from runner.distributed.agreement import Ranks
 from runner.distributed.env import JobEnv
+from runner.engine.buffers import is_buffer
 from runner.health.crash_log import unexplained
 from runner.observe.journal import Journal, read_journal
 from runner.policy.decision.history import Incident
@@ -23,7 +25,7 @@ from runner.policy.retention.records import Record, State, Tier, resume_order
 from runner.run_dir.lease import RunLease, acquire
 from runner.run_dir.paths import RunDir, is_allowed
 from runner.system.error import CheckpointError, ConfigError
-from runner.system.json_lines import last_line, step_of
+from runner.system.json_lines import count_of, last_line, step_of
 from runner.train.state import TrainState
 
 Tensors = Mapping[str, tuple[int, ...]]  # names and shapes of what a checkpoint holds
@@ -35,7 +37,8 @@ class RunInventory:
 
     ``damaged`` has a sentence for each unreadable manifest, ``crashes`` the journal lines for
     earlier incarnations that ended without writing their own, ``changes`` for settings that the
-    user let change.
+    user let change, ``buffers`` the names of those in the newest checkpoint. ``last_cursor`` is
+    where the last line of the metrics ends.
     """
 
     journal: list[dict[str, Any]]
@@ -44,10 +47,12 @@ class RunInventory:
     damaged: list[str]
     torn: list[str]
     last_metrics_step: int
+    last_cursor: int
     metrics_bytes: int
     next_serial: int
     crashes: list[dict[str, Any]]
     changes: list[dict[str, Any]]
+    buffers: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +148,16 @@ def _read(
     torn = store.sweep()  # before the ring is scanned: see CheckpointDirectory.commit
     entries, damaged = store.entries()
     changed = _settings_changed(run_dir, config)
+    buffers: list[str] = []
     if entries:
         newest = entries[-1].manifest
+        buffers = [name.partition("/")[2] for name in newest.shapes if is_buffer(name)]
         if tensors is not None:
-            run_dir.refuse_other_tensors(newest.shapes, tensors(), changed)
+            known = {name: s for name, s in newest.shapes.items() if not is_buffer(name)}
+            run_dir.refuse_other_tensors(known, tensors(), changed)
         changed |= _data_changed(config, newest.data_fingerprint, fingerprint)
     lines, length = read_journal(run_dir.journal)
+    last = last_line(run_dir.metrics) or {}
     if entries:
         _refuse_lost_lines(run_dir, len(lines), entries[-1].manifest)
     serials = [0, *(entry.record.serial for entry in entries), *map(_serial_in, lines)]
@@ -160,9 +169,11 @@ def _read(
         ],
         "damaged": damaged,
         "torn": torn,
-        "last_metrics_step": step_of(last_line(run_dir.metrics) or {}),
+        "last_metrics_step": step_of(last),
+        "last_cursor": count_of(last, "cursor"),
         "metrics_bytes": run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0,
         "next_serial": max(serials) + 1 + len(damaged),
+        "buffers": buffers,
         "crashes": [i.to_json() for i in unexplained(run_dir, lines, run_lease.number)],
         "changes": [
             _change(key, was, now, entries[-1].record.step if entries else 0).to_json()
@@ -218,11 +229,20 @@ def _data_changed(config: RunConfig, was: str, now: str) -> dict[str, tuple[Any,
         return {}
     if not is_allowed("data.path", config.resume):
         raise ConfigError(
-            f"data.path={config.data.path}: the corpus is not the one that out={config.out} was "
+            f"{_named(config)}: the corpus is not the one that out={config.out} was "
             f"trained on (fingerprint {was[:12]}, now {now[:12]}); positions would name other "
             "samples. Restore the corpus, choose another out, or resume.allow=[data.path]"
+            f"{unsteady_samples(config.data)}"
         )
     return {"data": (was, now)}
+
+
+def _named(config: RunConfig) -> str:
+    """The setting that names the corpus."""
+    data = config.data
+    if data.sources is not None:
+        return "data.sources"
+    return f"data._target_={data._target_}" if data._target_ else f"data.path={data.path}"
 
 
 def resume_from(
@@ -251,10 +271,14 @@ def resume_from(
         return _begin(inventory, run_dir)
     restored = ring.restore(resume_order(ring.records))
     state.load_json(restored.train_state)
+    state.baseline.hold(history.held)
     for record in inventory.records:
         if record.serial in left_behind:
             ring.remove(record)
-    return _resume_point(journal, restored, unused)
+    resumed = _resume_point(journal, restored, unused)
+    if resumed.metrics_bytes != restored.metrics_bytes:
+        state.unreported = None  # the metrics have it
+    return resumed
 
 
 def _last_incarnation(journal: list[dict[str, Any]]) -> int:

@@ -7,11 +7,13 @@
     ├── Halted               3   the guard gave up; starting again would not help
     ├── CheckpointError      4   no checkpoint can be loaded
     │   └── CorruptCheckpoint     one checkpoint failed its digest or is torn
-    │       └── UnreadableCheckpoint  the disk refused to read it: it may be sound
-    ├── ReadError            1   no checkpoint can be read, and none is damaged; start me again
+    │       ├── UnreadableCheckpoint  the disk refused to read it: it may be sound
+    │       └── RetiredCheckpoint  its run removed it while it was being read
+    ├── ReadError            1   the storage refuses what may be sound; start me again
     ├── Preempted           75   asked to stop; saved; start me again
     ├── SaveError            1   the end state could not be saved; start me again
     ├── RankError            1   one rank failed and every rank was told so
+    │   └── LeaveError           1   a rank computes wrongly: the next start must exclude its node
     ├── StartError           1   the ranks did not find each other
     └── Superseded           2   a newer incarnation owns the run directory
 
@@ -69,8 +71,12 @@ class UnreadableCheckpoint(CorruptCheckpoint):
     """The system refused to read a file of it. It may be sound: another attempt may show it."""
 
 
+class RetiredCheckpoint(CorruptCheckpoint):
+    """The run that it belongs to removed it while it was being read. A later one may do."""
+
+
 class ReadError(RunnerError):
-    """No checkpoint can be read just now, though some may be sound; a restart may help."""
+    """No checkpoint, or no sample, can be read just now; some may be sound: a restart may help."""
 
 
 class Preempted(RunnerError):
@@ -89,6 +95,10 @@ class SaveError(RunnerError):
 
 class RankError(RunnerError):
     """At least one rank failed locally; raised alike on all ranks."""
+
+
+class LeaveError(RankError):
+    """A rank computes wrongly, or its copy of the state is wrong. The journal names it."""
 
 
 class StartError(RunnerError):

@@ -127,8 +127,13 @@ def _line_after(path: Path, position: int) -> int:
 
 def step_of(line: dict[str, Any]) -> int:
     """A metrics line's step; 0 where it has none."""
-    step = line.get("step")
-    return step if type(step) is int and 0 <= step < 1 << 63 else 0
+    return count_of(line, "step")
+
+
+def count_of(line: dict[str, Any], name: str) -> int:
+    """A whole number of a line; 0 where it has none."""
+    value = line.get(name)
+    return value if type(value) is int and 0 <= value < 1 << 63 else 0
 
 
 def _open(path: Path) -> BinaryIO:

@@ -54,6 +54,8 @@ class Outlet(Generic[T]):
         name: of the outlet, for messages.
         deliver: delivers one item; may raise or block for ever. The item is lost if it raises.
         most: weight of items that may wait, by ``weigh``; further ones are lost.
+        patience: seconds after which the item being delivered counts as lost, as of now; default
+            :data:`STALL_SECONDS`.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class Outlet(Generic[T]):
         *,
         most: int,
         weigh: Callable[[T], int] = lambda _: 1,
+        patience: Callable[[], float] = lambda: STALL_SECONDS,
     ) -> None:
         self.num_lost = 0
-        self._name = name
+        self.name = name
         self._deliver = deliver
         self._most = most
         self._weigh = weigh
+        self._patience = patience
         # Not queue.Queue: a signal handler or a finalizer may write in the midst of put.
         self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._lock = threading.RLock()
@@ -102,14 +106,14 @@ class Outlet(Generic[T]):
     @property
     def loss(self) -> Loss | None:
         """The first error, if any."""
-        since = self._since
-        if self._loss is None and since is not None and time.monotonic() > since + STALL_SECONDS:
-            self._note(f"no reader for {STALL_SECONDS:g} s")
+        since, patience = self._since, self._patience()
+        if self._loss is None and since is not None and time.monotonic() > since + patience:
+            self._note(f"no reader for {patience:g} s")
         return self._loss
 
     def _begin(self) -> bool:
         if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread = threading.Thread(target=self._run, name=self.name, daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # at the end of the interpreter
@@ -137,7 +141,7 @@ class Outlet(Generic[T]):
 
     def _note(self, reason: str) -> None:
         if self._loss is None:
-            self._loss = Loss(outlet=self._name, reason=reason, time=time.time())
+            self._loss = Loss(outlet=self.name, reason=reason, time=time.time())
 
 
 class Sink:

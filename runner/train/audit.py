@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
-from runner.distributed.agreement import Ranks
+from runner.distributed.observers import ObservedRanks
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.history import Incident
-from runner.policy.odd_ranks import ByRank, Opinion, differing, named, opinion_on
+from runner.policy.odd_ranks import ByRank, Opinion, differing, dissent, named, opinion_on
 from runner.policy.restart import HARDWARE
-from runner.system.error import RankError
+from runner.system.error import LeaveError
 from runner.train.agreed_numbers import AgreedNumbers
 from runner.train.same_batch import SameBatch
 
@@ -69,7 +69,7 @@ class Auditor:
         *,
         same: SameBatch,
         steps: Steps,
-        ranks: Ranks,
+        ranks: ObservedRanks,
         heart: Heartbeat,
         rules: AuditRules,
         agreed: AgreedNumbers,
@@ -115,15 +115,18 @@ class Auditor:
             return False
         return updates - newest >= self._rules.every and self._agreed.is_saved(updates)
 
+    def note(self, updates: int) -> None:
+        """Note the number of updates, which is less after a rollback."""
+        self._good_step = min(self._good_step, updates - 1)
+
     def look(self, updates: int) -> None:
         """Audit if it is due. Collective.
 
         Raises:
-            RankError: a rank computes wrongly each time, and its host can be excluded; raised on
+            LeaveError: a rank computes wrongly each time, and its host can be excluded; raised on
                 all.
         """
         plan = self._steps.newest_plan
-        self._good_step = min(self._good_step, updates - 1)  # less after a rollback
         if plan is None or not self.is_due(updates):
             return
         self._heart.enter("explain")
@@ -162,7 +165,11 @@ class Auditor:
         """
         opinions = [self._opinion(one) for one in computed]
         ranks = named(computed, opinions)
-        good = f"all ranks agreed at step {self._good_step}"
+        good = (
+            f"all ranks agreed at step {self._good_step}"
+            if self._good_step > self._begun
+            else f"no audit since the start at step {self._begun} found all ranks agreed"
+        )
         if any(one.agrees for one in opinions):
             self._good_step = step
             whose = f"rank {ranks[0]} gave" if len(ranks) == 1 else "some rank gave"
@@ -175,12 +182,8 @@ class Auditor:
         if before is not None and before.rank in opinions[0].odd:
             ranks = (before.rank,)
         if len(ranks) != 1:
-            odd_ranks = " and ".join(map(str, opinions[0].odd))
-            reason = (
-                f"ranks {odd_ranks} give different bits for the same micro-batch, each time; "
-                f"without a majority it is unknown which one is wrong; {good}"
-            )
-            self._report_once(step, opinions[0].odd, reason)
+            words = dissent(computed[0], opinions[0], exactly=self._same.repeats_bits)
+            self._report_once(step, opinions[0].odd, f"{words}; {good}")
             return
         rank = ranks[0]
         kinds = [kind for kind, _ in computed[0]]
@@ -196,7 +199,7 @@ class Auditor:
             return
         self._report(self._crash(step, rank, hosts[rank], reason))
         self._distrust(self._good_step)
-        raise RankError(reason)
+        raise LeaveError(reason)
 
     def _report_once(self, step: int, ranks: tuple[int, ...], reason: str) -> None:
         """Report ranks, once for each set of ranks."""

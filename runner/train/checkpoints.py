@@ -5,13 +5,14 @@ The ring knows how; see :mod:`runner.checkpoint.ring`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from runner.checkpoint.protocol import CheckpointMetadata
 from runner.checkpoint.ring import Ring
 from runner.health.heartbeat import Heartbeat
-from runner.health.preemption import StopRequest, who_asked
+from runner.health.preemption import StopLook, StopRequest, StopRequested, who_asked
 from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision.ladder import RemedyRules
@@ -61,10 +62,14 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preemption:
-    """A stop request and its reasons by rank, empty for none. ``reasons`` is collective."""
+    """A stop request and its reasons by rank, empty for none. ``reasons`` is collective.
+
+    ``look`` looks at it between steps; None where nothing does.
+    """
 
     stop: StopRequest
     reasons: Callable[[], list[str]]
+    look: StopLook | None = None
 
 
 class Checkpoints:
@@ -183,9 +188,33 @@ class Checkpoints:
             "journal); free space, check the disk, and give the same command again"
         )
 
-    def save_and_leave(self, state: TrainState, preemption: Preemption) -> None:
-        """Save the state within the grace. Collective; always raises Preempted."""
-        reasons = who_asked(preemption.reasons())
+    @contextmanager
+    def saved_at_a_stop(
+        self, state: TrainState, preemption: Preemption, attempted: StepInfo | None = None
+    ) -> Iterator[None]:
+        """Save the state and leave when a request to stop is seen inside. Collective then.
+
+        An evaluation is left to the next start, and so is the ``attempted`` step that was bad.
+
+        Raises:
+            Preempted: it was seen.
+        """
+        if attempted is not None and preemption.look is not None:
+            preemption.look.note(attempted.stop_requested)
+        try:
+            yield
+        except StopRequested:
+            self.save_and_leave(state, preemption, _left_to_next_start(state, attempted))
+        if attempted is not None and attempted.stop_requested:
+            self.save_and_leave(state, preemption)
+
+    def save_and_leave(self, state: TrainState, preemption: Preemption, left: str = "") -> None:
+        """Save the state within the grace. Collective; always raises Preempted.
+
+        Args:
+            left: what the next start has to do, for the reason.
+        """
+        reasons = who_asked(preemption.reasons()) + left
         in_time = self._save_last(state, lambda: preemption.stop.is_late)
         saved = self._ring.saved_step
         if in_time and saved == state.updates:
@@ -236,3 +265,12 @@ class Checkpoints:
                 return True
             self._save(state)
             return self._ring.drain(is_late)
+
+
+def _left_to_next_start(state: TrainState, attempted: StepInfo | None) -> str:
+    if state.unreported is not None:
+        return f"; the next start makes the evaluation of step {state.updates}"
+    if attempted is not None and attempted.signals.step > state.updates:
+        step = attempted.signals.step
+        return f"; step {step} is bad and not explained yet: the next start computes it again"
+    return ""

@@ -15,6 +15,7 @@ from runner.checkpoint.memory.node_dir import free_memory_bytes
 from runner.checkpoint.protocol import Restored
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine
+from runner.health.preemption import StopLook
 from runner.policy.retention.records import Record
 from runner.system.error import CheckpointError, ReadError
 
@@ -46,14 +47,11 @@ class HostCopy:
     def __init__(self, engine: Engine) -> None:
         self._shards = [shard.local.detach().to("cpu", copy=True) for shard in engine.shards()]
         self._counts = engine.update_counts()
-        self._buffers = {n: b.detach().to("cpu", copy=True) for n, b in engine.buffers().items()}
 
     @torch.no_grad()
     def put_back(self, engine: Engine) -> None:
         for shard, kept in zip(engine.shards(), self._shards, strict=True):
             shard.local.copy_(kept)
-        for name, buffer in engine.buffers().items():
-            buffer.copy_(self._buffers[name])
         engine.finish_load(self._counts)
 
 
@@ -64,11 +62,14 @@ class CleanWeights:
         num_local_ranks: ranks that share this node's memory.
     """
 
-    def __init__(self, engine: Engine, ring: Ring, ranks: Ranks, num_local_ranks: int) -> None:
+    def __init__(
+        self, engine: Engine, ring: Ring, ranks: Ranks, num_local_ranks: int, stop: StopLook
+    ) -> None:
         self._engine = engine
         self._ring = ring
         self._ranks = ranks
         self._num_local_ranks = num_local_ranks
+        self._stop = stop
 
     def compute(self, record: Record, compute: Callable[[], Result]) -> Result | None:
         """Call ``compute`` with the weights of ``record``; None if it cannot be loaded, or if a
@@ -76,6 +77,7 @@ class CleanWeights:
 
         Collective.
         """
+        self._stop.now()
         if self._ranks.sum([float(not self._has_room())])[0]:
             return None
         with state_restored(self._engine, self._ring):
@@ -88,7 +90,6 @@ class CleanWeights:
     def _has_room(self) -> bool:
         """Whether the copies of this node's ranks take at most half of its free memory."""
         tensors = [shard.local for shard in self._engine.shards()]
-        tensors += self._engine.buffers().values()
         needed = sum(one.numel() * one.element_size() for one in tensors) * self._num_local_ranks
         free = free_memory_bytes()
         return free is None or needed <= _SHARE * free

@@ -6,7 +6,6 @@ equal. The report is only information: no decision depends on it.
 
 from __future__ import annotations
 
-import logging
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -16,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from runner.data.dataset import NOT_COUNTED, Dataset, Sample
-from runner.distributed.agreement import Ranks
+from runner.data.draws import read_sample
+from runner.distributed.observers import Observers
 from runner.observe.metrics import MetricsLine
 from runner.policy.decision.history import Incident
 from runner.reading.curve import CORPUS_ENTROPY, HELD_OUT, LEARNING_RATE, Curve
 from runner.reading.finding import Finding
 from runner.reading.read import read
 
-_log = logging.getLogger(__name__)
-
 KIND = "reading"
+CURVE = "curve"  # the observer
 _LEAST_ROWS, _LEAST_SHARE = 100, 0.1  # rows, and share of the run, before the first report
 _GROWN = 1.1  # growth since the last reading: all readings cost as much as eleven of the last
 _MOST_ROWS = 200_000
@@ -38,7 +37,7 @@ class CurveReader:
     """The rows of the run's curve, and the signatures already reported.
 
     Args:
-        ranks: all report what rank 0 finds.
+        observers: all ranks report what rank 0 finds.
         past: lines of the metrics so far, on rank 0.
         known: incidents of the journal; their reports are not repeated.
         total, warmup: length and warm-up of the run, in updates.
@@ -49,7 +48,7 @@ class CurveReader:
     def __init__(
         self,
         *,
-        ranks: Ranks,
+        observers: Observers,
         past: Iterable[Mapping[str, Any]],
         known: Iterable[Incident],
         total: int,
@@ -57,7 +56,8 @@ class CurveReader:
         dataset: Dataset,
         report: Callable[[Incident], None],
     ) -> None:
-        self._ranks = ranks
+        self._observers = observers
+        self._is_first = not observers.ranks.rank
         self._reported = {str(i.detail.get("signature")) for i in known if i.kind == KIND}
         self._total = total
         self._warmup = warmup
@@ -72,10 +72,13 @@ class CurveReader:
             if line.get("action") == "apply":
                 self._add([line.get(name) for name in _FIELDS])
 
-    def columns(self, is_evaluated: bool) -> dict[str, float]:
+    def columns(self) -> dict[str, float]:
         """Metrics columns of each evaluation, which ``holdfast read`` also uses."""
-        if not is_evaluated or self._ranks.rank:
+        if not self._is_first:
             return {}
+        return self._observers.alone(CURVE, self._own_columns, {})
+
+    def _own_columns(self) -> dict[str, float]:
         if self._entropy is None:
             self._entropy = unigram_entropy(self._dataset)
         return {CORPUS_ENTROPY: round(self._entropy, 6)} if self._entropy > 0 else {}
@@ -85,21 +88,18 @@ class CurveReader:
 
         Collective then.
         """
-        if not self._ranks.rank:
-            self._add([line.step, line.loss, line.grad_norm, line.lr, line.eval_loss])
+        if self._is_first:
+            row = [line.step, line.loss, line.grad_norm, line.lr, line.eval_loss]
+            self._observers.alone(CURVE, lambda: self._add(row), None)
         if line.eval_loss is None or line.step < max(self._next, _LEAST_SHARE * self._total):
             return
         self._next = math.ceil(_GROWN * line.step)
-        findings = None if self._ranks.rank else [asdict(one) for one in self._findings()]
-        for finding in self._ranks.from_first(findings):
-            self._report_once(Finding(**finding), line.step)
+        self._observers.together(CURVE, lambda: self._read(line.step))
 
-    def _findings(self) -> list[Finding]:
-        try:
-            return read(self._curve())
-        except Exception as error:  # an error here must not end the run
-            _log.warning("the curve cannot be read: %s: %s", type(error).__name__, error)
-            return []
+    def _read(self, step: int) -> None:
+        findings = [asdict(one) for one in read(self._curve())] if self._is_first else None
+        for finding in self._observers.ranks.from_first(findings):
+            self._report_once(Finding(**finding), step)
 
     def _add(self, values: list[Any]) -> None:
         self._num_rows += 1
@@ -157,7 +157,7 @@ def unigram_entropy(dataset: Dataset) -> float:
     some = np.random.default_rng(0).integers(0, len(dataset), _SAMPLES)
     for index in some.tolist():
         try:
-            sample = dataset[index]
+            sample = read_sample(dataset, index)
         except Exception:  # a run skips such samples and reports them elsewhere
             continue
         if not isinstance(sample, Sample):

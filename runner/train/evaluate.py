@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from runner.data.cursor import Indices
-from runner.data.dataset import Dataset
-from runner.data.feed import Feed, describe
+from runner.data.dataset import Dataset, describe
+from runner.data.feed import Feed
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine, Evaluated
+from runner.health.preemption import StopLook
 from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import NUM_LANES, all_equal, lanes
 from runner.policy.decision.unreadable import Unreadable
@@ -70,6 +71,7 @@ class Evaluator:
         samples: FixedSet,
         report: Callable[[Incident], None],
         step: Callable[[], int],
+        stop: StopLook,
     ) -> None:
         self._engine = engine
         self._dataset = dataset
@@ -78,6 +80,7 @@ class Evaluator:
         self._indices = samples.indices
         self._report = report
         self._step = step
+        self._stop = stop
         self._batches = feed.fixed(self._indices) if len(self._indices) else []
         self._reported = ""
         self._by_group: dict[str, float] = {}
@@ -89,11 +92,12 @@ class Evaluator:
 
         Raises:
             RankError: ranks are at different evaluations; raised alike on all of them.
+            StopRequested: a rank was asked to stop before the last batch.
         """
         if not self._batches:
             return None
         evaluated = self._engine.evaluate(
-            [batch.to(self._engine.device) for batch in self._batches]
+            self._stop.over([batch.to(self._engine.device) for batch in self._batches])
         )
         sums = self._ranks.sum([*self._own_numbers(evaluated), *self._own_groups(evaluated)])
         if not all_equal(

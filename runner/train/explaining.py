@@ -7,33 +7,38 @@ the bad attempt never happened, also for the guard's memory; without proof the l
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from runner.data.cursor import BatchPlan
+from runner.distributed.observers import Failure, Observers
 from runner.explain.bundle import Bundles, ExplainedStep
-from runner.explain.case import Case, Earlier
+from runner.explain.case import Case, Earlier, inconclusive
 from runner.explain.finding import Cause, Finding, Remedy
+from runner.explain.mark import ProbeMark
 from runner.explain.probe import Attempt
 from runner.explain.replay import Replay
 from runner.observe.journal import Journal
-from runner.policy.decision.history import MIX, NUMERICS, Incident, cause_of
+from runner.policy.decision.history import MIX, NUMERICS, STICKY, Incident, cause_of
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
 from runner.policy.restart import HARDWARE
-from runner.system.error import RankError
+from runner.system.error import LeaveError
 from runner.train.guard import Guard
 from runner.train.repeated_steps import RepeatedSteps
 from runner.train.report import Reporter
 from runner.train.state import TrainState
 from runner.train.step import InFlightStep, StepInfo
 
+T = TypeVar("T")
+EXPLAIN = "explain"  # the observer
 # Limit on real repetitions of a step. A fault that persists is not transient, and data with ever
 # more culprits is a bad range, which the ladder skips whole.
 _MOST_REDONE = 4
+# Steps that are computed in a wider precision at once, if the step before was as well.
+_LEAST_WIDE, _MOST_WIDE = 16, 1024
 _LATER = 16  # steps ahead: bad samples that far away are not one range
 
 
@@ -41,6 +46,20 @@ _SAME_MIX = Finding(
     cause=Cause.data_mix,
     remedy=Remedy.ladder,
     why="same as the step before it; it was not analysed again",
+)
+
+
+_NOTHING_COUNTS = Finding(
+    cause=Cause.data,
+    remedy=Remedy.ladder,
+    why="no label of these samples counts, so they have no mean loss",
+)
+
+
+_ENDED_STARTS = Finding(
+    cause=Cause.unclear,
+    remedy=Remedy.ladder,
+    why="not tried: the starts before ended in its probes",
 )
 
 
@@ -55,11 +74,13 @@ class Stepper(Protocol):
 class ExplainRules:
     """Limits on replayed steps: for one incident, and for the whole run.
 
-    ``may_load``: whether a checkpoint may be loaded to compare its weights.
+    ``may_load``: whether a checkpoint may be loaded to compare its weights. ``persist``: how often
+    in a row a step may be bad because of the same device.
     """
 
     an_incident: int
     in_all: int
+    persist: int = 3
     may_load: bool = False
 
 
@@ -70,14 +91,18 @@ class Evidence:
     Args:
         batch: returns the batch plan at a stream position.
         names: returns the data set's names of the samples at positions of a plan.
+        observers: what fails in looking for the cause becomes "not tried".
         bundles: writes all numbers; on rank 0 only.
         incarnation: number of this start.
+        mark: notes the step that is explained.
     """
 
     batch: Callable[[int], BatchPlan]
     names: Callable[[BatchPlan, Sequence[int]], tuple[str, ...]]
+    observers: Observers
     bundles: Bundles | None = None
     incarnation: int = 1
+    mark: ProbeMark = field(default_factory=partial(ProbeMark, None))
 
 
 class ExplainingGuard:
@@ -101,6 +126,7 @@ class ExplainingGuard:
         evidence: Evidence,
         repeated_steps: RepeatedSteps | None = None,
     ) -> None:
+        self._observers = evidence.observers
         self._guard = guard
         self._replay = replay
         self._rules = rules
@@ -120,10 +146,11 @@ class ExplainingGuard:
         Raises as that.
 
         Raises:
-            RankError: the next start must exclude a node.
+            LeaveError: the next start must exclude a node.
         """
-        if self._repeated is not None and info.known is None:
-            self._repeated.follow(info)
+        repeated = self._repeated
+        if repeated is not None and info.known is None and repeated.is_following:
+            self._look(lambda: repeated.follow(info, state))
         if not _is_to_explain(info):
             return self._guard.handle(info, state)
         finding = self._explained(info, state)
@@ -132,10 +159,17 @@ class ExplainingGuard:
         self._keep(info, finding, state)
         if finding.remedy is Remedy.leave:
             raise self._leave(info, finding)
-        if finding.remedy in (Remedy.redo, Remedy.skip, Remedy.widen):
+        persists = finding.cause is Cause.sticky and self._persists(info.signals.step)
+        if finding.remedy in (Remedy.redo, Remedy.skip, Remedy.widen) and not persists:
             self._redo(info, finding, state)
             return None
         return self._decided(info, finding, state)
+
+    def _persists(self, step: int) -> bool:
+        """Whether a device has spoilt this step as often as ``persist`` says, counting now."""
+        redone = self._journal.history.redone_at(step)
+        num = sum(cause_of(incident) == STICKY for incident in redone)
+        return num + 1 >= self._rules.persist
 
     def _decided(self, info: StepInfo, finding: Finding, state: TrainState) -> Verdict | None:
         """Let the ladder decide; on a rollback, begin to compare the steps."""
@@ -146,9 +180,16 @@ class ExplainingGuard:
         is_open = finding.remedy is Remedy.go_back and finding.cause is not Cause.rate
         if self._repeated is not None and went_back and is_open and _reads_again(self._journal):
             # The checkpoint's limits: while the loss falls, the bad step's are lower.
-            limits = state.baseline.limits
-            self._repeated.begin(info, finding, to_step=rollbacks[-1].to_step, limits=limits)
+            repeated, to_step = self._repeated, rollbacks[-1].to_step
+            self._look(lambda: repeated.begin(info, finding, state, to_step=to_step))
         return verdict
+
+    def _look(self, work: Callable[[], T]) -> T | Failure | None:
+        """Look for a cause; what fails is tried again at the next bad step. Collective."""
+        result = self._observers.together(EXPLAIN, work, stays=True)
+        if isinstance(result, Failure) and self._repeated is not None:
+            self._repeated.stop()
+        return result
 
     def _explained(self, info: StepInfo, state: TrainState) -> Finding | None:
         """Find the cause; None once the budget of replays is spent."""
@@ -156,34 +197,47 @@ class ExplainingGuard:
         left = self._rules.in_all - history.num_probes
         if left < self._rules.an_incident or info.batch is None:
             return None
-        if history.num_redone_at(signals.step) >= _MOST_REDONE:
+        if len(history.redone_at(signals.step)) >= _MOST_REDONE:
             return None
         if self._is_of_a_mix(signals):
             return _SAME_MIX
+        if history.has_ended_starts(signals.step):
+            return _ENDED_STARTS
+        if not signals.tokens and not signals.nonfinite_ranks:
+            return _NOTHING_COUNTS
         attempt = Attempt(
             plan=info.batch,
             batches=step.fetched.micro_batches,
             seeds=step.seeds,
             sums=step.sums,
         )
-        began = time.monotonic()
-        came_again = self._repeated is not None and self._repeated.has_come_again(signals.step)
-        finding = self._replay.explain(
-            Case(
-                attempt=attempt,
-                limits=state.baseline.limits,
-                later=self._evidence.batch(signals.stop + _LATER * (signals.stop - signals.start)),
-                most_steps=self._rules.an_incident,
-                overflowed=self._overflowed(signals),
-                came_again=came_again,
-                earlier=self._earlier(info, state),
-            )
+        came_again = self._repeated is not None and state.came_again == signals.step
+        case = Case(
+            attempt=attempt,
+            limits=state.baseline.limits,
+            later=self._evidence.batch(signals.stop + _LATER * (signals.stop - signals.start)),
+            most_steps=self._rules.an_incident,
+            overflowed=self._overflowed(signals),
+            came_again=came_again,
+            earlier=self._earlier(info, state),
         )
-        if self._repeated is not None and came_again and finding.remedy is Remedy.go_back:
-            remaining = self._rules.an_incident - finding.steps
-            finding = self._repeated.rate(info, state, finding, most_steps=remaining)
-        self._reporter.stalled("discarded", time.monotonic() - began)
+        repeated = self._repeated
+        with self._reporter.stall("discarded"), self._evidence.mark.ended_after():
+            explained = self._look(lambda: self._noted(case, signals))
+            finding = explained if isinstance(explained, Finding) else _not_explained(explained)
+            if repeated is not None:
+                finding = repeated.blames_device(finding)
+            if repeated is not None and came_again and finding.remedy is Remedy.go_back:
+                before, left = finding, self._rules.an_incident - finding.steps
+                rated = self._look(lambda: repeated.rate(info, state, before, most_steps=left))
+                finding = rated if isinstance(rated, Finding) else _not_rated(before, rated)
         return replace(finding, bundle=self._journal.num_lines)
+
+    def _noted(self, case: Case, signals: StepSignals) -> Finding:
+        self._observers.ranks.all_or_none(
+            "noting the step", lambda: self._evidence.mark.begin(signals)
+        )
+        return self._replay.explain(case)
 
     def _earlier(self, info: StepInfo, state: TrainState) -> Earlier | None:
         """Computes with the weights of a clean checkpoint; None if loading it costs too much."""
@@ -200,10 +254,25 @@ class ExplainingGuard:
 
     def _overflowed(self, signals: StepSignals) -> bool:
         """Whether the previous step was computed in a wider precision."""
-        before = self._journal.history.newest_redo()
-        if before is None or before.samples is None:
+        history = self._journal.history
+        before = history.newest_redo()
+        if before is None or before.samples is None or cause_of(before) != NUMERICS:
             return False
-        return before.samples[1] == signals.start and cause_of(before) == NUMERICS
+        return before.samples[1] == signals.start or history.is_wide(signals.start - 1)
+
+    def _wide_steps(self, finding: Finding, signals: StepSignals) -> int:
+        """How many steps from this one on are computed in the wider precision at once.
+
+        A proof for each would use up the budget. After the last of them one step is tried in the
+        run's precision; if it is bad, there are twice as many.
+        """
+        if finding.remedy is not Remedy.widen or not self._overflowed(signals):
+            return 0
+        ranges = self._journal.history.wide_ranges
+        size = signals.stop - signals.start
+        last = ranges[-1] if ranges else (0, 0)
+        num = (last[1] - last[0]) // size if last[1] + size >= signals.start else 0
+        return min(max(_LEAST_WIDE, 2 * num), _MOST_WIDE)
 
     def _keep(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """Write the evidence before the journal refers to it."""
@@ -215,9 +284,10 @@ class ExplainingGuard:
                 limits=state.baseline.limits,
                 finding=finding,
             )
-            self._evidence.bundles.write(number, report)
+            bundles = self._evidence.bundles
+            self._observers.alone("evidence", lambda: bundles.write(number, report), None)
 
-    def _leave(self, info: StepInfo, finding: Finding) -> RankError:
+    def _leave(self, info: StepInfo, finding: Finding) -> LeaveError:
         """Report a failing device, so that the supervisor excludes the node."""
         message = f"step {info.signals.step}: {finding.describe()}"
         incident = Incident(
@@ -238,33 +308,40 @@ class ExplainingGuard:
         )
         self._journal.add(incident)
         self._reporter.incident(incident)
-        return RankError(message)
+        return LeaveError(message)
 
     def _redo(self, info: StepInfo, finding: Finding, state: TrainState) -> None:
         """Undo the attempt: the loop plans the step anew from the same cursor."""
         signals, verdict = info.signals, state.baseline.judge(info.signals)
         assert info.batch is not None
         skipped = finding.positions if finding.remedy is Remedy.skip else ()
+        num_wide = self._wide_steps(finding, signals)
+        wide_until = signals.start + num_wide * (signals.stop - signals.start)
         incident = Incident(
             kind="redo",
             step=signals.step,
-            decision=_decision(finding, len(skipped)),
+            decision=_decision(finding, len(skipped), num_wide),
             reason=f"{finding.describe()}{self._how_often(finding)}; {verdict.reason}",
             ranks=finding.ranks,
             samples=(signals.start, signals.stop),
-            sample_ids=self._evidence.names(info.batch, finding.positions),
+            sample_ids=self._observers.alone("names", partial(self._names, info, finding), ()),
             cost_steps=1 + finding.steps,
             cost_seconds=info.seconds,
             detail={
                 "verdict": verdict.kind.value,
                 "skipped": list(skipped),
                 **({"widened": True} if finding.remedy is Remedy.widen else {}),
+                **({"wide_until": wide_until} if num_wide else {}),
                 "cause": finding.to_json(),
             },
         )
         self._journal.add(incident)
         self._reporter.step(info, verdict, "redo", learning_rate=0.0, state=state)
         self._reporter.incident(incident)
+
+    def _names(self, info: StepInfo, finding: Finding) -> tuple[str, ...]:
+        assert info.batch is not None
+        return self._evidence.names(info.batch, finding.positions)
 
     def _how_often(self, finding: Finding) -> str:
         """Count transient faults by rank: a device with several is going bad."""
@@ -280,15 +357,36 @@ def _is_to_explain(info: StepInfo) -> bool:
     return is_ours and signals.gated
 
 
+def _not_explained(failure: Failure | None) -> Finding:
+    """The finding if a probe has failed: the ladder decides."""
+    why = failure.why if failure is not None else "an earlier probe has failed"
+    finding = inconclusive(Cause.unclear, f"not tried: {why}")
+    return replace(finding, not_tried=(why,), steps=1)
+
+
+def _not_rated(finding: Finding, failure: Failure | None) -> Finding:
+    """The finding without probe G."""
+    why = failure.why if failure is not None else "an earlier probe has failed"
+    return replace(
+        finding.fallback or finding,
+        not_tried=(*finding.not_tried, f"G: not tried: {why}"),
+        steps=finding.steps,
+        hosts=finding.hosts,
+        numbers=finding.numbers,
+        layers=finding.layers,
+    )
+
+
 def _reads_again(journal: Journal) -> bool:
     """Whether the last rollback skips no samples."""
     incidents = reversed(journal.history.incidents)
     return next((i.detail["read_again"] for i in incidents if i.kind == "rollback"), False)
 
 
-def _decision(finding: Finding, num_skipped: int) -> str:
+def _decision(finding: Finding, num_skipped: int, num_wide: int) -> str:
     if finding.remedy is Remedy.widen:
-        return "compute the step again in a wider precision, skip nothing"
+        steps = f"the step again and {num_wide - 1} after it" if num_wide else "the step again"
+        return f"compute {steps} in a wider precision, skip nothing"
     if not num_skipped:
         return "compute the step again, skip nothing"
     return f"skip {num_skipped} sample{'s' if num_skipped > 1 else ''}, compute the step again"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from runner.checkpoint.ring import Ring
 from runner.health.heartbeat import Heartbeat
 from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
 from runner.policy.decision.decide import StepDecision, rule, rule_again
-from runner.policy.decision.history import GO_BACK, MIX
+from runner.policy.decision.history import GO_BACK, MIX, RATE, STATE, STICKY, may_be_data
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Apply, Discard, Halt, Rebaseline, RemedyRules, Replayed
 from runner.system.error import Halted
@@ -17,6 +18,9 @@ from runner.train.recovery import Recovery
 from runner.train.report import Reporter
 from runner.train.state import TrainState
 from runner.train.step import StepInfo
+
+# Proven causes that lie in no sample.
+_NOT_DATA = (STICKY, STATE, RATE)
 
 
 class Steps(Protocol):
@@ -125,11 +129,23 @@ class Guard:
 
 
 def _replayed(info: StepInfo) -> Replayed:
-    """The result of replays. For a step known from the journal, only a new data mix counts again;
-    the journal has the rest."""
+    """The result of replays. For a step known from the journal, only what decides whether a level
+    may settle counts again; the journal has the rest."""
     cause = info.cause or {}
+    noted = info.noted_cause
+    is_named = cause.get("cause") in _NOT_DATA
     return Replayed(
-        is_mix=info.found == MIX,
+        proven=_named(cause) if is_named else "",
+        may_settle=may_be_data(noted),
+        is_mix=noted.get("cause") == MIX,
         blames_weights=cause.get("remedy") == GO_BACK,
         rate_factor=cause.get("rate_factor"),
     )
+
+
+def _named(cause: Mapping[str, Any]) -> str:
+    """A proven cause in words, with its ranks and their hosts."""
+    ranks, hosts = cause["ranks"], cause["hosts"]
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+    where = f" on {', '.join(hosts)}" if hosts else ""
+    return f"{cause['cause']}: {cause['why']}" + (f" ({who}{where})" if who else "")

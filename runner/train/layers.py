@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner.distributed.observers import Observers
 from runner.engine.activations import MOST_STRETCHES, Activations, stretches
 from runner.engine.layer_sums import KINDS, Before, LayerSums
 from runner.engine.protocol import Engine
@@ -23,6 +24,7 @@ from runner.policy.decision.history import WARNING, Incident
 from runner.system.json_lines import LineFile
 
 COLUMNS = "layers/"  # prefix of the columns
+LAYERS = "layers"  # the observer
 _POSITIONS_EVERY = 10  # measurements per report of the loss by position
 # Looks between two at g^2 / v: no rule is made of it, and it takes a third of the sums.
 _MOMENTS_EVERY = 4
@@ -88,6 +90,7 @@ class LayerWatch:
     Args:
         every: interval in updates.
         is_first: whether this rank measures inside the forward pass.
+        observers: what fails in measuring is left out; until all ranks know, it gives NaN.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class LayerWatch:
         *,
         every: int,
         is_first: bool,
+        observers: Observers,
     ) -> None:
+        self._observers = observers
         self._device = engine.device
         self._activations = activations
         self._sums = LayerSums(engine, places.names)
@@ -109,21 +114,33 @@ class LayerWatch:
 
     def begin(self, step: int) -> bool:
         """Begin measuring if the step is due; returns whether it is."""
-        if step % self._every:
+        if step % self._every or self._observers.is_out(LAYERS):
             return False
-        self._activations.begin(is_inside=self._is_first)
+        self._observers.alone(
+            LAYERS, lambda: self._activations.begin(is_inside=self._is_first), None
+        )
         self._has_moments = step // self._every % _MOMENTS_EVERY == 0
         return True
 
     def before(self) -> None:
         """Measure before the update, when gradients exist."""
-        self._before = self._sums.before(has_moments=self._has_moments)
+        self._before = self._observers.alone(
+            LAYERS, lambda: self._sums.before(has_moments=self._has_moments), None
+        )
 
     def after(self) -> torch.Tensor:
         """Measure after the update; returns this rank's numbers, FP64 on the device."""
-        assert self._before is not None
-        sums, self._before = self._sums.after(self._before), None
-        return torch.cat([sums, self._activations.end(self._device)])
+        before, self._before = self._before, None
+        size = self._sums.size + self._activations.size
+        # The others' numbers are summed with these.
+        nothing = torch.full((size,), math.nan, dtype=torch.float64, device=self._device)
+        result = self._observers.alone(LAYERS, lambda: self._measured(before), nothing)
+        self._activations.stop()
+        return result
+
+    def _measured(self, before: Before | None) -> torch.Tensor:
+        assert before is not None, "an error before the update leaves this observer out"
+        return torch.cat([self._sums.after(before), self._activations.end(self._device)])
 
     @property
     def length(self) -> int:
@@ -359,8 +376,10 @@ def _incident(warned: Warned, step: int) -> Incident:
     return Incident(
         kind=WARNING,
         step=step,
-        decision="alarm, only reported" if warned.is_alarm else "only reported",
-        reason=f"it may be about to diverge: {warned.sentence}",
+        decision="alarm, only reported" if warned.is_alarm else "only noted",
+        reason=f"it may be about to diverge: {warned.sentence}"
+        if warned.is_alarm
+        else f"one sign, which healthy trainings have too: {warned.sentence}",
         detail={
             "signals": {one.signal: _rounded(one.value) for one in warned.signs},
             "agreeing": list(warned.agreeing),

@@ -5,6 +5,7 @@ The loop calls the actors by name; the other modules of this package implement t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from runner.policy.decision.judge import Verdict
@@ -67,41 +68,45 @@ class Loop:
         self.begin()
         while self._state.updates < self._until:
             self.step()
-        fault = self._checkpoints.finish(
-            self._state, lambda: self._periodic.held_out_loss(self._state.updates)
-        )
+        with self._saved_at_a_stop():
+            fault = self._checkpoints.finish(
+                self._state, lambda: self._periodic.held_out_loss(self._state.updates)
+            )
         but = f", but the last checkpoint is not clean: {fault}" if fault else ""
         return f"all steps applied{but}"
 
     def begin(self) -> None:
-        """Make sure that there is a checkpoint to go back to."""
+        """Save a first checkpoint to go back to; report the update that a stop left unreported."""
         self._checkpoints.begin(self._state)
+        if self._state.unreported is not None:
+            with self._saved_at_a_stop():
+                self._report()
 
     def step(self) -> None:
         """Run one step, then carry out the guard's decision. Raises as :meth:`run`."""
         info = self._steps.next(self._state)
-        if info.known is None:  # otherwise the journal has the step, uncomputed
-            self._guard.note_lines(info)
-            self._checkpoints.apply_progress(info, self._state)
-        verdict = self._guard.handle(info, self._state)
-        if verdict is not None:
-            self._advance(info, verdict)
-        if info.stop_requested:
-            self._checkpoints.save_and_leave(self._state, self._preemption)
+        with self._saved_at_a_stop(info):
+            if info.known is None:  # otherwise the journal has the step, uncomputed
+                self._guard.note_lines(info)
+                self._checkpoints.apply_progress(info, self._state)
+            verdict = self._guard.handle(info, self._state)
+            if verdict is not None:
+                self._advance(info, verdict)
 
     def _advance(self, info: StepInfo, verdict: Verdict) -> None:
         """Count an applied update, check the state, prove and save checkpoints."""
         state = self._state
         learning_rate = self._steps.learning_rate(state.updates)
         state.advance(info.signals)
-        self._reporter.step(
-            info,
-            verdict,
-            "apply",
-            learning_rate=learning_rate,
-            state=state,
-            eval_loss=self._periodic.evaluate(state.updates),
-        )
+        state.unreported = self._reporter.line(info, verdict, "apply", learning_rate=learning_rate)
+        self._report()
         self._checkpoints.prove(state)
         self._periodic.inspect(state.updates)
         self._checkpoints.after_update(state, info.seconds)
+
+    def _report(self) -> None:
+        """Report the last update, with its held-out loss if that is due."""
+        self._reporter.applied(self._state, self._periodic.evaluate(self._state.updates))
+
+    def _saved_at_a_stop(self, info: StepInfo | None = None) -> AbstractContextManager[None]:
+        return self._checkpoints.saved_at_a_stop(self._state, self._preemption, info)

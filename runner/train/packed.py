@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from runner.distributed.agreement import FINGERPRINT_SIZE
 
-LOSS, GRAD_SQUARE, NONFINITE, TOKENS, GATES, STOP, UNREADABLE, KEPT = range(8)
-FINGERPRINT = 8
+LOSS, GRAD_SQUARE, NONFINITE, TOKENS, GATES, STOP, UNREADABLE, KEPT, OBSERVERS = range(9)
+FINGERPRINT = 9
 JOBS = FINGERPRINT + FINGERPRINT_SIZE  # two counts per background queue: done, failed
 LOSS_PER_TOKEN, GRAD_NORM, CLOSED = range(-3, 0)

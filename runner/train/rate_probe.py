@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from runner.engine.protocol import Engine
 from runner.explain.reading import Reading, Usual, outstanding, usual
+from runner.health.preemption import StopLook
 from runner.policy.decision.history import History
 from runner.policy.decision.judge import Kind
 from runner.policy.decision.signals import StepSignals
@@ -37,12 +38,14 @@ class RateResult:
     Args:
         factor: the largest tried factor on the rate that cured the step; None if none did.
         control_cures: whether other samples at the full rate cure it as well.
+        older_cures: whether the same samples do at the full rate, from an older checkpoint.
         steps: number of computed steps.
         shortfall: why it was not done or not finished; empty if it was.
     """
 
     factor: float | None = None
     control_cures: bool = False
+    older_cures: bool = False
     steps: int = 0
     shortfall: str = ""
 
@@ -87,7 +90,9 @@ class RateProbe:
         history: History,
         fresh: Callable[[], TrainState],
         known: Callable[[], Reading | None],
+        stop: StopLook,
     ) -> None:
+        self._stop = stop
         self._engine = engine
         self._stepper = stepper
         self._planner = planner
@@ -98,7 +103,13 @@ class RateProbe:
         self._num_steps = 0
 
     def try_rates(
-        self, record: Record, bad: StepSignals, *, without: Sequence[int] = (), most_steps: int
+        self,
+        record: Record,
+        bad: StepSignals,
+        *,
+        without: Sequence[int] = (),
+        most_steps: int,
+        older: Record | None = None,
     ) -> RateResult:
         """Test whether a lower rate passes the bad step. Collective; restores the state.
 
@@ -106,6 +117,7 @@ class RateProbe:
             record: the checkpoint to start from.
             without: stream positions of suspected samples, which the control leaves out.
             most_steps: limit on computed steps.
+            older: an earlier clean checkpoint: the state of ``record`` may itself be spoilt.
         """
         way = bad.step - record.step
         if without:
@@ -120,8 +132,14 @@ class RateProbe:
                 "(explain=full)"
             )
         self._num_steps = 0
-        with self._stepper.aside(), state_restored(self._engine, self._ring):
-            return self._tried(record, bad, without)
+        with self._stepper.aside(self._stop.over), state_restored(self._engine, self._ring):
+            result = self._tried(record, bad, without)
+            if result.factor is None or result.control_cures or older is None:
+                return result
+            if self._num_steps + bad.step - older.step + _BEYOND > most_steps:
+                return result
+            cures = self._is_cured(older, bad.step, Course())
+            return replace(result, older_cures=cures, steps=self._num_steps)
 
     def _tried(self, record: Record, bad: StepSignals, without: Sequence[int]) -> RateResult:
         # Bisect the powers: 0 does not cure, and the last one is untested.
@@ -156,8 +174,10 @@ class RateProbe:
 
     def _is_cured(self, record: Record, bad: int, course: Course) -> bool:
         """Whether all steps through the bad one and a few more are clean."""
+        self._stop.now()
         restored, state = self._ring.restore([record]), self._fresh()
         state.load_json(restored.train_state)
+        state.baseline.hold(self._history.held)
         ledger = self._history.ledger.copy()
         for position in course.without:
             ledger.add(position, position + 1)

@@ -16,7 +16,12 @@ from runner.data.cursor import BatchPlan
 from runner.explain.finding import Cause
 from runner.observe.journal import Journal
 from runner.policy.decision.episode import Diagnosis, Episode
-from runner.policy.decision.history import Incident, discard_incident, verdict_within
+from runner.policy.decision.history import (
+    Incident,
+    discard_incident,
+    may_be_data,
+    verdict_within,
+)
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import Discard, Halt, Rebaseline, RemedyRules, Rollback
 from runner.policy.decision.unreadable import GiveUp, decide
@@ -209,6 +214,7 @@ class Recovery:
                 "metrics_bytes": metrics_bytes,
                 "cut_factor": action.cut_factor,
                 "cut_steps": action.cut_steps,
+                "held_limits": state.baseline.to_hold.to_json(),
                 **({"cut_start": restored.step} if action.cuts_at_once else {}),
                 **_cause(info),
                 **self._warned(info),
@@ -217,6 +223,9 @@ class Recovery:
         self._journal.add(incident)
         self._reporter.undo(restored.step)
         state.load_json(restored.train_state)
+        # Both are of the start that loaded it first.
+        state.unreported = state.came_again = None
+        state.baseline.hold(self._journal.history.held)
         self._ring.abandon_after(
             restored.serial, reach=reach_of(state, self._rules, self._journal.history)
         )
@@ -285,6 +294,8 @@ class Recovery:
         if info.batch is None:
             known = info.known
             return (known.ranks, known.sample_ids, []) if known else ((), (), [])
+        if info.cause is not None and not may_be_data(info.cause):
+            return tuple(info.cause["ranks"]), (), []
         suspects: list[Suspect] = self._stepper.suspects(info.batch)
         return (
             tuple(sorted({suspect.rank for suspect in suspects})),

@@ -32,7 +32,7 @@ class RepeatedSteps:
     Args:
         recorded: returns the recorded numbers of the steps in a half-open range; collective.
         is_exact: whether the machine repeats bits.
-        target: returns the rollback target for a step; None if there is none.
+        targets: returns the rollback targets for a step, newest first.
         report: receives a journal line.
         bundles: writer of evidence; on rank 0 only.
     """
@@ -43,7 +43,7 @@ class RepeatedSteps:
         replay: Replay,
         recorded: Callable[[int, int], Mapping[int, Recorded]],
         is_exact: bool,
-        target: Callable[[StepSignals, TrainState], Record | None],
+        targets: Callable[[StepSignals, TrainState], Sequence[Record]],
         rate_probe: RateProbe,
         clean_weights: CleanWeights,
         report: Callable[[Incident], None],
@@ -52,7 +52,7 @@ class RepeatedSteps:
         self._replay = replay
         self._recorded = recorded
         self._is_exact = is_exact
-        self._target = target
+        self._targets = targets
         self._rate_probe = rate_probe
         self._clean_weights = clean_weights
         self._report = report
@@ -62,48 +62,91 @@ class RepeatedSteps:
         self._from = 0
         self._known: Reading | None = None
         self._limits = Limits()
-        self._came_again: int | None = None
+        self._device_text = ""
 
-    def has_come_again(self, step: int) -> bool:
-        """Whether this bad step follows from its weights and samples: it was bad before, and every
-        step since the checkpoint repeated its numbers."""
-        return self._came_again == step
+    @property
+    def is_following(self) -> bool:
+        """Whether undone steps are being compared. Equal on all ranks."""
+        return self._comparison is not None
 
-    def begin(self, info: StepInfo, finding: Finding, *, to_step: int, limits: Limits) -> None:
+    def stop(self) -> None:
+        """Compare no further."""
+        self._comparison = None
+
+    def begin(self, info: StepInfo, finding: Finding, state: TrainState, *, to_step: int) -> None:
         """Start following after a rollback to ``to_step`` because of ``finding``. Collective.
 
         Args:
-            limits: the checkpoint's limits.
+            state: that of the checkpoint.
         """
         bad = info.signals
         recorded = dict(self._recorded(to_step + 1, bad.step))
         # The rate is from the plan: it is not recorded for a step that was not applied.
         recorded[bad.step] = Recorded.of(bad, info.learning_rate)
         self._comparison = StepComparison(recorded, bad=bad.step, is_exact=self._is_exact)
-        self._finding, self._from, self._limits = finding, to_step, limits
-        self._came_again = None
+        self._finding, self._from, self._limits = finding, to_step, state.baseline.limits
+        state.came_again = None
+        self._device_text = ""
         self._known = self._replay.known_now()
 
-    def follow(self, info: StepInfo) -> None:
+    def blames_device(self, finding: Finding) -> Finding:
+        """The finding about a step; a device is to blame if it changed between two computations
+        from the same checkpoint, and nothing better is known."""
+        if not self._device_text or finding.cause not in (Cause.unclear, Cause.not_reproducible):
+            return finding
+        return replace(
+            finding,
+            cause=Cause.sticky,
+            remedy=Remedy.redo,
+            why=self._device_text,
+            refutation="the step repeats its recorded numbers",
+            is_tried=True,
+            fallback=None,
+        )
+
+    def follow(self, info: StepInfo, state: TrainState) -> None:
         """Compare the next attempted step."""
         if self._comparison is None or info.unreadable or info.batch is None:
             return
         now = Recorded.of(info.signals, info.learning_rate)
+        self._test_device(now)
         outcome = self._comparison.compare(now, gated=info.signals.gated)
         if outcome is None:
             return
         comparison, self._comparison = self._comparison, None
         if outcome is Outcome.repeated:
-            self._came_again = comparison.bad
+            state.came_again = comparison.bad
         elif outcome is Outcome.differs:
             self._conclude(comparison.recorded[now.step], now)
+
+    def _test_device(self, now: Recorded) -> None:
+        """Blame a device, though none can be named, if neither weights nor samples can be at fault.
+
+        The first step after the checkpoint starts from weights whose digest was verified. If it
+        differs from its record, and known samples are bad as well, this machine computes otherwise.
+        """
+        comparison, known = self._comparison, self._known
+        assert comparison is not None
+        if now.step != self._from + 1 or known is None or known.is_good(self._limits):
+            return
+        if comparison.differs(now):
+            before = comparison.recorded[now.step]
+            self._device_text = (
+                f"step {now.step} from the clean checkpoint of step {self._from} has other numbers "
+                f"than the first time (loss {before.loss:.6g} then, {now.loss:.6g} now; gradient "
+                f"norm {before.grad_norm:.4g} then, {now.grad_norm:.4g} now), and samples that are "
+                "known to be good are bad with its weights too: a device, or the sum over ranks; "
+                "no rank can be named"
+            )
 
     def _conclude(self, before: Recorded, now: Recorded) -> None:
         """Report the first step that starts from a different state than recorded."""
         first, known = self._finding, self._known
         assert first is not None
-        if known is None or not known.is_good(self._limits):
+        if known is None or self._limits == Limits() or not known.is_good(self._limits):
             return  # the checkpoint is no better, so nothing is proven
+        if not self._replay.repeats_known():
+            return  # a device differs from the record as well
         finding = replace(
             first,
             cause=Cause.state,
@@ -140,21 +183,27 @@ class RepeatedSteps:
         compute: Callable[[], Sequence[Reading]],
     ) -> Sequence[Reading] | None:
         """Call ``compute`` with the weights that a rollback would load. Collective."""
-        record = self._target(info.signals, state)
-        return None if record is None else self._clean_weights.compute(record, compute)
+        targets = self._targets(info.signals, state)
+        return self._clean_weights.compute(targets[0], compute) if targets else None
 
     def rate(
         self, info: StepInfo, state: TrainState, finding: Finding, *, most_steps: int
     ) -> Finding:
         """Return the finding, or the rate as the cause of a repeated bad step. Collective."""
-        record = self._target(info.signals, state)
-        self._came_again = None  # once is enough
-        if record is None:
+        targets = self._targets(info.signals, state)
+        if not targets:
+            state.came_again = None
             return finding.fallback or finding
+        record, older = targets[0], targets[1] if len(targets) > 1 else None
         fallback = finding.fallback or finding
         tried = self._rate_probe.try_rates(
-            record, info.signals, without=fallback.positions, most_steps=most_steps
+            record,
+            info.signals,
+            without=fallback.positions,
+            most_steps=most_steps,
+            older=older,
         )
+        state.came_again = None  # once is enough; but a stop meanwhile has the next start try anew
         steps = finding.steps + tried.steps
         if tried.factor is None or tried.control_cures:
             why_not = tried.shortfall or "G: other samples at the same rate are good as well"
@@ -165,6 +214,21 @@ class RepeatedSteps:
                 not_tried=(*finding.not_tried, why_not),
                 numbers=finding.numbers,
                 layers=finding.layers,
+            )
+        if older is not None and tried.older_cures:
+            return replace(
+                finding,
+                cause=Cause.state,
+                remedy=Remedy.go_back,
+                why=f"from the checkpoint of step {older.step} the same samples are good at the "
+                f"full rate, and from that of step {record.step} only at {tried.factor:.3g} times "
+                "it: what was saved there is spoilt",
+                refutation="they are bad from the older checkpoint as well",
+                is_tried=True,
+                step=record.step,
+                steps=steps,
+                not_tried=(),
+                fallback=None,
             )
         return replace(
             finding,

@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
+from runner.distributed.observers import Alone, unobserved
 from runner.observe.console import Console, Progress
 from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics, MetricsLine
@@ -16,7 +18,6 @@ from runner.observe.side_lines import RankTimes, RingLines
 from runner.observe.throughput import Pace, Throughput
 from runner.policy.decision.history import History, Incident
 from runner.policy.decision.judge import Verdict
-from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record, State
 from runner.policy.straggler import RankPace
 from runner.system.json_lines import LineFile
@@ -46,10 +47,12 @@ class Outputs:
     Args:
         lost: output errors of this process so far.
         journal: takes a line about each lost output, once.
-        columns: returns extra numbers of a step by name, given whether it was evaluated.
+        columns: returns extra numbers of a step by name.
+        eval_columns: returns those of the last evaluation.
         applied: called with the line of each applied step.
         ring_lines: records changes of the checkpoints after each step; on rank 0.
         rank_times: records the seconds of each rank; on rank 0.
+        alone: calls what only looks; see :meth:`runner.distributed.observers.Observers.alone`.
     """
 
     metrics: Metrics
@@ -57,10 +60,12 @@ class Outputs:
     console: Console
     lost: Callable[[], Iterable[Loss]] = tuple
     journal: Callable[[Incident], None] = lambda _: None
-    columns: Callable[[StepInfo, bool], Mapping[str, float]] = lambda *_: {}
+    columns: Callable[[StepInfo], Mapping[str, float]] = lambda _: {}
+    eval_columns: Callable[[], Mapping[str, float]] = dict
     applied: Callable[[MetricsLine], None] = lambda _: None
     ring_lines: RingLines | None = None
     rank_times: RankTimes | None = None
+    alone: Alone = unobserved
 
 
 class Reporter:
@@ -84,6 +89,7 @@ class Reporter:
         began: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._alone = outputs.alone
         self._metrics = outputs.metrics
         self._trackers = outputs.trackers
         self._console = outputs.console
@@ -94,12 +100,14 @@ class Reporter:
         self._eval_loss: float | None = None
         self._account = past.account
         self._last_life = past.last_life
+        self._was_done = past.idle_seconds > 0
         self._began = began
         self._clock = clock
         self._stalls: dict[str, float] = {}
         self._lost = outputs.lost
         self._journal = outputs.journal
         self._columns = outputs.columns
+        self._eval_columns = outputs.eval_columns
         self._applied = outputs.applied
         self._ring_lines = outputs.ring_lines
         self._rank_times = outputs.rank_times
@@ -114,14 +122,22 @@ class Reporter:
         *,
         learning_rate: float,
         state: TrainState | None,
-        eval_loss: float | None = None,
     ) -> None:
         """Report one attempted step. ``state`` is the state after the action."""
+        self._report(self.line(info, verdict, action, learning_rate=learning_rate), state)
+
+    def applied(self, state: TrainState, eval_loss: float | None) -> None:
+        """Report ``state.unreported`` with the held-out loss of ``state``."""
+        line, state.unreported = state.unreported, None
+        assert line is not None, "there is an update to report"
+        self._report(line, state, eval_loss=eval_loss)
+
+    def line(
+        self, info: StepInfo, verdict: Verdict, action: str, *, learning_rate: float
+    ) -> MetricsLine:
+        """The line of one attempted step, without an evaluation and the time."""
         signals, seconds = info.signals, info.seconds
-        now = self._clock()
-        self._end_restart(now - seconds)
-        stalls, self._stalls = self._stalls, {}
-        line = MetricsLine(
+        return MetricsLine(
             step=signals.step,
             cursor=signals.stop,
             samples=(signals.start, signals.stop),
@@ -134,23 +150,40 @@ class Reporter:
             data_wait_seconds=round(info.wait_seconds, 6),
             verdict=verdict.kind.value,
             action=action,
-            eval_loss=eval_loss,
             loss_limit=_limit(verdict.limits.loss),
             norm_limit=_limit(verdict.limits.grad_norm),
+            columns=self._columns(info),
+        )
+
+    def _report(
+        self, line: MetricsLine, state: TrainState | None, *, eval_loss: float | None = None
+    ) -> None:
+        now = self._clock()
+        self._end_restart(now - line.seconds)
+        stalls, self._stalls = self._stalls, {}
+        more = {} if eval_loss is None else self._eval_columns()
+        line = replace(
+            line,
+            eval_loss=eval_loss,
             time=round(now, 3),
             stalls={kind: round(amount, 6) for kind, amount in stalls.items()},
-            columns=self._columns(info, eval_loss is not None),
+            columns={**line.columns, **more},
         )
         self._metrics.write(line)
         self._account.add(line.to_json())
         for tracker in self._trackers:
-            tracker.write(line)
-        self._report_losses(signals.step)
+            self._alone("tracker", partial(tracker.write, line), None)
+        self._report_losses(line.step)
         if self._ring_lines is not None:
-            self._ring_lines.note(signals.step)
-        if state is not None and action == "apply":
+            self._alone("ring lines", partial(self._ring_lines.note, line.step), None)
+        if state is not None and line.action == "apply":
             self._applied(line)
-            self._show_progress(line, signals, state)
+            self._alone("live line", lambda: self._show_progress(line, state), None)
+
+    def also_eval_columns(self, more: Callable[[], Mapping[str, float]]) -> None:
+        """Also write what ``more`` returns of an evaluated step."""
+        before = self._eval_columns
+        self._eval_columns = lambda: {**before(), **more()}
 
     def also_applied(self, take: Callable[[MetricsLine], None]) -> None:
         """Also pass the line of each applied step to ``take``, after the existing receivers."""
@@ -193,8 +226,12 @@ class Reporter:
 
     def where_time_went(self) -> dict[str, float]:
         """Seconds since the first start by kind; see :meth:`TimeAccount.breakdown`."""
+        now = self._clock()
+        if self._was_done and self._last_life is not None:  # no step was left to do
+            self._account.idle(now - self._last_life)
+            self._last_life, self._stalls = None, {}
         self.take_stalls()
-        return self._account.breakdown(self._clock() - self._began)
+        return self._account.breakdown(now - self._began)
 
     def _end_restart(self, first_step_began: float) -> None:
         if self._last_life is not None:
@@ -202,22 +239,20 @@ class Reporter:
             self._stalls["restart"] = max(0.0, first_step_began - inside - self._last_life)
             self._last_life = None
 
-    def _show_progress(self, line: MetricsLine, signals: StepSignals, state: TrainState) -> None:
+    def _show_progress(self, line: MetricsLine, state: TrainState) -> None:
         pace = self._throughput.note(line.seconds, line.tokens)
         if line.eval_loss is not None:
             self._eval_loss = line.eval_loss
         is_evaluated = line.eval_loss is not None
         if self._console.shows(state.updates, self._total_steps, is_evaluated=is_evaluated):
-            self._console.progress(self._progress(line, signals, state, pace))
+            self._console.progress(self._progress(line, state, pace))
 
-    def _progress(
-        self, line: MetricsLine, signals: StepSignals, state: TrainState, pace: Pace
-    ) -> Progress:
+    def _progress(self, line: MetricsLine, state: TrainState, pace: Pace) -> Progress:
         return Progress(
             step=state.updates,
             total=self._total_steps,
-            loss=signals.loss,
-            grad_norm=signals.grad_norm,
+            loss=line.loss,
+            grad_norm=line.grad_norm,
             lr=line.lr,
             tokens_per_second=pace.tokens_per_second,
             mfu=pace.mfu,
@@ -250,7 +285,7 @@ class Reporter:
     def paces(self, step: int, paces: Sequence[RankPace]) -> None:
         """Record the seconds of each rank, compared after ``step``."""
         if self._rank_times is not None:
-            self._rank_times.note(step, paces)
+            self._alone("rank times", partial(self._rank_times.note, step, paces), None)
 
     def incident(self, incident: Incident) -> None:
         """Print one permanent line."""

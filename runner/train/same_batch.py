@@ -10,9 +10,10 @@ import torch
 
 from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
-from runner.distributed.agreement import Ranks
+from runner.distributed.observers import ObservedRanks
 from runner.engine.protocol import Engine, MicroStep
 from runner.engine.randomness import same_randomness
+from runner.health.preemption import StopLook
 from runner.policy.odd_ranks import ByRank
 from runner.system.parsing import json_text
 from runner.train.own_gradients import OwnGradients
@@ -41,12 +42,14 @@ class SameBatch:
         *,
         engine: Engine,
         feed: Feed,
-        ranks: Ranks,
+        ranks: ObservedRanks,
         kind: str,
         seed: int,
         takes_whole_step: bool,
         repeats_bits: bool,
+        stop: StopLook,
     ) -> None:
+        self._stop = stop
         self._engine = engine
         self._feed = feed
         self._ranks = ranks
@@ -57,7 +60,11 @@ class SameBatch:
         self._gradients = OwnGradients(engine.network)
 
     def batches(self, plan: BatchPlan, number: int) -> list[MicroBatch] | None:
-        """One rank's micro-batch, the same on all ranks; None if a rank cannot read it."""
+        """One rank's micro-batch, the same on all ranks; None if a rank cannot read it.
+
+        Collective.
+        """
+        self._stop.now()
         with same_randomness(self._engine.device):
             read = self._feed.read_again(plan, number % self._ranks.world_size)
         batches = list(read) if self._takes_whole_step else list(read[:1])
@@ -80,9 +87,10 @@ class SameBatch:
             MicroStep(batch=batch.to(device), seed=self._seed + number)
             for number, batch in enumerate(batches)
         ]
+        self._ranks.ready()
         with same_randomness(device):
             with self._gradients.over():
-                sums = self._engine.accumulate(works)
+                sums = self._engine.accumulate(self._stop.over(works))
             one = torch.ones((), device=device)
             self._engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
         sequences = sums.sequences.to_host()

@@ -27,14 +27,15 @@ class SourceColumns:
         """Set the held-out losses of the present state, by source or set."""
         self._held_out = dict(losses)
 
-    def of(self, info: StepInfo, is_evaluated: bool) -> dict[str, float]:
+    def of(self, info: StepInfo) -> dict[str, float]:
         """The columns of one step; none for a step that was not computed."""
-        if info.batch is None:
+        if info.batch is None or self._order is None:
             return {}
-        columns = self._of_sources(info) if self._order is not None else {}
-        if is_evaluated:
-            columns |= {f"eval_loss/{name}": loss for name, loss in self._held_out.items()}
-        return columns
+        return self._of_sources(info)
+
+    def of_evaluation(self) -> dict[str, float]:
+        """The columns of the last evaluation."""
+        return {f"eval_loss/{name}": loss for name, loss in self._held_out.items()}
 
     def _of_sources(self, info: StepInfo) -> dict[str, float]:
         assert self._order is not None and info.batch is not None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from runner.observe.metrics import MetricsLine
 from runner.policy.decision.history import History
 from runner.policy.decision.judge import Baseline, JudgeRules
 from runner.policy.decision.ladder import BadStepTracker, RemedyRules, reach
@@ -29,6 +30,11 @@ class Carried(Protocol):
 class TrainState:
     """``updates`` applied so far, the ``cursor`` (next sample position), the guard's memory.
 
+    Attributes:
+        unreported: the line of the last update, while its evaluation is not done.
+        came_again: the bad step that follows from its weights and samples: it was bad before, and
+            every step since the checkpoint repeated its numbers.
+
     Args:
         carried: state of the user's own loop.
     """
@@ -43,6 +49,8 @@ class TrainState:
         self.updates = 0
         self.cursor = 0
         self.last_loss: float | None = None
+        self.unreported: MetricsLine | None = None
+        self.came_again: int | None = None
         self.baseline = Baseline(judge_rules)
         self.trouble = BadStepTracker(remedy_rules)
 
@@ -61,6 +69,8 @@ class TrainState:
             "last_loss": _word(self.last_loss),
             "baseline": self.baseline.to_json(),
             "trouble": self.trouble.to_json(),
+            **({"unreported": self.unreported.to_state()} if self.unreported else {}),
+            **({} if self.came_again is None else {"came_again": self.came_again}),
             **({"loop": self._carried.to_json()} if self._carried else {}),
         }
 
@@ -77,6 +87,9 @@ class TrainState:
             self.last_loss = None if state["last_loss"] is None else float(state["last_loss"])
             self.baseline.load_json(state["baseline"])
             self.trouble.load_json(state["trouble"])
+            line, step = state.get("unreported"), state.get("came_again")
+            self.unreported = None if line is None else MetricsLine.from_state(line)
+            self.came_again = None if step is None else whole(step, "came_again")
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             cause = f"{type(error).__name__}: {error}"[:300]
             raise CheckpointError(

@@ -21,13 +21,13 @@ import torch
 
 from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan
-from runner.data.dataset import Dataset
-from runner.data.feed import Feed, RankBatch, describe
+from runner.data.dataset import Dataset, describe
+from runner.data.feed import Feed, RankBatch
 from runner.data.mixture import MixtureOrder
 from runner.distributed.agreement import Ranks
 from runner.engine.protocol import Engine, LocalSums, MicroStep
 from runner.health.heartbeat import Heartbeat
-from runner.policy.decision.history import Incident, cause_of
+from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import Bounds, StepSignals
 from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.decision.unreadable import Unreadable
@@ -46,6 +46,7 @@ from runner.train.packed import (
     LOSS,
     LOSS_PER_TOKEN,
     NONFINITE,
+    OBSERVERS,
     STOP,
     TOKENS,
     UNREADABLE,
@@ -56,6 +57,7 @@ _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _MAX_SUSPECTS = 8  # of one rank
 _NUM_LOUDEST = 3
 _REMEMBERED = 256  # steps whose durations are kept
+LookedAt = Callable[[Sequence[MicroStep]], Sequence[MicroStep]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,7 @@ class StepInfo:
         known: the discard that a restart repeats from the journal without computing.
         stop_requested: whether any rank received a stop request.
         keeps_lines: whether rank 0 keeps lines in memory because it cannot write a file.
+        observer_failed: whether what only looks has failed on some rank.
         learning_rate: the rate of its plan.
         jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) describe.
         source_sums: for each source of a mixture, its summed loss and number of terms.
@@ -83,6 +86,7 @@ class StepInfo:
     known: Incident | None = None
     stop_requested: bool = False
     keeps_lines: bool = False
+    observer_failed: bool = False
     jobs: Sequence[int] = ()
     job_counts: tuple[float, ...] = ()
     learning_rate: float = 0.0
@@ -95,16 +99,16 @@ class StepInfo:
     measured: Measured | None = None
 
     @property
-    def found(self) -> str | None:
-        """The name of the cause, also for a step known from the journal."""
-        if self.cause is not None:
-            return str(self.cause["cause"])
-        return None if self.known is None else cause_of(self.known)
+    def noted_cause(self) -> Mapping[str, Any]:
+        """The cause, also of a step known from the journal; empty without replays."""
+        known = None if self.known is None else self.known.detail.get("cause")
+        return self.cause or (known if isinstance(known, Mapping) else {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The plan of a step, equal on all ranks except ``stop``, ``keeps_lines`` and ``progress``.
+    """The plan of a step, equal on all ranks except ``stop``, ``keeps_lines``, ``observer_failed``
+    and ``progress``.
 
     ``step`` is the number of its update; ``progress`` the progress of the ring's jobs;
     ``decisions`` a text of the decisions that the host knows so far; ``is_wide`` computes the step
@@ -120,6 +124,7 @@ class StepPlan:
     progress: JobProgress
     decisions: str
     is_wide: bool = False
+    observer_failed: bool = False
 
 
 class InFlightStep:
@@ -242,6 +247,7 @@ class Stepper:
         self._step_seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._newest: InFlightStep | None = None
         self._gate_before: torch.Tensor | None = None
+        self._looked_at: LookedAt = list
 
     @property
     def newest_plan(self) -> BatchPlan | None:
@@ -259,14 +265,20 @@ class Stepper:
         return self._newest
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Launch and read steps inside that do not belong to the run."""
+    def aside(self, looked_at: LookedAt = list) -> Iterator[None]:
+        """Launch and read steps inside that do not belong to the run.
+
+        Args:
+            looked_at: has the engine look at the stop request before each micro-batch.
+        """
         saved, late = (self._newest, self._gate_before, self._layers), self._late_layers
         self._layers = self._late_layers = None
+        self._looked_at = looked_at
         try:
             yield
         finally:
             (self._newest, self._gate_before, self._layers), self._late_layers = saved, late
+            self._looked_at = list
 
     def may_be_speculative(self, step: int) -> bool:
         """Whether a step may be launched speculatively, to be discarded if the previous one
@@ -298,6 +310,7 @@ class Stepper:
             float(plan.stop),
             float(fetched.failure is not None or bool(fetched.unreadable)),
             float(plan.keeps_lines),
+            float(plan.observer_failed),
             *self._ranks.fingerprint(identity),
             *plan.progress.counts,
         ]
@@ -340,6 +353,7 @@ class Stepper:
             jobs=step.plan.progress.jobs,
             stop_requested=numbers[STOP] > 0,
             keeps_lines=numbers[KEPT] > 0,
+            observer_failed=numbers[OBSERVERS] > 0,
             job_counts=tuple(numbers[JOBS:sources]),
             source_sums=self._sources.read(numbers[sources:LOSS_PER_TOKEN]),
             seconds=seconds,
@@ -409,10 +423,10 @@ class Stepper:
 
     def _accumulate(self, works: list[MicroStep], *, is_wide: bool) -> LocalSums:
         if not is_wide:
-            return self._engine.accumulate(works)
+            return self._engine.accumulate(self._looked_at(works))
         twin = self._engine.twin
         self._ranks.all_or_none("building the model in a wider precision", twin.open)
-        return self._engine.accumulate_wider(works)
+        return self._engine.accumulate_wider(self._looked_at(works))
 
     def _identity(self, plan: StepPlan, fetched: RankBatch) -> dict[str, Any]:
         return {

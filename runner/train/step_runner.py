@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from runner.checkpoint.jobs import JobProgress
 from runner.data.cursor import BatchPlan, SampleStream
+from runner.distributed.observers import Observers
 from runner.observe.journal import Journal
 from runner.policy.decision.history import Incident, discarded_signals
 from runner.policy.decision.signals import Bounds
@@ -29,6 +30,7 @@ class StepPlanner:
         progress: returns the progress of the ring's background jobs.
         keeps_lines: whether a file of the run currently cannot be written.
         stop: this rank's stop request.
+        observers: what only looks; all ranks learn with the step where it has failed.
     """
 
     stream: SampleStream
@@ -37,6 +39,7 @@ class StepPlanner:
     progress: Callable[[], JobProgress]
     keeps_lines: Callable[[], bool]
     stop: Callable[[], bool]
+    observers: Observers
 
     def batch(self, cursor: int) -> BatchPlan:
         """Plan the global batch that starts at a stream position."""
@@ -51,9 +54,10 @@ class StepPlanner:
             learning_rate=self.learning_rate(updates),
             keeps_lines=self.keeps_lines(),
             stop=self.stop(),
+            observer_failed=self.observers.has_failed,
             progress=self.progress(),
             decisions=self._decisions(),
-            is_wide=batch.start in self.journal.history.widened,
+            is_wide=self.journal.history.is_wide(batch.start),
         )
 
     def learning_rate(self, updates: int) -> float:
@@ -115,6 +119,9 @@ class StepRunner:
         if self._may_run_ahead(step, state):
             self._ahead = self._launch_after(step, state)
         info = self._stepper.read(step)
+        self.planner.observers.step = info.signals.step
+        if info.observer_failed:
+            self.planner.observers.settle()
         if info.signals.gated or info.stop_requested:
             info = self._without_ahead(info)
         return info

@@ -25,6 +25,7 @@ from runner.session.session import open_run
 from scripts.bench.fair import refuse_uneven
 from scripts.bench.task import Task
 
+_CORPUS = "data=python"
 # Neither evaluation nor checkpoints nor printing within the steps that are timed.
 _QUIET = (
     "eval.every=0",
@@ -42,7 +43,7 @@ def settings(out: Path, overrides: Sequence[str]) -> RunConfig:
 
     ``model.precision=auto`` is settled as the runner does it, so that the opponents take the same.
     """
-    config = compose([*_QUIET, *_ENDLESS, *overrides, f"out={out}"])
+    config = compose([_CORPUS, *_QUIET, *_ENDLESS, *overrides, f"out={out}"])
     if config.model.precision is Precision.auto:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         is_bf16 = is_zero(config.parallel.kind) or has_native_bf16(device, os.environ)

@@ -26,7 +26,7 @@ def head(command: Sequence[str]) -> dict[str, Any]:
     return {
         "command": shlex.join(command),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": {"python": platform.python_version(), **_versions()},
         "machine": record,
     }
@@ -42,7 +42,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the measured code, with "+" if there were uncommitted changes."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12"]
     done = subprocess.run(git, capture_output=True, text=True, check=False)

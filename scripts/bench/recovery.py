@@ -119,7 +119,7 @@ def _size(plan: Plan) -> Sequence[str]:
 def _our_command(plan: Plan, out: Path, *overrides: str) -> list[str]:
     """The command of a user, with a short pause between attempts, because torchrun has none."""
     launch = [sys.executable, "-m", "runner", "launch", f"--nproc={plan.ranks}", "--pause=0.1"]
-    quiet = ["eval.every=0", "track.every=1000"]
+    quiet = ["data=python", "eval.every=0", "track.every=1000"]
     return [*launch, f"out={out}", f"steps={_STEPS}", *quiet, *_our_settings(plan), *overrides]
 
 

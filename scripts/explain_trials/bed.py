@@ -130,7 +130,8 @@ class Bed:
         self.run.state.load_json(copy.deepcopy(self._state))
         self._history.__dict__.update(copy.deepcopy(self._past))
         repeated_steps = self._explaining._repeated
-        repeated_steps._comparison = repeated_steps._came_again = None
+        repeated_steps.stop()
+        repeated_steps._device_text = ""
         feed: Any = self.run.feed
         getattr(feed, "_part", feed)._newest = ([], ())
 
@@ -217,10 +218,10 @@ class _FinerRates:
         self._rate_probe.try_rates = self._tried
 
     def _tried(
-        self, record: Record, bad: StepSignals, *, without: Sequence[int], most_steps: int
+        self, record: Record, bad: StepSignals, *, without: Sequence[int], **more: Any
     ) -> RateResult:
-        result = self._try_rates(record, bad, without=without, most_steps=most_steps)
-        if result.factor is None or result.control_cures:
+        result = self._try_rates(record, bad, without=without, **more)
+        if result.factor is None or result.control_cures or result.older_cures:
             return result
         rate_probe = self._rate_probe
         with rate_probe._stepper.aside():

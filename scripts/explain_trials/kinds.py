@@ -73,6 +73,11 @@ def _devices(scene: Scene, dice: random.Random) -> Iterator[Trial]:
         kind="a rank fails half of the time", causes=(STICKY, TRANSIENT), ranks=ranks,
         tampering=("now and then",),
     )  # fmt: skip
+    yield lasting(kind="a rank fails on some samples", tampering=("some samples",))
+    yield Trial(
+        kind="a rank's gradients at times", causes=(STICKY, TRANSIENT), ranks=ranks,
+        tampering=("gradients at times",),
+    )  # fmt: skip
 
 
 def _samples(scene: Scene, dice: random.Random) -> Iterator[Trial]:

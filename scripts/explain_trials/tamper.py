@@ -207,6 +207,32 @@ def _now_and_then() -> Any:
     return _operation(change)
 
 
+def _some_samples() -> Any:
+    """Of about one sample in eight, by its own numbers."""
+
+    def change(output: torch.Tensor) -> torch.Tensor:
+        first = output.detach().reshape(len(output), -1)[:, 0].double()
+        bad = (first * 1e4).floor().long() % 8 == 0
+        return torch.where(bad.view(-1, *[1] * (output.dim() - 1)), torch.nan, output)
+
+    return _operation(change)
+
+
+def _gradients_at_times() -> Any:
+    """The first backward pass, and three in ten of those that follow."""
+    dice, calls = random.Random(0), [0]
+
+    def change(output: torch.Tensor) -> torch.Tensor:
+        if output.requires_grad:
+            calls[0] += 1
+            factor = 1e6 if calls[0] == 1 or dice.random() < 0.3 else 1.0
+            output = output.view_as(output)
+            output.register_hook(lambda grad: grad * factor)  # type: ignore[no-untyped-call]
+        return output
+
+    return _operation(change)
+
+
 # What a sick device does, and whether it goes on.
 _DEVICE: dict[str, tuple[Callable[[], Any], bool]] = {
     "activations x 1e6 once": (lambda: _scaled(1e6, 1), False),
@@ -215,4 +241,6 @@ _DEVICE: dict[str, tuple[Callable[[], Any], bool]] = {
     "gradients x 1e6": (lambda: _gradient_scaled(1e6, _FOR_EVER), True),
     "first row NaN": (_first_row_nan, True),
     "now and then": (_now_and_then, True),
+    "some samples": (_some_samples, True),
+    "gradients at times": (_gradients_at_times, True),
 }

@@ -71,8 +71,19 @@ def assert_every_sample_once(run: Result, *, samples: int = SAMPLES, batch: int 
     assert run.summary["samples_used"] == int(used.sum())
 
 
-def assert_follows(run: Result, other: Result, *, within: float = 0.02) -> None:
+# By how much losses differ, in nats, where ranks and engines change, because sums round otherwise:
+# ten times the largest deviation measured over 60 steps (7.5e-8; in BF16, which ZeRO has, 2.1e-4).
+FP32_NOISE, BF16_NOISE = 1e-6, 3e-3
+
+
+def noise(run: Result) -> float:
+    """How far losses of such a run may lie apart."""
+    return BF16_NOISE if "precision: bf16" in (run.out / "config.yaml").read_text() else FP32_NOISE
+
+
+def assert_follows(run: Result, other: Result, *, within: float | None = None) -> None:
     """The same samples at the same rates; losses as different sums round."""
+    within = noise(other) if within is None else within
     for mine, theirs in zip(run.metrics(), other.metrics(), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=within), mine
         assert (mine["cursor"], mine["lr"]) == (theirs["cursor"], theirs["lr"])

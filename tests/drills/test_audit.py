@@ -70,7 +70,8 @@ GRADIENT = "wrong_grad@step=7,module=blocks.0.ffn.down"
     ("rank", "fault", "settings"),
     [
         # Between the start and the first audit, so that only the start's weights can tell.
-        pytest.param(1, "wrong@step=3", [], marks=FULL),
+        # An evaluation comes before its audit.
+        pytest.param(1, "wrong@step=3", ["eval.every=1"], marks=FULL),
         pytest.param(0, "wrong@step=13", ["checkpoint.every=5", OFTEN], marks=FULL),
         # No audit falls on a checkpoint.
         pytest.param(1, "wrong@step=18", ["checkpoint.every=7", OFTEN], marks=FULL),

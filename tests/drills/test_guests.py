@@ -71,7 +71,8 @@ def test_killed_is_as_not_killed_and_ranks_may_change(
         run = finish(elastic, *told(model, engine), f"steps={steps}", ranks=ranks)
     assert_every_sample_once(run)
     assert run.summary["cursor"] == whole.summary["cursor"]
-    assert_follows(run, whole)
+    # Which units are dropped depends on the micro-batches, and these on the ranks.
+    assert_follows(run, whole, within=0.15 if model == "Convolved" else None)
 
 
 @FULL

@@ -10,7 +10,7 @@ import pytest
 
 from runner.data.mixture import MixtureOrder, Phase
 from tests.drills.compare import assert_same_end
-from tests.run import Result, finish, skip_override
+from tests.run import Result, finish, skip_override, train
 
 LENGTHS = {"code": 60, "talk": 40, "web": 300}
 SMALL = (
@@ -116,3 +116,40 @@ def test_other_engines_end_alike(tmp_path: Path, parallel: str) -> None:
     assert sick.journal("rollback"), sick.tail
     assert_same_end(sick, told)
     assert_accounted(sick)
+
+
+@pytest.mark.twin
+@pytest.mark.full
+def test_new_weights_behind_a_skip_begin_where_they_do_in_a_run_that_was_told(
+    tmp_path: Path,
+) -> None:
+    """Killed behind the skip, and resumed from the checkpoint before it, with other weights."""
+    first, then = sources(1, 0.5, 3), (sources(3, 0, 1), "resume.allow=[data.sources]")
+    usual = (*SMALL, "steps=40", "guard.remedy=verdict")
+    killed = "kill@step=27,rank=1"
+    bad = train(tmp_path / "sick", first, *usual, f"faults=[poison@samples=364,{killed}]")
+    told = train(tmp_path / "told", first, *usual, "data.skip=[[364,365]]", f"faults=[{killed}]")
+    assert bad.code and told.code
+    sick = finish(tmp_path / "sick", *then, *usual, f"faults=[poison@samples=364,{killed}]")
+    twin = finish(tmp_path / "told", *then, *usual, "data.skip=[[364,365]]", f"faults=[{killed}]")
+    assert sick.summary["skipped"] == [[364, 365]], sick.tail
+    starts = [line["detail"]["start"] for line in sick.journal("mixture")]
+    assert starts == [line["detail"]["start"] for line in twin.journal("mixture")] == [0, 365]
+    assert_same_end(sick, twin)
+
+
+@pytest.mark.parametrize("names", [("code", "web"), ("web", "code")])
+def test_of_two_levels_only_the_bad_sample_is_skipped(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """Known good samples are of both sources: else the harder one's stand out, 3 nats above."""
+    mixed = ", ".join(
+        f"{{name: {name}, _target_: tests.guests.Babble, arguments: {{words: {words}}}}}"
+        for name, words in zip(names, (2, 64), strict=True)
+    )
+    run = finish(
+        tmp_path / "run", f"data.sources=[{mixed}]", "guard.remedy=verdict", "steps=45",
+        "faults=[poison@samples=1000,spike@samples=1300,scale=400]",
+    )  # fmt: skip
+    assert [line["detail"]["skipped"] for line in run.journal("redo")] == [[1000], [1300]], run.tail
+    assert run.summary["skipped"] == [[1000, 1001], [1300, 1301]], run.tail

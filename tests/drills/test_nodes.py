@@ -15,7 +15,13 @@ import pytest
 
 from runner.system.json_lines import read_lines
 from tests import namespaces
-from tests.drills.compare import assert_every_sample_once, assert_same_run, in_order, same_rates
+from tests.drills.compare import (
+    FP32_NOISE,
+    assert_every_sample_once,
+    assert_same_run,
+    in_order,
+    same_rates,
+)
 from tests.namespaces import Network
 from tests.run import TINY, Result, metrics_step, unbroken
 
@@ -26,7 +32,6 @@ pytestmark = [
 ]
 
 # Different shapes of the same sums round differently: nats per token.
-BF16_NOISE = 0.02
 # A collective waits no longer than this; a silently cut link is noticed by nothing else.
 TIMEOUT = 10
 # Until the first step done by the smaller world, from the loss of the other node: some 7 s, and
@@ -130,7 +135,7 @@ def assert_follows(run: Result, clean: Result) -> None:
     assert same_rates(run, clean), run.tail
     for line, same in zip(in_order(run), in_order(clean), strict=True):
         assert line["samples"] == same["samples"]
-        assert abs(line["loss"] - same["loss"]) < BF16_NOISE, f"{line}\n{same}\n{run.tail}"
+        assert abs(line["loss"] - same["loss"]) < FP32_NOISE, f"{line}\n{same}\n{run.tail}"
 
 
 @pytest.mark.twin

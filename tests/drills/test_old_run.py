@@ -42,4 +42,4 @@ def test_it_resumes_to_the_digest_that_it_ended_with(tmp_path: Path, ranks: int)
     longer = finish(out, *settings, "steps=40", ranks=ranks)
     assert longer.summary["skipped"] == before["skipped"] == [[49, 57]]
     assert sorted(longer.counted()) == list(range(1, 41))
-    assert longer.summary["discarded_steps"] == 1 and longer.summary["restarts"] == 2
+    assert longer.summary["discarded_steps"] == 1 and longer.summary["restarts"] == 0

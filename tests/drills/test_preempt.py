@@ -118,7 +118,7 @@ def test_the_grace_ends_a_step_that_does_not_end(tmp_path: Path) -> None:
     _until_gone(started, 0)
     assert 0 not in started.ranks(), "it waits for the collective"
     started.kill()
-    assert "preempt.grace_seconds=2" in started.wait().text
+    assert "of step 25 did not end within preempt.grace_seconds=2" in started.wait().text
 
 
 @pytest.mark.full  # always with Slurm's own limit: tests/drills/test_slurm.py

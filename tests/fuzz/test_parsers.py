@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import resource
 import shutil
 import struct
@@ -18,7 +19,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +36,7 @@ from runner.health.crash_log import unexplained
 from runner.health.rank_report import Report, read_fatal_log, read_reports
 from runner.health.root_cause import find_root_cause
 from runner.observe.journal import Journal, read_journal
+from runner.observe.metrics import MetricsLine
 from runner.policy.decision.skip_ledger import Ledger
 from runner.run_dir.lease import RunLease, acquire, newest_number
 from runner.run_dir.paths import RunDir
@@ -230,7 +231,18 @@ def test_train_state(num: int) -> None:
     def fresh() -> TrainState:
         return TrainState(judge_rules(RunConfig()), remedy_rules(RunConfig()))
 
-    try_all(num, changed(fresh().to_json()), lambda tree: fresh().load_json(tree))
+    stopped = fresh()
+    stopped.came_again = 5
+    stopped.unreported = MetricsLine(
+        **{"step": 4, "cursor": 128, "samples": (96, 128), "loss": math.nan, "grad_norm": 0.5},
+        **{"lr": 1e-3, "tokens": 9, "tokens_per_second": 1.5, "seconds": 0.1},
+        **{"data_wait_seconds": 0.0, "verdict": "clean", "action": "apply", "norm_limit": 4.0},
+        columns={"samples/web": 3},
+    )
+    loaded = fresh()
+    loaded.load_json(json.loads(json.dumps(stopped.to_json())))
+    assert repr(loaded.unreported) == repr(stopped.unreported) and loaded.came_again == 5
+    try_all(num, changed(stopped.to_json()), lambda tree: fresh().load_json(tree))
 
 
 # Journal, metrics, settings
@@ -557,24 +569,9 @@ def test_launcher_variables(num: int) -> None:
 
 
 def import_all(path: Path) -> None:
-    source = open_source(path)
-    for stored in source.weights.values():
+    for stored in open_source(path).values():
         if np.prod(stored.shape, dtype=float) < 1e6:  # a caller compares shapes before it reads
             stored.read()
-
-
-@often
-def test_torch_files(num: int, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    torch.save({"model": {"a": torch.arange(6.0), "b": torch.ones(2, 3)}}, path)
-    sound = path.read_bytes()
-
-    def work(data: bytes) -> None:
-        path.write_bytes(data)
-        import_all(path)
-
-    work(sound)
-    try_all(num, damaged(sound), work)
 
 
 @often
@@ -586,21 +583,6 @@ def test_safetensors(num: int, tmp_path: Path) -> None:
     def work(data: bytes) -> None:
         path.write_bytes(data)
         import_all(path)
-
-    work(sound)
-    try_all(num, damaged(sound), work)
-
-
-@often
-def test_dcp_metadata(num: int, tmp_path: Path) -> None:
-    folder = tmp_path / "dcp"
-    state = {"model": {"a": torch.arange(6.0), "b": torch.ones(2, 3)}}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    sound = (folder / ".metadata").read_bytes()
-
-    def work(data: bytes) -> None:
-        (folder / ".metadata").write_bytes(data)
-        import_all(folder)
 
     work(sound)
     try_all(num, damaged(sound), work)

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.gpu
 # Nothing but steps, and two micro-batches in each.
 QUIET = (
     "checkpoint.every=1000000",
+    "checkpoint.memory_every=0",
+    "eval.every=0",
     "watchdog.straggler_every=0",
     "track.every=1000000",
     "steps=1000000",

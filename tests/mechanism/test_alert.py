@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from runner.policy.decision.history import Incident
 from runner.system.json_lines import LineFile
 from tests.made_run import incident
 
-KEEP = "read -r line; printf '%s\\n' \"$line\" >> "
+
+def keep(path: Path) -> str:
+    """A command that adds the line on its input to a file."""
+    return f"read -r line; printf '%s\\n' \"$line\" >> {shlex.quote(str(path))}"
 
 
 def told(path: Path) -> list[dict[str, Any]]:
@@ -27,7 +31,7 @@ def happened(kind: str, step: int = 5, **more: Any) -> Incident:
 
 
 def test_each_incident_is_told_once(tmp_path: Path) -> None:
-    alerts = CommandAlerts(f"{KEEP}{tmp_path}/told", tmp_path)
+    alerts = CommandAlerts(keep(tmp_path / "told"), tmp_path)
     journal = Journal(
         [], told_to_skip=[], file=LineFile(tmp_path / "j", length=0), tell=alerts.tell
     )
@@ -45,7 +49,7 @@ def test_each_incident_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_there_is_not_told_again(tmp_path: Path) -> None:
-    alerts = CommandAlerts(f"{KEEP}{tmp_path}/told", tmp_path)
+    alerts = CommandAlerts(keep(tmp_path / "told"), tmp_path)
     old = incident("replica_mismatch", 3)
     Journal([old], told_to_skip=[], file=LineFile(tmp_path / "j", length=0), tell=alerts.tell).add(
         happened("straggler")
@@ -59,7 +63,7 @@ def test_a_command_that_hangs_delays_nothing(
 ) -> None:
     monkeypatch.setattr(alert, "_COMMAND_SECONDS", 1.0)
     monkeypatch.setattr(alert, "_MOST_WAITING", 3)
-    alerts = CommandAlerts(f"sleep 600; {KEEP}{tmp_path}/told", tmp_path)
+    alerts = CommandAlerts(f"sleep 600; {keep(tmp_path / 'told')}", tmp_path)
     for step in range(500):  # were one waited for, nothing would pile up
         alerts.tell(incident("straggler", step))
     assert alerts.loss is not None and "too much is waiting" in alerts.loss.reason
@@ -80,6 +84,6 @@ def test_a_command_that_fails_is_told_and_not_alerted_of(tmp_path: Path) -> None
 
 
 def test_the_last_words_of_a_process_are_begun_before_it_goes(tmp_path: Path) -> None:
-    alerts = CommandAlerts(f"sleep 0.3; {KEEP}{tmp_path}/told", tmp_path)
+    alerts = CommandAlerts(f"sleep 0.3; {keep(tmp_path / 'told')}", tmp_path)
     alerts.tell(incident("crash", 9))
     assert alerts._num_begun == 1, "it outlives this process now"

@@ -57,6 +57,31 @@ def test_an_exception_is_told_and_the_script_started_again(tmp_path: Path) -> No
     assert "ValueError: boom 17" in evidence.read_text()
 
 
+def test_a_slow_start_is_no_hang(tmp_path: Path) -> None:
+    """Imports take longer than a step may; and one that hangs names the script's line."""
+    script = tmp_path / "slow.py"
+    (tmp_path / "heavy.py").write_text(
+        "import time\ntime.sleep(float(__import__('sys').argv[1]))\n"
+    )
+    script.write_text("import heavy\nfor step in range(3):\n    print('step', step)\n")
+    options = ["--out", str(tmp_path / "run"), "--quiet", "1", "--restarts", "0"]
+    words = [sys.executable, "-m", "runner", "run", *options]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def slow(seconds: int, *more: str) -> subprocess.CompletedProcess[str]:
+        command = [*words, *more, "--", sys.executable, str(script), str(seconds)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env)
+
+    done = slow(3)
+    assert done.returncode == 0 and "step 2" in done.stdout, done.stderr
+    done = slow(100, "--quiet-start", "2")
+    assert (
+        done.returncode == 1 and "had printed nothing yet: a larger --quiet-start?" in done.stderr
+    )
+    assert "rank 0 is at" in done.stderr and "importlib" not in done.stderr, done.stderr
+    assert f"{tmp_path / 'heavy.py'}:2" in done.stderr
+
+
 @pytest.mark.full
 def test_under_torchrun_the_rank_that_was_killed_is_named(tmp_path: Path) -> None:
     """The other rank's broken collective is what followed."""
@@ -183,24 +208,37 @@ def test_whether_its_gpus_are_at_work(
     assert at_work(visible) is is_at_work
 
 
+EARLY = " (it had printed nothing yet: a larger --quiet-start?)"
+
+
 @pytest.mark.parametrize(
-    ("silent", "worked_ago", "words"),
+    ("step", "silent", "worked_ago", "words"),
     [
-        (9, None, ""),
-        (11, None, "no output for 10 s"),
-        (29, 0, ""),
-        (29, 12, "no output for 10 s"),
-        (31, 0, "no output for 30 s, though its GPUs are at work"),
-        (5, 500, ""),
+        (3, 9, None, ""),
+        (3, 11, None, "no output for 10 s"),
+        (3, 29, 0, ""),
+        (3, 29, 12, "no output for 10 s"),
+        (3, 31, 0, "no output for 30 s, though its GPUs are at work"),
+        (3, 5, 500, ""),
+        # Before its first step: it imports, reads weights, compiles.
+        (-1, 31, None, ""),
+        (-1, 61, None, f"no output for 60 s{EARLY}"),
+        (-1, 61, 0, f"no output for 60 s, though its GPUs are at work{EARLY}"),
     ],
 )
 def test_when_a_script_is_taken_for_hung(
-    monkeypatch: pytest.MonkeyPatch, silent: float, worked_ago: float | None, words: str
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    silent: float,
+    worked_ago: float | None,
+    words: str,
 ) -> None:
     now = 1000.0
     monkeypatch.setattr("runner.launch.script.time.monotonic", lambda: now)
-    heard = SimpleNamespace(heard=now - (worked_ago or 0.0))
-    watched = Watched(quiet_seconds=10, busy_seconds=30, progress="", folder=Path())
+    heard = SimpleNamespace(heard=now - (worked_ago or 0.0), step=step, num_lines=0)
+    watched = Watched(
+        quiet_seconds=10, busy_seconds=30, start_seconds=60, progress="", folder=Path()
+    )
     watchdog = _Watchdog(cast(Said, heard), watched, Path(), lambda: worked_ago is not None)
     if worked_ago:
         now -= worked_ago

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ from runner.policy.odd_ranks import Opinion, changed_rank, named, opinion_on
 from runner.policy.retention.records import Record, State
 from runner.train import clean_weights
 from runner.train.agreed_numbers import AgreedNumbers
+from runner.train.audit import Auditor, AuditRules
+from runner.train.own_gradients import OwnGradients
 from runner.train.same_batch import SameBatch
 
 GOOD, BAD, WORSE = [1.0, 2.0], [1.0, 2.0000000001], [1.5, 2.0]
@@ -169,7 +171,8 @@ def test_no_weights_are_put_in_place_without_memory_for_a_copy_on_every_node(
     )
     ring: Any = SimpleNamespace(restore=lambda records: None, before_update=lambda: None)
     ranks: Any = SimpleNamespace(sum=lambda numbers: [numbers[0] + lacking])
-    weights = clean_weights.CleanWeights(engine, ring, ranks, 2)
+    stop: Any = SimpleNamespace(now=lambda: None)
+    weights = clean_weights.CleanWeights(engine, ring, ranks, 2, stop)
     assert (weights.compute(Ring().records[0], lambda: "done") == "done") is did
 
 
@@ -193,6 +196,7 @@ def test_reading_samples_again_leaves_no_trace_in_any_generator() -> None:
         seed=0,
         takes_whole_step=False,
         repeats_bits=True,
+        stop=one(now=lambda: None),
     )
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     usual = drawn()
@@ -201,3 +205,88 @@ def test_reading_samples_again_leaves_no_trace_in_any_generator() -> None:
     torch.set_rng_state(states[2])
     assert same.batches(one(), 1) is None
     assert drawn() == usual
+
+
+@pytest.mark.parametrize(
+    ("numbers", "good_step", "ranks", "words"),
+    [
+        ((GOOD, BAD), 5, (0, 1), "ranks 0 and 1 give different bits"),
+        ((GOOD, BAD, GOOD, BAD), 5, (0, 1, 2, 3), "ranks 0 = 2 and 1 = 3 give different bits"),
+        ((GOOD, BAD, BAD, GOOD, GOOD), 5, (1, 2), "ranks 1 = 2 give other bits than most"),
+        ((GOOD, BAD, GOOD), 5, (1,), "all ranks agreed at step 5"),
+        ((GOOD, BAD, GOOD), 0, (1,), "no audit since the start at step 0 found all ranks agreed"),
+    ],
+)
+def test_what_an_audit_says(
+    numbers: tuple[list[float], ...], good_step: int, ranks: tuple[int, ...], words: str
+) -> None:
+    one: Any = SimpleNamespace
+    reports: list[Any] = []
+    auditor = Auditor(
+        same=one(repeats_bits=True),
+        steps=one(),
+        ranks=one(gather=lambda value: [value] * len(numbers)),
+        heart=one(),
+        rules=AuditRules(every=5, until=100, host="node0", incarnation=1),
+        agreed=one(changed=lambda batches: None, keep_from_before=lambda step: None),
+        report=reports.append,
+        distrust=lambda step: None,
+    )
+    auditor.begin(0)
+    auditor._good_step = good_step
+    auditor._judge(10, [told(*numbers)] * 3, [{} for _ in numbers], ())
+    (line,) = reports
+    assert line.ranks == ranks and words in line.reason, line.reason
+    assert ("without a majority" in line.reason) is (len(ranks) == len(numbers))
+
+
+def test_audits_take_the_samples_of_each_rank_in_turn() -> None:
+    asked: list[int] = []
+
+    def read_again(plan: Any, rank: int) -> tuple[Any, ...]:
+        asked.append(rank)
+        return (SimpleNamespace(unreadable=["so that nothing is computed"]),)
+
+    one: Any = SimpleNamespace
+    ranks = one(world_size=3, sum=lambda numbers: numbers)
+    same = SameBatch(
+        engine=one(device=torch.device("cpu"), network=torch.nn.Identity()),
+        feed=one(read_again=read_again),
+        ranks=ranks,
+        kind="",
+        seed=0,
+        takes_whole_step=False,
+        repeats_bits=True,
+        stop=one(now=lambda: None),
+    )
+    auditor = Auditor(
+        same=same,
+        steps=one(newest_plan=object()),
+        ranks=ranks,
+        heart=one(enter=lambda phase: None),
+        rules=AuditRules(every=5, until=100, host="", incarnation=1),
+        agreed=one(newest_step=None),
+        report=lambda incident: None,
+        distrust=lambda step: None,
+    )
+    for updates in range(5, 35, 5):
+        auditor.look(updates)
+    assert asked == [1, 2, 0, 1, 2, 0]
+
+
+def heard(inputs: Sequence[float]) -> OwnGradients:
+    """One weight's gradient is the input, in a backward pass each."""
+    linear = torch.nn.Linear(1, 1, bias=False)
+    own = OwnGradients(linear)
+    with own.over():
+        for value in inputs:
+            linear(torch.tensor([value])).sum().backward()
+    return own
+
+
+def test_the_gradient_of_each_micro_batch_counts() -> None:
+    plain = heard([3.0, 4.0]).checksums()
+    assert heard([3.0, 4.0]).checksums() == plain
+    others = ([3.0, 5.0], [2.0, 4.0], [4.0, 3.0], [3.0], [3.0, 4.0, 4.0])
+    assert all(heard(inputs).checksums() != plain for inputs in others)
+    assert heard([3.0, 4.0]).norms() == {"weight": 5.0}

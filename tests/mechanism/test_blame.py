@@ -12,7 +12,7 @@ from runner.health.flight_recorder import first_divergence
 from runner.health.hang import HangTimeouts, hang_limit, hang_message
 from runner.health.heartbeat import Heartbeat
 from runner.health.rank_report import Report, own_line, read_fatal_log, read_reports, write_report
-from runner.health.root_cause import find_root_cause
+from runner.health.root_cause import MEMORY, find_root_cause
 from runner.health.trace_dump import plain_entry as evidence_entry
 
 
@@ -36,6 +36,25 @@ def report(rank: int, kind: str, **changes: Any) -> Report:
         "rank": rank, "world_size": 3, "kind": kind, "step": 7, "phase": "agree", "message": "m",
     }  # fmt: skip
     return Report(**(told | changes))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "DistBackendError: NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+        "allocate memory: you tried to allocate 100663296 bytes. Error code 12 (Cannot allocate)",
+        "MemoryError: ",
+        "_ArrayMemoryError: Unable to allocate 64.0 GiB for an array with shape (8,)",
+        "OSError: [Errno 12] Cannot allocate memory",
+    ],
+)
+def test_a_lack_of_memory_is_known_by_its_words(message: str) -> None:
+    cause = find_root_cause([report(0, "exception", message=message)], 1)
+    assert cause.kind == MEMORY, cause
 
 
 PAST = [entry(seq) for seq in range(5)]
@@ -228,6 +247,8 @@ def test_own_lines_come_before_library_lines() -> None:
         {"file": "/v/site-packages/torch/x.py", "line": 9, "function": "all_reduce"},
     ]
     assert own_line(frames) == "/home/me/train.py:3 main"
+    frozen = {"file": "<frozen importlib._bootstrap>", "line": 241, "function": "_call"}
+    assert own_line([*frames, frozen]) == own_line(frames), "within an import"
     assert own_line(frames[1:]).startswith("/v/site-packages") and own_line([]) == ""
 
 

@@ -14,7 +14,7 @@ TRIALS = [
     "same seed, same weights",
     "builds without memory",
     "same step twice, bit for bit",
-    "forward changes no buffer",
+    "buffers belong to the state",
     "samples are independent",
     "no other random source",
     "the loss is a sum per sample",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -120,6 +121,32 @@ def test_a_mistake_is_one_line_and_exit_code_two(
     assert len(done.err.splitlines()) == 1
     assert done.err.startswith("error: ")
     assert all(fragment in done.err for fragment in fragments)
+
+
+ENDING = """
+import atexit, ctypes, sys, tempfile, threading, time
+from runner.__main__ import run
+# As extensions complain while the interpreter is finalized: this one would abort.
+ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p))
+folder = tempfile.TemporaryDirectory()
+atexit.register(lambda: print("registered", file=sys.stderr))
+threading.Thread(target=lambda: (time.sleep(0.5), print("joined", file=sys.stderr))).start()
+print(folder.name, flush=True)
+sys.argv = ["holdfast", "ring", "/nowhere/at/all"]
+run()
+"""
+
+
+def test_a_command_ends_with_what_is_registered_and_no_more() -> None:
+    """torch 2.15's Triton writes 30 lines of leaks while the interpreter is finalized."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 2, done
+    *before, last = done.stderr.splitlines()
+    assert sorted(before) == ["error: /nowhere/at/all: no such run directory", "joined"]
+    assert last == "registered"
+    assert not Path(done.stdout.strip()).exists()
 
 
 @pytest.mark.parametrize("arguments", [["--verbose"], ["ring", "/nowhere/at/all"]])

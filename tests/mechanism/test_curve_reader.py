@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,11 @@ from runner.observe.metrics import MetricsLine
 from runner.policy.decision.history import Incident
 from runner.train.curve_reader import CurveReader, unigram_entropy
 from tests.made_curves import TROUBLED, Made, healthy
+from tests.observed import observers
 from tests.run import TINY, train
 
 
 @dataclass
-class _Alone:
-    rank: int = 0
-
-    def from_first(self, value: Any) -> Any:
-        return json.loads(json.dumps(value))
-
-
 class _Uniform:
     vocab_size = 16
 
@@ -39,7 +32,7 @@ class _Uniform:
 
 def _reader(told: list[Incident], known: list[Incident] | None = None, **settings: Any) -> Any:
     return CurveReader(
-        ranks=_Alone(),  # type: ignore[arg-type]
+        observers=observers(),
         past=settings.get("past", ()),
         known=known or [],
         total=settings.get("total", 1000),
@@ -111,8 +104,7 @@ def test_rows_are_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_entropy_of_a_corpus() -> None:
     assert unigram_entropy(_Uniform()) == pytest.approx(np.log(16), abs=0.005)  # type: ignore[arg-type]
     reader = _reader([])
-    assert reader.columns(False) == {}
-    assert reader.columns(True) == {"corpus_entropy": pytest.approx(np.log(16), abs=0.005)}
+    assert reader.columns() == {"corpus_entropy": pytest.approx(np.log(16), abs=0.005)}
 
 
 _SLOW = (*TINY, "eval.every=40", "eval.samples=8", "steps=120", "optim.lr=1e-6")

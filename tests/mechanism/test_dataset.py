@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import multiprocessing
 import os
 import shutil
 import struct
 import sys
+import tarfile
 import tracemalloc
+import zipfile
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -20,12 +25,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from runner.data.dataset import Dataset, fingerprint_files, spread
+from runner.config.compose import compose
+from runner.data.dataset import Dataset, contents_of, fingerprint_files, spread
+from runner.data.documents import PYTHON_LIBRARY
 from runner.data.megatron import open_megatron
 from runner.data.synthetic import SyntheticLanguage
-from runner.data.text import TextSource, open_text
+from runner.data.text import TextSource, open_text, prepare_text
 from runner.data.tokens import open_tokens
+from runner.session import parts
 from runner.system.error import DataError
+from runner.system.units import format_bytes
 
 SUFFIXES = (".py", ".txt")
 
@@ -59,10 +68,10 @@ def tokens(*paths: Path | str, **changes: Any) -> Dataset:
 
 
 def folder(tmp_path: Path, **files: str) -> Path:
-    """A directory of files; ``a__b`` is the file ``a/b.py``."""
+    """A directory of files; ``a`` is the file ``a.py``."""
     root = tmp_path / "corpus"
     for name, contents in files.items():
-        path = root / (name.replace("__", "/") + ".py")
+        path = root / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(contents)
     return root
@@ -144,13 +153,13 @@ class TestWindows:
 
 class TestText:
     def test_bytes_and_an_end_mark_after_each_file(self, tmp_path: Path) -> None:
-        dataset = text(tmp_path, folder(tmp_path, b__c="xyz", a="hello"), seq_len=9)
+        dataset = text(tmp_path, folder(tmp_path, a="hello", **{"b/c": "xyz"}), seq_len=9)
         assert dataset.vocab_size == 257
         assert len(dataset) == 1
         assert dataset[0].tokens.tolist() == [*b"hello", 256, *b"xyz", 256]
 
     def test_which_files_are_read(self, tmp_path: Path) -> None:
-        root = folder(tmp_path, a="aaaa", __pycache____b="bbbb", **{".git__c": "cccc"})
+        root = folder(tmp_path, a="aaaa", **{"__pycache__/b": "bbbb", ".git/c": "cccc"})
         (root / ".hidden.py").write_text("dddd")
         (root / "e.bin").write_text("eeee")
         assert text(tmp_path, root)[0].tokens.tolist() == [*b"aaaa", 256]
@@ -163,7 +172,7 @@ class TestText:
         assert dataset.describe(0) == "notes.weird bytes 0-5"
 
     def test_describe_gives_file_and_exact_bytes(self, tmp_path: Path) -> None:
-        root = folder(tmp_path, a="0123456789", b__c="abcdef")
+        root = folder(tmp_path, a="0123456789", **{"b/c": "abcdef"})
         dataset = text(tmp_path, root)
         assert dataset.describe(1) == "a.py bytes 4-9"
         assert (root / "a.py").read_bytes()[4:9] == bytes(dataset[1].tokens.tolist())
@@ -195,8 +204,9 @@ class TestText:
         assert found[0] is not None
         assert found[0].dtype == np.int32
 
-    def test_the_standard_library_is_the_default(self, tmp_path: Path) -> None:
-        dataset = text(tmp_path, seq_len=256, suffixes=(".nothing",))
+    def test_the_standard_library_has_a_name(self, tmp_path: Path) -> None:
+        refused(lambda: text(tmp_path), "data.path is not set", "data.path=DIR", "data=python")
+        dataset = text(tmp_path, paths=[PYTHON_LIBRARY], seq_len=256, suffixes=(".nothing",))
         assert len(dataset) > 10_000
         starts = {dataset.describe(index).split(" ")[0] for index in range(0, len(dataset), 50)}
         assert any(name.startswith("asyncio/") for name in starts)
@@ -472,6 +482,171 @@ class TestMarks:
         )
         assert dataset[0].tokens.tolist() == expected
         assert dataset[0].segments is not None and dataset[0].segments[-1] == len(words) - 1
+
+
+WORDS = "".join(f"some words, number {number}\n" for number in range(3000))
+
+
+def compressed(ending: str, data: bytes) -> bytes:
+    if ending == ".zst":
+        library = pytest.importorskip("zstandard")
+        return bytes(library.ZstdCompressor(write_checksum=True).compress(data))
+    return {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}[ending](data)
+
+
+def utf16(text: str) -> bytes:
+    return text.encode("utf-16")
+
+
+def array(values: list[int]) -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.array(values))
+    return out.getvalue()
+
+
+def archive(kind: str) -> bytes:
+    out = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(out, "w") as packed:
+            packed.writestr("a.txt", WORDS)
+    else:
+        with tarfile.open(fileobj=out, mode="w:gz" if kind == "tgz" else "w") as tar:
+            entry = tarfile.TarInfo("a.txt")
+            entry.size = len(WORDS)
+            tar.addfile(entry, io.BytesIO(WORDS.encode()))
+    return out.getvalue()
+
+
+class TestWhatAFileIs:
+    @pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2", ".xz"])
+    @pytest.mark.parametrize("named", [True, False])
+    def test_compressed_text_is_the_text(self, tmp_path: Path, ending: str, named: bool) -> None:
+        (tmp_path / "plain.txt").write_text(WORDS)
+        expected = text(tmp_path, tmp_path / "plain.txt", seq_len=len(WORDS))[0]
+        path = tmp_path / (f"a.txt{ending}" if named else "b.txt")
+        path.write_bytes(compressed(ending, WORDS.encode()))
+        found = text(tmp_path, path, seq_len=len(WORDS))
+        assert found[0].tokens.tolist() == expected.tokens.tolist()
+        assert found.contents == contents_of(1, path.stat().st_size)  # type: ignore[attr-defined]
+        lines = tmp_path / f"a.jsonl{ending}"
+        lines.write_bytes(compressed(ending, b'{"text": "one"}\n{"text": "two"}\n'))
+        assert bytes(text(tmp_path, lines, seq_len=2)[0].tokens.tolist()) == b"one"
+
+    @pytest.mark.parametrize("ending", [".gz", ".zst", ".bz2", ".xz"])
+    @pytest.mark.parametrize("damage", ["cut", "flipped", "not compressed"])
+    def test_damaged_compressed_text(self, tmp_path: Path, ending: str, damage: str) -> None:
+        data = bytearray(compressed(ending, os.urandom(30_000).hex().encode()))
+        path = tmp_path / f"a.txt{ending}"
+        if damage == "flipped":
+            data[len(data) // 2] ^= 0xFF
+        path.write_bytes({"cut": data[:-20], "flipped": data}.get(damage, b"plain words"))
+        refused(lambda: text(tmp_path, path), str(path), "cannot be decompressed", "write it again")
+
+    @pytest.mark.parametrize(
+        ("name", "data", "words"),
+        [
+            ("a.txt", archive("zip"), ["a zip archive", "unpack it"]),
+            ("a.tar", archive("tar"), ["a tar archive", "unpack it"]),
+            ("a.tar.gz", archive("tgz"), ["a tar archive", "unpack it"]),
+            ("ids.npy", array(list(range(300))), ["a NumPy array", "data=tokens"]),
+            ("ids.npy.gz", gzip.compress(array([1] * 300)), ["a NumPy array"]),
+            ("ids.bin", np.arange(300, dtype="<u2").tobytes(), ["NUL", "data=tokens"]),
+            ("a.pdf", b"%PDF-1.7\n%words", ["a PDF"]),
+            ("a.txt", b"PAR1 and more", ["a Parquet table", "end with .parquet"]),
+            ("a.txt", utf16(WORDS), ["UTF-16", "iconv -f UTF-16 -t UTF-8"]),
+            ("a.jsonl", utf16('{"text": "a"}'), ["UTF-16"]),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_what_is_no_text_is_named(
+        self, tmp_path: Path, name: str, data: bytes, words: list[str]
+    ) -> None:
+        path = tmp_path / name
+        path.write_bytes(data)
+        refused(lambda: text(tmp_path, path), f"{path}: is no text", *words)
+
+    def test_letters_that_begin_as_a_format_does_are_text(self, tmp_path: Path) -> None:
+        for words in (b"BZh is what bzip2 files begin with", b"PK and QK", b"\xef\xbb\xbfwords"):
+            (tmp_path / "a.txt").write_bytes(words)
+            assert bytes(text(tmp_path, tmp_path / "a.txt")[0].tokens.tolist()) == words[:5]
+
+    def test_bytes_that_are_not_utf8_are_told_above_a_thousandth(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.txt"
+
+        def notice(text: bytes) -> str:
+            path.write_bytes(text)
+            return prepare_text(source(tmp_path, path), progress=lambda *_: None).notice
+
+        assert notice(b"x" * 9999 + "é".encode() + b"\xe9" * 10) == ""
+        words = notice(b"x" * 990 + "é".encode("latin-1") * 10)
+        assert words.startswith("data.path: 1.0% of the text is not UTF-8, first in")
+        assert notice(path.read_bytes()) == words, "from the cache too"
+
+    def test_the_corpus_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text(WORDS)
+        (tmp_path / "b.txt").write_text(WORDS)
+        np.save(tmp_path / "c.npy", np.arange(4000, dtype=np.uint16))
+
+        def words(*settings: str) -> str:
+            config = compose([*settings, "data.seq_len=8", f"data.cache={tmp_path}/cache"])
+            return parts.data_words(config.data, parts.open_dataset(config))
+
+        size = format_bytes(2 * len(WORDS))
+        assert words(f"data.path={tmp_path}") == f"{tmp_path} (2 files, {size})"
+        tokens = ["data=tokens", f"data.path={tmp_path}/c.npy", "data.vocab_size=4000"]
+        assert words(*tokens) == f"{tmp_path}/c.npy (1 file, 7.812 KiB)"
+        assert words("data=synthetic") == "a synthetic language"
+        assert words("data._target_=tests.guests.Images") == "tests.guests.Images"
+        mixed = f"[{{name: b, path: {tmp_path}/b.txt}}, {{name: a, kind: synthetic}}]"
+        half = format_bytes(len(WORDS))
+        assert words(f"data.sources={mixed}") == (
+            f"a = a synthetic language; b = {tmp_path}/b.txt (1 file, {half})"
+        )
+
+    def test_a_wrong_width_of_token_files_is_told(self, tmp_path: Path) -> None:
+        ids = np.random.default_rng(0).integers(1, 600, size=4000)
+        wide, narrow = tmp_path / "wide.bin", tmp_path / "narrow.bin"
+        wide.write_bytes(ids.astype("<u4").tobytes())
+        narrow.write_bytes(ids.astype("<u2").tobytes())
+        told = "set data.token_dtype="
+        refused(lambda: tokens(wide, vocab_size=600), str(wide), f"{told}uint32")
+        refused(lambda: tokens(narrow, vocab_size=600, token_dtype="uint32"), f"{told}uint16")
+        both = (tokens(wide, vocab_size=600, token_dtype="uint32"), tokens(narrow, vocab_size=600))
+        assert [one[7].tokens.tolist() for one in both] == [ids[28:33].tolist()] * 2
+
+    def test_a_folder_that_holds_none_says_what_it_holds(self, tmp_path: Path) -> None:
+        root = tmp_path / "x"
+        root.mkdir()
+        for name in ("a.txt.zst", "b.txt.zst", "c.parquet"):
+            (root / name).write_bytes(b"")
+        refused(lambda: text(tmp_path, root), "it holds 2 .txt.zst, 1 .parquet", "data.suffixes")
+
+    def test_a_table_is_a_document_a_row(self, tmp_path: Path) -> None:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        documents = [f"document {number} " + "long " * (number % 300) for number in range(1000)]
+        path = tmp_path / "x" / "a.parquet"
+        path.parent.mkdir()
+        parquet.write_table(
+            pyarrow.table({"id": list(range(1000)), "body": documents}), path, row_group_size=170
+        )
+        (tmp_path / "a.jsonl").write_text(
+            "".join(json.dumps({"body": one}) + "\n" for one in documents)
+        )
+        opened = {"field": "body", "isolate_documents": True, "seq_len": 64}
+        table = text(tmp_path, path.parent, suffixes=(".parquet",), **opened)
+        lines = text(tmp_path, tmp_path / "a.jsonl", **opened)
+        assert len(table) == len(lines)
+        for index in (0, 1, 500, len(table) - 1):
+            assert table[index].tokens.tolist() == lines[index].tokens.tolist()
+            assert table[index].segments.tolist() == lines[index].segments.tolist()  # type: ignore[union-attr]
+        assert table.describe(0).startswith("a.parquet rows 0-3 (from")
+        refused(lambda: text(tmp_path, path), "has no column 'text' (data.field), but id, body")
+        refused(lambda: text(tmp_path, path, field="id"), f"{path} row 0", "int, no string")
+        refused(lambda: text(tmp_path, path, field=None), f"{path}: set data.field")
+        path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
+        refused(lambda: text(tmp_path, path, field="body"), str(path), "cannot be read")
 
 
 class TestJsonLines:

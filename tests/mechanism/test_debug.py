@@ -43,6 +43,17 @@ def test_torchruns_choice_is_not_the_users(
     assert set_debug(environment, wanted)[name] == environment[name] == effective
 
 
+@pytest.mark.parametrize(("chosen", "effective"), [(None, "0"), ("1", "1")])
+def test_nccls_watchdog_leaves_a_devices_error_to_the_training_thread(
+    chosen: str | None, effective: str
+) -> None:
+    """It would abort the process before the report is written, and the cause would be an abort."""
+    name = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+    environment = {name: chosen} if chosen else {}
+    wanted = debug_settings("off", subsystems="", folder=Path("debug"))
+    assert set_debug(environment, wanted)[name] == environment[name] == effective
+
+
 @pytest.mark.parametrize(("kind", "timed"), [("off", False), ("nccl", True), ("collectives", True)])
 def test_when_the_begin_on_the_device_is_recorded(kind: str, timed: bool) -> None:
     settings = debug_settings(kind, subsystems="", folder=Path("debug"))

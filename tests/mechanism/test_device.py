@@ -12,14 +12,17 @@ import torch
 
 from runner.distributed import device as module
 from runner.distributed import process_group
-from runner.distributed.device import device_versions, find_device
+from runner.distributed.device import device_facts, device_versions, find_device
 from runner.distributed.env import RankEnv, place_from
 from runner.distributed.process_group import _require_own_gpus, start_group
 from runner.distributed.rendezvous import difference
 from runner.engine import zero
 from runner.launch import torchrun
+from runner.observe.goodput import past
+from runner.session.start_line import start_incident
 from runner.system.environment import variables
 from runner.system.error import ConfigError, StartError
+from tests.run import train
 
 CPU = torch.device("cpu")
 SLURM = {"SLURM_GPUS_ON_NODE": "8"}
@@ -29,6 +32,11 @@ def place(local_rank: int = 3, ranks_here: int = 8) -> RankEnv:
     return RankEnv(
         rank=8 + local_rank, world_size=16, local_rank=local_rank, local_world_size=ranks_here
     )
+
+
+@pytest.fixture(autouse=True)
+def starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -103,20 +111,81 @@ def test_one_node_that_differs_is_named_to_all(
     """By the roll call, which compares what each rank tells of its device."""
     Gpus(monkeypatch, tmp_path)
     well = device_versions(find_device("auto", place(), {}))
-    assert well == {
-        "device": "cuda", "gpu": "NVIDIA H100 80GB HBM3", "gpus": "8", "driver": "570.124.06",
-        "cuda": "12.8", "nccl": "2.28.9",
-    }  # fmt: skip
+    assert well == {"device": "cuda", "cuda": "12.8", "nccl": "2.28.9"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 7)
     monkeypatch.setattr(module, "host_name", lambda: "gpu07")
     ill = device_versions(find_device("auto", place(), {}))
     words = difference([*[well] * 8, ill])
     assert "device: rank 8: gpu07: 8 ranks but 7 GPUs" in words and "the others: cuda" in words
-    words = difference([well, {**well, "driver": "565.57.01"}, well])
-    assert words == "driver: rank 1: 565.57.01; the others: 570.124.06"
+    words = difference([well, {**well, "cuda": "12.6"}, well])
+    assert words == "cuda: rank 1: 12.6; the others: 12.8"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     words = difference([well, device_versions(find_device("auto", place(), {})), well])
     assert "device: rank 1: cpu; the others: cuda" in words
+
+
+def test_another_driver_or_gpu_is_warned_of_and_not_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A cluster rolls its driver out node by node."""
+    Gpus(monkeypatch, tmp_path)
+    gpu = torch.device("cuda", 3)
+    facts, versions = device_facts(gpu), device_versions(find_device("auto", place(), {}))
+    assert facts == {"gpu": "NVIDIA H100 80GB HBM3", "gpus": "8", "driver": "570.124.06"}
+    assert not facts.keys() & versions.keys() and device_facts(CPU) == {}
+    lines: list[str] = []
+    gathered = [{"host": "a", **facts}, {"host": "b", **facts, "driver": "565.57.01"}]
+    group: Any = SimpleNamespace(
+        ranks=SimpleNamespace(gather=lambda _: gathered, from_first=lambda value: value),
+        console=SimpleNamespace(say=lines.append),
+        place=place(), device=gpu, device_versions=versions, debug={},
+    )  # fmt: skip
+    lease: Any = SimpleNamespace(run_lease=SimpleNamespace(number=1), config_digest="")
+    resumed: Any = SimpleNamespace(step=0)
+    start = start_incident(group, lease, resumed, past([], [], []), reason="", parallel="", data="")
+    assert list(start.detail["hosts"]) == ["a", "b"]
+    [line] = lines
+    assert line.startswith("warning: ") and "driver: rank 1: 565.57.01" in line
+
+
+@pytest.mark.parametrize(
+    ("cuda", "words", "expected"),
+    [
+        ("13.0", "The NVIDIA driver on your system is too old (found version 12020).\nPlease",
+         "built for CUDA 13.0, which needs driver 580 or newer, and this machine has driver 570.1"),
+        ("14.0", "no CUDA-capable device", "CUDA 14.0, and this machine has driver 570.124.06 (no"),
+    ],
+)  # fmt: skip
+def test_gpus_with_which_cuda_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str, words: str, expected: str
+) -> None:
+    """They are counted all the same."""
+    Gpus(monkeypatch, tmp_path)
+
+    def init() -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    problem = find_device("auto", place(), {}).problem
+    assert expected in problem and "\n" not in problem and "docs/running.md" in problem
+    assert find_device("cpu", place(), {}).problem == ""
+
+
+@pytest.mark.parametrize("ranks", [2, 0])
+def test_a_run_on_such_gpus_ends_in_one_sentence(ranks: int, tmp_path: Path) -> None:
+    """With this torch, which is built without CUDA, and GPUs that it counts."""
+    program = tmp_path / "counts.py"
+    program.write_text(
+        "import torch\n"
+        "torch.cuda.device_count = lambda: 2\n"
+        "from runner.__main__ import run\n"
+        "run()\n"
+    )
+    ended = train(tmp_path / "run", program=program, ranks=ranks)
+    assert ended.code == (1 if ranks else 2), ended.tail
+    assert "runner/distributed" not in ended.text, "a traceback other than torchrun's own"
+    assert "CUDA does not start: torch" in ended.text and "use parallel.device=cpu" in ended.text
 
 
 def test_what_is_wrong_on_every_rank_is_refused_by_all() -> None:

@@ -120,7 +120,7 @@ def test_every_command_is_told_in_the_pages() -> None:
 _OF_OTHERS = {
     "data.root", "model.hidden", "model.width", "optim.alpha", "track.url",
     "guard.ok", "guard.updates", "guard.over", "guard.note", "guard.skipped", "guard.close",
-    "batch.safetensors", "--shm-size", "--arg", "--dependency",
+    "batch.safetensors", "--safe", "--shm-size", "--arg", "--dependency",
     "docs/records/NAME.json", "scripts/bench/results/cpu.json",
 }  # fmt: skip
 _KEY = re.compile(r"(?<![\w./-])[a-z_]+\.[a-z_]+\b(?![(/])")

@@ -547,3 +547,14 @@ def test_every_layout_trains_as_the_plain_model(world_size: int) -> None:
 
 if __name__ == "__main__":
     check_ranks()
+
+
+def test_weights_that_are_loaded_after_an_evaluation_are_those_of_the_next_step() -> None:
+    """FSDP2 keeps the root's parameters gathered after a forward pass without a backward."""
+    engine, other = build(), build(shape=replace(SHAPE, init_std=0.1))
+    engine.evaluate([batch()])
+    for shard, loaded in zip(engine.shards(), other.shards(), strict=True):
+        shard.local.copy_(loaded.local)
+    engine.finish_load(other.update_counts())
+    losses = [float(one.accumulate(works(batch())).loss) for one in (engine, other)]
+    assert losses[0] == losses[1]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count, islice
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -464,6 +465,25 @@ def test_a_storage_that_is_gone_is_waited_for_once() -> None:
         third = stream().plan(100, Ledger())
         assert feed.fetch(third, Ledger()).unreadable
         assert gone.asked[int(third.indices[0])] > 2  # waited for again
+
+
+class GarbledOnce(Stuttering):
+    """Gives each sample with an id outside of the vocabulary, so many times before it is right."""
+
+    def __getitem__(self, index: int) -> Sample:
+        self.asked[index] = self.asked.get(index, 0) + 1
+        sample = LANGUAGE[index]
+        if self.asked[index] <= self._times:
+            sample = replace(sample, tokens=outside_the_vocabulary(20))
+        return sample
+
+
+def test_a_sample_that_was_garbled_once_is_read_again() -> None:
+    plan = stream().plan(0, Ledger())
+    with ranks(1, GarbledOnce(1)) as feeds:
+        check_fetch(feeds, plan, Ledger())
+    with ranks(1, GarbledOnce(2)) as (feed,):
+        assert len(feed.fetch(plan, Ledger()).unreadable) == 8
 
 
 class Dying:

@@ -160,6 +160,24 @@ def test_the_pause_after_a_finished_run_is_not_counted() -> None:
     assert again.account.goodput(86_404.0) == 0.75
 
 
+def test_what_was_counted_after_the_last_line_of_a_finished_run_stays() -> None:
+    """The last save and the last evaluation are in its summary, and in no line."""
+    metrics, journal = [line(1, 1), line(2, 2)], [entry("start", 0, incarnation=1)]
+    time = {"productive": 2.0, "checkpoint": 1.5, "other": 0.5, "restart": "soon"}
+    done = {"status": "done", "incarnation": 1, "time": time}
+    found = past(metrics, [], journal, summary=done, now=100.0)
+    assert (found.idle_seconds, found.last_life) == (96.0, 100.0), "it ended at 4, not at 2"
+    assert found.lost == {"checkpoint": 1.5}
+    expected = dict.fromkeys(KINDS, 0.0) | {k: v for k, v in time.items() if v != "soon"}
+    assert found.account.breakdown(100.0) == expected
+    # A third start finds the same in the journal.
+    detail = {"incarnation": 2, "idle_seconds": found.idle_seconds, "lost": found.lost}
+    journal.append(entry("start", 100, **detail))
+    again = past(metrics, [], journal, summary=done | {"incarnation": 2}, now=300.0)
+    assert (again.idle_seconds, again.lost) == (200.0, {})
+    assert again.account.breakdown(300.0) == expected
+
+
 amounts = st.floats(0, 1e4)
 
 

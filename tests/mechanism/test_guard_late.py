@@ -102,6 +102,49 @@ def test_killed_and_started_again(tmp_path: Path, kind: str) -> None:
     other.close()
 
 
+class Counting(torch.nn.Module):
+    """What it computes depends on a counter, and on extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.count, self._seen = torch.nn.Linear(6, 1), 0, [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        self._seen[0] += 0.0025
+        return self.last(x) * (1 + 0.001 * self.count + self._seen[0])
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self._seen[0]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self._seen[0] = state["seen"]
+
+
+def test_what_modules_count_is_as_before_the_step_that_was_read_late(tmp_path: Path) -> None:
+    def trained(data: list[torch.Tensor], out: Path | None) -> tuple[Any, list[tuple[int, int]]]:
+        torch.manual_seed(3)
+        model = Counting()
+        optimizer = fused(model)
+        rules = {**RULES, "sync": False}
+        guard = out and Guard(out, model=model, optimizer=optimizer, **rules)
+        for batch in guard.over(data) if guard else data:
+            loss = model(batch).square().mean()
+            loss.backward()
+            if guard is None or guard.ok(loss):
+                optimizer.step()
+            optimizer.zero_grad()
+        skipped = guard.skipped if guard else []
+        if guard:
+            guard.close()
+        return (model.state_dict(), model.count), skipped
+
+    end, skipped = trained(batches(ALONE), tmp_path / "a")
+    assert sum(stop - start for start, stop in skipped) == len(ALONE)
+    kept = [b for n, b in enumerate(batches()) if not any(a <= n < z for a, z in skipped)]
+    same(end, trained(kept, None)[0])
+
+
 def accumulated(out: Path, loader: Any, **settings: Any) -> tuple[Any, Guard, list[bool]]:
     """Three batches a step, of which the first one's loss may be NaN and its gradients finite."""
     job, allowed = Job.make(fused), []

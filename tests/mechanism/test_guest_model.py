@@ -72,6 +72,7 @@ def batch(target: str, rows: Sequence[int | None] = range(ROWS)) -> MicroBatch:
     images = torch.randn(ROWS, 1, 9, 9, generator=generator)
     fields = {
         "Seeing": {"image": images, "kind": torch.arange(ROWS) % 3},
+        "Residual": {"image": images, "kind": torch.arange(ROWS) % 3},
         "Preferring": {"chosen": ids, "rejected": other},
     }.get(target)
     at = [0 if row is None else row for row in rows]

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from runner.checkpoint.disk.shards import collect_pieces
 from runner.config.schema import RunConfig
 from runner.config.validate import check
-from runner.convert.sources import open_source
 from runner.data.tokens import open_tokens
 from runner.distributed.env import JobEnv, launch_from, place_from, rendezvous_endpoint
 from runner.fault.spec import parse_faults
@@ -329,69 +325,3 @@ def test_a_token_file_that_is_a_pipe_blocks_nobody(tmp_path: Path, name: str) ->
             paths=[str(tmp_path / name)], token_dtype="uint16", vocab_size=9, seq_len=2,
             end_token=None, isolate_documents=False,
         )  # fmt: skip
-
-
-# Other programs' files
-
-
-def dcp_folder(folder: Path) -> Path:
-    state = {"model": {"a": torch.arange(6.0)}}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    return folder / ".metadata"
-
-
-def test_a_memo_index_that_would_take_gigabytes(tmp_path: Path) -> None:
-    path = dcp_folder(tmp_path / "dcp")
-    path.write_bytes(b"\x80\x02K\x01r" + (2**31 - 1).to_bytes(4, "little") + b".")
-    with pytest.raises(ConfigError, match="memo index 2147483647"):
-        open_source(path.parent)
-
-
-def test_a_chunk_that_unfolds_to_more_than_it_is(tmp_path: Path) -> None:
-    path = dcp_folder(tmp_path / "dcp")
-    metadata = pickle.loads(path.read_bytes())
-    [entry] = metadata.state_dict_metadata.values()
-    huge = torch.Size([10**15])
-    entry.size = entry.chunks[0].sizes = huge
-    path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ConfigError, match="a chunk of"):
-        open_source(path.parent)
-
-
-class Nested:
-    """Pickles as a call with hostile arguments."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> Any:
-        function, *arguments = self.call
-        return function, tuple(arguments)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        (os.system, "touch sprung"),
-        (eval, "1"),
-        (getattr, dict, "x"),
-        (__import__, "os"),
-        (torch.load, "x"),
-        (torch.zeros, 10**12),
-        (torch.hub.load, "a", "b"),
-    ],
-    ids=lambda call: call[0].__name__,
-)
-@pytest.mark.parametrize("name", ["model.pt", "dcp/.metadata"])
-def test_no_call_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, name: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / name
-    if name == "model.pt":
-        torch.save({"a": Nested(*call)}, path)
-    else:
-        dcp_folder(path.parent).write_bytes(pickle.dumps(Nested(*call)))
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        open_source(path if name == "model.pt" else path.parent)
-    assert not (tmp_path / "sprung").exists()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from runner.health import checks
-from runner.health.checks import checksum, odd_ones
+from runner.health.checks import PaceInspector, checksum, odd_ones
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
@@ -98,3 +99,37 @@ def test_the_numbers_are_the_same_on_every_machine() -> None:
 def test_the_odd_one_is_named() -> None:
     assert odd_ones([(0, "a"), (0, "a"), (0, "b"), (1, "c"), (1, "c")]) == [2]
     assert odd_ones([(0, "a"), (0, "b")]) == [0, 1]
+
+
+class Clock:
+    """A CUDA event of a device that makes 800 TFLOP in a second."""
+
+    flop = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Clock.flop
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Clock) -> float:
+        return (other.at - self.at) / 800e12 * 1e3
+
+
+def test_the_probe_of_a_gpu_is_long_against_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 25 us for a product and 15 for the way there, a GPU at 80 % would look like one at 88."""
+
+    def mm(one: Tensor, other: Tensor, *, out: Tensor) -> None:
+        Clock.flop += 2 * len(one) ** 3
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    options: Any = dict.fromkeys(("ranks", "stragglers", "take_seconds", "report"))
+    inspector = PaceInspector(**options, device=torch.device("meta"))
+    inspector._device = torch.device("cuda")
+    inspector._matrix = torch.ones(checks._PROBE["cuda"][0], 1, device="meta")
+    inspector._products = checks._PROBE["cuda"][1]
+    assert 1e-3 < inspector._probe() < 5e-3
+    assert PaceInspector(**options, device=torch.device("cpu"))._probe() >= 0

@@ -59,6 +59,7 @@ from runner.train.save_schedule import FixedInterval
 from runner.train.state import TrainState
 from runner.train.step import Stepper, StepRules
 from runner.train.step_runner import StepPlanner, StepRunner
+from tests.observed import observers
 from tests.policy.steps import attempted, judge_rules, remedy_rules
 
 CPU = torch.device("cpu")
@@ -270,6 +271,13 @@ class Lines:
         self.lines.append(plain((asdict(info.signals), asdict(verdict), action, more)))
         self.computed.append(self._engine.num_computed)
 
+    def line(self, info: Any, verdict: Any, action: str, **more: Any) -> Any:
+        return lambda **rest: self.step(info, verdict, action, **more, **rest)
+
+    def applied(self, state: Any, eval_loss: float | None) -> None:
+        line, state.unreported = state.unreported, None
+        line(state=state, eval_loss=eval_loss)
+
     def incident(self, incident: Incident) -> None:
         self.lines.append(told_by(incident))
 
@@ -385,6 +393,7 @@ def live(story: Story, folder: Path, *, late: bool) -> tuple[End, Lines]:
         progress=ring.progress,
         keeps_lines=backlog.look,
         stop=lambda: stop.is_set,
+        observers=observers(),
     )
     steps = StepRunner(
         stepper,

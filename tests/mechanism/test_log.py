@@ -191,14 +191,21 @@ def test_a_pipeline_gets_incidents_progress_and_the_end_as_records(
 
 
 @pytest.mark.parametrize(
-    ("kind", "level"), [("halt", "error"), ("rollback", "warning"), ("episode", "info")]
+    ("kind", "agreeing", "level"),
+    [
+        ("halt", [], "error"),
+        ("rollback", [], "warning"),
+        ("episode", [], "info"),
+        ("warning", [], "info"),  # one early sign: no news for a pager
+        ("warning", ["residual_rms", "weight_norm"], "warning"),
+    ],
 )
 def test_an_incident_has_the_level_of_its_kind(
-    kind: str, level: str, capsys: pytest.CaptureFixture[str]
+    kind: str, agreeing: list[str], level: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.begin(as_json=True, rank=0)
     Console(silent=False, every=1).incident(
-        Incident(kind=kind, step=3, decision="d", reason="r", detail={"x": 1})
+        Incident(kind=kind, step=3, decision="d", reason="r", detail={"agreeing": agreeing})
     )
     (line,) = told(capsys.readouterr().out)
     assert (line["level"], line["incident"], line["step"]) == (level, kind, 3)
@@ -249,4 +256,4 @@ def test_every_line_of_a_run_is_json_and_every_incident_stands_there_once(tmp_pa
 
 def is_ours(line: str) -> bool:
     """torchrun's own lines: its log, the table of failures, and what it logs of a failure."""
-    return bool(re.search(r"holdfast|^! step|^step \d|^error: |^warning: |\[rank|│", line))
+    return bool(re.search(r"^holdfast\b|^! step|^step \d|^error: |^warning: |\[rank|│", line))

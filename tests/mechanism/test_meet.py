@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from runner.config.schema import RunConfig
 from runner.distributed.env import RankEnv
@@ -69,6 +69,18 @@ def said(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
     assert all(process.returncode == 1 for process in processes), texts
     assert all("Traceback" not in text for text in texts), texts
     return texts
+
+
+@pytest.mark.parametrize("prefixes", [(), ("torchelastic", "worker")])
+def test_a_restart_forgets_that_nccls_monitors_were_asked_to_end(prefixes: Sequence[str]) -> None:
+    """torchrun keeps its store over restarts, and they look into it without a prefix."""
+    root = HashStore()
+    store: Store = root
+    for prefix in prefixes:
+        store = PrefixStore(prefix, store)
+    root.set("exception_dump", "1")
+    wait_for_ranks(store, place(0, 1), {"versions": {}}, seconds=5)
+    assert not root.check(["exception_dump"])
 
 
 def test_absent_ranks_are_named() -> None:

@@ -62,7 +62,7 @@ def test_the_line_says_what_was_decided_and_why() -> None:
         ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has", MEMORY),
         ("OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB", MEMORY),
         ("RuntimeError: CUDA error: an illegal memory access was encountered", "exception"),
-        ("MemoryError: Unable to allocate 2.00 GiB", "exception"),
+        ("MemoryError: Unable to allocate 2.00 GiB", MEMORY),
     ],
 )
 def test_what_is_want_of_memory(message: str, kind: str) -> None:

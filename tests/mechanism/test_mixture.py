@@ -169,6 +169,11 @@ def test_held_out_samples_are_of_each_source_and_never_read() -> None:
     alone = MixtureOrder({"web": 5000}, seed=3, held_out_share=0.1, weights={"web": 1})
     web = kept[one.sources(kept) == 2] - (700 + 90)
     assert alone.is_held_out(web).all()
+    # And not the same numbers of each: neighbouring files may hold the same documents in order.
+    twins = order({"a": 1, "b": 1}, lengths={"a": 4000, "b": 4000}, share=0.1)
+    first, second = np.split(twins.is_held_out(np.arange(8000)), 2)
+    assert first.sum() > 300 and second.sum() > 300
+    assert (first & second).sum() < 100, "as many as chance has"
 
 
 def test_a_source_of_which_all_is_held_out_is_told() -> None:
@@ -183,19 +188,23 @@ def journal(tmp_path: Path) -> Journal:
     path = tmp_path / "journal.jsonl"
     path.touch()
     lines, length = read_journal(path)
-    return Journal(lines, told_to_skip=[(10**9, 10**9 + 5)], file=LineFile(path, length=length))
+    told_to_skip = [(688, 720), (10**9, 10**9 + 5)]
+    return Journal(lines, told_to_skip=told_to_skip, file=LineFile(path, length=length))
+
+
+def train_state(cursor: int) -> TrainState:
+    state = TrainState(parts.judge_rules(RunConfig()), parts.remedy_rules(RunConfig()))
+    state.cursor, state.updates = cursor, cursor // 32
+    return state
 
 
 def start(
-    tmp_path: Path, weights: Mapping[str, float], *, cursor: int, **changes: Any
+    tmp_path: Path, weights: Mapping[str, float], *, cursor: int, reached: int = 0, **changes: Any
 ) -> tuple[MixtureOrder, Incident | None]:
     """As a command does it that takes the run up at ``cursor``."""
     one = order(weights, **changes)
-    kept, state = journal(tmp_path), TrainState(
-        parts.judge_rules(RunConfig()), parts.remedy_rules(RunConfig())
-    )  # fmt: skip
-    state.cursor, state.updates = cursor, cursor // 32
-    incident = settle_mixture(SampleStream.of(one, global_size=32), kept, state)
+    kept, state = journal(tmp_path), train_state(cursor)
+    incident = settle_mixture(SampleStream.of(one, global_size=32), kept, state, reached=reached)
     if incident is not None:
         kept.add(incident)
     kept.file.close()  # type: ignore[union-attr]
@@ -226,6 +235,19 @@ def test_a_change_of_weights_is_journalled_once_and_holds_from_the_cursor_on(
         start(tmp_path, {"books": 1.0}, cursor=6400, lengths={"books": 700, "code": 90})
 
 
+def test_a_plan_from_before_a_change_of_weights_is_made_anew(tmp_path: Path) -> None:
+    """The checks at the start plan before the weights are settled."""
+    start(tmp_path, WEIGHTS, cursor=0)
+    one, kept = order(WEIGHTS | {"code": 9.0}), journal(tmp_path)
+    stream, state = SampleStream.of(one, global_size=32), train_state(cursor=3200)
+    early = stream.plan(3200, Ledger())
+    incident = settle_mixture(stream, kept, state, reached=0)
+    assert incident is not None and incident.detail["start"] == 3200
+    plan = stream.plan(3200, Ledger())
+    assert plan.indices.tolist() == one.indices(plan.positions).tolist()
+    assert plan.indices.tolist() != early.indices.tolist()
+
+
 def test_what_the_ledger_names_keeps_its_samples(tmp_path: Path) -> None:
     """A discard behind the checkpoint: its positions must not lead to other samples now."""
     start(tmp_path, WEIGHTS, cursor=0)
@@ -238,6 +260,20 @@ def test_what_the_ledger_names_keeps_its_samples(tmp_path: Path) -> None:
     )  # fmt: skip
     _, told = start(tmp_path, {"web": 1.0}, cursor=640)
     assert told is not None and told.detail["start"] == 736, "not the far range that was told"
+
+
+def test_a_run_that_was_told_to_skip_what_it_passed_changes_where_one_that_met_it_does(
+    tmp_path: Path,
+) -> None:
+    start(tmp_path, WEIGHTS, cursor=0)
+    other = {"books": 1.0, "code": 1.0, "web": 1.0}
+    assert started_at(start(tmp_path, other, cursor=640, reached=680)) == 640, "not met yet"
+    assert started_at(start(tmp_path, WEIGHTS, cursor=640, reached=800)) == 720
+
+
+def started_at(begun: tuple[MixtureOrder, Incident | None]) -> int:
+    assert begun[1] is not None
+    return int(begun[1].detail["start"])
 
 
 @pytest.mark.parametrize(

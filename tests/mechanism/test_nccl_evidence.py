@@ -7,12 +7,14 @@ TORCH_NCCL_ENABLE_TIMING=1.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,15 @@ from runner.health.trace_dump import MOST_ENTRIES, plain_entry
 STUCK = 100
 LAUNCHED = 30  # how far a host runs on before its launch queue is full
 GATHER, SCATTER, SUM = "_all_gather_base", "_reduce_scatter_base", "all_reduce"
+_backend = ["nccl"]
+
+
+@pytest.fixture(params=["nccl", "nccl2"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What "nccl" makes up to torch 2.13, and from 2.14 on."""
+    _backend[0] = request.param
+    yield request.param
+    _backend[0] = "nccl"
 
 
 def entry(
@@ -40,10 +51,13 @@ def entry(
     op: str = GATHER,
     size: int = 1000,
     group: str = "0",
-    backend: str = "nccl",
+    backend: str = "",
 ) -> dict[str, Any]:
     """As torch dumps it."""
     is_over = state == "completed"
+    backend = backend or _backend[0]
+    if backend == "nccl2" and state == "started":
+        state = "scheduled"  # its hook owns no event that would say so
     return {
         "record_id": seq,
         "pg_id": int(group),
@@ -122,13 +136,15 @@ WORLDS = [4, 8, 16, 64]
 ODD = 2
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("world_size", WORLDS)
 class TestOneIsOdd:
     def test_a_broken_link(self, world_size: int) -> None:
         """Nobody is named: least of all a rank whose host had launched less than the others."""
         cause = told(world_size, lambda rank: waiting(rank, "started"))
         assert (cause.kind, cause.ranks) == ("network", ()), cause
-        assert f"{GATHER} #{STUCK}" in cause.reason and "none makes progress" in cause.reason
+        words = "none makes progress" if _backend[0] == "nccl" else "do not get through"
+        assert f"{GATHER} #{STUCK}" in cause.reason and words in cause.reason
 
     def test_a_link_over_which_some_have_got_through(self, world_size: int) -> None:
         def of(rank: int) -> list[dict[str, Any]]:
@@ -142,13 +158,17 @@ class TestOneIsOdd:
         cause = told(
             world_size, lambda rank: waiting(rank, "scheduled" if rank == ODD else "started")
         )
+        if _backend[0] == "nccl2":
+            assert (cause.kind, cause.ranks) == ("network", ()), cause
+            return
         assert (cause.kind, cause.ranks) == ("device", (ODD,)), cause
         assert f"the device of rank {ODD} has not reached" in cause.reason
 
     def test_which_cannot_be_told_from_a_broken_link_without_timing(self, world_size: int) -> None:
         cause = told(world_size, lambda rank: waiting(rank, "scheduled"))
         assert (cause.kind, cause.ranks) == ("network", ()), cause
-        assert "cannot be distinguished without TORCH_NCCL_ENABLE_TIMING=1" in cause.reason
+        first = "" if _backend[0] == "nccl" else "TORCH_DIST_USE_NCCL2=0 and "
+        assert f"distinguished without {first}TORCH_NCCL_ENABLE_TIMING=1" in cause.reason
 
     def test_a_rank_that_never_came(self, world_size: int) -> None:
         def of(rank: int) -> list[dict[str, Any]]:
@@ -270,19 +290,25 @@ def by_its_name(recorders: Recorders) -> None:
 
 
 def by_its_backend(recorders: Recorders) -> None:
-    """As newer versions of torch have it; the default is gloo's still."""
+    """As torch has it from 2.14 on; the default is gloo's still, and the old one stays empty."""
 
     def ask(*flags: Any) -> bytes:
         """_dump_fr_trace(includeCollectives, includeStackTraces, onlyActive, backend)"""
-        return recorders.ask_nccl(*flags) if "nccl" in flags else dump(recorders.gloo)
+        if flags[3:] == ("nccl2",):
+            return recorders.ask_nccl(*flags)
+        return dump([] if flags[3:] else recorders.gloo)
 
     recorders.stub._dump_fr_trace = ask
+    recorders.stub._dump_nccl_trace = lambda *_: dump([])
 
 
-@pytest.mark.parametrize("named", [by_its_name, by_its_backend])
+@pytest.mark.parametrize(
+    ("named", "backend"), [(by_its_name, "nccl"), (by_its_backend, "nccl2")], indirect=["backend"]
+)
 def test_both_recorders_are_asked(
     recorders: Recorders,
     named: Callable[[Recorders], None],
+    backend: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -292,14 +318,71 @@ def test_both_recorders_are_asked(
     recorders.nccl = waiting(0, "started")
     entries, untold = collectives()
     assert not untold
-    assert {one["group"] for one in entries} == {"0/gloo", "0/nccl"}
+    assert {one["group"] for one in entries} == {"0/gloo", f"0/{backend}"}
     front = waits_in(entries)
-    assert front is not None and (front["seq"], front["state"]) == (STUCK, "started")
+    state = "started" if backend == "nccl" else "scheduled"
+    assert front is not None and (front["seq"], front["state"]) == (STUCK, state)
     assert front["line"] == "runner/engine/forward.py:55 training_loss"
     told = report(0, 4, []).to_json() | {"collectives": entries}
     write_report(tmp_path, Report.from_json(told))
     (read,) = read_reports(tmp_path)
     assert read.collectives == entries, "also from the disk"
+
+
+@pytest.mark.parametrize("absent", [None, 2])
+def test_what_torchs_hook_really_records_blames_nobody_innocent(
+    recorders: Recorders, absent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hosts ran on to different numbers: as gloo's entries these would blame rank 2."""
+    by_its_backend(recorders)
+    monkeypatch.setattr(collective_trace.dist, "is_nccl_available", lambda: True)
+    recorded = json.loads((Path(__file__).parents[1] / "data" / "nccl2_hang.json").read_text())
+    reports = []
+    for rank, whole in enumerate(recorded["ranks"]):
+        recorders.nccl = [one for one in whole["entries"] if rank != absent or one["retired"]]
+        entries, untold = collectives()
+        assert not untold and {one["group"] for one in entries} == {"0/nccl2"}
+        reports.append(replace(report(rank, 4, []), collectives=entries))
+    assert len({len(one.collectives) for one in reports}) > 1
+    cause = find_root_cause(reports, 4)
+    if absent is None:
+        assert (cause.kind, cause.ranks) == ("network", ()), cause
+    else:
+        assert (cause.kind, cause.ranks) == ("absent", (absent,)), cause
+    assert "all_reduce #5 (float[10]) at /x/record_hook.py" in cause.reason
+
+
+HOOKED = """
+import sys, torch, torch.distributed as dist
+from torch._C._distributed_c10d import Backend, Work
+from runner.health import collective_trace
+
+class Lost(Backend):
+    def getBackendName(self): return "nccl2"
+    def allreduce(self, *_): raise RuntimeError("it never comes back")
+
+make = lambda store, rank, size, timeout: Lost(rank, size)
+dist.Backend.register_backend("lost", make, devices=["cpu"])
+dist.init_process_group("lost", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+try:
+    dist.all_reduce(torch.ones(3))
+except RuntimeError:
+    pass
+dist.is_nccl_available = lambda: True
+(entry, *_), untold = collective_trace.collectives(seconds=60)
+assert not untold and not entry["finished"], entry
+assert (entry["group"], entry["op"], entry["sizes"]) == ("0/nccl2", "all_reduce", [[3]]), entry
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "FlightRecorderHook"),
+    reason="this torch has no hook that records; 2.14 and later have",
+)
+def test_torchs_hook_is_asked_by_the_backends_name(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", HOOKED, str(tmp_path / "store")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_without_nccl_only_gloos_is_asked(recorders: Recorders) -> None:
@@ -388,9 +471,12 @@ def test_nccls_own_recorder_answers_and_names_are_as_it_knows_them(tmp_path: Pat
     program = tmp_path / "program.py"
     program.write_text(OWN_RECORDER)
     words = [sys.executable, str(program), str(tmp_path / "store")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    # The runner sets it; torch 2.10 records nothing without.
+    env = os.environ | {"TORCH_FR_BUFFER_SIZE": "2000"}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("2.10 ") and "'entries'" in done.stdout, done.stdout
+    # gloo of torch 2.10 prints a line of its own first.
+    assert "\n2.10 " in f"\n{done.stdout}" and "'entries'" in done.stdout, done.stdout
     folder = Path(torch.__file__).parent / "lib"
     library = b"".join((folder / f"libtorch_{kind}.so").read_bytes() for kind in ("cpu", "cuda"))
     names = debug_settings("nccl", subsystems="INIT", folder=tmp_path)

@@ -43,6 +43,22 @@ def test_those_who_change_it_are_known() -> None:
     assert changing - {ENVIRONMENT} == set(CHANGE)
 
 
+# Besides the one that keeps the modes of a network's modules: those of optimizers, and of a network
+# that is being built.
+MODES = "runner/engine/modes.py"
+OTHER_MODES = {
+    "runner/engine/optimizer_traits.py",
+    "runner/engine/user_optimizer.py",
+    "runner/model/pretrained.py",
+}
+
+
+def test_one_module_sets_the_modes_of_modules() -> None:
+    setting = {name for name, text in modules() if re.search(r"\.(eval\(\)|train\()", text)}
+    own_words = {"runner/integrations/hf.py"}  # of an example: trainer.train()
+    assert setting - OTHER_MODES - own_words == {MODES}
+
+
 @pytest.mark.parametrize(
     ("given", "ranks"),
     [

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from runner.config.compose import compose
 from runner.engine.adamw import AdamWSettings
 from runner.engine.muon import is_hidden_matrix, orthogonalised
 from runner.engine.optimizer import OptimizerSettings, ParameterRule, ShardOptimizer
 from runner.engine.optimizer_traits import probe_traits
+from runner.session import parts
+from runner.session.optim import rules_matched
 from runner.system.error import ConfigError
 from tests.optimizers import EightBit, ScheduleFree
 
@@ -157,6 +160,7 @@ def test_gone_back_to_the_beginning_it_begins_anew(kind: str) -> None:
     shards, optimizer = made(settings(kind))
     begin = {name: shard.clone() for name, shard in shards.items()}
     state = {name: tensor.clone() for name, tensor in state_of(optimizer).items()}
+    counts = optimizer.update_counts()  # as a checkpoint of step 0 has them
     ends = []
     for _ in range(2):
         for seed in range(5):
@@ -165,7 +169,7 @@ def test_gone_back_to_the_beginning_it_begins_anew(kind: str) -> None:
         ends.append(torch.cat([shard.flatten() for shard in shards.values()]))
         for name, tensor in (shards | state_of(optimizer)).items():
             tensor.copy_((begin | state)[name])
-        optimizer.set_update_counts(dict.fromkeys(shards, 0))
+        optimizer.set_update_counts(counts)
     assert torch.equal(*ends)
 
 
@@ -339,3 +343,18 @@ def test_what_it_keeps_has_the_types_and_shapes_that_it_gave_it() -> None:
 def test_who_has_to_wait_for_the_host() -> None:
     assert not made(settings("muon"))[1].waits_for_host
     assert made(settings("rmsprop"))[1].waits_for_host
+
+
+def test_a_rule_that_takes_nothing_is_refused_and_the_others_are_counted() -> None:
+    def matched(*rules: str) -> list[tuple[str, int]]:
+        config = compose(["model=tiny", "data=synthetic", f"optim.groups=[{', '.join(rules)}]"])
+        return rules_matched(config, parts.blueprint(config, parts.open_dataset(config)))
+
+    assert matched("{match: embedding, rate: 2}", "{match: norm, rate: 3}") == [
+        ("embedding", 1),
+        ("norm", 5),
+    ]
+    with pytest.raises(ConfigError, match=r"groups\[0\]: match='embeding' takes no tensor.*no tr"):
+        matched("{match: embeding, rate: 2}")
+    with pytest.raises(ConfigError, match=r"groups\[1\]: match='norm' .* an earlier rule takes"):
+        matched("{match: '', rate: 2}", "{match: norm, rate: 3}")

@@ -6,11 +6,16 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from runner.__main__ import main
 from runner.command.preflight import TRIALS
+from runner.startup.model_check import Check
 from runner.startup.preflight.bandwidth import all_reduce_speed, judged
 from runner.startup.preflight.corpus import _longest_repeat, _numbers
+from runner.startup.preflight.learning import by_heart, rate_range
+from runner.startup.preflight.numerics import _error
+from runner.startup.preflight.subject import Subject, Trial
 from runner.system.exit_codes import EXIT_CONFIG, EXIT_DONE
 from tests.preflight_cases import DATA, MODELS, SOUND, WRONG
 
@@ -72,6 +77,22 @@ def test_samples_without_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert results["each trained parameter gets a gradient"] == "ok"
 
 
+def test_no_trial_changes_a_mode(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[list[bool]] = []
+
+    def note(subject: Subject) -> Check:
+        modes.append([module.training for module in subject.network.modules()])
+        return Check(name="modes", holds=True, found="")
+
+    quick = [one for one in TRIALS if one.try_it not in (by_heart, rate_range)]
+    noted = Trial(name="modes", try_it=note)
+    monkeypatch.setattr("runner.command.preflight.TRIALS", [noted, *quick, noted])
+    _results(capsys, "model._target_=tests.guests.PartlyFrozen")
+    assert modes[0] == modes[1] and not all(modes[0]) and any(modes[0])
+
+
 def test_the_table_and_a_mistake(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,3 +138,26 @@ def test_the_bandwidth_is_held_against_the_device() -> None:
     assert slow.holds is False and slow.is_warning and "reach about 460" in slow.found
     assert right.holds is True and unknown.holds is True
     assert hung.holds is False and not hung.is_warning
+
+
+@pytest.mark.parametrize(
+    ("jump", "factor", "is_off", "is_jump"),
+    [(0.0, 1.0, False, False), (0.0, 0.6, True, False), (0.5, 1.0, True, True)],
+    ids=["sound", "wrong gradient", "a choice"],
+)
+def test_a_loss_that_jumps_is_no_wrong_gradient(
+    jump: float, factor: float, is_off: bool, is_jump: bool
+) -> None:
+    """As top-2 routing whose choice changes within the smallest difference."""
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+    before = float(weight.detach().sum())
+
+    def loss() -> torch.Tensor:
+        return weight.square().sum() + jump * (float(weight.detach().sum()) > before)
+
+    loss().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    weight.grad *= factor
+    error, jumps = _error(loss, weight)
+    assert (error > 0.02, jumps) == (is_off, is_jump)
+    assert weight.tolist() == [1.0, 2.0]

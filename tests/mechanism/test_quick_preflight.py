@@ -15,6 +15,7 @@ from runner.data.dataset import Sample
 from runner.distributed.env import RankEnv
 from runner.session import quick
 from runner.startup.preflight.quick import QuickSubject
+from tests.observed import observers
 
 
 def drawn() -> tuple[float, float, float]:
@@ -48,7 +49,6 @@ def test_reading_two_samples_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) ->
     opened = one(
         lease=one(config=compose([*settings, "parallel=single", "model.precision=fp32"])),
         group=one(
-            ranks=one(all_or_none=lambda what, work: work(), sum=list),
             device=torch.device("cpu"),
             place=RankEnv(rank=0, world_size=1, local_rank=0, local_world_size=1),
         ),
@@ -59,6 +59,7 @@ def test_reading_two_samples_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) ->
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    quick.quick_preflight(opened, one(engine=None), one(step=0, is_fresh=True))
+    ranks = observers().ranks
+    quick.quick_preflight(opened, one(engine=None), one(step=0, is_fresh=True), ranks)
     assert len(asked) == 1
     assert drawn() == usual

@@ -13,6 +13,7 @@ import pytest
 
 from runner.data.cursor import BatchPlan
 from runner.explain.reading import Reading, Row
+from runner.policy.decision.history import History
 from runner.policy.decision.skip_ledger import Ledger
 from runner.train.rate_probe import RateProbe, RateResult
 from runner.train.state import TrainState
@@ -47,12 +48,15 @@ def tried(
     without: tuple[int, ...] = (),
     most_steps: int = 300,
     known_level: Callable[[int, float], float] = lambda step, rate: 2.0,
+    older_is_good: bool | None = None,
 ) -> RateResult:
     """
     Args:
+        older_is_good: whether all is well from the older checkpoint; None without one.
         known_level: the loss of known samples after the step of this number and rate.
     """
     newest = [Planned(batch=PLAN, step=FROM)]
+    is_older: list[bool] = []
 
     def known() -> Reading:
         level = known_level(newest[0].step, newest[0].learning_rate)
@@ -62,6 +66,7 @@ def tried(
         state = TrainState(judge_rules(), remedy_rules())
         state.updates, state.cursor = FROM, FROM * BATCH
         newest[0] = Planned(batch=PLAN, step=FROM)
+        is_older.append(records[0].step < FROM)
         return SimpleNamespace(train_state=state.to_json())
 
     def planned(batch: BatchPlan, updates: int, bounds: Any) -> Planned:
@@ -74,7 +79,8 @@ def tried(
             step.step,
             start=step.batch.start,
             stop=step.batch.stop,
-            gated=is_bad(step.step, positions, step.learning_rate),
+            gated=is_bad(step.step, positions, step.learning_rate)
+            and not (is_older[-1] and older_is_good),
         )
         return SimpleNamespace(signals=signals, unreadable=())
 
@@ -83,15 +89,21 @@ def tried(
         engine=parts(
             shards=list, update_counts=dict, buffers=dict, finish_load=lambda counts: None
         ),
-        stepper=parts(aside=nullcontext, launch=lambda plan, ledger: plan, read=read),
+        stepper=parts(
+            aside=lambda looked_at: nullcontext(), launch=lambda plan, ledger: plan, read=read
+        ),
         planner=parts(stream=parts(plan=plan), plan=planned),
         ring=parts(restore=restore, before_update=lambda: None),
-        history=parts(ledger=Ledger()),
+        history=History(),
         fresh=lambda: TrainState(judge_rules(), remedy_rules()),
         known=known,
+        stop=parts(now=lambda: None, over=list),
     )
     record: Any = SimpleNamespace(step=FROM, cursor=FROM * BATCH)
-    return probe.try_rates(record, attempted(BAD), without=without, most_steps=most_steps)
+    older: Any = None if older_is_good is None else SimpleNamespace(step=FROM - 10, cursor=0)
+    return probe.try_rates(
+        record, attempted(BAD), without=without, most_steps=most_steps, older=older
+    )
 
 
 def test_a_rate_is_known_to_a_factor_of_three() -> None:
@@ -134,3 +146,11 @@ def test_known_samples_tell_of_bad_weights_before_the_gate() -> None:
     assert result.factor == pytest.approx(1 / 9) and not result.control_cures
     few = tried(lambda *step: False, without=(CULPRIT,), most_steps=185)
     assert "up to 186 computations" in few.shortfall
+
+
+@pytest.mark.parametrize("older_is_good", [None, True, False])
+def test_a_checkpoint_with_wrong_moments_is_no_rate(older_is_good: bool | None) -> None:
+    """A lower rate cures that as well; but the same steps from an older one are good."""
+    result = tried(lambda s, positions, rate: s >= BAD and rate > 0.05, older_is_good=older_is_good)
+    assert result.factor and not result.control_cures
+    assert result.older_cures is bool(older_is_good)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 import json
 import os
@@ -368,13 +369,13 @@ def test_a_verdict_takes_the_place_of_what_was_suspected(tmp_path: Path) -> None
             detail={"cause": "data"},
         ),
     ]  # fmt: skip
-    out = tmp_path / "run"
+    out = tmp_path / "a run"
     out.mkdir()
     (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     text = pages.page(pages.read_runs([out]))
     assert "hardware, sticky" in text and "rank 1 stays bad" in text
     assert "suspected cause" not in text
-    assert f"holdfast replay {out} --incident 7" in text
+    assert html.escape(f"holdfast replay '{out}' --incident 7") in text
     late = cause | {"cause": "state corrupted", "why": "step 30 is the first with other numbers"}
     told = [*lines, incident("explained", 30, decision="go on", detail={"cause": late})]
     (out / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))

@@ -19,7 +19,8 @@ from runner.system.error import CheckpointError, ConfigError
 from tests import warm
 from tests.mechanism.test_guard_loop import journal, same
 
-SCRIPT = str(Path(__file__).parents[1] / "ringed_script.py")
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(ROOT / "tests" / "ringed_script.py")
 
 
 @pytest.fixture(autouse=True)
@@ -286,6 +287,19 @@ def test_a_snapshot_in_memory_outlives_its_process(tmp_path: Path) -> None:
     assert script(tmp_path / "a", "9", ONLY_MEMORY="1", KILL_AFTER="6") == -9
     assert script(tmp_path / "a", "9") == 0
     assert starts(tmp_path / "a")[1] == {"step": 6, "memory": True, "same": True}
+
+
+def test_a_small_tensor_that_begins_to_differ_between_ranks_is_each_ranks_own(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "a"
+    out.mkdir()
+    program = [str(ROOT / "tests" / "differing_script.py"), str(out)]
+    for _ in range(2):
+        done = warm.torchrun(program, ranks=2, timeout=90)
+        assert done.returncode == 0, done.stderr[-3000:]
+    ends = [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert ends == [{"step": 2, "value": 0.0}, {"step": 2, "value": 1.0}]
 
 
 def test_sharded_and_on_another_world_size(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import math
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from runner.checkpoint.disk import directory as directory_module
 from runner.checkpoint.disk import shards as shards_module
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
 from runner.checkpoint.disk.shards import (
@@ -42,6 +44,7 @@ from runner.system.error import (
     CheckpointError,
     ConfigError,
     CorruptCheckpoint,
+    RetiredCheckpoint,
     UnreadableCheckpoint,
 )
 from runner.system.files import file_digest, open_regular, write_durably, write_json
@@ -791,6 +794,90 @@ def test_a_tainted_or_absent_step_is_refused(
     with pytest.raises(CheckpointError, match=words):
         export_command([str(mixed), str(tmp_path / "out"), "--step", step])
     assert not (tmp_path / "out").exists()
+
+
+# Beside a run that goes on
+
+
+def clean(ring: Path, serial: int) -> Record:
+    record = write(ring, tensors(serial), serial=serial, step=10 * serial)
+    CheckpointDirectory(ring).mark(record, State.clean)
+    return record
+
+
+LOOKS = {
+    "verify": lambda ring, folder: ring_command([str(ring), "--verify"]),
+    "list": lambda ring, folder: ring_command([str(ring)]),
+    "export": lambda ring, folder: export_command([str(ring), str(folder)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("look", "file"),
+    [
+        *(("verify", file) for file in ("COMMITTED", "manifest.json", "rank-00000.bin")),
+        *(("export", file) for file in ("COMMITTED", "manifest.json", "rank-00001.bin")),
+        *(("list", file) for file in ("COMMITTED", "manifest.json")),
+    ],
+)
+def test_a_checkpoint_that_is_retired_while_it_is_read_is_not_called_damaged(
+    ring: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    look: str,
+    file: str,
+) -> None:
+    first = clean(ring, 1)
+
+    def retiring(read: Callable[..., Any]) -> Callable[..., Any]:
+        def reads(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path.name == file and path.parent.name.startswith("000001"):
+                clean(ring, 2)
+                CheckpointDirectory(ring).remove(first)
+            return read(path, *arguments, **options)
+
+        return reads
+
+    monkeypatch.setattr(directory_module, "read_bounded", retiring(directory_module.read_bounded))
+    monkeypatch.setattr(shards_module, "open_regular", retiring(shards_module.open_regular))
+    assert LOOKS[look](ring, tmp_path / "out") == 0
+    output = capsys.readouterr().out
+    assert "damaged" not in output, output
+    if look == "export":
+        assert torch.equal(exported(tmp_path / "out")[0], tensors(2)["param/a"])
+    else:
+        assert [row[0] for row in columns(output)] == ["2"]
+
+
+def _run_on(ring: Path) -> None:
+    """A run that keeps one checkpoint, for ever."""
+    former = clean(ring, 1)
+    for serial in count(2):
+        record = clean(ring, serial)
+        CheckpointDirectory(ring).remove(former)
+        former = record
+
+
+def test_looks_at_a_run_that_goes_on_find_no_damage(
+    ring: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = multiprocessing.get_context("fork").Process(target=_run_on, args=(ring,))
+    run.start()
+    try:
+        while not CheckpointDirectory(ring).entries()[0]:
+            assert run.is_alive()
+        for number in range(60):
+            for look in LOOKS.values():
+                try:
+                    code = look(ring, tmp_path / str(number))
+                except RetiredCheckpoint:  # five in a row
+                    code = 0
+                output = capsys.readouterr().out
+                assert code == 0 and "damaged" not in output, output
+    finally:
+        run.kill()
+        run.join()
 
 
 def test_an_export_that_cannot_be_written_names_the_folder(mixed: Path, tmp_path: Path) -> None:

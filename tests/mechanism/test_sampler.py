@@ -96,6 +96,16 @@ def test_what_is_skipped_is_never_read() -> None:
     assert list(passes([one], 1)) == alone[9 : 9 + (2 * N - 26) // G - 9]
 
 
+@pytest.mark.parametrize("skip", [[], [(0, 3), (N + 7, N + 9)]])
+def test_a_pass_that_is_jumped_to_begins_with_what_the_ones_before_left(skip: Any) -> None:
+    for epoch in (1, 2, 3):
+        [walked], [jumped] = samplers(1, skip=skip), samplers(1, skip=skip)
+        for _ in range(epoch):
+            list(walked)
+        jumped.set_epoch(epoch)
+        assert list(jumped) == list(walked)
+
+
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor(index)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.checkpoint.disk.tier import DiskTier
 from scripts.scale import manifest, reports, roll_call
 from scripts.scale.__main__ import markdown
 from scripts.scale.roll_call import in_child, result_of
@@ -48,6 +49,14 @@ def test_a_crash_report(world_size: int) -> None:
     told = result_of(in_child(lambda: reports.measure(world_size)))
     assert told["files_for_rank_0"] == world_size // reports.RANKS_PER_NODE
     assert told["bytes_for_rank_0"] < 2_500 * world_size
+
+
+def test_every_row_of_the_page_is_of_the_format_that_so_many_ranks_use() -> None:
+    """Indexes were once measured on 256 ranks, which used none: 0.15 MB where 17 were read."""
+    rows = json.loads((ROOT / "docs" / "scale.json").read_text())["rows"]
+    assert min(row["ranks"] for row in rows) > DiskTier.most_listed
+    with pytest.raises(AssertionError, match="no indexes"):
+        manifest.measure(DiskTier.most_listed, size="1b")
 
 
 def test_the_page_shows_the_measured_table() -> None:

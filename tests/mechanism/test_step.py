@@ -20,6 +20,7 @@ from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.signals import Bounds, Limits
 from runner.policy.decision.skip_ledger import Ledger
 from runner.system.error import RankError
+from runner.train.packed import FINGERPRINT
 from runner.train.step import Stepper, StepPlan, StepRules
 from tests.mechanism.test_late import BATCH, Batches, Names, OneNumber, Story
 
@@ -127,7 +128,7 @@ def fingerprint(plan: StepPlan, feed: type[Batches] = Batches, **settings: str) 
     """Whatever the step packs after its sums and its counts; the ring has no queues here."""
     made = stepper(OneNumber(Story()), feed, **settings)
     told = made.launch(plan, Ledger()).numbers.tolist()
-    return tuple(told[8:-3])
+    return tuple(told[FINGERPRINT:-3])
 
 
 def test_ranks_that_differ_in_anything_tell_different_fingerprints() -> None:

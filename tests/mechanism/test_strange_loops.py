@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import types
@@ -27,13 +28,16 @@ from tests.strange_loops import DIM, Given, Net, build
 RULES: dict[str, Any] = {"every": 6, "clean_after": 2, "min_history": 6, "memory_every": 0}
 BAD = (4, 15, 25, 26, 27)  # the last three in a row: a rollback
 ENDS = (13, 8)  # batches after which the first two starts end
-COSTLY = ("hugging_face_stream", "workers_that_stay")
+COSTLY = (
+    *("hugging_face_stream", "workers_that_stay"),
+    *("random_windows_accumulated_and_not_said", "random_windows_accumulated_without_dropout"),
+)
 LOOPS = [
     pytest.param(name, marks=pytest.mark.full) if name in COSTLY else name
     for name, one in vars(strange_loops).items()
     if isinstance(one, types.FunctionType)
     and one.__module__ == strange_loops.__name__
-    and name not in ("build", "end", "over")
+    and name not in ("accumulated", "build", "end", "over")
 ]
 
 
@@ -113,6 +117,40 @@ def test_it_is_the_loop_that_never_saw_what_was_skipped(tmp_path: Path, name: st
     plain = loop(Given(lambda **given: NoGuard(skipped, **given), (), lambda: None))
     differing = [key for key in plain if digest(plain[key]) != digest(ended[key])]
     assert not differing, skipped
+
+
+class Reshuffled:
+    """Draws an order now and then, in the midst of a pass."""
+
+    def __init__(self, given: Given) -> None:
+        self._is_bad = bool(given.bad)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        samples = torch.randn(40, DIM, generator=torch.Generator().manual_seed(3))
+        loader = DataLoader(samples, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+        batches = itertools.chain.from_iterable(itertools.repeat(loader, 4))
+        for number, batch in enumerate(batches):
+            yield batch * (float("nan") if self._is_bad and number in (9, 29) else 1.0)
+
+
+def test_a_step_read_late_before_a_read_that_draws(tmp_path: Path) -> None:
+    def loop(given: Given) -> Any:
+        model, optimizer = build(fused=True)
+        guard = given.make(model=model, optimizer=optimizer)
+        for batch in guard.over(Reshuffled(given)):
+            given.tick()
+            loss = model(batch).square().mean()
+            loss.backward()
+            if guard.ok(loss):
+                optimizer.step()
+            optimizer.zero_grad()
+        return strange_loops.end(model, optimizer)
+
+    ended, guard = guarded(loop, tmp_path / "run", sync=False)
+    assert guard.skipped == [(9, 10), (29, 30)]
+    plain = loop(Given(lambda **given: NoGuard(guard.skipped, **given), (), lambda: None))
+    guard.close()
+    assert digest(plain) == digest(ended)
 
 
 class Augmented(torch.utils.data.Dataset[torch.Tensor]):
@@ -368,3 +406,29 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.Mo
     guard.close()
     assert not list(Path().iterdir())
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_left_with_batches_in_hand_whose_reading_drew(tmp_path: Path, accumulate: int) -> None:
+    """The next start reads them as if nobody had read them before."""
+
+    def trained(out: Path, *stops: int) -> Any:
+        for stop in stops:
+            model, optimizer = build()
+            with Guard(
+                out, model=model, optimizer=optimizer, accumulate=accumulate, **RULES
+            ) as guard:
+                windows = strange_loops.Windows(Given(lambda: None, (), lambda: None))
+                for number, batch in enumerate(guard.over(windows), start=1):
+                    loss = model(batch).square().mean() / accumulate
+                    loss.backward()
+                    if number % accumulate:
+                        continue
+                    if guard.updates == stop:
+                        break
+                    if guard.ok(loss):
+                        optimizer.step()
+                    optimizer.zero_grad()
+        return digest(strange_loops.end(model, optimizer))
+
+    assert trained(tmp_path / "a", 7, 8, -1) == trained(tmp_path / "b", -1)

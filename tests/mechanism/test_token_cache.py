@@ -224,6 +224,27 @@ def test_a_failed_owner_s_error_is_not_waited_for(
 # ---- the digest of every byte
 
 
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
+def test_a_storage_that_fails_looks_like_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A sample that the system refuses is read again; a damaged one is skipped at once."""
+    dataset = open_text(source(tmp_path), seq_len=4, isolate_documents=True)
+    whole = dataset[0]
+    read_at = os.pread
+
+    def refusing(descriptor: int, count: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(name):
+            raise OSError(5, "Input/output error")
+        return read_at(descriptor, count, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", refusing)
+        with pytest.raises(OSError, match="Input/output"):
+            dataset[0]
+    assert dataset[0].tokens.tolist() == whole.tokens.tolist()  # type: ignore[union-attr]
+
+
 def files(*paths: Path) -> list[tuple[str, Path]]:
     return [(path.name, path) for path in paths]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 from runner.observe.attempts import Attempts
 from runner.observe.metrics import MetricsLine
 from runner.observe.run_tracker import BackgroundRunTracker, RunFacts, RunTracker
+from runner.system.output import Outlet
 from tests.run import train
-from tests.tracking import Recorder
+from tests.tracking import Recorder, Slow
 
 SUMMARY = {"status": "done", "final_loss": 0.5, "skipped": [[3, 5]], "eval_loss": None}
 
@@ -83,7 +85,8 @@ def test_one_that_hangs_delays_nothing(tmp_path: Path) -> None:
     for step in range(20_000):  # more than may wait
         tracker.write(line(step))
     assert tracker.loss is not None and "too much is waiting" in tracker.loss.reason
-    tracker.finish(SUMMARY, in_time=True)  # of a thread that never comes back
+    words = tracker.finish(SUMMARY, in_time=True)  # of a thread that never comes back
+    assert words.startswith("it: no reader, and too much is waiting")
 
 
 def test_one_that_fails_is_done_without(tmp_path: Path) -> None:
@@ -213,11 +216,50 @@ def test_a_run_tells_a_tracker_of_its_own_all(tmp_path: Path) -> None:
     assert set(range(1, 31)) <= {int(one["step"]) for one in numbers}
 
 
+def test_one_that_connects_for_long_has_all_of_a_short_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a stall, and than the end waits for one that works: as W&B is imported."""
+    monkeypatch.setattr("runner.system.output.STALL_SECONDS", 0.2)
+    monkeypatch.setattr("runner.observe.run_tracker._CLOSE_SECONDS", 0.2)
+    path = tmp_path / "told"
+    tracker = background(
+        lambda: Slow(2.0, str(path), run_id="a", digest="d", config={"steps": 9}), tmp_path
+    )
+    tracker.write(line(1))
+    time.sleep(0.5)
+    assert tracker.loss is None, "nothing is lost"
+    assert tracker.finish(SUMMARY, in_time=True) == ""
+    kinds = [json.loads(text)[0] for text in path.read_text().splitlines()]
+    assert kinds == ["made", "numbers", "summary", "closed"]
+
+
+@pytest.mark.parametrize(
+    ("status", "in_time", "waits"),
+    [("done", True, [10.0, 60.0]), ("preempted", True, [10.0]), ("done", False, [1.0])],
+)
+def test_one_that_never_connects_is_said_to_have_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, in_time: bool, waits: list[float]
+) -> None:
+    """A minute is waited for it, unless the process was asked to stop."""
+    from tests.tracking import hanging
+
+    waited: list[float] = []
+    drain = Outlet.drain
+    monkeypatch.setattr(
+        Outlet, "drain", lambda outlet, limit: waited.append(limit) or drain(outlet, limit / 100)
+    )
+    tracker = background(hanging, tmp_path)
+    tracker.write(line(1))
+    words = tracker.finish(SUMMARY | {"status": status}, in_time=in_time)
+    assert words == "it: the run was not sent; it was still being connected"
+    assert waited == waits
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["Broken", "hanging"])
+@pytest.mark.parametrize("name", ["Broken", "Hanging"])
 def test_a_dead_tracker_is_one_line(tmp_path: Path, name: str) -> None:
-    arguments = (f"track.path={tmp_path / 'told'}",) if name == "Broken" else ()
-    target = (f"track._target_=tests.tracking.{name}", *arguments)
+    target = (f"track._target_=tests.tracking.{name}", f"track.path={tmp_path / 'told'}")
     # Long enough that a hanging one is noticed.
     result = train(tmp_path / "run", "steps=30", *target, "faults=[slow@step=10,seconds=6]")
     assert result.code == 0, result.tail

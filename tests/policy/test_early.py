@@ -68,8 +68,8 @@ def test_two_signs_at_one_look_are_no_alarm_yet() -> None:
 
 
 def test_a_number_that_jumps_about_is_a_sign_at_the_second_look() -> None:
-    assert not course(grad_ratio=[12.0, 9.0, 60.0, 14.0, 70.0, 11.0])
-    (warning,) = course(grad_ratio=[12.0, 9.0, 60.0, 70.0, 80.0, 90.0])
+    assert not course(grad_ratio=[12.0, 9.0, 9.5, 60.0, 14.0, 70.0, 11.0])
+    (warning,) = course(grad_ratio=[12.0, 9.0, 9.5, 60.0, 70.0, 80.0, 90.0])
     assert warning.signs[0].value == 70.0
 
 
@@ -89,11 +89,17 @@ def test_weights_that_hardly_move_may_grow_faster() -> None:
 
 def test_a_run_that_went_back_is_told_again() -> None:
     early = EarlyWarnings(EarlyRules(every=EVERY))
-    for step, value in ((50, 1.0), (100, 1.0), (150, 30.0)):
+    for step, value in ((50, 1.0), (100, 1.0), (150, 1.0), (200, 30.0)):
         warned = early.note(Look(step=step, values={"residual_rms": value}))
     assert warned is not None
-    assert early.note(Look(step=100, values={"residual_rms": 1.0})) is None
-    assert early.note(Look(step=150, values={"residual_rms": 30.0})) is not None
+    assert early.note(Look(step=150, values={"residual_rms": 1.0})) is None
+    assert early.note(Look(step=200, values={"residual_rms": 30.0})) is not None
+
+
+def test_what_a_rollback_undid_is_no_past() -> None:
+    early = EarlyWarnings(EarlyRules(every=EVERY))
+    for step, value in ((50, 10.0), (100, 10.0), (150, 1.0), (150, 12.0), (200, 12.0)):
+        assert early.note(Look(step=step, values={"residual_rms": value})) is None, (step, value)
 
 
 def test_what_is_not_finite_or_alone_is_no_sign() -> None:
@@ -110,3 +116,18 @@ def test_warnings_are_quoted_for_a_while_and_keep_checkpoints() -> None:
         )
     assert history.warnings_before(650) == ["step 400: r400", "step 500: r500"]
     assert history.kept_serials() == {2, 4}
+
+
+def test_nothing_is_told_before_a_whole_window() -> None:
+    """In the first steps of a healthy training everything moves: looks at every fifth update."""
+    early = EarlyWarnings(EarlyRules(every=5))
+    told = [
+        early.note(Look(step=5 * at, values={"weight_norm": 10 + at**2 / 4})) for at in range(1, 60)
+    ]
+    assert not any(told[:39]) and told[39] is not None
+
+
+def test_a_little_faster_is_not_faster() -> None:
+    """Of a healthy run of 400 steps at defaults: the second half added 1.1 % more."""
+    assert not course(weight_norm=[14.2, 17.12, 20.00, 22.91, 25.8, 28.7, 31.6, 34.5])
+    assert course(weight_norm=[14.2, 17.12, 20.00, 22.91, 27.0, 32.1, 38.6, 47.5])

@@ -131,6 +131,16 @@ def test_what_is_to_be_read_again_is_not_in_the_ledger() -> None:
     assert len(history.rollbacks) == 1
 
 
+def test_replays_of_all_incidents_are_summed() -> None:
+    """In each line that has a cause, whatever was decided."""
+    history = History()
+    for steps, kind in ((7, "redo"), (5, "rollback"), (0, "discard"), (3, "explained")):
+        incident = rollback(1, 2, (0, 8)) if kind == "rollback" else discard(0, 8)
+        more = {"cause": {"cause": "unclear", "steps": steps}, "skipped": []}
+        history.add(replace(incident, kind=kind, detail={**incident.detail, **more}))
+    assert history.num_probes == 15
+
+
 def test_starts_are_counted() -> None:
     assert folded().num_starts == 0
     assert folded(START, discard(0, 8), START).num_starts == 2
@@ -216,3 +226,16 @@ def test_a_discarded_step_is_read_back_exactly(
     # repr: NaN equals nothing, itself included.
     assert repr(again) == repr(signals)
     assert json.loads(line)["detail"]["verdict"] == "NonFinite"
+
+
+def test_steps_that_are_computed_in_a_wider_precision_at_once() -> None:
+    def redo(start: int, **more: int) -> Incident:
+        detail = {"skipped": [], "widened": True, **more}
+        return Incident(
+            kind="redo", step=1, decision="", reason="", samples=(start, start + 8), detail=detail
+        )
+
+    history = folded(redo(80), redo(88, wide_until=120))
+    assert [history.is_wide(at) for at in (72, 80, 81, 88, 96, 119, 120)] == [
+        *(False, True, False, True, True, True, False)
+    ]

@@ -15,16 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.policy.decision.episode import PreOnset
-from runner.policy.decision.judge import Kind
+from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.ladder import (
     Action,
     Apply,
     BadStepTracker,
+    DecisionInput,
     Discard,
     Halt,
     Rebaseline,
     RemedyRules,
+    Replayed,
     Rollback,
+    decide,
 )
 from runner.policy.retention.records import Record, State
 from tests.policy.paper_run import BEFORE, PaperRun
@@ -509,3 +512,43 @@ def test_trouble_survives_json(pattern: list[bool]) -> None:
     assert [step.step for step in one.last_run()] == [step.step for step in two.last_run()]
     one.settle()
     assert (one.num_recent(), one.in_a_row, one.last_run(), one.bad) == (0, 0, [], [])
+
+
+@pytest.mark.parametrize("num_rollbacks", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("replayed", "halts"),
+    [
+        (Replayed(proven="hardware, sticky: rank 1 on node1", may_settle=False), True),
+        (Replayed(proven="state corrupted", may_settle=False, blames_weights=True), False),
+        (Replayed(proven="rate", may_settle=False, rate_factor=1 / 3), False),
+        (Replayed(may_settle=False), None),
+    ],
+)
+def test_a_proven_cause_that_is_no_sample_skips_none_and_never_settles(
+    num_rollbacks: int, replayed: Replayed, halts: bool | None
+) -> None:
+    run = run_to(40)
+    for _ in range(num_rollbacks):
+        rolled_back(run)
+    bad(run, 20, loss=5.0) if halts is None else None
+    before = list(run.history.ledger)
+    signals = run._next_signals(5.0)
+    run.trouble.note(signals, BEFORE)
+    case = DecisionInput(
+        verdict=Verdict(kind=Kind.spike, reason="high", onset_step=signals.step, onset=0),
+        signals=signals,
+        trouble=run.trouble,
+        history=run.history,
+        ring=run.records,
+        rules=run.rules,
+        untrained_loss=10.0,
+        replayed=replayed,
+    )
+    action = decide(case)
+    assert not isinstance(action, Rebaseline), action
+    if halts is None:
+        return
+    assert isinstance(action, Halt) or (isinstance(action, Rollback) and action.read_again)
+    assert list(run.history.ledger) == before
+    if halts or (replayed.blames_weights and num_rollbacks == 2):
+        assert isinstance(action, Halt) and replayed.proven in action.reason

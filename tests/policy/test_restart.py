@@ -80,6 +80,13 @@ def test_the_budget_and_its_pauses_without_progress() -> None:
     assert "4 attempts without a new clean checkpoint, the budget is 3 restarts" in what.reason
 
 
+@pytest.mark.parametrize("clean", [(20, 20), (20, 30)])
+def test_without_restarts_the_first_failure_is_the_end(clean: tuple[int, int]) -> None:
+    """Also after progress, which would renew a budget."""
+    what = after([crash(33, clean=clean)], replace(RULES, restarts=0), asked_to_stop=False)
+    assert what == End(reason="s at step 33; restarts: 0", code=1)
+
+
 def test_progress_renews_the_budget_for_ever() -> None:
     attempts = [crash(10 * n + 3, clean=(10 * n - 10, 10 * n)) for n in range(1, 30)]
     for count in range(1, 30):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.policy.decision.judge import Baseline, Kind, Verdict
-from runner.policy.decision.signals import Limits
+from runner.policy.decision.signals import Limits, limits_of
 from tests.policy.steps import BATCH, attempted, held_level, judge_rules
 
 NOISE = [0.0, 0.02, -0.02, 0.01, -0.01]
@@ -404,6 +404,27 @@ def test_restart_with_few_values_is_not_armed_at_once() -> None:
     assert baseline.limits == Limits()
     assert watch(baseline, [5.0] * 20, first=31) is None
     assert baseline.judge(attempted(51, 9.0)).kind is Kind.spike
+
+
+def test_limits_are_kept_where_a_rollback_leads_back_to_none() -> None:
+    """Wide enough for the beginning as it was, narrow enough for a fault that goes on."""
+    baseline = Baseline(judge_rules(**TIGHT))
+    beginning = baseline.to_json()
+    watch(baseline, [4.4, 4.2, 4.0, *(3.0 + NOISE[at % 5] for at in range(60))])
+    held = baseline.to_hold
+    baseline.load_json(beginning)
+    assert baseline.limits == Limits() and baseline.judge(attempted(1, 90.0)).kind is Kind.clean
+    baseline.hold(limits_of(json.loads(json.dumps(held.to_json()))))
+    assert baseline.limits == baseline.bounds_ahead.usual == held
+    assert baseline.judge(attempted(1, 4.5, grad_norm=2.0)).kind is Kind.clean
+    high = baseline.judge(attempted(1, 4.4, grad_norm=1e5))
+    assert high.kind is Kind.spike and "kept from before the rollback" in high.reason
+    assert baseline.judge(attempted(1, 9.0)).kind is Kind.spike
+    watch(baseline, [4.4, 4.2, 4.0, *(3.0 + NOISE[at % 5] for at in range(60))])
+    assert baseline.limits.loss < held.loss, "its own as soon as it has some"
+    baseline.load_json(beginning)
+    baseline.restart_at([9.0] * 4, [1.0] * 4)
+    assert baseline.limits == Limits(), "a new level is judged by itself"
 
 
 def test_first_loss_is_kept_for_good() -> None:

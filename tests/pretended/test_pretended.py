@@ -82,6 +82,13 @@ def test_a_guarded_loop_that_reads_late_never_waits() -> None:
     assert found["spinning"]["spins"] == ["train/host_numbers.py:28"]
 
 
+def test_nothing_overtakes_the_copy_of_a_loops_state() -> None:
+    found = run("guarded", "Guard,Ring,Guard overlapping")
+    assert found["Guard"]["races"] == found["Ring"]["races"] == []
+    races = " ".join(found["Guard overlapping"]["races"])
+    assert "_fused_adamw_" in races and "lerp_" in races, "the trace does not see them"
+
+
 @pytest.mark.full
 def test_every_omission_is_noticed() -> None:
     result = run("order", ",".join(LEFT_OUT))

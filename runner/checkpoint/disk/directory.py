@@ -17,10 +17,16 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from runner.checkpoint.manifest import MOST_BYTES, Manifest, parse_manifest
 from runner.policy.retention.records import Record, State
-from runner.system.error import CheckpointError, CorruptCheckpoint, UnreadableCheckpoint
+from runner.system.error import (
+    CheckpointError,
+    CorruptCheckpoint,
+    RetiredCheckpoint,
+    UnreadableCheckpoint,
+)
 from runner.system.files import (
     file_digest,
     read_bounded,
@@ -37,6 +43,9 @@ _MARKS = {State.clean: CLEAN, State.tainted: "TAINTED"}
 _SWEPT = "swept-"
 _NAME = re.compile(r"([0-9]{6,18})-step-([0-9]{8,18})")
 _MARKER_BYTES = 4096
+MOST_LISTINGS = 5  # of a ring from which a living run removes what is being read
+
+T = TypeVar("T")
 
 
 def folder_name(record: Record) -> str:
@@ -60,6 +69,10 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         return sum(facts.num_bytes for facts in self.manifest.files.values())
+
+    def is_committed(self) -> bool:
+        """Whether it is still in the ring: its marker is removed before its files."""
+        return (self.folder / COMMITTED).exists()
 
 
 class CheckpointDirectory:
@@ -186,9 +199,21 @@ class CheckpointDirectory:
         return [folder.name for folder in torn if not folder.name.startswith(_SWEPT)]
 
     def entries(self) -> tuple[list[Entry], list[str]]:
-        """Committed checkpoints by serial, and a sentence for each that cannot be read."""
+        """Committed checkpoints by serial, and a sentence for each that cannot be read.
+
+        Those that a living run removes meanwhile are left out.
+        """
+        for _ in range(MOST_LISTINGS):
+            entries, damaged, is_whole = self._list()
+            if is_whole:
+                break
+        return entries, damaged
+
+    def _list(self) -> tuple[list[Entry], list[str], bool]:
+        """:meth:`entries`, and whether none was removed meanwhile."""
         by_serial: dict[int, Entry] = {}
         damaged: list[str] = []
+        is_whole = True
         for folder in sorted(self.folder.iterdir()) if self.folder.is_dir() else []:
             if _NAME.fullmatch(folder.name) and (folder / COMMITTED).exists():
                 try:
@@ -196,9 +221,11 @@ class CheckpointDirectory:
                     if entry.record.serial in by_serial:
                         raise CorruptCheckpoint(f"{folder}: its number exists twice")
                     by_serial[entry.record.serial] = entry
+                except RetiredCheckpoint:
+                    is_whole = False
                 except CorruptCheckpoint as error:
                     damaged.append(str(error))
-        return [by_serial[serial] for serial in sorted(by_serial)], damaged
+        return [by_serial[serial] for serial in sorted(by_serial)], damaged, is_whole
 
     def read(self, folder: Path) -> Entry:
         """One committed checkpoint.
@@ -213,7 +240,7 @@ class CheckpointDirectory:
             promised = read_bounded(folder / COMMITTED, _MARKER_BYTES).strip()
             data = read_bounded(path, MOST_BYTES)
         except OSError as error:
-            raise unreadable(folder, error) from None
+            raise unreadable(path, error) from None
         # Digest and parse the same bytes: a second read may return others.
         if promised != hashlib.sha256(data).hexdigest().encode():
             raise CorruptCheckpoint(f"{path}: digest differs from {COMMITTED}")
@@ -221,7 +248,10 @@ class CheckpointDirectory:
         record = _record(folder, manifest)
         if folder.name != self.folder_of(record).name:
             raise CorruptCheckpoint(f"{folder}: holds serial {manifest.serial}: moved or renamed")
-        return Entry(record=record, folder=folder, manifest=manifest)
+        entry = Entry(record=record, folder=folder, manifest=manifest)
+        if not entry.is_committed():  # its marks may have been gone when they were looked for
+            raise _retired(folder)
+        return entry
 
 
 # Errors of a file that is missing, cut or replaced. Others come from the disk or the network.
@@ -230,8 +260,26 @@ _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL,
 
 def unreadable(path: Path, error: OSError) -> CorruptCheckpoint:
     """The error to raise for a file of a checkpoint that could not be read."""
+    if error.errno == errno.ENOENT and not (path.parent / COMMITTED).exists():
+        return _retired(path.parent)
     kind = CorruptCheckpoint if error.errno in _DAMAGE else UnreadableCheckpoint
     return kind(f"{path}: {error}")
+
+
+def _retired(folder: Path) -> RetiredCheckpoint:
+    return RetiredCheckpoint(f"{folder}: its run removed it while it was being read")
+
+
+def again_while_retired(read: Callable[[], T]) -> T:
+    """Call a function that lists the ring and reads it; again if the run removed what it read.
+
+    Raises:
+        RetiredCheckpoint: the run removes them faster than they can be read.
+    """
+    for _ in range(MOST_LISTINGS - 1):
+        with contextlib.suppress(RetiredCheckpoint):
+            return read()
+    return read()  # raises, if that happens once more
 
 
 def _take_back(marker: Path) -> None:

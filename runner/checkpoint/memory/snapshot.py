@@ -121,12 +121,20 @@ class Memory:
 
     # -- taking one ------------------------------------------------------------------------
 
-    def fill(self, slot: int, shards: Sequence[Shard]) -> None:
-        """Copy the state. On CUDA the copy may continue until :meth:`before_update`."""
+    def fill(self, slot: int, shards: Sequence[Shard], *, overlap: bool = True) -> None:
+        """Copy the state.
+
+        Args:
+            overlap: on CUDA the copy may continue until :meth:`before_update`; the shards must
+                then be parts of tensors that live on and that only updates change.
+        """
         self.invalidate(slot)
         views = self.layout.views(self._buffers[slot].values)
         pairs = [(v, s.local.detach()) for v, s in zip(views, shards, strict=True) if len(v)]
         self._copier.copy(slot, [view for view, _ in pairs], [local for _, local in pairs])
+        if not overlap:
+            # While the sources are held: the allocator reuses memory in the order of one stream.
+            self._copier.before_update()
 
     def before_update(self) -> None:
         """Call before the optimizer changes what is being copied. The host does not wait."""

@@ -138,7 +138,7 @@ class MemoryTier:
         """Call it before the optimizer changes the state; see :class:`Memory`."""
         self._memory.before_update()
 
-    def take(self, pending: PendingCheckpoint) -> Process[list[str]]:
+    def take(self, pending: PendingCheckpoint, *, overlap: bool) -> Process[list[str]]:
         """Copy the state into a free slot; digest it in the background."""
         slot = self._slots.free()
         assert slot is not None
@@ -146,7 +146,7 @@ class MemoryTier:
         self._slots.entries[pending.serial] = SlotEntry(
             slot=slot, metadata=pending.metadata, counts=pending.counts, pins=pins
         )
-        self._memory.fill(slot, self._sharded.shards())
+        self._memory.fill(slot, self._sharded.shards(), overlap=overlap)
         failures = yield Job(
             queue=self._queue,
             name=f"seal {pending.serial}",

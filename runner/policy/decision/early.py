@@ -1,9 +1,9 @@
 """Warns that a run may be about to diverge, from slow numbers inside the model. Takes no action.
 
-A number is compared with its own past, for absolute levels do not travel between models; a least
-level only keeps small numbers from being called large because they were smaller. One sign alone is
-a warning; an alarm takes two that stand together, at two looks in a row, and are not one and the
-same thing.
+A number is compared with its own past, a whole window of it, for absolute levels do not travel
+between models; a least level only keeps small numbers from being called large because they were
+smaller. One sign alone is information; an alarm takes two that stand together, at two looks in a
+row, and are not one and the same thing.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Rule:
     """A sign: above ``factor`` times the window's lowest value, and above ``least``.
 
     Args:
-        accelerating: the second half of the window must also add more than the first, for each
-            update: weights grow in the first steps of any training, and ever more slowly. Updates
-            of the warm-up count as the part of the peak rate that they have.
+        accelerating: the second half of the window must also add more than the first by a fifth,
+            for each update: weights grow in the first steps of any training, and ever more slowly.
+            Updates of the warm-up count as the part of the peak rate that they have.
         looks: at so many looks in a row. A number that jumps about from one update to the next says
             nothing at one.
         updates: only where the median matrix moves by more than this part of itself in an update.
@@ -67,6 +67,7 @@ RULES: Mapping[str, Rule] = {
 # evidence, not two.
 _TOGETHER = frozenset({"residual_rms", "grad_ratio"})
 _ALARM = ""
+_FASTER = 1.2  # of a slope that accelerates
 _AGREE = 2  # looks in a row at which two signs stand together
 
 
@@ -172,6 +173,8 @@ class EarlyWarnings:
         before = [(past.step, past.values[name]) for past, _ in self._past if name in past.values]
         if value is None or not before or not math.isfinite(value):
             return None
+        if look.step - self._past[0][0].step < self.rules.window - self.rules.every:
+            return None  # in the first steps of a training everything moves
         step, low = min(before, key=lambda one: one[1])
         if value <= rule.least or value <= rule.factor * low:
             return None
@@ -186,7 +189,8 @@ class EarlyWarnings:
         if len(course) < 3:
             return False
         first, middle, last = course[0], course[len(course) // 2], course[-1]
-        return self._slope(middle, last) > self._slope(first, middle)
+        before, now = self._slope(first, middle), self._slope(middle, last)
+        return now > max(before, _FASTER * before)
 
     def _slope(self, begin: tuple[int, float], end: tuple[int, float]) -> float:
         return (end[1] - begin[1]) / (self.rules.exposure(end[0]) - self.rules.exposure(begin[0]))

@@ -11,10 +11,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from runner.policy.decision.signals import StepSignals
+from runner.policy.decision.signals import Limits, StepSignals, limits_of
 from runner.policy.decision.skip_ledger import Ledger
 from runner.policy.retention.records import Record
 from runner.policy.schedule import RateCut
+
+OBSERVER = "observer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +92,15 @@ class History:
         self.incidents: list[Incident] = []
         self.mismatches: list[tuple[int, int]] = []  # (next serial, last good step)
         self.num_starts = 0
+        self.num_restarts = 0  # starts after one that did not end as done
         self.num_discarded = 0
         self.num_redone = 0
         self.widened: set[int] = set()  # cursors of steps computed in a wider precision
+        self.wide_ranges: list[tuple[int, int]] = []  # of positions, likewise
         self.num_probes = 0  # replays of steps so far
         self.unreadable: set[int] = set()  # indices in the data set
         self.mixtures: list[tuple[int, dict[str, float]]] = []  # (position, weights from there on)
+        self.held = Limits()  # of the guard, from before the newest rollback
         self.known_stop = 0  # one past the last position that the journal skips
 
     def add(self, incident: Incident) -> None:
@@ -104,6 +109,7 @@ class History:
         self.incidents.append(incident)
         self.num_probes += probes_of(incident)
         if incident.kind == "start":
+            self.num_restarts += bool(self.num_starts) and not incident.detail.get("idle_seconds")
             self.num_starts += 1
         elif incident.kind == "discard" and incident.samples is not None:
             self.num_discarded += 1
@@ -118,6 +124,8 @@ class History:
             self.mixtures.append((incident.detail["start"], dict(incident.detail["weights"])))
         elif incident.kind == "rollback" and incident.samples is not None:
             self._add_rollback(incident, incident.samples, seq)
+        elif incident.kind == "rebaseline":
+            self.held = Limits()
         elif incident.kind == "replica_mismatch" and "good_step" in incident.detail:
             self.mismatches.append((incident.detail["next_serial"], incident.detail["good_step"]))
 
@@ -125,8 +133,14 @@ class History:
         self.num_redone += 1
         if incident.samples is not None and incident.detail.get("widened") is True:
             self.widened.add(incident.samples[0])
+            if "wide_until" in incident.detail:
+                self.wide_ranges.append((incident.samples[0], incident.detail["wide_until"]))
         for position in incident.detail["skipped"]:
             self._skip(position, position + 1)
+
+    def is_wide(self, position: int) -> bool:
+        """Whether the step from this position on is computed in a wider precision."""
+        return position in self.widened or any(a <= position < b for a, b in self.wide_ranges)
 
     def _skip(self, start: int, stop: int) -> None:
         self.ledger.add(start, stop)
@@ -136,6 +150,8 @@ class History:
         detail = incident.detail
         if not detail.get("read_again", False):
             self._skip(*skip)
+        if "held_limits" in detail:
+            self.held = limits_of(detail["held_limits"])
         self.rollbacks.append(
             RollbackRecord(
                 onset_step=detail["onset_step"],
@@ -178,14 +194,22 @@ class History:
         """The newest rollback that went back to this checkpoint."""
         return next((r for r in reversed(self.rollbacks) if r.serial == serial), None)
 
-    def num_redone_at(self, step: int) -> int:
-        """How often this step was redone since the last rollback."""
-        num = 0
+    def redone_at(self, step: int) -> list[Incident]:
+        """The redos of this step since the last rollback, newest first."""
+        redone = []
         for incident in reversed(self.incidents):
             if incident.kind == "rollback":
                 break
-            num += incident.kind == "redo" and incident.step == step
-        return num
+            if incident.kind == "redo" and incident.step == step:
+                redone.append(incident)
+        return redone
+
+    def has_ended_starts(self, step: int) -> bool:
+        """Whether the probes of this step have ended starts, so that it has none any more."""
+        return any(
+            one.kind == OBSERVER and one.step == step and "ended_starts" in one.detail
+            for one in self.incidents
+        )
 
     def newest_discard(self) -> Incident | None:
         """The newest discard since the last rollback; lines of a single rank do not count."""
@@ -245,9 +269,19 @@ class History:
 WARNING = "warning"  # kind of lines that warn of a possible divergence
 _QUOTED_STEPS, _MOST_QUOTED = 500, 4
 _KEPT_FOR_WARNINGS = 2
+STICKY = "hardware, sticky"  # a device that computes wrongly each time: no sample is skipped
+STATE = "state corrupted"
+RATE = "rate"
 NUMERICS = "numerics"  # after this cause the next bad step is computed in FP32 at once
 GO_BACK = "go back"  # remedy if the weights are the cause, not a sample
 MIX = "data mix"  # after this cause a level may settle without a rollback
+
+
+def may_be_data(cause: Mapping[str, Any]) -> bool:
+    """Whether samples may be at fault, as far as replays have shown; so for no cause at all."""
+    return (
+        cause.get("cause") not in (STICKY, STATE, RATE, NUMERICS) and cause.get("remedy") != GO_BACK
+    )
 
 
 def cause_of(incident: Incident) -> str | None:

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from runner.policy.decision.episode import PreOnset
-from runner.policy.decision.signals import Bounds, Limits, StepSignals
+from runner.policy.decision.signals import Bounds, Limits, StepSignals, limits_of
 from runner.policy.decision.window import Window, median_of_sorted
 
 
@@ -135,7 +135,9 @@ class Baseline:
         self._rules = rules
         self._begin_with([])
         self._clear([], [], [])
-        self._limits = self._next_limits = (Limits(), Limits())
+        self._limits = self._next_limits = _NO_LIMITS
+        self._held = Limits()
+        self._highest = Limits(loss=0.0, grad_norm=0.0)
         self._after_high = False
         self._level: float | None = None
         self._next_level: float | None = None
@@ -171,7 +173,36 @@ class Baseline:
     @property
     def limits(self) -> Limits:
         """The gate's bounds for the next step."""
-        return self._limits[self._after_high]
+        return self._or_held(self._limits[self._after_high])
+
+    def _or_held(self, limits: Limits) -> Limits:
+        return self._held if limits == Limits() else limits
+
+    @property
+    def to_hold(self) -> Limits:
+        """Limits for the beginning of the run, should a rollback lead back there.
+
+        They are as far above the highest loss and norm of the steps before
+        ``guard.min_history`` as the present ones are above the present level. Infinite if there
+        never were any limits.
+        """
+        usual = self._limits[False]
+        if usual == Limits():
+            return self._held
+        highest, rules = self._highest, self._rules
+        room = max(rules.loss_floor, usual.loss - min(self._median, self._level or math.inf))
+        times = max(math.exp(rules.norm_floor), usual.grad_norm / self._usual_norm)
+        return Limits(
+            loss=max(usual.loss, highest.loss + room),
+            grad_norm=max(usual.grad_norm, highest.grad_norm * times),
+        )
+
+    def hold(self, limits: Limits) -> None:
+        """Judge by these limits while there are too few clean steps for the run's own.
+
+        After a rollback to the beginning a fault that goes on would otherwise be the new normal.
+        """
+        self._held = limits
 
     @property
     def bounds(self) -> Bounds:
@@ -181,7 +212,7 @@ class Baseline:
     @property
     def bounds_ahead(self) -> Bounds:
         """The bounds of the step after the next, if the next is applied and clean."""
-        usual, after_high = self._next_limits
+        usual, after_high = (self._or_held(limits) for limits in self._next_limits)
         return Bounds(usual=usual, after_high=after_high, high=self._limits[True].loss)
 
     def end_limit(self, earlier: float | None = None) -> float:
@@ -212,6 +243,11 @@ class Baseline:
             self.first_loss = signals.loss
         if len(self._beginning) < _BEGINNING_STEPS:
             self._begin_with([*self._beginning, signals.loss])
+        if self._limits == _NO_LIMITS:
+            self._highest = Limits(
+                loss=max(self._highest.loss, signals.loss),
+                grad_norm=max(self._highest.grad_norm, signals.grad_norm),
+            )
         self._pile_up_drift(signals)
         if self._level is not None:
             surprise = signals.loss - self._level
@@ -245,6 +281,7 @@ class Baseline:
         self._best_level = math.inf
         self._drift = 0.0
         self._limits = self._next_limits = self._compute_limits(center)
+        self._held = Limits()
         self._after_high = False
 
     def recent(self, count: int) -> list[tuple[float, float]]:
@@ -332,16 +369,26 @@ class Baseline:
         if signals.loss > self.limits.loss:
             when = " after a high one" if self._after_high else ""
             parts.append(
-                f"loss {signals.loss:.3f} > limit {self.limits.loss:.3f}{when} "
-                f"(median {self._loss.median():.3f}, of the last {_LEVEL_STEPS} steps "
-                f"{self._next_level:.3f})"
+                f"loss {signals.loss:.3f} > limit {self.limits.loss:.3f}{when} ("
+                + self._usual_text(
+                    f"median {self._median:.3f}, of the last {_LEVEL_STEPS} steps "
+                    f"{self._next_level or 0.0:.3f}"
+                )
             )
         if signals.grad_norm > self.limits.grad_norm:
             parts.append(
-                f"grad norm {signals.grad_norm:.3g} > limit {self.limits.grad_norm:.3g} "
-                f"(median {math.exp(self._log_norm.median()):.3g})"
+                f"grad norm {signals.grad_norm:.3g} > limit {self.limits.grad_norm:.3g} ("
+                + self._usual_text(f"median {self._usual_norm:.3g}")
             )
         return ", ".join(parts)
+
+    @property
+    def _usual_norm(self) -> float:
+        return math.exp(self._log_norm.median()) if len(self._log_norm) else 0.0
+
+    def _usual_text(self, text: str) -> str:
+        is_own = self._limits[self._after_high] != Limits()
+        return f"{text if is_own else 'kept from before the rollback'})"
 
     def _compute_limits(self, level: float) -> tuple[Limits, Limits]:
         """Compute the limits after a usual step and after a high one."""
@@ -405,8 +452,8 @@ class Baseline:
             "log_norm": self._log_norm.values(),
             "level": self._level,
             "next_level": self._next_level,
-            "limits": [_limits_to_json(limits) for limits in self._limits],
-            "next_limits": [_limits_to_json(limits) for limits in self._next_limits],
+            "limits": [limits.to_json() for limits in self._limits],
+            "next_limits": [limits.to_json() for limits in self._next_limits],
             "after_high": self._after_high,
             "best_level": _finite(self._best_level),
             "beginning": self._beginning,
@@ -414,6 +461,7 @@ class Baseline:
             "drift_onset": list(self._drift_onset),
             "first_loss": _finite(self.first_loss),
             "clean_streak": self.clean_streak,
+            "highest": self._highest.to_json(),
         }
 
     def load_json(self, state: Mapping[str, Any]) -> None:
@@ -429,6 +477,7 @@ class Baseline:
         self._drift_onset = (state["drift_onset"][0], state["drift_onset"][1])
         self.first_loss = math.nan if state["first_loss"] is None else state["first_loss"]
         self.clean_streak = state["clean_streak"]
+        self._highest = limits_of(state.get("highest", (None, None)))  # unknown in old checkpoints
 
 
 def _rise(values: list[float]) -> tuple[float, bool]:
@@ -449,19 +498,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _limits_to_json(limits: Limits) -> list[float | None]:
-    return [_finite(limits.loss), _finite(limits.grad_norm)]
-
-
 def _limits_from_json(pair: list[list[float | None]]) -> tuple[Limits, Limits]:
-    usual, after_high = (
-        Limits(loss=_or_infinite(loss), grad_norm=_or_infinite(norm)) for loss, norm in pair
-    )
+    usual, after_high = map(limits_of, pair)
     return usual, after_high
-
-
-def _or_infinite(value: float | None) -> float:
-    return math.inf if value is None else value
 
 
 _NO_LIMITS = (Limits(), Limits())

@@ -235,11 +235,15 @@ class Replayed:
     """The result of computing the step again.
 
     Args:
+        proven: a proven cause that lies in no sample, in words: skipping would not cure it.
+        may_settle: whether a lasting level may be the data's, for all that is known.
         is_mix: the data mix changes from here on.
         blames_weights: known good samples are bad with these weights as well.
         rate_factor: factor on the learning rate at which the same steps are good.
     """
 
+    proven: str = ""
+    may_settle: bool = True
     is_mix: bool = False
     blames_weights: bool = False
     rate_factor: float | None = None
@@ -300,11 +304,16 @@ def decide(case: DecisionInput) -> Action:
             return Halt(reason=f"{trouble.in_a_row} steps in a row discarded: {verdict.reason}")
         if case.reads_again:
             back = _go_back(case)
-            if isinstance(back, Rollback):
+            if isinstance(back, Rollback) or case.replayed.proven:
                 return back
+        elif case.replayed.proven:
+            return Halt(
+                reason=f"{case.replayed.proven}. No sample is at fault, so none is skipped: "
+                f"{verdict.reason}"
+            )
         if trouble.num_recent() < rules.persist:
             return Discard(reason=verdict.reason)
-        may_settle = case.repeat or case.replayed.is_mix
+        may_settle = case.replayed.may_settle and (case.repeat or case.replayed.is_mix)
         if may_settle and _is_level(trouble.last_run(), rules, case.untrained_loss):
             return _settle_or_wait(trouble.last_run(), rules, is_mix=case.replayed.is_mix)
     elif case.repeat and _has_settled(case.recent, rules):

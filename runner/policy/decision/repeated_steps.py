@@ -78,11 +78,20 @@ class StepComparison:
             return Outcome.lost
         if gated and now.step < self.bad:
             return None  # separate trouble; the step is repeated
-        if now.samples != before.samples or now.learning_rate != before.learning_rate:
-            return Outcome.lost  # it is not the same step
-        if now.apart(before) > (0.0 if self.is_exact else _NOISY):
+        if not self._is_same(before, now):
+            return Outcome.lost
+        if self.differs(now):
             return Outcome.lost if gated else Outcome.differs
         return Outcome.repeated if now.step == self.bad else None
+
+    def differs(self, now: Recorded) -> bool:
+        """Whether the same step has other numbers than recorded."""
+        before = self.recorded.get(now.step)
+        limit = 0.0 if self.is_exact else _NOISY
+        return before is not None and self._is_same(before, now) and now.apart(before) > limit
+
+    def _is_same(self, before: Recorded, now: Recorded) -> bool:
+        return now.samples == before.samples and now.learning_rate == before.learning_rate
 
 
 def recorded_in(lines: Iterable[Mapping[str, Any]], first: int, stop: int) -> list[list[Any]]:

@@ -261,6 +261,7 @@ class Replay:
                     "metrics_bytes": 0,
                     "cut_factor": action.cut_factor,
                     "cut_steps": action.cut_steps,
+                    "held_limits": self._baseline.to_hold.to_json(),
                 },
             )
         )
@@ -294,6 +295,7 @@ class Replay:
     def _load(self, serial: int) -> None:
         record, state = self._saved[serial]
         self._baseline.load_json(state["baseline"])
+        self._baseline.hold(self._history.held)
         self._trouble.load_json(state["trouble"])
         self._updates = record.step
         self._records[:] = [r for r in self._records if r.serial <= serial]

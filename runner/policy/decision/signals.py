@@ -75,6 +75,17 @@ class Limits:
             not signals.is_finite or signals.loss > self.loss or signals.grad_norm > self.grad_norm
         )
 
+    def to_json(self) -> list[float | None]:
+        """The loss and the norm; None for no limit."""
+        pair = (self.loss, self.grad_norm)
+        return [limit if math.isfinite(limit) else None for limit in pair]
+
+
+def limits_of(pair: Sequence[float | None]) -> Limits:
+    """Inverse of :meth:`Limits.to_json`."""
+    loss, norm = (math.inf if limit is None else limit for limit in pair)
+    return Limits(loss=loss, grad_norm=norm)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 _WINDOW = 1000  # losses
 _LEAST = 200  # losses before one is judged
 _SIGMAS = 7.0
 _SHARE = 0.001
+_STATE = ("sum", "squares", "num", "spikes", "is_high", "is_told")
 
 
 class SpikeScore:
@@ -23,6 +26,16 @@ class SpikeScore:
         self._sum = self._squares = 0.0
         self._num = self._spikes = 0
         self._is_high = self._is_told = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {name: getattr(self, f"_{name}") for name in _STATE} | {"losses": [*self._losses]}
+
+    def load_json(self, state: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_json`."""
+        self._losses = deque(state["losses"], maxlen=_WINDOW)
+        for name in _STATE:
+            setattr(self, f"_{name}", state[name])
 
     def note(self, loss: float) -> float | None:
         """Record a step's loss; returns the share, once, when it is too high in two windows in a

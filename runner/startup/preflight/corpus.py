@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.data.dataset import NOT_COUNTED, Dataset, Sample, Tokens
-from runner.data.feed import describe
+from runner.data.dataset import NOT_COUNTED, Dataset, Sample, Tokens, describe
+from runner.data.draws import read_sample
 from runner.startup.model_check import Check
 from runner.startup.preflight.subject import not_tried
 
@@ -72,7 +72,7 @@ def _samples(
     unreadable: list[int] = []
     for index in indices.tolist():
         try:
-            sample = dataset[index]
+            sample = read_sample(dataset, index)
         except Exception:  # from a user's data set; a run leaves such samples out
             unreadable.append(index)
             continue

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from runner.engine.modes import evaluating
 from runner.model.loss import NOT_COUNTED
 from runner.model.objective import LABELS
 from runner.startup.model_check import Check
@@ -40,8 +41,8 @@ def first_loss(subject: Subject) -> Check:
     if subject.vocab_size < 2:
         return not_tried(name, "the data has no number of token ids")
     uniform = math.log(subject.vocab_size)
-    model = objective(subject.network).eval()
-    with torch.no_grad():
+    model = objective(subject.network)
+    with torch.no_grad(), evaluating(model):
         losses = [
             float(mean_loss(model, subject.inputs(_ROWS, None, number)))
             for number in range(len(subject.batches))

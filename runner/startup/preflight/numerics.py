@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.engine.modes import in_evaluation
 from runner.model.loss import NOT_COUNTED
 from runner.model.objective import LABELS, has_own_losses
 from runner.startup.model_check import Check
@@ -30,6 +31,7 @@ _EXACT, _ROUGH = (
     2e-2,
 )  # relative; for a model in FP64 throughout, and for one that casts to FP32 inside
 _MOVES = (1e-4, 1e-3, 1e-5, 1e-2)  # share of the loss that a step along the gradient should change
+_JUMP = 0.75  # of what is unexplained at twice the distance
 _BF16_NATS, _BF16_COSINE = 0.02, 0.98
 _COUNTS = 1e-2  # share of the whole gradient's norm: less is noise in BF16
 
@@ -40,7 +42,7 @@ def gradients(subject: Subject) -> Check:
     if subject.num_parameters > _MOST_ELEMENTS:
         return not_tried(name, f"{subject.num_parameters:,} parameters in FP64 take too long")
     cpu = torch.device("cpu")
-    network = copy.deepcopy(subject.network).to(cpu).double().eval()
+    network = in_evaluation(copy.deepcopy(subject.network).to(cpu).double())
     inputs = {n: _double(t.to(cpu)) for n, t in subject.inputs(2, 24).items()}
     loss_of = _exact_loss if subject.has_tokens else _own_loss
     loss_of(network, inputs).backward()  # type: ignore[no-untyped-call]
@@ -48,18 +50,29 @@ def gradients(subject: Subject) -> Check:
     trained = [(n, p) for n, p in trained if float(p.grad.norm()) > 0]  # type: ignore[union-attr]
     step = -(-len(trained) // _MOST_TENSORS)
     began = time.monotonic()
-    worst, where, wrong, count = 0.0, "", [], 0
+    worst, where, count = 0.0, "", 0
+    wrong: list[str] = []
+    jumps: list[str] = []
     for one, parameter in trained[::step] if step else []:
-        error = _error(lambda: loss_of(network, inputs), parameter)
+        error, is_jump = _error(lambda: loss_of(network, inputs), parameter)
         count += 1
         if error > worst:
             worst, where = error, one
         if error > _ROUGH:
-            wrong.append(one)
+            (jumps if is_jump else wrong).append(one)
         if time.monotonic() - began > _MOST_SECONDS:
             break
     if not count:
         return not_tried(name, "no parameter has a gradient")
+    if jumps and not wrong:
+        return Check(
+            name=name,
+            holds=False,
+            found=f"at {named(jumps)} the loss jumps, so that no difference tells its slope",
+            remedy="a choice in the model, as top-k routing, jumps and is sound; otherwise try "
+            "torch.autograd.gradcheck on it",
+            is_warning=True,
+        )
     rough = "" if worst < _EXACT else "; somewhere it computes in FP32"
     return Check(
         name=name,
@@ -87,28 +100,36 @@ def _own_loss(network: nn.Module, inputs: Inputs) -> Tensor:
     return loss
 
 
-def _error(loss_of: Callable[[], Tensor], parameter: nn.Parameter) -> float:
-    """The relative error of one tensor's gradient, at the best of a few distances."""
+def _error(loss_of: Callable[[], Tensor], parameter: nn.Parameter) -> tuple[float, bool]:
+    """The relative error of one tensor's gradient, at the best of a few distances.
+
+    Also whether the loss jumps there: at half that distance as much of it is unexplained, where a
+    wrong gradient would leave half.
+    """
     assert parameter.grad is not None
     norm = float(parameter.grad.norm())
     direction = parameter.grad / norm
     original = parameter.detach().clone()
     loss = float(loss_of().detach())
-    best = float("inf")
-    for move in _MOVES:
-        length = move * max(abs(loss), 1e-3) / norm
+
+    def unexplained(length: float) -> float:
         sides = []
         for sign in (1.0, -1.0):
             with torch.no_grad():
                 parameter.copy_(original + sign * length * direction)
                 sides.append(float(loss_of()))
-        measured = (sides[0] - sides[1]) / (2 * length)
-        best = min(best, abs(measured - norm) / norm)
+        return abs(sides[0] - sides[1] - 2 * length * norm)
+
+    best, at = float("inf"), 0.0
+    for move in _MOVES:
+        length = move * max(abs(loss), 1e-3) / norm
+        best, at = min((best, at), (unexplained(length) / (2 * length * norm), length))
         if best < _EXACT:
             break
+    is_jump = best > _ROUGH and unexplained(at / 2) > _JUMP * unexplained(at)
     with torch.no_grad():
         parameter.copy_(original)
-    return best
+    return best, is_jump
 
 
 def _double(tensor: Tensor) -> Tensor:
@@ -122,7 +143,7 @@ def low_precision(subject: Subject) -> Check:
     for dtype in (None, torch.bfloat16):
         network = subject.copy()
         network = network if dtype is None else network.to(dtype)
-        model = objective(network, dtype=dtype).eval()
+        model = in_evaluation(objective(network, dtype=dtype))
         loss = mean_loss(model, subject.inputs(4, 128))
         loss.backward()  # type: ignore[no-untyped-call]
         losses.append(float(loss.detach()))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from runner.engine.modes import evaluating, in_evaluation
 from runner.model.decoder import Decoder
 from runner.model.objective import INPUT, LABELS, SEGMENTS, accepted_by, has_own_losses
 from runner.startup.model_check import Check
@@ -148,7 +150,7 @@ def _first_mixing(subject: Subject, runs: list[Inputs], begin: int) -> tuple[str
 @torch.no_grad()
 def _noted(subject: Subject, inputs: Inputs) -> list[tuple[str, Tensor]]:
     """Record each module's output [B, T, ...], in the order of execution."""
-    network = subject.copy().double().eval()
+    network = in_evaluation(subject.copy().double())
     length = inputs[INPUT].shape[1]
     outputs: list[tuple[str, Tensor]] = []
 
@@ -255,15 +257,16 @@ def _apart(
 ) -> float:
     """The largest difference of outputs at positions ``[begin, end)``; NaN counts as one.
 
-    ``in_training``: as in training, with the same dropout.
+    ``in_training``: each module is in its own mode, with the same dropout.
     """
-    network = subject.copy().train() if in_training else subject.network.eval()
     if begin >= end:
         return 0.0
+    network = subject.copy() if in_training else subject.network
     differences: list[Tensor] = []
-    for inputs in (one, other):
-        torch.manual_seed(0)
-        differences.append(answers(network, inputs, begin, end).double())
+    with nullcontext() if in_training else evaluating(network):
+        for inputs in (one, other):
+            torch.manual_seed(0)
+            differences.append(answers(network, inputs, begin, end).double())
     difference = (differences[0] - differences[1]).abs()
     return (
         float(torch.nan_to_num(difference, nan=float("inf")).max()) if difference.numel() else 0.0

@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from runner.engine.modes import in_evaluation
 from runner.engine.optimizer import OptimizerSettings, ShardOptimizer
 from runner.engine.protocol import Batch
 from runner.model.blueprint import Blueprint
@@ -145,7 +146,7 @@ class Trainer:
 
     Args:
         network: the copy that it trains.
-        with_dropout: whether dropout is on, as in training.
+        with_dropout: whether each module is in its own mode, as in training.
         settings: an optimizer other than the run's.
     """
 
@@ -158,7 +159,8 @@ class Trainer:
         settings: OptimizerSettings | None = None,
     ) -> None:
         self._model = objective(network)
-        self._model.train(with_dropout)
+        if not with_dropout:
+            in_evaluation(self._model)
         self._clip = subject.clip
         trained = {n: p for n, p in network.named_parameters() if p.requires_grad}
         self._trained = list(trained.values())

@@ -1,0 +1,77 @@
+"""Random draws in samples: torch's, NumPy's and Python's generators are seeded before each one.
+
+So a sample that is augmented at random is the same on each reading at one position of the stream,
+in any process and on any number of ranks, and another at the next. Must not know how samples are
+made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from runner.data.dataset import Dataset, Record, Sample
+
+
+def draws(dataset: Dataset) -> bool:
+    """Whether its samples come from code that may draw: no data set of our own does."""
+    return bool(getattr(dataset, "draws", False))
+
+
+def read_sample(dataset: Dataset, index: int, at: tuple[int, int] | None = None) -> Sample | Record:
+    """Read a sample as drawn for (seed, position) ``at``, or for its number. Raises as ``[index]``.
+
+    The generators are as before afterwards.
+    """
+    if not draws(dataset):
+        return dataset[index]
+    with kept_generators():
+        if at is None:
+            seed_by_index(index)
+        else:
+            seed_by_position(*at)
+        return dataset[index]
+
+
+def seed_by_position(seed: int, position: int) -> None:
+    """Seed the generators for the sample at a position of a run's stream."""
+    _seed(f"{seed} {position}")
+
+
+def seed_by_index(index: int) -> None:
+    """Seed the generators for a sample outside of the stream: held out, inspected, measured."""
+    _seed(f"sample {index}")
+
+
+@contextlib.contextmanager
+def kept_generators() -> Iterator[None]:
+    """Restore the generators afterwards."""
+    if torch.utils.data.get_worker_info() is not None:
+        yield  # a loading process draws for nothing else, and saving them takes 0.2 ms
+        return
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+
+def generators() -> int:
+    """A number that changes with the state of the generators."""
+    numpy = [np.asarray(part).tobytes() for part in tuple(np.random.get_state())]
+    return hash((torch.get_rng_state().numpy().tobytes(), *numpy, random.getstate()))
+
+
+def _seed(key: str) -> None:
+    hashed = hashlib.sha256(key.encode()).digest()
+    # Not torch.manual_seed, which seeds every kind of device as well.
+    torch.default_generator.manual_seed(int.from_bytes(hashed[:4], "big"))
+    np.random.seed(int.from_bytes(hashed[4:8], "big"))
+    random.seed(int.from_bytes(hashed[8:16], "big"))

@@ -1,0 +1,130 @@
+"""P14: an exception in what only looks, on one rank or on all, ends no run and changes no bit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from runner.run_dir.paths import RunDir
+from tests.run import TWO_LAYERS, Result, finish, train
+
+# Where each observer raises: the step, and before which of its exchanges between ranks.
+AT = {
+    "memory line": (0, 0),
+    "layers": (10, 0),
+    "layer report": (20, 0),
+    "sources": (21, 0),
+    "spike score": (22, 0),
+    "tracker": (23, 0),
+    "ring lines": (24, 0),
+    "live line": (25, 0),
+    "pace": (14, 1),
+    "rank times": (7, 0),
+    "replicas": (18, 1),
+    "audit": (30, 3),
+    "preflight": (0, 2),
+    "curve": (104, 1),
+    "explain": (33, 5),
+    "evidence": (40, 0),
+    "names": (45, 0),
+    "resume check": (52, 0),
+}
+LOOKING = (
+    *("track.layers_every=5", "debug.audit_every=6", "watchdog.straggler_every=7"),
+    *("debug.replica_check_every=9", "debug.preflight=true", "track.every=5"),
+    "track.tensorboard=true",
+    *("guard.remedy=verdict", "eval.every=8"),
+)
+NOT_LOOKING = (
+    *("track.layers_every=0", "debug.audit_every=0", "watchdog.straggler_every=0"),
+    *("debug.replica_check_every=0", "track.read=false", "explain=off", "eval.every=0"),
+)
+# At step 33 the explanation fails, so the ladder discards the step; the others are redone.
+TROUBLE = "nan_grad@step=33,rank=0"
+PASSING = (TROUBLE, "nan_grad@step=40,rank=1", "nan_grad@step=45,rank=0")
+SAME = (TWO_LAYERS, "steps=110")
+ON_RANK_0 = {
+    "ring lines",
+    "rank times",
+    "evidence",
+    "curve",
+    "tracker",
+}  # others have none of it, or no part
+
+
+@pytest.fixture(scope="module")
+def unseen(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The run that nothing looks at."""
+    out = tmp_path_factory.mktemp("unseen") / "out"
+    return finish(out, *SAME, *NOT_LOOKING, f"faults=[{TROUBLE}]")
+
+
+def raising(where: str, *, later: bool) -> str:
+    """The faults in all observers.
+
+    Args:
+        where: on which ranks: "0", "1" or "all".
+        later: in an exchange rather than as the observer begins.
+    """
+    faults = []
+    for name, (step, call) in AT.items():
+        rank = "0" if name in ON_RANK_0 and where != "all" else where
+        at = [f"observer={name}", f"step={step}", *([] if rank == "all" else [f"rank={rank}"])]
+        faults.append(f"raise@{','.join([*at, *([f'call={call}'] if later else [])])}")
+    return "faults=[" + ",".join(f"'{one}'" for one in [*PASSING, *faults]) + "]"
+
+
+@pytest.mark.parametrize(
+    ("where", "later"),
+    [
+        ("1", True),
+        ("all", False),
+        pytest.param("1", False, marks=pytest.mark.full),
+        pytest.param("all", True, marks=pytest.mark.full),
+        pytest.param("0", True, marks=pytest.mark.full),
+    ],
+)
+def test_no_observer_ends_the_run_or_changes_it(
+    tmp_path: Path, where: str, later: bool, unseen: Result
+) -> None:
+    hit = finish(tmp_path / "hit", *SAME, *LOOKING, raising(where, later=later))
+    assert hit.digest == unseen.digest, hit.tail
+    assert hit.summary["skipped"] == unseen.summary["skipped"]
+    lines = hit.journal("observer")
+    names = [line["detail"]["observer"] for line in lines]
+    assert len(set(names)) == len(names), "said once"
+    assert set(names) == AT.keys(), hit.tail
+    rank = "rank 0" if where == "all" else f"rank {where}: "
+    for line in lines:
+        on_first = where != "all" and line["detail"]["observer"] in ON_RANK_0
+        who = "rank 0" if on_first else rank
+        assert f": not tried: {who}" in line["reason"] and "DrillError" in line["reason"], line
+
+
+def test_every_observer_is_in_the_drill() -> None:
+    texts = [path.read_text() for path in Path("runner").rglob("*.py")]
+    named = {n for text in texts for n in re.findall(r"(?:alone|together)\(\s*\"([\w ]+)\"", text)}
+    named |= {
+        n for text in texts for n in re.findall(r"^\w+ = \"([\w ]+)\"  # the obser", text, re.M)
+    }
+    assert named == AT.keys()
+
+
+def test_a_probe_that_ends_two_starts_is_not_begun_again(tmp_path: Path) -> None:
+    """One rank raises between two gathers of parameters, where it can meet the others nowhere."""
+    hit = train(
+        tmp_path / "hit",
+        *("model._target_=tests.sick.Net", "model.how=probe", "model.bad=[1]", "model.since=13"),
+        *("guard.remedy=verdict", "eval.every=0", "steps=40", "parallel.timeout_seconds=5"),
+        "faults=[poison@samples=1030]",
+        restarts=2,
+    )
+    assert hit.code == 0 and hit.summary["status"] == "done", hit.tail
+    assert len(hit.journal("start")) == 3, hit.tail
+    (line,) = hit.journal("observer")
+    assert line["step"] == 32 and "the 2 starts before ended in it" in line["reason"], line
+    ((first, stop),) = hit.summary["skipped"]
+    assert first <= 1030 < stop and len(hit.journal("discard")) == 1, hit.tail
+    assert not RunDir(hit.out).probe_mark.exists()

@@ -1,0 +1,171 @@
+"""P15: a request to stop in any phase is seen within a micro-batch, and the run ends as if it had
+never been stopped: the state of the last applied step is saved, and the rest is done anew."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run import Result, train
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+PROGRAM = Path(__file__).parents[1] / "stopped_in.py"
+# Four micro-batches a rank and step, six an evaluation.
+SETTINGS = (
+    *("steps=20", "batch.micro_size=4", "eval.every=6", "eval.samples=48", "debug.audit_every=6"),
+    *("checkpoint.keep_best=true", "guard.remedy=verdict", "explain=full"),
+)
+BAD_SAMPLES = "faults=[poison@samples=480-481]"
+STEPS = {
+    "plain": (),
+    "best": (
+        *("guard.enabled=false", "checkpoint.keep=1"),
+        "schedule._target_=tests.drills.test_stop.destroying",
+    ),
+    "samples": (BAD_SAMPLES,),
+    "average": ("optim.ema=0.9", "parallel=ddp"),
+    "zero": (BAD_SAMPLES, "parallel=zero2", "optim.ema=0.9"),
+    "passing": ("faults=[nan_grad@step=15,rank=1]",),
+    "rate": (
+        *("schedule._target_=tests.drills.test_redo.jump", "steps=32"),
+        *("guard.max_rollbacks=6", "guard.cooldown_steps=1000"),
+        # Back to the same checkpoint: a stop drops snapshots, and waits for proofs under way.
+        *("checkpoint.memory_every=0", "checkpoint.clean_after=3"),
+    ),
+}
+
+
+def destroying(updates: int) -> float:
+    """A schedule after which the held-out loss of step 12 is the best."""
+    return 3e-3 if updates < 12 else 0.3
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Where a run is asked, and what is expected of it.
+
+    Args:
+        run: which of the runs of :data:`STEPS`.
+        place: see tests/stopped_in.py.
+        saved: the step that is saved.
+        left: words of the reason.
+    """
+
+    run: str
+    place: str
+    saved: int
+    left: str = ""
+
+
+BENCH, EVALUATOR = "runner.explain.probe:Bench", "runner.train.evaluate:Evaluator"
+NEXT = "the next start makes the evaluation of step"
+ANEW = "is bad and not explained yet: the next start computes it again"
+PHASES = {
+    "step": Phase("plain", "runner.train.step:Stepper.launch 13 2", 14),
+    "step before an evaluation": Phase("plain", "runner.train.step:Stepper.launch 12 2", 12, NEXT),
+    "evaluation": Phase("best", f"{EVALUATOR}.loss 2 3", 12, NEXT),
+    "evaluation of an average": Phase("average", f"{EVALUATOR}.loss 2 3", 12, NEXT),
+    "evaluation under ZeRO": Phase("zero", f"{EVALUATOR}.loss 2 3", 12, NEXT),
+    "A under ZeRO": Phase("zero", f"{BENCH}.compute 1 2", 14, ANEW),
+    "audit": Phase("plain", "runner.train.same_batch:SameBatch.compute 3 0", 12),
+    "save": Phase("plain", "runner.checkpoint.ring:Ring.save 2 0", 7),
+    "last proof": Phase("plain", "runner.train.final_proof:LastProof.fault 1 0", 20),
+    "A": Phase("samples", f"{BENCH}.compute 1 2", 14, ANEW),
+    "J": Phase("samples", f"{BENCH}.read 1 0", 14, ANEW),
+    "known": Phase("samples", f"{BENCH}.known 1 3", 14, ANEW),
+    "B": Phase("samples", f"{BENCH}.rotated 1 1", 14, ANEW),
+    "C": Phase("samples", f"{BENCH}.compute_wider 1 2", 14, ANEW),
+    "D": Phase("samples", "runner.train.clean_weights:CleanWeights.compute 2 1", 14, ANEW),
+    "E": Phase("samples", "runner.explain.culprits:Culprits._without 1 2", 14, ANEW),
+    "repetition": Phase("passing", f"{BENCH}.compute 3 1", 14, ANEW),
+    "G": Phase("rate", "runner.train.rate_probe:RateProbe._is_cured 2 9", 25, ANEW),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Path) -> dict[str, Result]:
+    return {}
+
+
+def never_stopped(known: dict[str, Result], runs: Path, name: str) -> Result:
+    if name not in known:
+        known[name] = train(runs / f"never-stopped-{name}", *SETTINGS, *STEPS[name])
+    return known[name]
+
+
+def rows() -> list[Any]:
+    always = {
+        ("evaluation", signal.SIGTERM, "1"),
+        ("A", signal.SIGUSR1, "0,1"),
+        ("G", signal.SIGINT, "1"),
+    }
+    return [
+        pytest.param(
+            phase, number, ranks, id=f"{phase}-{number.name}-{ranks}",
+            marks=() if (phase, number, ranks) in always else pytest.mark.full,
+        )
+        for phase in PHASES
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        for ranks in ("1", "0,1")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "number", "ranks"), rows())
+def test_a_stop_in_any_phase_leaves_no_trace(
+    tmp_path: Path,
+    runs: Path,
+    undisturbed: dict[str, Result],
+    name: str,
+    number: signal.Signals,
+    ranks: str,
+) -> None:
+    phase = PHASES[name]
+    out, log = tmp_path / "run", tmp_path / "batches"
+    settings = (*SETTINGS, *STEPS[phase.run])
+    env = {
+        "STOPPED_IN": phase.place,
+        "STOPPED_RANKS": ranks,
+        "STOPPED_SIGNAL": str(int(number)),
+        "STOPPED_LOG": str(log),
+    }
+    asked = train(out, *settings, program=PROGRAM, env=env)
+    assert asked.summary["exit_code"] == 75, asked.tail
+    reason = asked.summary["reason"]
+    assert number.name in reason and phase.left in reason, reason
+    assert f"saved at step {phase.saved}" in reason, reason
+    if not name.startswith(("step", "save")):
+        assert not log.exists(), f"computed after the signal:\n{log.read_text()}"
+    again = train(out, *settings)
+    assert again.journal("start")[-1]["step"] == phase.saved, again.tail
+    other = never_stopped(undisturbed, runs, phase.run)
+    assert again.code == other.code, again.tail
+    assert again.digest == other.digest and again.counted() == other.counted(), again.tail
+    assert best(again) <= steps_on_disk(again) and best(other) <= steps_on_disk(other)
+    if phase.run == "passing":  # the next start does not meet it again
+        assert not decisions(again)
+    else:
+        assert again.metrics() == other.metrics(), again.tail
+        assert decisions(again) == decisions(other)
+
+
+def best(run: Result) -> set[int]:
+    """The step with the best held-out loss."""
+    losses = {step: line["eval_loss"] for step, line in run.counted().items() if line["eval_loss"]}
+    assert len(losses) == max(run.counted()) // 6, "each step that is due has a loss"
+    return {min(losses, key=lambda step: losses[step])}
+
+
+def steps_on_disk(run: Result) -> set[int]:
+    folders = (run.out / "ring").glob("*-step-*")
+    return {int(folder.name.rpartition("-")[2]) for folder in folders}
+
+
+def decisions(run: Result) -> list[list[object]]:
+    """What was decided about bad steps, without times."""
+    kinds = ("redo", "discard", "rollback", "rebaseline", "episode", "explained", "audit")
+    lines = [line for line in run.journal() if line["kind"] in kinds]
+    return [[line["kind"], line["step"], line["decision"], line["samples"]] for line in lines]

@@ -1,0 +1,71 @@
+"""What follows from a verdict: a sick device costs no sample, and is never taken for the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run import Result, finish, train
+
+# The model of tests/sick.py on real ranks; its illness begins at step 33.
+SICK = ("model._target_=tests.sick.Net", "guard.remedy=verdict", "eval.every=0", "steps=70")
+
+
+def verdicts(run: Result) -> list[dict[str, Any]]:
+    """The causes in its journal, in order."""
+    causes = [line["detail"].get("cause") for line in run.journal()]
+    return [cause for cause in causes if isinstance(cause, dict)]
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "bad", "settings"),
+    [
+        ("noise", 2, [1], []),
+        ("weight", 3, [1, 2], []),
+        ("sum", 2, [], []),
+        ("pattern", 2, [1], []),
+        pytest.param("pattern", 4, [2], ["parallel=zero2"], marks=pytest.mark.full),
+        pytest.param("sum", 2, [], ["model.since=13"], id="back to before any limits"),
+        pytest.param("noise", 3, [0], ["explain=full"], marks=pytest.mark.full),
+        pytest.param("weight", 4, [3], ["parallel=ddp"], marks=pytest.mark.full),
+        pytest.param("weight", 2, [0], ["model.since=13"], marks=pytest.mark.full),
+    ],
+)
+def test_a_sick_device_halts_the_run_and_skips_nothing(
+    tmp_path: Path, how: str, ranks: int, bad: list[int], settings: list[str]
+) -> None:
+    words = (f"model.how={how}", f"model.bad={bad}", *settings)
+    hit = train(tmp_path / "hit", *SICK, *words, ranks=ranks)
+    assert hit.summary["status"] == "halted" and hit.summary["skipped"] == [], hit.tail
+    assert not hit.journal("rebaseline") and not hit.journal("explained"), hit.tail
+    (halt,) = hit.journal("halt")
+    assert halt["ranks"] == bad and halt["sample_ids"] == [], halt
+    last = verdicts(hit)[-1]
+    assert (last["cause"], last["ranks"]) == ("hardware, sticky", bad), last
+    assert last["hosts"] or not bad
+    named = [cause for cause in verdicts(hit) if cause["cause"] != "unclear"]
+    assert {cause["cause"] for cause in named} == {"hardware, sticky"}, named
+
+
+def test_a_model_for_half_precisions_only_survives_its_first_bad_sample(tmp_path: Path) -> None:
+    """Probe C computes without the model's own casts, and so raises in it on all ranks."""
+    poison = "faults=[poison@samples=1040]"
+    hit = finish(tmp_path / "hit", *SICK, "model.how=half", poison)
+    (line,) = hit.journal("redo")
+    cause = line["detail"]["cause"]
+    assert (cause["cause"], cause["positions"]) == ("data", [1040]), hit.tail
+    assert any("only fp16 and bf16 are supported" in one for one in cause["not_tried"]), cause
+    assert hit.summary["skipped"] == [[1040, 1041]]
+
+
+@pytest.mark.full
+def test_a_device_that_fails_at_times_costs_no_sample(tmp_path: Path) -> None:
+    words = ("model.how=at times", "model.bad=[1]", "guard.persist=30")
+    hit = train(tmp_path / "hit", *SICK, *words)
+    assert hit.summary["skipped"] == [], hit.tail
+    found = verdicts(hit)
+    assert {cause["cause"] for cause in found} & {"hardware, sticky", "hardware, transient"}
+    assert not {cause["cause"] for cause in found} & {"numerics", "data"}, hit.tail
+    assert {tuple(cause["ranks"]) for cause in found} <= {(), (1,)}, hit.tail

@@ -1,0 +1,61 @@
+"""What looks at a run says after a kill and a resume what it would have said without."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from types import SimpleNamespace as parts
+from typing import Any
+
+import pytest
+
+from runner.policy.decision.history import Incident
+from runner.policy.decision.spike_frequency import SpikeScore
+from runner.session.begin import _resume_check
+from runner.session.layers import spike_score
+from runner.system.parsing import json_text
+from tests.observed import observers
+
+
+@pytest.mark.parametrize("kept", [0, 1, 150, 999, 1000, 1500, 2900])
+def test_the_spike_score_says_the_same_after_a_resume(tmp_path: Path, kept: int) -> None:
+    """The metrics are cut to where the checkpoint was saved; the rest is computed again."""
+    dice = random.Random(kept)
+    losses = [dice.gauss(3.0, 0.1) for _ in range(3000)]
+    for at in range(300, 3000, 97):
+        losses[at] = math.nan if at % 2 else 30.0
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [json_text({"step": at + 1, "loss": loss}) + "\n" for at, loss in enumerate(losses)]
+    metrics.write_text("".join(lines))
+    opened: Any = parts(group=parts(is_first=True, run_dir=parts(metrics=metrics)))
+    resumed: Any = parts(metrics_bytes=len("".join(lines[:kept])))
+    score, whole = spike_score(opened, resumed, observers().ranks), SpikeScore()
+    shares = [whole.note(loss) for loss in losses]
+    assert [score.note(loss) for loss in losses[kept:]] == shares[kept:]
+    assert score.to_json() == whole.to_json()
+    assert [at for at, share in enumerate(shares) if share is not None] == [1999]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_compared"),
+    [
+        (["start"], True),
+        (["start", "setting_changed"], False),
+        (["start", "setting_changed", "start"], True),
+        (["setting_changed", "start", "discard"], True),
+    ],
+)
+def test_steps_of_other_settings_are_not_compared(kinds: list[str], is_compared: bool) -> None:
+    """Settings that the command allowed to change, as optim.beta2, since the start before."""
+    lines = [Incident(kind=kind, step=10, decision="", reason="") for kind in kinds]
+    reports: list[Incident] = []
+    opened: Any = parts(
+        written=parts(journal=parts(history=parts(incidents=lines)), report=reports.append)
+    )
+    start = Incident(kind="start", step=20, decision="", reason="")
+    row = [21.0, 160.0, 168.0, 3.0, 1.0, 1e-3]
+    check = _resume_check(opened, parts(step=20), [row], start)
+    line: Any = parts(step=21, samples=(160, 168), loss=2.0, grad_norm=1.0, lr=1e-3)
+    check.applied(line)
+    assert (check.num_compared, len(reports)) == ((1, 1) if is_compared else (0, 0))
