@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import registry
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler
@@ -126,8 +127,11 @@ def test_failed_ranks_are_one_line_and_the_first_to_fail_comes_first(
 def test_only_a_varying_number_of_nodes_needs_an_open_rendezvous(
     nodes: str, stays_open: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = DynamicRendezvousHandler.shutdown
-    monkeypatch.setattr(DynamicRendezvousHandler, "shutdown", before)
+    for kind, name in (
+        (DynamicRendezvousHandler, "shutdown"),
+        (SimpleElasticAgent, "_restart_workers"),
+    ):
+        monkeypatch.setattr(kind, name, getattr(kind, name))  # run() replaces both: put back later
     monkeypatch.setattr(agent, "main", lambda _: None)
     assert agent.run([f"--nnodes={nodes}", "-m", "runner"]) == 0
     assert (DynamicRendezvousHandler.shutdown is agent.shutdown) is stays_open
