@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -18,12 +17,6 @@ _RECORD = Path("docs/records/swarm.jsonl")
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def main() -> int:
@@ -61,7 +54,7 @@ def main() -> int:
         "flaky": [one["seed"] for one in report.flaky],
         "seconds": round(time.monotonic() - began),
         "processor_seconds": round(swarm.processor_seconds() - used),
-        "commit": _commit(),
+        "commit": swarm.commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }
     _say(json.dumps(row))

@@ -76,6 +76,7 @@ def prove(
     names: Sequence[str], seed: int, minutes: float, jobs: int, say: Callable[[str], None]
 ) -> int:
     """Look for each mutant for so many minutes; returns an exit code."""
+    commit = swarm.commit()
     patches = sorted(ROOT.glob(f"{MUTANTS}/*.patch"))
     wanted = [one for one in patches if not names or one.stem in names]
     count = 0
@@ -86,6 +87,7 @@ def prove(
         row = {
             **{"mutant": patch.stem, "found_by_case": cases, "wrong": words[:300], "seed": seed},
             "seconds": round(time.monotonic() - began),
+            "commit": commit,
             "date": datetime.now(UTC).date().isoformat(),
         }
         say(json.dumps(row))
