@@ -78,13 +78,6 @@ class MicroBatch:
     fields: Mapping[str, torch.Tensor] | None = None
     real: torch.Tensor | None = None
 
-    @property
-    def num_counted(self) -> int:
-        """Number of tokens with a loss; for samples without tokens, the number of samples."""
-        if self.real is not None:
-            return int(self.real.sum())
-        return int((self.targets != NOT_COUNTED).sum())
-
     def counts(self) -> list[int]:
         """The number of tokens with a loss in each row."""
         if self.real is not None:

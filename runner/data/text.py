@@ -122,9 +122,3 @@ def open_prepared(place: Path, *, seq_len: int, isolate_documents: bool) -> Data
     )
     windows.contents = contents_of(len(index.files), index.num_bytes)
     return windows
-
-
-def open_text(source: TextSource, *, seq_len: int, isolate_documents: bool) -> Dataset:
-    """Prepare and open, for a single process. Raises as both do."""
-    place = prepare_text(source, progress=lambda *_: None).place
-    return open_prepared(place, seq_len=seq_len, isolate_documents=isolate_documents)

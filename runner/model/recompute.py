@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-NONE, BLOCKS, SELECTIVE = "none", "blocks", "selective"
+NONE, SELECTIVE = "none", "selective"
 _COSTLY: Final = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
-from runner.checkpoint.disk.shards import read_range
 from tests.drills.compare import assert_every_sample_once
 from tests.run import TWO_LAYERS, Result, finish, train
+from tests.stored import read_range
 
 # The input, a matrix, and norms: ZeRO-3 keeps those gathered. What is tied stays tied.
 FROZEN = (

@@ -14,11 +14,12 @@ from runner.backtest.column import FURTHER
 from runner.backtest.read import read_columns, read_curve
 from runner.backtest.table import Names
 from runner.command.read import curve_of
-from runner.data.text import TextSource, open_text
+from runner.data.text import TextSource
 from runner.reading.read import read
 from runner.system.parsing import json_text
 from tests.fuzz.mutate import as_json, changed, damaged
 from tests.fuzz.test_parsers import often, slowly, try_all, watched
+from tests.stored import open_text
 
 __all__ = ["watched"]  # a fixture
 

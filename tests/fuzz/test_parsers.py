@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.disk.shards import collect_pieces, read_range, stamps, verify_files
+from runner.checkpoint.disk.shards import collect_pieces, stamps, verify_files
 from runner.config.compose import compose, from_yaml, to_yaml
 from runner.config.schema import RunConfig
 from runner.config.validate import check
@@ -50,6 +50,7 @@ from tests.fuzz.mutate import WORDS, as_json, changed, damaged, hostile
 from tests.mechanism.test_journal import DISCARD, ROLLBACK, START
 from tests.mechanism.test_memory import later, node, slot_file, taken
 from tests.mechanism.test_ring_on_disk import tensors, write
+from tests.stored import read_range
 
 TRIED: list[int] = []  # by the running test
 MOST_GROWTH_KIB = 1 << 20  # of this process's memory over one test

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.disk.shards import files_needed, read_range, stamps, verify_files
+from runner.checkpoint.disk.shards import files_needed, stamps, verify_files
 from runner.system.error import ConfigError, CorruptCheckpoint
 from tests.crash_world import World
 from tests.mechanism.test_ring_on_disk import SHAPES, tensors, whole, write
+from tests.stored import read_range
 from tests.syscalls import Inline
 
 SAVED = {serial: tensors(serial) for serial in (1, 2, 3)}

@@ -30,11 +30,12 @@ from runner.data.dataset import Dataset, contents_of, fingerprint_files, spread
 from runner.data.documents import PYTHON_LIBRARY
 from runner.data.megatron import open_megatron
 from runner.data.synthetic import SyntheticLanguage
-from runner.data.text import TextSource, open_text, prepare_text
+from runner.data.text import TextSource, prepare_text
 from runner.data.tokens import open_tokens
 from runner.session import parts
 from runner.system.error import DataError
 from runner.system.units import format_bytes
+from tests.stored import open_text
 
 SUFFIXES = (".py", ".txt")
 

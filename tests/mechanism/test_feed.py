@@ -542,7 +542,7 @@ def test_the_first_token_of_a_document_is_not_predicted(tmp_path: Path, workers:
         steps = batch.segments[:, 1:] - batch.segments[:, :-1]
         assert torch.equal(steps == 1, begins[:, :-1])
         num_masked += int(begins.sum())
-        assert batch.num_counted == batch.tokens.numel() - int(begins.sum())
+        assert sum(batch.counts()) == batch.tokens.numel() - int(begins.sum())
     assert num_masked == 4
 
 
@@ -557,7 +557,7 @@ def test_the_evaluation_set_is_read_once(world_size: int, number: int) -> None:
         for batch in share:
             counted = (batch.targets != NOT_COUNTED).any(dim=1)
             assert [place is not None for place in batch.positions] == counted.tolist()
-            assert batch.num_counted == SEQ_LEN * int(counted.sum())
+            assert sum(batch.counts()) == SEQ_LEN * int(counted.sum())
             rows += [
                 row.tolist()
                 for row, is_counted in zip(batch.tokens, counted, strict=True)

@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 
 from runner.__main__ import main
 from runner.checkpoint.disk.directory import CheckpointDirectory, Entry
-from runner.checkpoint.disk.shards import read_range, verify_files
+from runner.checkpoint.disk.shards import verify_files
 from runner.config.compose import compose
 from runner.model.decoder import Decoder
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session import parts
 from tests.run import TINY, finish
+from tests.stored import read_range
 
 Weights = dict[str, torch.Tensor]
 Import = Callable[..., tuple[int, str]]

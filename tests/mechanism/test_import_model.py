@@ -20,13 +20,13 @@ from torch import Tensor
 
 from runner.__main__ import main
 from runner.checkpoint.disk.directory import CheckpointDirectory
-from runner.checkpoint.disk.shards import read_range
 from runner.config.compose import compose
 from runner.convert.model_config import read_model
 from runner.model.decoder import Decoder
 from runner.session import parts
 from runner.system.error import ConfigError
 from tests.run import ONE_LAYER, TINY, TWO_LAYERS, finish
+from tests.stored import read_range
 
 Weights = dict[str, Tensor]
 Tree = dict[str, Any]

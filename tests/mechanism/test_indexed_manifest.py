@@ -22,7 +22,6 @@ from runner.checkpoint.disk.shards import (
     Snapshot,
     files_needed,
     own_share,
-    read_range,
     stamps,
     verify_files,
     write_rank_file,
@@ -40,6 +39,7 @@ from tests.mechanism.test_ring_on_disk import (
     tensors,
     whole,
 )
+from tests.stored import read_range
 
 
 def evenly(values: Tensors, shards: int, replicas: int) -> list[list[Snapshot]]:

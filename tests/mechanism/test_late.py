@@ -128,7 +128,7 @@ class OneNumber:
             loss=losses.sum(),
             grad_square=(len(losses) + wild + self.weight.abs()).square(),
             nonfinite=(~torch.isfinite(losses)).any().double(),
-            count=torch.tensor(float(work.batch.num_counted), dtype=torch.float64),
+            count=torch.tensor(float(sum(work.batch.counts())), dtype=torch.float64),
             sequences=Sequences(losses=(losses,), gradient_norms=()),
         )
 

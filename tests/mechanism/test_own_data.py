@@ -122,7 +122,7 @@ def test_short_samples_are_padded_and_labels_say_what_counts() -> None:
     assert targets == sorted(
         [(2, 3, 4, 5), (none, 3, none, none), (2, 3, none, none), (2, none, 4, 5)]
     )
-    assert batch.num_counted == 4 + 1 + 2 + 3
+    assert sum(batch.counts()) == 4 + 1 + 2 + 3
     assert set(batch.inputs()) == {"input_ids", "labels"}
 
 
@@ -188,7 +188,7 @@ def test_anything_else_is_stacked_and_padding_is_flagged() -> None:
         *other.fields["label"][other.real].tolist(),
     ]
     assert sorted(both) == [0, 1, 2, 3, 4, 6]
-    assert batch.num_counted + other.num_counted == 6
+    assert sum(batch.counts()) + sum(other.counts()) == 6
     [gone] = [*batch.unreadable, *other.unreadable]
     assert (gone.index, gone.error) == (5, "ValueError: image 5 is torn")
     moved = batch.to(torch.device("cpu"))
@@ -219,7 +219,7 @@ def test_a_collate_that_makes_token_ids_makes_an_ordinary_batch() -> None:
     dataset = adapt(Chars(["ab", "cde", "fghij", "kl"]), vocab_size=256, seq_len=SEQ_LEN)
     [batch] = batches(dataset)
     assert batch.fields is None and batch.shape == [4, SEQ_LEN]
-    assert batch.num_counted == 1 + 2 + 4 + 1
+    assert sum(batch.counts()) == 1 + 2 + 4 + 1
 
 
 class Rows(list[Any]):

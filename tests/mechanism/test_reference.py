@@ -235,7 +235,7 @@ def difference(row: Row, place: RankEnv) -> str:
             )
         )
         expected.append(reference.step(plan.indices.tolist()))
-        counts = {batch.num_counted for batch in pending.fetched.micro_batches}
+        counts = {sum(batch.counts()) for batch in pending.fetched.micro_batches}
         uneven = uneven or len(counts) > 1
         if is_bf16_only(config.parallel.kind) or updates == STEPS - 1:
             found += state_differs(own, reference)

@@ -30,7 +30,6 @@ from runner.checkpoint.disk.shards import (
     Snapshot,
     collect_pieces,
     own_share,
-    read_range,
     verify_files,
     write_rank_file,
 )
@@ -48,6 +47,7 @@ from runner.system.error import (
     UnreadableCheckpoint,
 )
 from runner.system.files import file_digest, open_regular, write_durably, write_json
+from tests.stored import read_range
 
 Tensors = Mapping[str, torch.Tensor]
 

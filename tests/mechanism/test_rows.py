@@ -203,7 +203,7 @@ def test_short_samples_share_a_window_and_nothing_else(tmp_path: Path) -> None:
             losses, _ = sequence_losses(
                 model(batch.tokens, batch.segments), batch.targets, fp32=True, z_loss=0.0
             )
-        assert batch.num_counted == sum(min(len(text) + 1, 17) - 1 for text in texts)
+        assert sum(batch.counts()) == sum(min(len(text) + 1, 17) - 1 for text in texts)
         return float(losses.double().sum())
 
     assert total(True) == pytest.approx(total(False), rel=1e-5)

@@ -23,11 +23,12 @@ from runner.data.claim import CacheClaim, Overtaken, Owners
 from runner.data.corpus_digest import whole_digest
 from runner.data.dataset import fingerprint_files
 from runner.data.documents import find_files
-from runner.data.text import TextSource, open_text, prepare_text
+from runner.data.text import TextSource, prepare_text
 from runner.data.tokenizer import open_codec
 from runner.system.error import DataError
 from runner.system.process import is_alive, own_process
 from runner.train.corpus_check import known_digest
+from tests.stored import open_text
 
 ME = Owners(own=own_process(), is_alive=is_alive)
 FORK = multiprocessing.get_context("fork")

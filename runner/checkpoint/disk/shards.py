@@ -461,16 +461,3 @@ class ShardReader:
             self._files.pop(name).close()
         except OSError as error:  # a network's file system may tell a failed read so late
             raise unreadable(self._entry.folder / name, error) from None
-
-
-def read_range(
-    entry: Entry,
-    name: str,
-    start: int,
-    count: int,
-    *,
-    seen: Mapping[str, Stamp] | None = None,
-) -> torch.Tensor:
-    """One range, see :class:`ShardReader`."""
-    with ShardReader(entry, seen=seen) as reader:
-        return reader.read(name, start, count)

@@ -1,0 +1,26 @@
+"""Reads what a run stores or prepares in one call, as only tests need it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from runner.checkpoint.disk.directory import Entry
+from runner.checkpoint.disk.shards import ShardReader, Stamp
+from runner.data.dataset import Dataset
+from runner.data.text import TextSource, open_prepared, prepare_text
+
+
+def read_range(
+    entry: Entry, name: str, start: int, count: int, *, seen: Mapping[str, Stamp] | None = None
+) -> torch.Tensor:
+    """Elements ``[start, start + count)`` of a flattened tensor of a checkpoint."""
+    with ShardReader(entry, seen=seen) as reader:
+        return reader.read(name, start, count)
+
+
+def open_text(source: TextSource, *, seq_len: int, isolate_documents: bool) -> Dataset:
+    """Prepare and open a text corpus in this process."""
+    place = prepare_text(source, progress=lambda *_: None).place
+    return open_prepared(place, seq_len=seq_len, isolate_documents=isolate_documents)
