@@ -480,7 +480,7 @@ MUTANTS = (
     ),
     Mutant(
         "the budget of replays is not looked at",
-        "runner/train/explaining.py",
+        "runner/explain/explaining_guard.py",
         "if left < self._rules.an_incident or info.batch is None:",
         "if info.batch is None:",
         "tests/mechanism/test_explain.py",
@@ -488,7 +488,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step is redone without limit",
-        "runner/train/explaining.py",
+        "runner/explain/explaining_guard.py",
         "_MOST_REDONE = 4",
         "_MOST_REDONE = 4000",
         "tests/mechanism/test_explain.py",
@@ -496,14 +496,14 @@ MUTANTS = (
     ),
     Mutant(
         "audits always take rank 0's samples",
-        "runner/train/same_batch.py",
+        "runner/explain/same_batch.py",
         "self._feed.read_again(plan, number % self._ranks.world_size)",
         "self._feed.read_again(plan, 0)",
         "tests/mechanism/test_audit.py",
     ),
     Mutant(
         "own gradients: the first micro-batch only",
-        "runner/train/own_gradients.py",
+        "runner/explain/same_batch.py",
         "            checksum = self._sums[name] * _FACTOR + checksum\n",
         "            checksum = self._sums[name]\n",
         "tests/mechanism/test_audit.py",

@@ -1,5 +1,5 @@
-"""Explains a bad step: computes it again, and variations of it, with the gate closed.
+"""Explains a bad step, and finds a device that computes wrongly: by computing again, gate closed.
 
-Owns the probes, the meaning of their numbers, and the finding with its evidence. Leaves the state
-unchanged; the loop decides on the remedy. Must not know the loop, the ring or the command line.
+Owns the probes, audits, the evidence, and the guard that asks for a cause before the ladder
+decides. Leaves the state unchanged. Must not know how a run is started, or the command line.
 """

@@ -27,7 +27,7 @@ from safetensors.torch import save
 from runner.data.cursor import BatchPlan
 from runner.data.dataset import Dataset, Sample, describe
 from runner.data.draws import read_sample
-from runner.explain.finding import Finding
+from runner.policy.decision.finding import Finding
 from runner.policy.decision.signals import Limits
 from runner.system.files import make_folder, read_bounded, write_durably, write_json
 from runner.system.parsing import parse_json, whole

@@ -8,9 +8,9 @@ from typing import Any
 
 from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
-from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Attempt, Bench
 from runner.explain.reading import Reading
+from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.signals import Limits
 
 # Computes readings with the weights of the newest clean checkpoint; None if there is none.

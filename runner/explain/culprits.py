@@ -14,9 +14,9 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing, sticky
-from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Bench, without_samples
 from runner.explain.reading import Reading, Usual, outstanding
+from runner.policy.decision.finding import Cause, Finding, Remedy
 
 _MANY = 0.25  # of a batch; more may be a new level of the data
 _MOST_VERIFIED = 3  # sets of culprits that are left out in turn

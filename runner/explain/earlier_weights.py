@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from runner.data.cursor import Indices
 from runner.explain.case import Case, Evidence, listing
-from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Bench
 from runner.explain.reading import outstanding, usual
+from runner.policy.decision.finding import Cause, Finding, Remedy
 
 _STEPS = 2
 

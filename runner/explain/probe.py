@@ -20,7 +20,7 @@ from runner.data.feed import Feed, MicroBatch
 from runner.distributed.observers import Failure, ObservedRanks
 from runner.engine.protocol import Engine, LocalSums, MicroStep, Shard
 from runner.engine.randomness import same_randomness
-from runner.explain.layers import ModuleWatch, first_bad, largest_by_module
+from runner.explain.module_watch import ModuleWatch, first_bad, largest_by_module
 from runner.explain.reading import Reading, Row, Share
 from runner.health.checks import checksum
 from runner.health.heartbeat import Heartbeat

@@ -15,7 +15,6 @@ from runner.distributed.observers import Failure
 from runner.explain.case import NOT_RECOMPUTED, Case, Evidence, inconclusive, listing, sticky
 from runner.explain.culprits import Culprits
 from runner.explain.earlier_weights import doubt_culprits
-from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.probe import Bench
 from runner.explain.reading import (
     Reading,
@@ -28,6 +27,7 @@ from runner.explain.reading import (
     relative_difference,
     usual,
 )
+from runner.policy.decision.finding import Cause, Finding, Remedy
 
 _MOST_AGAIN = 5  # repetitions of a step that is bad intermittently
 _REPEATS = 3  # repetitions of a step that was good again, to refute a transient fault

@@ -9,8 +9,12 @@ from runner.data.cursor import Indices, SampleStream
 from runner.data.feed import named_samples
 from runner.data.mixture import MixtureOrder
 from runner.explain.bundle import Bundles
+from runner.explain.clean_weights import CleanWeights
+from runner.explain.explaining_guard import Evidence, ExplainingGuard, ExplainRules
 from runner.explain.mark import ProbeMark
 from runner.explain.probe import Bench
+from runner.explain.rate_probe import RateProbe
+from runner.explain.repeated_steps import RepeatedSteps
 from runner.explain.replay import Replay
 from runner.policy.decision.history import Incident
 from runner.policy.decision.repeated_steps import Recorded, from_rows, recorded_in
@@ -22,11 +26,7 @@ from runner.session import parts
 from runner.session.phases import Actors, Machinery, Opened
 from runner.system.json_lines import iter_lines
 from runner.system.process import host_name
-from runner.train.clean_weights import CleanWeights
-from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules
 from runner.train.guard import Guard
-from runner.train.rate_probe import RateProbe
-from runner.train.repeated_steps import RepeatedSteps
 from runner.train.state import TrainState
 
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from runner.config.validate import is_zero
 from runner.data.feed import Feed
 from runner.distributed.observers import Observers
+from runner.explain.agreed_numbers import AgreedNumbers
+from runner.explain.audit import Auditor, AuditRules
+from runner.explain.clean_weights import CleanWeights
+from runner.explain.same_batch import SameBatch
 from runner.health.checks import PaceInspector, ReplicaInspector
 from runner.health.device_check import device_kind
 from runner.policy.straggler import Stragglers
 from runner.session.phases import Machinery, Opened
 from runner.startup.resume import Resumed
 from runner.system.process import host_name
-from runner.train.agreed_numbers import AgreedNumbers
-from runner.train.audit import Auditor, AuditRules
 from runner.train.checkpoints import SaveSchedule
-from runner.train.clean_weights import CleanWeights
 from runner.train.periodic import falls_due
 from runner.train.report import Reporter
-from runner.train.same_batch import SameBatch
 from runner.train.step import Stepper
 
 # Factor on watchdog.straggler_factor. A fixed computation is slow on a GPU only if it throttles.

@@ -36,6 +36,7 @@ from runner.engine.fsdp import FsdpEngine, Layout, device_mesh, shard_model
 from runner.engine.optimizer import OptimizerSettings
 from runner.engine.protocol import Engine
 from runner.engine.wider_precision import Wider, widen_buffers
+from runner.explain.explaining_guard import ExplainRules
 from runner.fault.inject import FaultInjector
 from runner.fault.wrap import MicroBatchFaults, wrap_engine
 from runner.health.hang import HangTimeouts
@@ -74,7 +75,6 @@ from runner.startup.resume import Resumed
 from runner.startup.shared_memory import memory_every
 from runner.system.error import ConfigError
 from runner.system.user_code import call_target, find_target
-from runner.train.explaining import ExplainRules
 from runner.train.save_schedule import AutoInterval, FixedInterval, SaveTimes, SnapshotInterval
 
 # Limits on replayed steps: for one incident, and for all as a share of the run's steps.

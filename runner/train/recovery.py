@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from runner.checkpoint.ring import Ring
 from runner.data.cursor import BatchPlan
-from runner.explain.finding import Cause
 from runner.observe.journal import Journal
 from runner.policy.decision.episode import Diagnosis, Episode
+from runner.policy.decision.finding import Cause
 from runner.policy.decision.history import (
     Incident,
     discard_incident,

@@ -74,7 +74,7 @@ class StepInfo:
         jobs: the ring's jobs that ``job_counts`` (sums of :attr:`JobProgress.counts`) describe.
         source_sums: for each source of a mixture, its summed loss and number of terms.
         cause: the cause of a bad step found by replays, see
-            :meth:`runner.explain.finding.Finding.to_json`; None without replays.
+            :meth:`runner.policy.decision.finding.Finding.to_json`; None without replays.
         unreadable: samples that could not be read. If any, the step was not applied, and its other
             numbers are meaningless.
         shares: number of samples assigned to each rank; given with ``unreadable``.

@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from runner.explain.clean_weights import HostCopy
+from runner.explain.rate_probe import Course, RateProbe, RateResult
 from runner.fault.spec import parse_faults
 from runner.policy.decision.history import Incident
 from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record
 from runner.session.phases import Run
 from runner.system.error import RunnerError
-from runner.train.clean_weights import HostCopy
-from runner.train.rate_probe import Course, RateProbe, RateResult
 from scripts.explain_trials.kinds import Scene
 from scripts.explain_trials.layouts import START, Layout
 from scripts.explain_trials.outcome import HEALTHY, NOTHING, Outcome, Trial, judge

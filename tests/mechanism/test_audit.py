@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from runner.explain import clean_weights
+from runner.explain.agreed_numbers import AgreedNumbers
+from runner.explain.audit import Auditor, AuditRules
+from runner.explain.same_batch import OwnGradients, SameBatch
 from runner.policy.odd_ranks import Opinion, changed_rank, named, opinion_on
 from runner.policy.retention.records import Record, State
-from runner.train import clean_weights
-from runner.train.agreed_numbers import AgreedNumbers
-from runner.train.audit import Auditor, AuditRules
-from runner.train.own_gradients import OwnGradients
-from runner.train.same_batch import SameBatch
 
 GOOD, BAD, WORSE = [1.0, 2.0], [1.0, 2.0000000001], [1.5, 2.0]
 

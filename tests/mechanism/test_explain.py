@@ -27,7 +27,7 @@ from runner.distributed.observers import Failure, ObservedRanks
 from runner.distributed.process_group import end_group, start_group
 from runner.engine.protocol import Engine, MicroStep
 from runner.explain.case import Case
-from runner.explain.finding import Cause, Finding, Remedy
+from runner.explain.explaining_guard import Evidence, ExplainingGuard, ExplainRules
 from runner.explain.probe import Attempt, Bench, without_samples
 from runner.explain.reading import (
     Reading,
@@ -44,6 +44,7 @@ from runner.fault.spec import parse_faults
 from runner.health.heartbeat import Heartbeat
 from runner.health.preemption import StopLook
 from runner.observe.journal import Journal, read_journal
+from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.judge import Kind, Verdict
 from runner.policy.decision.signals import Limits
 from runner.policy.decision.skip_ledger import Ledger
@@ -52,7 +53,6 @@ from runner.session import parts
 from runner.session.final_digest import collect_digest
 from runner.system.error import ConfigError, RankError
 from runner.system.json_lines import LineFile, read_lines
-from runner.train.explaining import Evidence, ExplainingGuard, ExplainRules
 from runner.train.state import TrainState
 from runner.train.step import StepInfo
 from tests.observed import observers

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from runner.data.cursor import BatchPlan
+from runner.explain.rate_probe import RateProbe, RateResult
 from runner.explain.reading import Reading, Row
 from runner.policy.decision.history import History
 from runner.policy.decision.skip_ledger import Ledger
-from runner.train.rate_probe import RateProbe, RateResult
 from runner.train.state import TrainState
 from tests.policy.steps import BATCH, attempted, judge_rules, remedy_rules
 

@@ -16,18 +16,18 @@ from runner.data.cursor import BatchPlan
 from runner.distributed.observers import Failure, Observers
 from runner.explain.bundle import Bundles, ExplainedStep
 from runner.explain.case import Case, Earlier, inconclusive
-from runner.explain.finding import Cause, Finding, Remedy
 from runner.explain.mark import ProbeMark
 from runner.explain.probe import Attempt
+from runner.explain.repeated_steps import RepeatedSteps
 from runner.explain.replay import Replay
 from runner.observe.journal import Journal
+from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.history import MIX, NUMERICS, STICKY, Incident, cause_of
 from runner.policy.decision.judge import Verdict
 from runner.policy.decision.signals import StepSignals
 from runner.policy.restart import HARDWARE
 from runner.system.error import LeaveError
 from runner.train.guard import Guard
-from runner.train.repeated_steps import RepeatedSteps
 from runner.train.report import Reporter
 from runner.train.state import TrainState
 from runner.train.step import InFlightStep, StepInfo

@@ -19,13 +19,13 @@ from typing import Any, Protocol
 from runner.data.cursor import BatchPlan
 from runner.data.feed import MicroBatch
 from runner.distributed.observers import ObservedRanks
+from runner.explain.agreed_numbers import AgreedNumbers
+from runner.explain.same_batch import SameBatch
 from runner.health.heartbeat import Heartbeat
 from runner.policy.decision.history import Incident
 from runner.policy.odd_ranks import ByRank, Opinion, differing, dissent, named, opinion_on
 from runner.policy.restart import HARDWARE
 from runner.system.error import LeaveError
-from runner.train.agreed_numbers import AgreedNumbers
-from runner.train.same_batch import SameBatch
 
 KIND = "audit"
 _REPEATS = 3  # computations before a rank is named

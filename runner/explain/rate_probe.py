@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from runner.engine.protocol import Engine
+from runner.explain.clean_weights import Ring, state_restored
 from runner.explain.reading import Reading, Usual, outstanding, usual
 from runner.health.preemption import StopLook
 from runner.policy.decision.history import History
 from runner.policy.decision.judge import Kind
 from runner.policy.decision.signals import StepSignals
 from runner.policy.retention.records import Record
-from runner.train.clean_weights import Ring, state_restored
 from runner.train.state import TrainState
 from runner.train.step import Stepper
 from runner.train.step_runner import StepPlanner

@@ -2,7 +2,7 @@
 
 The run computes the undone steps again from the clean checkpoint anyway; they are compared with the
 recorded ones (:mod:`runner.policy.decision.repeated_steps`). If all repeat, the next verdict tries
-lower rates (:mod:`runner.train.rate_probe`).
+lower rates (:mod:`runner.explain.rate_probe`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from runner.explain.bundle import Bundles
-from runner.explain.finding import Cause, Finding, Remedy
+from runner.explain.clean_weights import CleanWeights
+from runner.explain.rate_probe import RateProbe
 from runner.explain.reading import Reading
 from runner.explain.replay import Replay
+from runner.policy.decision.finding import Cause, Finding, Remedy
 from runner.policy.decision.history import Incident
 from runner.policy.decision.repeated_steps import Outcome, Recorded, StepComparison
 from runner.policy.decision.signals import Limits, StepSignals
 from runner.policy.retention.records import Record
-from runner.train.clean_weights import CleanWeights
-from runner.train.rate_probe import RateProbe
 from runner.train.state import TrainState
 from runner.train.step import StepInfo
 

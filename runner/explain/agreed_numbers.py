@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from runner.data.feed import MicroBatch
+from runner.explain.clean_weights import CleanWeights
+from runner.explain.same_batch import SameBatch
 from runner.policy.odd_ranks import ByRank, changed_rank, opinion_on
 from runner.policy.retention.records import Record, State, on_disk
-from runner.train.clean_weights import CleanWeights
-from runner.train.same_batch import SameBatch
 
 _KEPT = 2  # the newest agreement's checkpoint may not be written yet
 
