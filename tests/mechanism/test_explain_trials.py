@@ -63,6 +63,6 @@ def test_rows_come_back_and_make_the_page(tmp_path: Path) -> None:
         torn.write('{"key": "a line of wh')
     assert read(file) == [right, wrong]
     made = page.text(read(file), [])
-    assert "| verdict right | 1 of 2 (50.0 %) | 95 % |" in made
+    assert "| verdict right | 1/2 (50.0 %) | 95 % |" in made
     assert "| wrong ranks named | 1 | 0 |" in made
-    assert "| two samples | data | 1 of 1 | 0 | 0 | hardware, sticky 1 | 3 (3) |" in made
+    assert "| two samples | data | 1/1 | 0 | hardware, sticky 1 | 3 |" in made
