@@ -42,7 +42,7 @@ from runner.system.json_lines import iter_lines
 from runner.train.corpus_check import CorpusCheck, ResumedOn, known_digest
 from runner.train.curve_reader import CURVE, CurveReader
 from runner.train.layers import LAYERS
-from runner.train.report import Outputs, Reporter, Tracker
+from runner.train.report import Outputs, Reporter
 from runner.train.resume_check import ResumeCheck, recorded, repeats_as_before
 from runner.train.source_columns import SourceColumns
 
@@ -203,7 +203,7 @@ def _reporter(
             length=resumed.metrics_bytes,
             check=check,
         ),
-        trackers=_trackers(opened, resumed),
+        trackers=opened.written.trackers,
         console=group.console,
         lost=lambda: _losses(pages, opened.written.alerts) if group.is_first else (),
         journal=journal.add,
@@ -222,14 +222,6 @@ def _reporter(
         past=spent,
         began=journal.began,
     )
-
-
-def _trackers(opened: Opened, resumed: Resumed) -> list[Tracker]:
-    """The trackers of this rank: those in files are rank 0's alone."""
-    group, lease, others = opened.group, opened.lease, opened.written.trackers
-    if not group.is_first:
-        return [*others]
-    return [*parts.trackers(lease.config, group.run_dir, resumed, lease.run_lease), *others]
 
 
 def _read_curve(opened: Opened, resumed: Resumed, observers: Observers, reporter: Reporter) -> None:

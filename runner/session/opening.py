@@ -25,13 +25,14 @@ from runner.health.preemption import who_asked
 from runner.model.blueprint import Blueprint
 from runner.observe.alert import CommandAlerts
 from runner.observe.journal import Journal
+from runner.observe.tracker import Attempts, BackgroundTracker, RunFacts
+from runner.observe.tracker_kinds import TensorBoardTracker, makers
 from runner.policy.decision.history import Incident
 from runner.session import parts
 from runner.session.group import RankGroup
 from runner.session.optim import rules_matched, state_shapes
 from runner.session.phases import Corpus, Inventory, Lease, RunJournal
 from runner.session.pretrained import keep_small_files, kept_files
-from runner.session.trackers import run_trackers
 from runner.startup.micro_size import settle_micro_size
 from runner.startup.precision import settle_precision, settle_rope
 from runner.startup.restore import Restorer, open_remote, with_highest
@@ -40,6 +41,7 @@ from runner.startup.shared_memory import StateOnDevice, node_folder, open_memory
 from runner.system.error import ConfigError, Preempted
 from runner.system.json_lines import LineFile
 from runner.system.process import parent_name
+from runner.system.redact import redacted
 
 
 def acquire_lease(config: RunConfig, group: RankGroup) -> Lease:
@@ -151,7 +153,7 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
     command = lease.config.track.command
     alerts = CommandAlerts(command, group.run_dir.out) if command and group.is_first else None
     trackers = group.ranks.all_or_none(
-        "opening the trackers", lambda: run_trackers(lease, group) if group.is_first else []
+        "opening the trackers", lambda: _trackers(lease, group) if group.is_first else []
     )
     listeners = [*([alerts.tell] if alerts else []), *(one.tell for one in trackers)]
     journal = group.ranks.all_or_none(
@@ -177,6 +179,33 @@ def open_journal(lease: Lease, inventory: Inventory, group: RankGroup) -> RunJou
     for incident in inventory.restored.incidents if inventory.restored else []:
         written.report(incident)
     return written
+
+
+def _trackers(lease: Lease, group: RankGroup) -> list[BackgroundTracker]:
+    """The configured trackers; on rank 0 only.
+
+    Raises:
+        ConfigError: ``track._target_`` does not exist, or takes other arguments.
+    """
+    track, run_dir, run_lease = lease.config.track, group.run_dir, lease.run_lease
+    if not (track.tensorboard or track.wandb or track.mlflow or track._target_):
+        return []
+    facts = RunFacts(
+        run_id=run_dir.identity(),
+        config=redacted(flat(lease.config)),
+        digest=lease.config_digest,
+        out=run_dir.out,
+    )
+
+    def tensorboard() -> TensorBoardTracker:
+        return TensorBoardTracker(
+            run_dir.tensorboard, number=run_lease.number, check=run_lease.check
+        )
+
+    return [
+        BackgroundTracker(name, make, Attempts(run_dir.attempts(name), run_lease.check))
+        for name, make in makers(track, facts, tensorboard)
+    ]
 
 
 def settle_memory(lease: Lease, inventory: Inventory, written: RunJournal) -> Lease:

@@ -52,7 +52,6 @@ from runner.model.blueprint import (
 from runner.model.decoder import DecoderShape, RopeScaling, default_ffn_dim
 from runner.model.recompute import SELECTIVE
 from runner.observe.throughput import Throughput, peak_tflops
-from runner.observe.tracker import BackgroundTracker, TensorBoardTracker
 from runner.policy.batch_shards import shard_batch
 from runner.policy.decision.history import History, Incident
 from runner.policy.retention.interval import (
@@ -61,7 +60,6 @@ from runner.policy.retention.interval import (
     SnapshotRules,
     prior_seconds,
 )
-from runner.run_dir.lease import RunLease
 from runner.run_dir.paths import RunDir
 from runner.session.corpus import data_words as data_words
 from runner.session.corpus import digest_notes as digest_notes
@@ -71,7 +69,6 @@ from runner.session.corpus import prepare_data as prepare_data
 from runner.session.corpus import sample_stream as sample_stream
 from runner.session.optim import adamw_settings, optimizer_settings
 from runner.session.pretrained import head_losses, pretrained_blueprint
-from runner.startup.resume import Resumed
 from runner.startup.shared_memory import memory_every
 from runner.system.error import ConfigError
 from runner.system.user_code import call_target, find_target
@@ -571,18 +568,3 @@ def throughput(
         flops_per_token=network.flops_per_token() if peak else 0.0,
         peak_flops=peak * 1e12 * place.world_size if peak else None,
     )
-
-
-def trackers(
-    config: RunConfig, run_dir: RunDir, resumed: Resumed, run_lease: RunLease
-) -> list[BackgroundTracker]:
-    """Make the metric trackers; on rank 0 only, since they write files."""
-    if not config.track.tensorboard:
-        return []
-    tensorboard = TensorBoardTracker(
-        run_dir.tensorboard,
-        first_step=resumed.step + 1,
-        number=run_lease.number,
-        check=run_lease.check,
-    )
-    return [BackgroundTracker(tensorboard, "TensorBoard")]

@@ -20,7 +20,7 @@ from runner.model.blueprint import Blueprint
 from runner.observe.alert import CommandAlerts
 from runner.observe.backlog import Backlog
 from runner.observe.journal import Journal
-from runner.observe.run_tracker import BackgroundRunTracker
+from runner.observe.tracker import BackgroundTracker
 from runner.policy.decision.history import Incident
 from runner.report.writer import PageWriter
 from runner.run_dir.lease import RunLease
@@ -91,7 +91,7 @@ class RunJournal:
     journal: Journal
     group: RankGroup
     alerts: CommandAlerts | None = None
-    trackers: Sequence[BackgroundRunTracker] = ()
+    trackers: Sequence[BackgroundTracker] = ()
 
     def report(self, incident: Incident) -> None:
         """Record an incident and print it."""

@@ -16,6 +16,7 @@ from runner.observe.goodput import Past
 from runner.observe.metrics import Metrics, MetricsLine
 from runner.observe.side_lines import RankTimes, RingLines
 from runner.observe.throughput import Pace, Throughput
+from runner.observe.tracker import BackgroundTracker
 from runner.policy.decision.history import History, Incident
 from runner.policy.decision.judge import Verdict
 from runner.policy.retention.records import Record, State
@@ -29,15 +30,6 @@ from runner.train.step import StepInfo
 class Records(Protocol):
     @property
     def records(self) -> Sequence[Record]: ...
-
-
-class Tracker(Protocol):
-    """Takes each step's line without waiting; ``loss`` is its first error."""
-
-    @property
-    def loss(self) -> Loss | None: ...
-    def write(self, line: MetricsLine) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +48,7 @@ class Outputs:
     """
 
     metrics: Metrics
-    trackers: Sequence[Tracker]
+    trackers: Sequence[BackgroundTracker]
     console: Console
     lost: Callable[[], Iterable[Loss]] = tuple
     journal: Callable[[Incident], None] = lambda _: None
@@ -302,8 +294,6 @@ class Reporter:
 
     def close(self) -> None:
         self._metrics.close()
-        for tracker in self._trackers:
-            tracker.close()
         self._report_losses(self._step)
         if self._ring_lines is not None:
             self._ring_lines.note(self._step)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from runner.observe.journal import Journal, read_journal
 from runner.observe.metrics import Metrics, MetricsLine
 from runner.observe.throughput import Throughput, peak_tflops
-from runner.observe.tracker import TensorBoardTracker
+from runner.observe.tracker import numbers_of
+from runner.observe.tracker_kinds import TensorBoardTracker
 from runner.policy.decision.history import Incident
 from runner.policy.decision.skip_ledger import Ledger
 from runner.session.summary import Summary
@@ -365,12 +366,13 @@ def test_other_ranks_write_no_metrics() -> None:
 def test_tensorboard_has_the_points(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    first = TensorBoardTracker(tmp_path, first_step=1, number=1)
+    first = TensorBoardTracker(tmp_path, number=1)
     for step in (1, 2, 3):
-        first.write(line(step, loss=float(step), eval_loss=None))
-    second = TensorBoardTracker(tmp_path, first_step=3, number=2)  # again from step 2
-    second.write(line(3, loss=30.0, action="discard", eval_loss=4.0))
-    first.write(line(4, loss=40.0))  # cut off, it goes on
+        first.numbers(step, numbers_of(line(step, loss=float(step), eval_loss=None)))
+    second = TensorBoardTracker(tmp_path, number=2)  # again from step 2
+    again = line(3, loss=30.0, action="discard", eval_loss=4.0)
+    second.numbers(4, numbers_of(again))
+    first.numbers(5, numbers_of(line(4, loss=40.0)))  # cut off, it goes on
     first.close()
     second.close()
     read = EventAccumulator(str(tmp_path))

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-from runner.observe.metrics import MetricsLine
-from runner.observe.tracker import BackgroundTracker
 from runner.system.output import Outlet
 
 # Outlets
@@ -89,68 +87,6 @@ def test_a_stall_is_told_before_anything_is_lost(monkeypatch: pytest.MonkeyPatch
     until(lambda: outlet.loss is not None)
     assert outlet.num_lost == 0
     gate.set()
-
-
-# Trackers
-
-
-class Odd:
-    """A tracker that fails at a step, or hangs there."""
-
-    def __init__(self, *, fails_at: int = 0, hangs_at: int = 0) -> None:
-        self.steps: list[int] = []
-        self.is_closed = False
-        self.gate = threading.Event()
-        self._fails_at, self._hangs_at = fails_at, hangs_at
-
-    def write(self, line: MetricsLine) -> None:
-        if line.step == self._fails_at:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        if line.step == self._hangs_at:
-            self.gate.wait()
-        self.steps.append(line.step)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def line(step: int) -> MetricsLine:
-    return MetricsLine(
-        step=step, cursor=step, samples=(step - 1, step), loss=1.0, grad_norm=1.0, lr=1e-3,
-        tokens=8, tokens_per_second=1.0, seconds=1.0, data_wait_seconds=0.0, verdict="clean",
-        action="apply", eval_loss=None, time=0.0, stalls={},
-    )  # fmt: skip
-
-
-def test_a_tracker_is_told_everything() -> None:
-    inner = Odd()
-    tracker = BackgroundTracker(inner, "odd")
-    for step in range(1, 21):
-        tracker.write(line(step))
-    tracker.close()
-    assert inner.steps == list(range(1, 21)) and inner.is_closed and tracker.loss is None
-
-
-def test_a_tracker_that_fails_is_done_without() -> None:
-    inner = Odd(fails_at=3)
-    tracker = BackgroundTracker(inner, "odd")
-    for step in range(1, 8):
-        tracker.write(line(step))
-    tracker.close()
-    assert inner.steps == [1, 2], "what follows a torn record could not be read"
-    assert tracker.loss is not None and "No space left" in tracker.loss.reason
-
-
-def test_a_tracker_that_hangs_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.observe.tracker._CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr("runner.system.output.STALL_SECONDS", 0.05)
-    inner = Odd(hangs_at=2)
-    tracker = BackgroundTracker(inner, "odd")
-    for step in range(1, 2000):
-        tracker.write(line(step))
-    tracker.close()
-    assert inner.steps == [1] and tracker.loss is not None
-    inner.gate.set()
 
 
 # Standard output and error of a process

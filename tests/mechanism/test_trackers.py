@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner.observe.attempts import Attempts
 from runner.observe.metrics import MetricsLine
-from runner.observe.run_tracker import BackgroundRunTracker, RunFacts, RunTracker
+from runner.observe.tracker import Attempts, BackgroundTracker, RunFacts, Tracker
 from runner.system.output import Outlet
 from tests.run import train
 from tests.tracking import Recorder, Slow
@@ -36,7 +36,7 @@ def facts(out: Path) -> RunFacts:
     return RunFacts(run_id="ab" * 16, config={"optim.lr": 0.1, "steps": 9}, digest="d1", out=out)
 
 
-def told(tracker: BackgroundRunTracker, first: int, last: int) -> None:
+def told(tracker: BackgroundTracker, first: int, last: int) -> None:
     """Some steps, a discard, a rollback to the first of them, and the same steps again."""
     for step in range(first, last):
         tracker.write(line(step))
@@ -47,8 +47,8 @@ def told(tracker: BackgroundRunTracker, first: int, last: int) -> None:
         tracker.write(line(step))
 
 
-def background(make: Callable[[], RunTracker], out: Path) -> BackgroundRunTracker:
-    return BackgroundRunTracker("it", make, Attempts(out / "attempts.json"))
+def background(make: Callable[[], Tracker], out: Path) -> BackgroundTracker:
+    return BackgroundTracker("it", make, Attempts(out / "attempts.json"))
 
 
 def test_attempts_never_go_back(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_one_that_hangs_delays_nothing(tmp_path: Path) -> None:
 
 
 def test_one_that_fails_is_done_without(tmp_path: Path) -> None:
-    def make() -> RunTracker:
+    def make() -> Tracker:
         raise ConnectionError("no server")
 
     tracker = background(make, tmp_path)
@@ -99,9 +99,27 @@ def test_one_that_fails_is_done_without(tmp_path: Path) -> None:
     assert tracker.loss is not None and tracker.loss.reason == "ConnectionError: no server"
 
 
+def test_nothing_follows_a_call_that_failed(tmp_path: Path) -> None:
+    """What follows a torn record could not be read."""
+
+    class FailsOnce(Recorder):
+        def numbers(self, attempt: int, numbers: Mapping[str, float]) -> None:
+            if attempt == 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().numbers(attempt, numbers)
+
+    path = tmp_path / "told"
+    tracker = background(lambda: FailsOnce(str(path), "r", "d", {"steps": 3}), tmp_path)
+    told(tracker, 1, 7)
+    tracker.finish(SUMMARY, in_time=True)
+    assert tracker.loss is not None and "No space left" in tracker.loss.reason
+    kinds = [json.loads(text)[0] for text in path.read_text().splitlines()]
+    assert kinds == ["made", "numbers", "numbers"]
+
+
 def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
-    from runner.observe.wandb_tracker import WandbTracker
+    from runner.observe.tracker_kinds import WandbTracker
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     for first in (1, 3):  # the second is a restart
@@ -171,7 +189,7 @@ def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
     from mlflow import MlflowClient
 
-    from runner.observe.mlflow_tracker import MlflowTracker
+    from runner.observe.tracker_kinds import MlflowTracker
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # put back afterwards
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -221,7 +239,7 @@ def test_one_that_connects_for_long_has_all_of_a_short_run(
 ) -> None:
     """Longer than a stall, and than the end waits for one that works: as W&B is imported."""
     monkeypatch.setattr("runner.system.output.STALL_SECONDS", 0.2)
-    monkeypatch.setattr("runner.observe.run_tracker._CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("runner.observe.tracker._CLOSE_SECONDS", 0.2)
     path = tmp_path / "told"
     tracker = background(
         lambda: Slow(2.0, str(path), run_id="a", digest="d", config={"steps": 9}), tmp_path

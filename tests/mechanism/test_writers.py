@@ -22,7 +22,8 @@ from runner.command.backtest import backtest_command
 from runner.health.rank_report import Report, write_report
 from runner.observe.journal import Journal, read_journal
 from runner.observe.metrics import Metrics, MetricsLine
-from runner.observe.tracker import TensorBoardTracker
+from runner.observe.tracker import numbers_of
+from runner.observe.tracker_kinds import TensorBoardTracker
 from runner.policy.decision.history import Incident
 from runner.session.summary import Summary
 from runner.system.error import CorruptCheckpoint
@@ -221,13 +222,13 @@ def test_a_tracker_takes_finite_numbers_only(
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     folder = tmp_path_factory.mktemp("t")
-    tracker = TensorBoardTracker(folder, first_step=1, number=1)
+    tracker = TensorBoardTracker(folder, number=1)
     line = MetricsLine(
         step=1, cursor=2, samples=(0, 2), loss=a, grad_norm=b, lr=0.5, tokens=1,
         tokens_per_second=1.0, seconds=1.0, data_wait_seconds=0.0, verdict="", action="apply",
         eval_loss=b,
     )  # fmt: skip
-    tracker.write(line)
+    tracker.numbers(1, numbers_of(line))
     tracker.close()
     (path,) = folder.glob("*tfevents*")
     values = [v for event in EventFileLoader(str(path)).Load() for v in event.summary.value]
