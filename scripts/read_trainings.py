@@ -65,7 +65,7 @@ def main() -> None:
         folder = options.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         small = folder / "small.md"
-        small.write_bytes((ROOT / "docs" / "checkpoints.md").read_bytes()[:12_000])
+        small.write_bytes((ROOT / "docs" / "configuration.md").read_bytes()[:12_000])
         for kind, (settings, expected) in KINDS.items():
             shown = []
             for seed in range(options.seeds):

@@ -8,7 +8,7 @@ from typing import Any
 
 from scripts.explain_trials.healthy import STEPS, HealthyRun
 from scripts.explain_trials.kinds import NUMERICS, RATE, STATE
-from scripts.explain_trials.outcome import ENDED, NOTHING, Outcome
+from scripts.explain_trials.outcome import NOTHING, Outcome
 
 COMMAND = "python -m scripts.explain_trials"
 _OPEN = ("unclear", "not reproducible")
@@ -31,14 +31,16 @@ process ended" means that the trial itself failed.
 """
 
 
+_FAULTS = """How many of each kind the guard noticed, and in parentheses the wrong verdicts; the
+others were right. What is healthy has no right verdict."""
+
+
 def text(rows: Sequence[Outcome], healthy: Sequence[HealthyRun]) -> str:
     """The page, as Markdown."""
     exact = [row for row in rows if not row.noise]
     noisy = [row for row in rows if row.noise]
     parts = [_HEAD, _bounds(rows), _healthy(healthy), _layouts(rows)]
-    for tuned, verb in ((True, "were"), (False, "were not")):
-        of_kind = [row for row in exact if row.tuned is tuned]
-        parts.append(f"## Faults on which the rules {verb} tuned\n\n{_table(of_kind)}")
+    parts.append(f"## By fault\n\n{_FAULTS}\n\n{_table(exact)}")
     if noisy:
         parts.append(f"## With noise of 1e-6\n\n{_noise_sentence(noisy)}")
     return "\n".join(part.rstrip() + "\n" for part in parts)
@@ -175,23 +177,23 @@ def _noise_sentence(noisy: Sequence[Outcome]) -> str:
 
 
 def _table(rows: Sequence[Outcome]) -> str:
-    lines = ["| fault | verdict | noticed | right | instead | computations |"]
-    lines.append("|---|---|---|---|---|---|")
-    for kind in dict.fromkeys(row.kind for row in rows):
-        lines.append(_line([row for row in rows if row.kind == kind]))
+    lines = ["| right verdict | rules tuned on it | not tuned on it |", "|---|---|---|"]
+    for causes in dict.fromkeys(row.causes for row in rows):
+        cells = []
+        for tuned in (True, False):
+            of_cell = [row for row in rows if row.causes == causes and row.tuned is tuned]
+            kinds = dict.fromkeys(row.kind for row in of_cell)
+            cells.append("; ".join(_kind([r for r in of_cell if r.kind == kind]) for kind in kinds))
+        lines.append(f"| {' or '.join(causes)} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
 
 
-def _line(rows: Sequence[Outcome]) -> str:
-    first = rows[0]
-    asked = [row for row in rows if row.said != NOTHING]
-    others = [row.said for row in asked if not row.is_right]
-    instead = ", ".join(f"{word} {others.count(word)}" for word in dict.fromkeys(others)) or "-"
-    costs = [row.computations for row in asked if row.said != ENDED]
-    cost = f"{statistics.median(costs):g}" if costs else "-"
-    right = "-" if first.is_healthy else str(sum(row.is_right for row in asked))
-    causes = " or ".join(first.causes)
-    return f"| {first.kind} | {causes} | {len(asked)}/{len(rows)} | {right} | {instead} | {cost} |"
+def _kind(rows: Sequence[Outcome]) -> str:
+    """A kind of fault, how many of it were noticed, and its wrong verdicts."""
+    noticed = [row for row in rows if row.said != NOTHING]
+    others = [row.said for row in noticed if not row.is_right]
+    wrong = ", ".join(f"{others.count(word)} {word}" for word in dict.fromkeys(others))
+    return f"{rows[0].kind} {len(noticed)}/{len(rows)}{f' ({wrong})' if wrong else ''}"
 
 
 def _share(part: Sequence[Any], whole: Sequence[Any]) -> str:

@@ -65,4 +65,4 @@ def test_rows_come_back_and_make_the_page(tmp_path: Path) -> None:
     made = page.text(read(file), [])
     assert "| verdict right | 1/2 (50.0 %) | 95 % |" in made
     assert "| wrong ranks named | 1 | 0 |" in made
-    assert "| two samples | data | 1/1 | 0 | hardware, sticky 1 | 3 |" in made
+    assert "| data | two samples 1/1 (1 hardware, sticky) |  |" in made
