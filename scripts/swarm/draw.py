@@ -104,8 +104,11 @@ def _faults(dice: random.Random, case: Case) -> tuple[str, ...]:
         step = dice.choice((1, 3, 6, 9, 12))
         return (f"wrong@step={step},rank={dice.randrange(case.ranks)}",)
     more = tuple(_fault(dice, case.ranks) for _ in range(dice.choice((1, 1, 1, 2, 3))))
-    if case.data in ("mixture", "levels") and dice.random() < 0.5:
-        return (_poison(dice), *more)
+    if case.data in ("mixture", "levels") and dice.random() < 0.6:
+        # Where sources differ, what is outstanding shows only once the model has learnt.
+        late = dice.randrange(14 * BATCH, (STEPS - 4) * BATCH)
+        is_spike = case.data == "levels" and dice.random() < 0.6
+        return (f"spike@samples={late},scale=60" if is_spike else _poison(dice), *more)
     return more
 
 
@@ -169,8 +172,10 @@ def _break(dice: random.Random, case: Case) -> Break:
 
 
 def _steps(dice: random.Random, case: Case) -> list[int]:
-    """Any step, and those soon after a fault, before there is a checkpoint behind it."""
-    firsts = [fault.steps[0] or fault.samples[0] // BATCH for fault in parse_faults(case.faults)]
+    """Any step, and those soon after bad samples, before there is a checkpoint behind them."""
+    faults = parse_faults(case.faults)
+    firsts = [fault.samples[0] // BATCH + 1 for fault in faults if fault.samples != (0, 0)]
+    firsts = firsts or [fault.steps[0] for fault in faults]
     soon = [first + dice.randint(1, 3) for first in firsts if first + 3 < STEPS]
     return [dice.randint(2, STEPS - 4), *soon, *soon]
 
