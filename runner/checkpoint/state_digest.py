@@ -71,9 +71,9 @@ def _finished(digest: hashlib._Hash, update_counts: Mapping[str, int]) -> str:
     return digest.hexdigest()
 
 
-def added(one: Sums, other: Sums) -> Sums:
+def added(sums: Sums, others: Sums) -> Sums:
     """Add the sums of two holders, who have no element in common."""
-    return tuple((a + b) & _MASK for a, b in zip(one, other, strict=True))
+    return tuple((a + b) & _MASK for a, b in zip(sums, others, strict=True))
 
 
 class Summing:

@@ -227,7 +227,7 @@ class _ConfigReader:
     def only(self, key: str, allowed: tuple[Any, ...], why: str) -> None:
         value = self.take(key)
         # By type as well: in Python True == 1.
-        kinds = {type(one) for one in allowed}
+        kinds = {type(choice) for choice in allowed}
         if value is not None and (type(value) not in kinds or value not in allowed):
             self.refuse(key, value, f"must be {allowed[0]!r}: {why}")
 
@@ -239,7 +239,7 @@ class _ConfigReader:
         if not _is_map(value):
             self.refuse(key, value, "must be an object with keys, or null")
             return {}
-        return {name: one for name, one in value.items() if f"{key}.{name}" not in self._ignored}
+        return {name: item for name, item in value.items() if f"{key}.{name}" not in self._ignored}
 
     def refuse_rest(self) -> None:
         for key, value in self._left.items():

@@ -41,8 +41,8 @@ class PretrainedWeights:
             try:
                 with safe_open(path, framework="pt") as file:
                     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-                    shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
-                    dtypes = {name: str(one.get_dtype()) for name, one in slices.items()}
+                    shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+                    dtypes = {name: str(tensor.get_dtype()) for name, tensor in slices.items()}
                 size = path.stat().st_size
             except Exception as error:  # SafetensorError is made in Rust
                 raise ConfigError(f"model.path: {path} cannot be read: {error}") from None

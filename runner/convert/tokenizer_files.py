@@ -67,7 +67,7 @@ def _name_of(path: Path, token: int) -> str | None:
     """The text of a token that was added to the vocabulary of a ``tokenizer.json``."""
     try:
         tree = parse_json(read_bounded(path, _TOKENIZER_BYTES, follow=True))
-        return next((one["content"] for one in tree["added_tokens"] if one["id"] == token), None)
+        return next((new["content"] for new in tree["added_tokens"] if new["id"] == token), None)
     except (ValueError, KeyError, TypeError, RecursionError):  # it is as it is
         return None
 

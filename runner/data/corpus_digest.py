@@ -80,8 +80,8 @@ def whole_digest(
         report = partial(_told, progress, done, total)
         if len(files) > 1 and file_size(path) >= _LARGE_BYTES:
             # With a note of its own, so that an interrupted start need not read it again.
-            one = whole_digest([(name, path)], notes=notes, progress=report)
-            hashed, size = one.files[0][1], one.num_bytes
+            of_file = whole_digest([(name, path)], notes=notes, progress=report)
+            hashed, size = of_file.files[0][1], of_file.num_bytes
         else:
             hashed, size = _hash_file(path, report)
         digests.append((name, hashed))

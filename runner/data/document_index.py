@@ -146,11 +146,11 @@ class TextPlaces:
         if not self._are_lines[file]:
             return f"{name} {self._unit} {low}-{high}"
         word, begin = ("row", 0) if name.endswith(".parquet") else ("line", 1)
-        one, other = (number - int(self._firsts[file]) + begin for number in (first, last))
-        if one == other:
-            return f"{name} {word} {one} {self._unit} {low}-{high}"
+        start, stop = (number - int(self._firsts[file]) + begin for number in (first, last))
+        if start == stop:
+            return f"{name} {word} {start} {self._unit} {low}-{high}"
         return (
-            f"{name} {word}s {one}-{other} (from {self._unit} {low} of the first to {high} of the "
+            f"{name} {word}s {start}-{stop} (from {self._unit} {low} of the first to {high} of the "
             "last)"
         )
 

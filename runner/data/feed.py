@@ -157,7 +157,7 @@ class MicroBatch:
         torch hands each tensor over as a descriptor of shared memory, which costs about a
         millisecond however small it is.
         """
-        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors = [value for value in named.values() if isinstance(value, torch.Tensor)]
         tensors += list((self.fields or {}).values())
         if not all(map(_is_plain, tensors)) or sum(t.nbytes for t in tensors) > _INLINE_BYTES:
@@ -203,7 +203,7 @@ class RankBatch:
     @property
     def unreadable(self) -> tuple[Unreadable, ...]:
         """The samples that could not be read."""
-        return tuple(one for batch in self.micro_batches for one in batch.unreadable)
+        return tuple(sample for batch in self.micro_batches for sample in batch.unreadable)
 
     @property
     def num_samples(self) -> int:

@@ -141,7 +141,7 @@ class MixtureOrder:
 
         Of each source that is read at least one, spread evenly, so that every rank gets a mixture.
         """
-        phase = sum(one.start <= position for one in self._phases) - 1
+        phase = sum(begun.start <= position for begun in self._phases) - 1
         shares = self._shares(max(phase, 0))
         places, parts = [np.empty(0)], [np.empty(0, dtype=np.int64)]
         for source, number in enumerate(split(count, shares)):

@@ -135,7 +135,7 @@ class Packed:
 
     def describe(self, index: int) -> str:
         inside = self._inside(index)
-        named = [self._dataset.describe(one) for one in inside[:_NAMED]]
+        named = [self._dataset.describe(sample) for sample in inside[:_NAMED]]
         rest = len(inside) - len(named)
         return ", ".join(named) + (f" and {rest} more" if rest else "")
 

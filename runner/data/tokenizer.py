@@ -119,7 +119,7 @@ class _TokenizerCodec:
                 f"data.tokenizer={self.path}: cannot encode the corpus ({str(error)[:500]}); "
                 "repair it, or set null for bytes"
             ) from error
-        return [np.array(one.ids, dtype=np.uint32) for one in encoded]
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encoded]
 
 
 def _open_tokenizer(wanted: Path, begin_token: Mark, end_token: Mark) -> Codec:

@@ -88,8 +88,8 @@ def adapt(
     with kept_generators():
         item = own.first_readable()
         collate: Callable[[list[Any]], Any] | None = getattr(dataset, "collate", None)
-        one = item if collate is None else _only(collate([item]))
-        if not _is_tokens(one):
+        sample = item if collate is None else _only(collate([item]))
+        if not _is_tokens(sample):
             size = vocab_size or int(getattr(dataset, "vocab_size", 0) or 0)
             adapted = AdaptedRecords(own, example=Record(item=item), vocab_size=size)
             adapted.collate([adapted.example, adapted.example])

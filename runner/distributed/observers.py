@@ -125,11 +125,11 @@ class ObservedRanks(Ranks):
 
     def _exchange(self, own: dict[str, Any]) -> list[Any]:
         by_rank = self._ranks.gather(own)
-        failed = [one for one in by_rank if "depth" in one]
+        failed = [answer for answer in by_rank if "depth" in answer]
         if failed:
-            depth = min(one["depth"] for one in failed)
-            raise _FailedError(depth, _joined([str(one["why"]) for one in failed]))
-        return [one["value"] for one in by_rank]
+            depth = min(answer["depth"] for answer in failed)
+            raise _FailedError(depth, _joined([str(answer["why"]) for answer in failed]))
+        return [answer["value"] for answer in by_rank]
 
 
 class Observers:
@@ -220,9 +220,11 @@ class Observers:
         """Leave out on all ranks what has failed on any. Collective."""
         own, self._failed = self._failed, {}
         by_rank = self._agreement.gather(own)
-        for name in dict.fromkeys(name for one in by_rank for name in one):
-            whys = [f"rank {rank}: {one[name]}" for rank, one in enumerate(by_rank) if name in one]
-            self._leave_out(name, _joined(whys))
+        for name in dict.fromkeys(name for whys in by_rank for name in whys):
+            ranks = [rank for rank, whys in enumerate(by_rank) if name in whys]
+            self._leave_out(
+                name, _joined([f"rank {rank}: {by_rank[rank][name]}" for rank in ranks])
+            )
 
     def _leave_out(self, name: str, why: str, *, stays: bool = False) -> None:
         if name in self._out:

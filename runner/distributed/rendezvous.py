@@ -224,7 +224,7 @@ def call_roll(
         raise StartError(verdict)
     first = place.rank - place.local_rank
     near = room.multi_get([_here(first + at) for at in range(place.local_world_size)])
-    return room, [json.loads(bytes(one))["facts"] for one in near]
+    return room, [json.loads(bytes(introduction))["facts"] for introduction in near]
 
 
 def _room(store: Store, number: int) -> Store:
@@ -250,7 +250,7 @@ def _lead(store: Store, place: RankEnv, introduction: str, seconds: float) -> tu
     room.set(_OPEN, "")
     present, missing = _there(room, place.world_size, seconds)
     verdict = _verdict(present, missing, place.world_size, seconds)
-    answers = [_answer(one) for one in present.values()]
+    answers = [_answer(introduction) for introduction in present.values()]
     for at in range(0, len(answers), _AT_ONCE):
         _set_all(room, answers[at : at + _AT_ONCE], verdict or _WELCOME)
     room.set(_OVER, "")
@@ -290,7 +290,7 @@ def _there(
     for at in range(0, len(came), _AT_ONCE):
         introductions += room.multi_get([_here(rank) for rank in came[at : at + _AT_ONCE]])
     return {
-        rank: json.loads(bytes(one)) for rank, one in zip(came, introductions, strict=True)
+        rank: json.loads(bytes(known)) for rank, known in zip(came, introductions, strict=True)
     }, missing
 
 

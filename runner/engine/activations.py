@@ -285,7 +285,7 @@ def _first_sequence(output: Any) -> Tensor | None:
 
 def _first_submodule(module: nn.Module, names: Sequence[str]) -> nn.Module | None:
     parts = (getattr(module, name, None) for name in names)
-    return next((one for one in parts if isinstance(one, nn.Module)), None)
+    return next((part for part in parts if isinstance(part, nn.Module)), None)
 
 
 def _listen(objective: nn.Module, tap: Any) -> None:

@@ -127,7 +127,7 @@ class RunningBuffers:
         Raises:
             ConfigError: a forward pass makes buffers.
         """
-        before = {name: one.live.detach().clone() for name, one in self._constant.items()}
+        before = {name: buffer.live.detach().clone() for name, buffer in self._constant.items()}
         known = {name for name, _ in self._network.named_buffers()}
         self._is_trial = True
         try:
@@ -142,18 +142,18 @@ class RunningBuffers:
             )
         changed = [
             name
-            for name, one in self._constant.items()
-            if one.has_new_version
-            or has_running_statistics(one.owner)
-            or not torch.equal(one.live, before[name])
+            for name, buffer in self._constant.items()
+            if buffer.has_new_version
+            or has_running_statistics(buffer.owner)
+            or not torch.equal(buffer.live, before[name])
         ]
-        for name, one in self._constant.items():
-            one.owner._buffers[one.key] = one.seen
+        for name, buffer in self._constant.items():
+            buffer.owner._buffers[buffer.key] = buffer.seen
             with torch.no_grad():
-                one.seen.copy_(before[name])
-            one.remember()
+                buffer.seen.copy_(before[name])
+            buffer.remember()
         if any(_kind(self._constant[name]) == SAVED for name in changed):
-            changed += [name for name, one in self._constant.items() if _is_whole(one)]
+            changed += [name for name, buffer in self._constant.items() if _is_whole(buffer)]
         return sorted(set(changed))
 
     def keep(self, names: Collection[str]) -> None:
@@ -163,35 +163,35 @@ class RunningBuffers:
             ConfigError: the network has none of this name, or of a type that cannot be kept.
         """
         for name in sorted(set(names) - self._kept.keys()):
-            one = self._constant.pop(name, None)
-            if one is None:
+            buffer = self._constant.pop(name, None)
+            if buffer is None:
                 raise ConfigError(
                     f"the run's checkpoints hold the buffer {name}, which this model does not "
                     "have: give the model of the run, or another out"
                 )
-            if one.live.dtype not in (*_FLOATS, *_INTEGERS):
+            if buffer.live.dtype not in (*_FLOATS, *_INTEGERS):
                 raise ConfigError(
-                    f"the buffer {name} is {one.live.dtype} and changes in forward passes; what "
+                    f"the buffer {name} is {buffer.live.dtype} and changes in forward passes; what "
                     "changes may be a floating-point number of 16 bits or more, a signed integer, "
                     "uint8 or bool"
                 )
-            one.copy = one.live.detach()
-            one.remember()
-            self._kept[name] = one
+            buffer.copy = buffer.live.detach()
+            buffer.remember()
+            self._kept[name] = buffer
         self._lay_out()
 
     def _lay_out(self) -> None:
         """Give buffers of one type copies in one tensor: few kernels handle all of them."""
         kept = [self._kept[name] for name in self.names if self._kept[name].copy.numel()]
-        self._ordered = sorted(kept, key=lambda one: not one.copy.is_floating_point())
+        self._ordered = sorted(kept, key=lambda buffer: not buffer.copy.is_floating_point())
         self._flats = []
-        for dtype in dict.fromkeys(one.copy.dtype for one in self._ordered):
-            places = [n for n, one in enumerate(self._ordered) if one.copy.dtype is dtype]
+        for dtype in dict.fromkeys(buffer.copy.dtype for buffer in self._ordered):
+            places = [n for n, buffer in enumerate(self._ordered) if buffer.copy.dtype is dtype]
             members = [self._ordered[place] for place in places]
-            flat = torch.cat([one.copy.reshape(-1) for one in members])
-            parts = torch.split(flat, [one.copy.numel() for one in members])
-            for one, part in zip(members, parts, strict=True):
-                one.copy = part.view(one.copy.shape)
+            flat = torch.cat([buffer.copy.reshape(-1) for buffer in members])
+            parts = torch.split(flat, [buffer.copy.numel() for buffer in members])
+            for buffer, part in zip(members, parts, strict=True):
+                buffer.copy = part.view(buffer.copy.shape)
             self._flats.append((flat, places))
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -200,9 +200,9 @@ class RunningBuffers:
         The network has what is written there after :meth:`restore`.
         """
         return {
-            f"{_kind(one)}/{name}": one.copy
-            for name, one in sorted(self._kept.items())
-            if one.copy.numel()
+            f"{_kind(buffer)}/{name}": buffer.copy
+            for name, buffer in sorted(self._kept.items())
+            if buffer.copy.numel()
         }
 
     def drop(self) -> None:
@@ -213,10 +213,10 @@ class RunningBuffers:
     def restore(self) -> None:
         """Give the network the buffers of the state again."""
         if self._ordered:
-            for one in self._ordered:
-                one.owner._buffers[one.key] = one.seen
-            copies = [one.copy for one in self._ordered]
-            torch._foreach_copy_([one.seen for one in self._ordered], copies)
+            for buffer in self._ordered:
+                buffer.owner._buffers[buffer.key] = buffer.seen
+            copies = [buffer.copy for buffer in self._ordered]
+            torch._foreach_copy_([buffer.seen for buffer in self._ordered], copies)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -246,24 +246,28 @@ class RunningBuffers:
         weight = (counts > 0).sum().double()
         floats, integers = self._working(is_float=True), self._working(is_float=False)
         # A selection: padding may give NaN.
-        parts = [torch.where(weight > 0, one.double() * weight, 0.0) for one in floats]
+        parts = [torch.where(weight > 0, buffer.double() * weight, 0.0) for buffer in floats]
         sums = torch.cat([*parts, weight.view(1)])
         self._sums = sums if self._sums is None else self._sums + sums
-        for one in integers:
-            own = torch.where(weight > 0, one.long(), torch.iinfo(torch.int64).min)
+        for buffer in integers:
+            own = torch.where(weight > 0, buffer.long(), torch.iinfo(torch.int64).min)
             self._largest = own if self._largest is None else self._largest.maximum(own)
 
     def _working(self, *, is_float: bool) -> list[torch.Tensor]:
         """The working copies in their order, in one tensor; empty if there are none."""
-        own = [one.live for one in self._ordered if one.copy.is_floating_point() is is_float]
-        return [torch.cat([one.detach().reshape(-1) for one in own])] if own else []
+        own = [
+            buffer.live for buffer in self._ordered if buffer.copy.is_floating_point() is is_float
+        ]
+        return [torch.cat([buffer.detach().reshape(-1) for buffer in own])] if own else []
 
     def _require_constant(self) -> None:
-        for name, one in self._constant.items():
+        for name, buffer in self._constant.items():
             # What no ``state_dict`` has may be a cache (of positions, say) that grows with samples.
-            if _kind(one) == UNSAVED:
+            if _kind(buffer) == UNSAVED:
                 continue
-            if one.has_new_version or (has_running_statistics(one.owner) and one.owner.training):
+            if buffer.has_new_version or (
+                has_running_statistics(buffer.owner) and buffer.owner.training
+            ):
                 raise ConfigError(
                     f"a forward pass changes the buffer {name}, and did not when this run was "
                     "begun, so that its checkpoints do not hold it: let it change from the first "
@@ -283,12 +287,12 @@ class RunningBuffers:
         """Be as another copy of the network is between steps."""
         self.keep(other._kept)
         theirs = dict(other._network.named_buffers())
-        for name, one in self._constant.items():
-            if theirs[name].shape == one.live.shape:  # a cache may have grown there
-                one.live.copy_(theirs[name])
-                one.remember()
-        for name, one in self._kept.items():
-            one.copy.copy_(other._kept[name].copy)
+        for name, buffer in self._constant.items():
+            if theirs[name].shape == buffer.live.shape:  # a cache may have grown there
+                buffer.live.copy_(theirs[name])
+                buffer.remember()
+        for name, buffer in self._kept.items():
+            buffer.copy.copy_(other._kept[name].copy)
         self.restore()
 
     @torch.no_grad()
@@ -307,8 +311,8 @@ class RunningBuffers:
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         stays = (skip != 0) | (sums[-1] == 0)
         means = sums[:-1] / sums[-1]
-        sizes = [one.copy.numel() for one in self._ordered]
-        num_floats = sum(one.copy.is_floating_point() for one in self._ordered)
+        sizes = [buffer.copy.numel() for buffer in self._ordered]
+        num_floats = sum(buffer.copy.is_floating_point() for buffer in self._ordered)
         pieces = [*torch.split(means, sizes[:num_floats])]
         pieces += [] if largest is None else torch.split(largest, sizes[num_floats:])
         for flat, places in self._flats:
@@ -317,10 +321,10 @@ class RunningBuffers:
         self.restore()
 
 
-def _is_whole(one: BufferCopy) -> bool:
+def _is_whole(buffer: BufferCopy) -> bool:
     """Whether a ``state_dict`` has it, and a checkpoint can."""
-    return _kind(one) == SAVED and one.live.dtype in (*_FLOATS, *_INTEGERS)
+    return _kind(buffer) == SAVED and buffer.live.dtype in (*_FLOATS, *_INTEGERS)
 
 
-def _kind(one: BufferCopy) -> str:
-    return UNSAVED if one.key in one.owner._non_persistent_buffers_set else SAVED
+def _kind(buffer: BufferCopy) -> str:
+    return UNSAVED if buffer.key in buffer.owner._non_persistent_buffers_set else SAVED

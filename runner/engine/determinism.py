@@ -60,13 +60,13 @@ def _numbers(engine: Engine, works: Sequence[MicroStep]) -> list[torch.Tensor]:
     sums: LocalSums = engine.accumulate(works)
     results = [sums.loss, sums.grad_square, sums.nonfinite, *sums.sequences.losses]
     copies = [number.detach().clone() for number in results]
-    one = torch.ones((), device=engine.device)
-    engine.apply(skip=one, grad_scale=one, learning_rate=0.0)
+    true = torch.ones((), device=engine.device)
+    engine.apply(skip=true, grad_scale=true, learning_rate=0.0)
     return copies
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit; NaN equals itself."""
     int_types = {4: torch.int32, 8: torch.int64}
-    a, b = (x.contiguous().view(int_types[x.element_size()]) for x in (one, other))
+    a, b = (x.contiguous().view(int_types[x.element_size()]) for x in (left, right))
     return bool(torch.equal(a, b))

@@ -97,14 +97,14 @@ class LayerSums:
         views = self._opened()
         now = views.weights_now()
         sampled = [now - before.weights, now]
-        sums = [torch.linalg.vector_norm(one, dim=1).double().square_() for one in sampled]
+        sums = [torch.linalg.vector_norm(sample, dim=1).double().square_() for sample in sampled]
         if before.gradients is None:
             sums += [torch.zeros_like(sums[0])] * 2
         else:
             seconds = views.seconds_now()
             ratios = torch.where(seconds > 0, before.gradients.square() / seconds, 0.0)
-            sums += [one.sum(dim=1, dtype=torch.float64) for one in (ratios, ratios > 0)]
-        sums = [one.to(self._engine.device) for one in sums]
+            sums += [values.sum(dim=1, dtype=torch.float64) for values in (ratios, ratios > 0)]
+        sums = [column.to(self._engine.device) for column in sums]
         # Copies of a shard have equal sums: each gives its part.
         squares = self._squares(views.weights)
         return torch.cat([before.squares, squares, *sums]) / self._engine.replica[1]
@@ -123,16 +123,16 @@ class LayerSums:
         """Sum of squares of each tensor, FP64."""
         if not tensors:
             return torch.zeros(0, dtype=torch.float64, device=self._engine.device)
-        if not any(one.numel() > _CHUNK and not one.is_cuda for one in tensors):
+        if not any(tensor.numel() > _CHUNK and not tensor.is_cuda for tensor in tensors):
             return self._stacked(torch._foreach_norm(list(tensors), 2)).square()
         # One long FP32 sum on a CPU loses small terms.
         squares = [
-            torch.stack(torch._foreach_norm(list(torch.split(one, _CHUNK)), 2)).double().square()
-            if one.numel()
+            torch.stack(torch._foreach_norm(list(torch.split(tensor, _CHUNK)), 2)).double().square()
+            if tensor.numel()
             else torch.zeros(1, dtype=torch.float64)
-            for one in tensors
+            for tensor in tensors
         ]
-        return self._stacked([one.sum() for one in squares])
+        return self._stacked([parts.sum() for parts in squares])
 
     def _stacked(self, numbers: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(numbers)).to(self._engine.device).double()
@@ -175,21 +175,24 @@ class _Views:
     def _sampled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Evenly spaced elements of each."""
         return [
-            one[::step] if step > 1 else one for one, step in zip(tensors, self._steps, strict=True)
+            tensor[::step] if step > 1 else tensor
+            for tensor, step in zip(tensors, self._steps, strict=True)
         ]
 
     def _filled(self, kind: str, few: Sequence[Tensor]) -> Tensor:
         if kind not in self._matrices:
             device = self.weights[0].device if self.weights else None
             matrix = torch.zeros(len(few), _SAMPLED, device=device)
-            rows = [row[: one.numel()] for row, one in zip(matrix.unbind(), self._few, strict=True)]
+            rows = [
+                row[: part.numel()] for row, part in zip(matrix.unbind(), self._few, strict=True)
+            ]
             self._matrices[kind] = matrix, rows
         matrix, rows = self._matrices[kind]
-        both = [(row, one) for row, one in zip(rows, few, strict=True) if one.numel()]
+        both = [(row, part) for row, part in zip(rows, few, strict=True) if part.numel()]
         if len(both) < len(rows):
             matrix.zero_()  # a gradient that was there at another look may be missing
         if both:
-            torch._foreach_copy_([row for row, _ in both], [one for _, one in both])
+            torch._foreach_copy_([row for row, _ in both], [part for _, part in both])
         return matrix
 
 

@@ -60,7 +60,7 @@ def probe_traits(make: Make, dims: frozenset[int], name: str) -> Traits:
     key = f"optim._target_={name}"
     shapes = [shape for num in sorted(dims) for shape in _shapes(num)]
     try:
-        changed = {one for shape in shapes for one in _changed_numbers(make, shape, key)}
+        changed = {number for shape in shapes for number in _changed_numbers(make, shape, key)}
         return Traits(
             is_elementwise=all(_is_elementwise(make, shape) for shape in shapes),
             is_separable=all(_is_separable(make, shape) for shape in shapes),
@@ -169,7 +169,7 @@ def _changed_numbers(make: Make, shape: tuple[int, ...], key: str) -> list[str]:
     changed = [name for name, value in _options(optimizer).items() if before.get(name) != value]
     group = optimizer.param_groups[0]
     odd = [name for name in changed if not isinstance(group[name], bool | int | float)]
-    odd += [str(one) for one in optimizer.state if one is not param]
+    odd += [str(key) for key in optimizer.state if key is not param]
     if odd:
         raise ConfigError(
             f"{key}: keeps {', '.join(odd)} for all parameters together and changes it in a step; "
@@ -247,11 +247,11 @@ def _is_separable(make: Make, shape: tuple[int, ...]) -> bool:
     """Whether two parameters end as each does with its own optimizer."""
     param, grads = _draw(shape)
     pair = [param.clone(), param.flip(0).clone() * 3]
-    copies = [one.clone() for one in pair]
+    copies = [copy.clone() for copy in pair]
     both = [[grad, grad.flip(0) * 5] for grad in grads]
     _steps(trial_optimizer(make, pair), pair, both)
-    for number, one in enumerate(copies):
-        _steps(trial_optimizer(make, [one]), [one], [[of_step[number]] for of_step in both])
+    for number, copy in enumerate(copies):
+        _steps(trial_optimizer(make, [copy]), [copy], [[of_step[number]] for of_step in both])
     return all(
         torch.allclose(together, alone, rtol=1e-5, atol=1e-7)
         for together, alone in zip(pair, copies, strict=True)

@@ -117,7 +117,7 @@ class PartitionOptimizer:
     @property
     def waits_for_host(self) -> bool:
         """Whether the gate is read before each step."""
-        return any(one.waits_for_host for one in self.handed.optimizers.values())
+        return any(optimizer.waits_for_host for optimizer in self.handed.optimizers.values())
 
     def prepare(self, *, skip: Tensor, grad_scale: Tensor, learning_rate: float) -> None:
         """Say what the next step is to do, see :meth:`ShardOptimizer.step`."""
@@ -158,7 +158,7 @@ class PartitionOptimizer:
 
     def update_counts(self) -> set[int]:
         """Applied updates of each partition. Waits once for each."""
-        return {one.update_counts()[_ALONE] for one in self._all()}
+        return {optimizer.update_counts()[_ALONE] for optimizer in self._all()}
 
     def set_update_count(self, count: int) -> None:
         """After a load. Collective."""

@@ -431,7 +431,7 @@ class ZeroEngine:
         numbers = self._optimizer.group_numbers()
         shards += [_number(name, values) for name, values in numbers.items()]
         place = dist.get_rank(), self._world_size
-        shards += [slice_of(name, one, *place) for name, one in self.running.tensors().items()]
+        shards += [slice_of(name, data, *place) for name, data in self.running.tensors().items()]
         return sorted(shards, key=lambda shard: shard.name)
 
     def _shards_of(self, name: str) -> Iterator[Shard]:
@@ -467,7 +467,7 @@ class ZeroEngine:
     def full(self, name: str) -> torch.Tensor:
         parameter = name.partition("/")[2]
         shards = self._shards_of(parameter) if parameter in self._parameters else self.shards()
-        shard = next(one for one in shards if one.name == name)
+        shard = next(shard for shard in shards if shard.name == name)
         # Summed as bytes: everyone else's zeros leave the bits alone, -0.0 included.
         item_bytes = shard.local.itemsize
         whole = torch.zeros(math.prod(shard.shape) * item_bytes, dtype=torch.uint8)
@@ -638,7 +638,7 @@ def stage_of(wrapped: Any) -> _Stage:
             f"parallel.deepspeed: selects DeepSpeed's {name}, and only {', '.join(kinds)} are "
             "supported: remove the setting that selects it"
         )
-    missing = [one for one in OF_OPTIMIZERS[name] if not hasattr(wrapped, one)]
+    missing = [attribute for attribute in OF_OPTIMIZERS[name] if not hasattr(wrapped, attribute)]
     if missing:
         raise ConfigError(
             f"DeepSpeed {version('deepspeed')}: its {name} has no {', '.join(missing)}, which "

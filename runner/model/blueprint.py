@@ -278,7 +278,7 @@ class GuestBlueprint:
 
     def num_parameters(self) -> int:
         """Learned elements."""
-        return sum(math.prod(one.shape) for one in self.parameters().values())
+        return sum(math.prod(parameter.shape) for parameter in self.parameters().values())
 
     def on_meta(self) -> nn.Module:
         network = self.again().network
@@ -407,7 +407,7 @@ def _is_list_of_blocks(name: str, module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList) or "expert" in name.rpartition(".")[2].lower():
         return False
     # A list of lists is called by nobody; those inside are looked at by themselves.
-    return all(type(one).forward is not nn.Module.forward for one in module)
+    return all(type(child).forward is not nn.Module.forward for child in module)
 
 
 def _shares(network: nn.Module, units: Sequence[nn.Module]) -> bool:

@@ -103,7 +103,7 @@ def head_of(
         linear = [m for m in network.modules() if isinstance(m, nn.Linear)]
         heads = [layer for layer in linear if layer.out_features == vocab_size]
         module = heads[0] if len(heads) == 1 else None
-    is_inside = any(module is one for unit in units for one in unit.modules())
+    is_inside = any(module is inner for unit in units for inner in unit.modules())
     if type(module) is not nn.Linear or "forward" in vars(module) or is_inside:
         return None
     # DeepSpeed's stage 3 frees the weight when the layer has returned.

@@ -203,12 +203,12 @@ def _without_values(operations: list[_Operation]) -> Iterator[None]:
         )
         return tensor
 
-    def swap(one: Tensor, other: Tensor) -> None:
+    def swap(left: Tensor, right: Tensor) -> None:
         # ``nn.Module.to`` does so with meta tensors even where nothing changes (PEFT calls it).
-        if not _is_fake(one):
-            swapped(one, other)  # type: ignore[no-untyped-call]
-        elif _Window.of(one) != _Window.of(other):  # a parameter of another dtype
-            one.data = other.data
+        if not _is_fake(left):
+            swapped(left, right)  # type: ignore[no-untyped-call]
+        elif _Window.of(left) != _Window.of(right):  # a parameter of another dtype
+            left.data = right.data
 
     name = "_no_grad_trunc_normal_"
     drawn, swapped = getattr(nn.init, name), torch.utils.swap_tensors
@@ -329,11 +329,11 @@ _DRAWS = ("normal_", "uniform_", "zero_", "fill_")
 
 def _without_dead(operations: list[_Operation], window: _Window) -> list[_Operation]:
     """Drop writes that are overwritten unread: ``nn.Linear`` draws, then its owner again."""
-    if any(one.taken() - {window.owner} for one in operations):
+    if any(operation.taken() - {window.owner} for operation in operations):
         return operations
-    draws = [at for at, one in enumerate(operations) if _overwrites(one, window)]
+    draws = [at for at, operation in enumerate(operations) if _overwrites(operation, window)]
     last = draws[-1] if draws else 0
-    making = [one for one in operations[:last] if not one.taken()]
+    making = [operation for operation in operations[:last] if not operation.taken()]
     return [*making, *operations[last:]]
 
 

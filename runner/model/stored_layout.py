@@ -45,7 +45,7 @@ class StoredLayout:
 
     def fusion_of(self, name: str) -> Fusion | None:
         """The fusion that a parameter of the model comes from."""
-        return next((one for one in self.fusions if name.endswith(one.target)), None)
+        return next((fusion for fusion in self.fusions if name.endswith(fusion.target)), None)
 
     def renamed(self, name: str) -> str:
         """A stored name, in the model's words."""
@@ -96,8 +96,8 @@ def parts_of(
     fusion = layout.fusion_of(name)
     if fusion is None or not shape:
         return None
-    names = [stored.get(one) for one in fusion.names(name, shape[0])]
-    return None if None in names else [one for one in names if one is not None]
+    names = [stored.get(part) for part in fusion.names(name, shape[0])]
+    return None if None in names else [known for known in names if known is not None]
 
 
 def part_shape(shape: Sequence[int], parts: int) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ def part_shape(shape: Sequence[int], parts: int) -> tuple[int, ...]:
 
 
 def _is_fusion(transform: Any, sources: Sequence[str], targets: Sequence[str]) -> bool:
-    steps = [(type(one).__name__, getattr(one, "dim", None)) for one in transform.operations]
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in transform.operations]
     is_simple = len(targets) == 1 and all(source.count(_NUMBER) == 1 for source in sources)
     one_each, several = [(_MERGE, 0)], [(_MERGE, 0), (_CONCATENATE, 1)]
     return is_simple and (steps == several or (steps == one_each and len(sources) == 1))

@@ -212,7 +212,7 @@ def is_allowed(key: str, resume: ResumeConfig) -> bool:
     if resume.allow_change:
         return True
     allowed = [*resume.allow, *(["schedule.total"] if "steps" in resume.allow else [])]
-    return any(key == one or key.startswith(f"{one}.") for one in allowed)
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in allowed)
 
 
 def _told(changed: dict[str, tuple[Any, Any]]) -> str:

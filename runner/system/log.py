@@ -42,7 +42,7 @@ def begin(*, as_json: bool, rank: int | None = None, step: Step = lambda: 0) -> 
         step: the present step; 0 before the first.
     """
     logger = logging.getLogger(_ROOT)
-    for handler in [one for one in logger.handlers if isinstance(one, _Lines)]:
+    for handler in [other for other in logger.handlers if isinstance(other, _Lines)]:
         logger.removeHandler(handler)
     logger.addHandler(_Lines(JsonFormat(rank, step) if as_json else TextFormat(rank)))
     logger.setLevel(logging.INFO)

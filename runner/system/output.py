@@ -339,10 +339,10 @@ def _is_of(stream: TextIO, descriptor: int) -> bool:
         return False
 
 
-def _are_same(one: int, other: int) -> bool:
+def _are_same(left: int, right: int) -> bool:
     """Whether two descriptors refer to the same file, pipe or terminal."""
     try:
-        first, second = os.fstat(one), os.fstat(other)
+        first, second = os.fstat(left), os.fstat(right)
     except OSError:
         return False
     return (first.st_dev, first.st_ino) == (second.st_dev, second.st_ino)

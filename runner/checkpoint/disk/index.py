@@ -179,14 +179,14 @@ def collect_indexes(
     shares = [range(at, min(at + _AT_ONCE, world_size)) for at in range(0, world_size, _AT_ONCE)]
     with ThreadPoolExecutor(_READERS, thread_name_prefix="indexes") as readers:
         stored = [
-            one
+            index
             for share in readers.map(lambda ranks: [_read(folder, r) for r in ranks], shares)
-            for one in share
+            for index in share
         ]
     files: dict[str, FileFacts] = {}
-    for rank, one in enumerate(stored):
-        files[data_name(rank)], files[index_name(rank)] = one.file, one.own
-    digests = tuple(one.digest for one in stored)
+    for rank, index in enumerate(stored):
+        files[data_name(rank)], files[index_name(rank)] = index.file, index.own
+    digests = tuple(index.digest for index in stored)
     if known is not None and known.digests == digests:
         return known, files
     sizes = element_sizes(names, dtypes or {})
@@ -213,8 +213,8 @@ def _runs(
     parts: list[tuple[Numbers, Numbers, Numbers]] = []
     lengths: list[int] = []
     # Neighbouring ranks mostly hold the same tensors, so their indexes form one table.
-    for num_bytes, alike in itertools.groupby(stored, key=lambda one: len(one.data)):
-        table = _Table.of([one.data for one in alike], num_bytes)
+    for num_bytes, alike in itertools.groupby(stored, key=lambda index: len(index.data)):
+        table = _Table.of([index.data for index in alike], num_bytes)
         for at in np.flatnonzero(~table.is_sane(len(ordered), sizes)).tolist():
             rank = len(lengths) + at
             path = folder / index_name(rank)

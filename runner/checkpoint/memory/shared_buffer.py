@@ -123,7 +123,7 @@ class SharedBuffer:
         """
         make = _DIGESTS[kind]
 
-        def one(block: np.ndarray) -> bytes:
+        def block_digest(block: np.ndarray) -> bytes:
             if finite and not np.isfinite(block).all():
                 raise CorruptCheckpoint(f"{self.path}: holds NaN or Inf")
             digest: bytes = make(block.data.cast("B")).digest()
@@ -131,12 +131,12 @@ class SharedBuffer:
 
         whole = make()
         if threads == 1:
-            parts: Iterator[bytes] = map(one, self._blocks())
+            parts: Iterator[bytes] = map(block_digest, self._blocks())
             for part in parts:
                 whole.update(part)
         else:
             with ThreadPoolExecutor(max_workers=threads) as pool:
-                for part in pool.map(one, self._blocks()):
+                for part in pool.map(block_digest, self._blocks()):
                     whole.update(part)
         return f"{kind}:{whole.hexdigest()}"
 

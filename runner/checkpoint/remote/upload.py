@@ -171,7 +171,7 @@ class Uploads:
     def _remove_older(self, record: Record) -> Process[None]:
         kept = kept_there(self.stored, keep=self._rules.keep, keep_every=self._rules.keep_every)
         serials = {known.serial for known in kept}
-        failures = yield self._on_first("sweep", record, lambda one: self._sweep(serials, one))
+        failures = yield self._on_first("sweep", record, lambda to: self._sweep(serials, to))
         if failures:
             self._say(f"older checkpoints could not be removed: {'; '.join(failures)}")
         else:
