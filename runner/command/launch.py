@@ -18,7 +18,7 @@ from runner.config.extras import check_extras
 from runner.config.validate import check
 from runner.fault.spec import parse_faults
 from runner.launch import command_line, torchrun
-from runner.launch.left_out import refuse_listed
+from runner.launch.bad_nodes import refuse_listed
 from runner.launch.node_rendezvous import meeting
 from runner.system.environment import variables
 from runner.system.error import ConfigError

@@ -21,7 +21,7 @@ from runner.launch import command_line, meeting_point
 from runner.launch.attempt import Job, Stop, StopTarget, run_once
 from runner.launch.bad_nodes import BadNodes
 from runner.launch.outcome import EXIT_CODES
-from runner.launch.supervisor import Supervisor, new_launch_id
+from runner.launch.supervisor import JobSupervisor, new_launch_id
 from runner.policy.restart import RestartRules
 from runner.system.environment import variables
 from runner.system.error import ConfigError
@@ -121,7 +121,7 @@ def run_supervised(
     rules = rules_of(options, diagnose=diagnose)
     if EXIT_DIR in environment:
         return _run_as_part(make_job(1, False), out)
-    supervisor = Supervisor(
+    supervisor = JobSupervisor(
         out=out,
         launch_id=meeting.name if meeting else new_launch_id(environment),
         node=os.uname().nodename if meeting else None,

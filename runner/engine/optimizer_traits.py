@@ -3,6 +3,9 @@
 Three questions decide how it can work on shards. Does an element's update depend on that element
 alone? Does a parameter's update depend on that parameter alone? Which numbers in ``param_groups``
 does a step change?
+
+torch's optimizers on DTensors do not replace it: Adafactor and 8-bit states raise errors there
+(torch 2.13), and a list of elementwise ones would not know a user's own.
 """
 
 from __future__ import annotations

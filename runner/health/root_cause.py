@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from runner.health.flight_recorder import first_divergence, named, waits_in
-from runner.health.hardware import is_hardware
 from runner.health.rank_report import Report
 
 _MOST_NAMED = 8
@@ -26,6 +25,18 @@ MEMORY = "memory"  # out of a device's or the host's memory: smaller micro-batch
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|[Oo]ut of memory|_STATUS_ALLOC_FAILED|MemoryError|bad_alloc"
     r"|(?:can't|[Cc]annot) allocate memory"
+)
+# Broken hardware, by the texts of CUDA, NCCL and NVIDIA's driver. Errors that a program can cause
+# as well are not among them ("unspecified launch failure" of a wrong kernel, "an illegal memory
+# access"): such a program fails at the same step again.
+_HARDWARE = re.compile(
+    r"uncorrectable (?:ECC|NVLink) error|double[- ]bit ECC|ECC error"
+    r"|fallen off the bus|GPU is lost|[Gg]pu is lost|GPU requires reset"
+    r"|\bX[Ii][Dd]\b\D{0,12}(?:48|62|63|64|74|79|92|94|95|119|120|140|143)\b"
+    r"|hardware stack error|[Rr]ow remapp(?:er|ing) fail"
+    r"|CUDA-capable device\(s\) is/are busy or unavailable|no CUDA-capable device is detected"
+    r"|system not yet initialized|NVLink (?:fatal )?error|[Ff]abric (?:manager )?error"
+    r"|[Mm]achine check|Hardware Error|[Uu]ncorrectable (?:memory|PCIe?) error"
 )
 _OWN_FAULTS = ("exception", "fatal", "signal", "exit")  # the surest sign first
 
@@ -44,6 +55,11 @@ class RootCause:
     reason: str
     signature: str
     first: Report | None = None
+
+
+def is_hardware(text: str) -> bool:
+    """Whether an error's text shows that a device or its machine has failed."""
+    return _HARDWARE.search(text) is not None
 
 
 def find_root_cause(reports: Sequence[Report], world_size: int) -> RootCause:

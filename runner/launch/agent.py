@@ -25,8 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.run import main
 
 from runner.launch import command_line, torchrun
-from runner.launch.crash_evidence import evidence, journal_lines
-from runner.launch.left_out import has_to_leave
+from runner.launch.crash_evidence import evidence, has_to_leave, journal_lines
 from runner.system.exit_codes import EXIT_CRASH
 
 _MOST_NAMED = 8  # failed ranks of this node

@@ -6,6 +6,8 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from runner.system.error import ConfigError
+
 
 class BadNodes:
     """``out/bad_nodes``: a node a line, with the time and the reason. A person may edit it."""
@@ -44,3 +46,22 @@ def choose(
     good_first = sorted(usable, key=lambda node: node in bad)
     chosen = set(good_first[:count])
     return [node for node in usable if node in chosen]
+
+
+def refuse_listed(out: Path, node: str) -> None:
+    """
+    Raises:
+        ConfigError: this node is listed in ``out/bad_nodes``.
+    """
+    bad = BadNodes(out)
+    reason = bad.read().get(short_name(node))
+    if reason is not None:
+        raise ConfigError(
+            f"{node} is listed in {bad.path} ({reason}), and the run can go on without it: delete "
+            "its line when it is mended, or start on another node"
+        )
+
+
+def short_name(host: str) -> str:
+    """The name by which ``out/bad_nodes`` lists a host."""
+    return host.partition(".")[0]

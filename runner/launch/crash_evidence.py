@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.disk.directory import CheckpointDirectory
+from runner.launch.bad_nodes import short_name
 from runner.policy.restart import HARDWARE
 from runner.policy.retention.records import State
 from runner.run_dir.paths import RunDir
@@ -90,9 +91,16 @@ def evidence(out: Path, *, since: int) -> Evidence:
     )
 
 
-def short_name(host: str) -> str:
-    """The name by which ``out/bad_nodes`` lists a host."""
-    return host.partition(".")[0]
+def has_to_leave(crash: Evidence, *, node: str, least: int) -> bool:
+    """Whether this node leaves the run for good; without a scheduler only its supervisor can.
+
+    It does if a start ended by the fault of its hardware and had ``least`` other nodes: without
+    them nothing could go on.
+    """
+    return any(
+        short_name(fault.host) == short_name(node) and fault.num_hosts - 1 >= least
+        for fault in crash.hardware
+    )
 
 
 def _hardware_faults(lines: Iterable[dict[str, Any]]) -> Iterator[HardwareFault]:

@@ -21,10 +21,10 @@ from runner.health.rank_report import Report, own_line
 from runner.health.root_cause import RootCause, find_root_cause
 from runner.health.trace_dump import read_dumps
 from runner.launch import process_tree
-from runner.launch.attempt import Ended, Job, Stop, run_once
+from runner.launch.attempt import Ended, Job, run_once
 from runner.launch.script_output import Printed, Said, failures, tracebacks
-from runner.launch.supervisor import AttemptLog, restart_sentence
-from runner.policy.restart import Attempt, End, RestartRules, after
+from runner.launch.supervisor import Supervisor
+from runner.policy.restart import Attempt, RestartRules
 from runner.system.process import parent
 
 _DUMPS = "flight-recorder-rank"
@@ -58,13 +58,8 @@ class Watched:
     folder: Path
 
 
-class ScriptSupervisor:
-    """Runs a command until it is done or a restart would not help.
-
-    Args:
-        launch_id: names this launch in the list of attempts.
-        say: one line for a person.
-    """
+class ScriptSupervisor(Supervisor):
+    """Supervises a command that knows nothing of it; progress is the step that it prints."""
 
     def __init__(
         self,
@@ -76,31 +71,14 @@ class ScriptSupervisor:
         launch_id: str,
         say: Callable[[str], None],
     ) -> None:
+        super().__init__(watched.folder, launch_id, rules, say)
         self._command = command
         self._environment = environment
         self._watched = watched
-        self._rules = rules
-        self._say = say
-        self._log = AttemptLog(watched.folder, launch_id)
         self._gpus_work = partial(at_work, environment.get("CUDA_VISIBLE_DEVICES"))
-        self.stop = Stop()
 
-    def run(self) -> End:
-        """Run to the end. From here on the supervisor handles this process's signals."""
-        self.stop.listen()
-        attempts: list[Attempt] = self._log.read()
-        while True:
-            best = max((one.clean_after for one in attempts), default=-1)
-            attempts.append(self._attempt(len(attempts) + 1, best))
-            next_ = after(attempts, self._rules, asked_to_stop=self.stop.is_set)
-            if isinstance(next_, End):
-                return next_
-            self._say(restart_sentence(next_, len(attempts) + 1))
-            if not self.stop.sleep(next_.pause_seconds):
-                return End(reason="asked to stop", code=attempts[-1].code)
-
-    def _attempt(self, number: int, best: int) -> Attempt:
-        began = time.time()
+    def attempt(self, number: int, *, diagnose: bool) -> Attempt:
+        best = max((earlier.clean_after for earlier in self.attempts), default=-1)
         folder = self._watched.folder / f"attempt-{number:04d}"
         folder.mkdir(parents=True, exist_ok=True)
         reading, writing = os.pipe()
@@ -121,7 +99,7 @@ class ScriptSupervisor:
         if cause is not None:
             (folder / "output.txt").write_text("\n".join(said.since(said.num_lines - _TAIL)))
             self._say(f"attempt {number} {cause.reason} (evidence: {folder})")
-        attempt = Attempt(
+        return Attempt(
             code=ended.code,
             clean_before=best,
             clean_after=max(best, said.step),
@@ -130,8 +108,6 @@ class ScriptSupervisor:
             cause=cause.kind if cause else None,
             signature=cause.signature if cause else None,
         )
-        self._log.add(attempt, began=began)
-        return attempt
 
 
 def settings(folder: Path) -> dict[str, str]:

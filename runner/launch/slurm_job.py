@@ -18,7 +18,7 @@ from runner.launch.attempt import Ended, Job, Stop, StopTarget
 from runner.launch.bad_nodes import BadNodes, choose
 from runner.launch.node_rendezvous import MOST_BYTES, announce
 from runner.launch.outcome import FINAL
-from runner.launch.supervisor import Supervisor
+from runner.launch.supervisor import JobSupervisor
 from runner.policy.restart import RestartRules, without_progress
 from runner.system.environment import variables
 from runner.system.error import RunnerError
@@ -73,7 +73,7 @@ class SlurmJob:
     def run(self) -> int:
         """Run until the job ends or goes back into the queue; returns the exit code."""
         self._blame_the_dead()
-        supervisor = Supervisor(
+        supervisor = JobSupervisor(
             out=self._out,
             launch_id=f"slurm-{self._job_id}",
             rules=self._rules,

@@ -4,6 +4,9 @@ Owns the record of what a constructor did to each tensor, and its replay on the 
 seed of the tensor's own. So initial weights are the constructor's, need the
 memory of one tensor, and do not depend on ranks, sharding or other tensors. Must not know
 what the network is for.
+
+``reset_parameters`` does not replace it: of 128 tensors of eight models in ``tests/guests.py`` 84
+would begin with other values, and 19 of their modules (Llama's, GPT-2's) have no such method.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from runner.health.device_check import DeviceReport, check_devices, judge
-from runner.health.hardware import is_hardware
 from runner.health.nvml import GpuHealth, gpu_health
+from runner.health.root_cause import is_hardware
 
 WELL = DeviceReport(host="n1", kind="H200 13.0", bits=["a", "a"], wrong_sums=0)
 OTHER = replace(WELL, bits=["b", "b"], host="n2")

@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from runner.health.crash_log import crash_incident
-from runner.health.hardware import is_hardware
 from runner.health.rank_report import Report
-from runner.health.root_cause import HARDWARE, find_root_cause
+from runner.health.root_cause import HARDWARE, find_root_cause, is_hardware
 from runner.launch import process_tree
 from runner.launch import supervisor as supervisor_module
 from runner.launch.attempt import Ended, Job
 from runner.launch.bad_nodes import BadNodes, choose
 from runner.launch.outcome import EXIT_CODES
-from runner.launch.supervisor import Supervisor
+from runner.launch.supervisor import JobSupervisor
 from runner.policy import restart
 from runner.policy.restart import Again, Attempt, End, RestartRules, after
 from runner.policy.straggler import RankPace, Stragglers
@@ -114,7 +113,7 @@ def supervised(out: Path, attempts: Attempts, monkeypatch: pytest.MonkeyPatch) -
     said: list[str] = []
     monkeypatch.setattr(supervisor_module, "run_once", attempts)
     monkeypatch.setattr(supervisor_module.Stop, "listen", lambda self: None)
-    made = Supervisor(
+    made = JobSupervisor(
         out=out,
         launch_id="l",
         rules=RestartRules(codes=EXIT_CODES, pause_seconds=0.0),
