@@ -16,7 +16,7 @@ from scripts.explain_trials.layouts import ALIKE, LAYOUTS
 from scripts.explain_trials.outcome import Outcome
 
 ROWS = Path("docs/records/explaining-trials.jsonl")
-PAGE = Path("docs/explaining-trials.md")
+PAGE = Path("docs/records/explaining-trials.md")
 _BEGUN = ".begun"  # suffix of the file with the trial under way, should it end the process
 _MOST_STARTS = 4  # of one layout, where a trial ends the process
 

